@@ -1,0 +1,22 @@
+"""onepass: every logit is read once, and every loss is a few lines of PyTorch on what that one read leaves behind."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from onepass.losses.cross_entropy import CrossEntropyLoss, cross_entropy
+from onepass.losses.log_probs import entropy_from_logits, selective_log_softmax, selective_log_softmax_and_entropy
+from onepass.statistics import SoftmaxStatistics, softmax_statistics
+
+try:
+    __version__ = version("onepass")
+except PackageNotFoundError:  # a source tree on PYTHONPATH
+    __version__ = "0.0.0"
+
+__all__ = [
+    "CrossEntropyLoss",
+    "SoftmaxStatistics",
+    "cross_entropy",
+    "entropy_from_logits",
+    "selective_log_softmax",
+    "selective_log_softmax_and_entropy",
+    "softmax_statistics",
+]

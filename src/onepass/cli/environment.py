@@ -1,0 +1,53 @@
+"""What a result was measured on."""
+
+import platform
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import onepass
+
+
+def package_version(name: str) -> str | None:
+    """The installed version of a distribution, None if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def environment() -> dict[str, Any]:
+    """GPU, driver and versions, for the head of every table and JSON."""
+    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    return {
+        "gpu": gpu.name if gpu else None,
+        "gpu_memory_gib": round(gpu.total_memory / 2**30, 1) if gpu else None,
+        "multiprocessors": gpu.multi_processor_count if gpu else None,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "torch": torch.__version__,
+        "triton": package_version("triton"),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "onepass": onepass.__version__,
+        "commit": commit(),
+    }
+
+
+def commit() -> str | None:
+    """The commit of the source tree that onepass runs from, with a ``+`` if it was changed; None if it is no checkout."""
+    root = Path(onepass.__file__).parent
+    head = _output("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
+    return head and head + ("+" if _output("git", "-C", str(root), "status", "--porcelain", "--", str(root)) else "")
+
+
+def _output(*command: str) -> str | None:
+    if shutil.which(command[0]) is None:
+        return None
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip().split("\n")[0] if done.returncode == 0 else None

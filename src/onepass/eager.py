@@ -1,0 +1,159 @@
+"""The two operations in plain PyTorch: the path of CPUs and of float64, and the definition the kernels are held to.
+
+Rows are walked in blocks, so that no second ``(rows, V)`` tensor is alive; sums run in the dtype of the results.
+"""
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from onepass.options import FIELDS, Options, empty_results
+
+BLOCK_ELEMENTS = 1 << 20
+
+
+def row_blocks(*tensors: torch.Tensor) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+    """Cut tensors of one shape ``(..., V)`` into views of some rows, ``(n, V)`` each; nothing is copied."""
+    first, vocab = 0, tensors[0].shape[-1]
+    try:
+        matrices = [t.view(-1, vocab) for t in tensors]
+    except RuntimeError:  # the rows of some tensor are not evenly spaced
+        for parts in zip(*tensors):
+            for rows, blocks in row_blocks(*parts):
+                yield slice(first + rows.start, first + rows.stop), blocks
+            first += parts[0][..., 0].numel()
+        return
+    step = max(1, BLOCK_ELEMENTS // vocab)
+    for first in range(0, matrices[0].shape[0], step):
+        blocks = [m[first : first + step] for m in matrices]
+        yield slice(first, first + blocks[0].shape[0]), blocks
+
+
+def transform(x: torch.Tensor, options: Options, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """The logits after scale, soft-cap and temperature, and the derivative of that."""
+    inner, outer = options.transform()
+    z = x.to(dtype) * inner
+    if options.softcap is None:
+        return z, inner
+    z = z.tanh()
+    return z * outer, (1 - z * z) * (inner * outer)
+
+
+def weights_of(class_weights: torch.Tensor | None, options: Options, like: torch.Tensor) -> torch.Tensor | float:
+    return options.class_weight if class_weights is None else class_weights.to(like.dtype)
+
+
+def out_of_range(index: torch.Tensor, active: torch.Tensor | None, vocab: int) -> torch.Tensor:
+    """Which rows hold an index outside the vocabulary, ``(rows,)``; raises instead on a CPU or if ONEPASS_DEBUG=1."""
+    bad = (index < 0) | (index >= vocab)
+    if active is not None:
+        bad &= active.unsqueeze(-1)
+    if (index.device.type == "cpu" or os.environ.get("ONEPASS_DEBUG") == "1") and bad.any():
+        row, k = (int(i) for i in bad.nonzero()[0])
+        raise IndexError(f"index: expected values in [0, {vocab}), got {int(index[row, k])} in row {row}")
+    return bad.any(-1)
+
+
+def softmax_statistics(
+    logits: torch.Tensor,
+    index: torch.Tensor | None,
+    row_mask: torch.Tensor | None,
+    class_weights: torch.Tensor | None,
+    options: Options,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The packed statistics ``(fields, ...)``, the selected logits and whether each is a row's largest."""
+    stats, selected, is_top1 = empty_results(logits, index, options)
+    flat, rows = stats.view(len(FIELDS), -1), stats[0].numel()
+    out = dict(zip(FIELDS, flat))
+    active = None if row_mask is None else row_mask.reshape(-1).bool()
+    bad = None
+    if index is not None and rows:
+        index = index.reshape(rows, -1)
+        bad = out_of_range(index, active, logits.shape[-1])
+        index = index.clamp(0, logits.shape[-1] - 1).long()
+    for group, (x,) in row_blocks(logits) if rows else ():
+        z, _ = transform(x, options, stats.dtype)
+        shift = z.amax(-1, keepdim=True)
+        z = z - shift
+        e = z.exp()
+        total = e.sum(-1)
+        out["shift"][group] = shift[:, 0]
+        out["log_normalizer"][group] = total.log()
+        if options.expected:
+            # exp(-inf)·(-inf) is 0 here.
+            out["expected_logit"][group] = (e * z.clamp(min=torch.finfo(z.dtype).min)).sum(-1) / total
+        if options.weighted:
+            c = weights_of(class_weights, options, z)
+            # A weight of 0 leaves its logit out, also where the logit is -inf.
+            out["weighted_logit"][group] = torch.where(torch.as_tensor(c == 0, device=z.device), 0, c * z).sum(-1)
+        if options.log_sum_sq_probs:
+            out["log_sum_sq_probs"][group] = e.square().sum(-1).log() - 2 * total.log()
+        if options.mean_logit:
+            out["mean_logit"][group] = z.mean(-1) + shift[:, 0]
+        if index is not None:
+            chosen = z.gather(-1, index[group])
+            selected.view(rows, -1)[group] = chosen
+            if options.is_top1:
+                is_top1.view(rows, -1)[group] = chosen == 0
+    if bad is not None:
+        flat.masked_fill_(bad, float("nan"))
+        selected.view(rows, -1).masked_fill_(bad.unsqueeze(-1), float("nan"))
+    if options.normalized:
+        out["entropy"].copy_(out["log_normalizer"] - out["expected_logit"])
+        if index is not None:
+            selected.view(rows, -1).sub_(out["log_normalizer"].unsqueeze(-1))
+    if active is not None:
+        flat.masked_fill_(~active, 0.0)
+        selected.view(rows, -1).masked_fill_(~active.unsqueeze(-1), 0.0) if index is not None else None
+        is_top1.view(rows, -1).logical_and_(active.unsqueeze(-1)) if options.is_top1 else None
+    return stats, selected, is_top1
+
+
+def softmax_gradient(
+    logits: torch.Tensor,
+    index: torch.Tensor | None,
+    row_mask: torch.Tensor | None,
+    class_weights: torch.Tensor | None,
+    stats: torch.Tensor,
+    grad_log_normalizer: torch.Tensor | None,
+    grad_expected_logit: torch.Tensor | None,
+    grad_weighted_logit: torch.Tensor | None,
+    grad_selected: torch.Tensor | None,
+    options: Options,
+    out: torch.Tensor,
+) -> None:
+    """Write the gradient with respect to the logits into ``out``, by the formula in `kernels.softmax_gradient`."""
+    rows = stats[0].numel()
+    if rows == 0:
+        return
+    field = dict(zip(FIELDS, stats.view(len(FIELDS), -1, 1)))
+    zero = stats.new_zeros(rows, 1)
+    a, b, d = (
+        zero if g is None else g.reshape(-1, 1) for g in (grad_log_normalizer, grad_expected_logit, grad_weighted_logit)
+    )
+    if grad_expected_logit is not None:
+        E = field["expected_logit"]
+        a, b = (a + b * E, -b) if options.normalized else (a + b * (1 - E), b)
+    if index is not None and grad_selected is not None:
+        w = grad_selected.reshape(rows, -1)
+        index = index.reshape(rows, -1).clamp(0, logits.shape[-1] - 1).long()
+        if options.normalized:
+            a = a - w.sum(-1, keepdim=True)
+    idle = (a == 0) & (b == 0) & (d == 0)
+    if grad_selected is not None:
+        idle &= (w == 0).all(-1, keepdim=True)
+    if row_mask is not None:
+        idle |= ~row_mask.reshape(-1, 1).bool()
+    for group, (x, g_out) in row_blocks(logits, out):
+        z, slope = transform(x, options, stats.dtype)
+        z = z - field["shift"][group]
+        p = (z - field["log_normalizer"][group]).exp()
+        g = p * a[group]
+        if grad_expected_logit is not None:
+            g += p * b[group] * z.clamp(min=torch.finfo(z.dtype).min)
+        if grad_weighted_logit is not None:
+            g += weights_of(class_weights, options, z) * d[group]
+        if index is not None and grad_selected is not None:
+            g.scatter_add_(-1, index[group], w[group])
+        g_out.copy_((g * slope).masked_fill_(idle[group], 0.0))

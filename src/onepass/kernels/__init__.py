@@ -1,0 +1,6 @@
+"""Triton kernels and their launchers. Nothing here knows about users, losses or autograd."""
+
+from onepass.kernels.softmax_gradient import softmax_gradient
+from onepass.kernels.softmax_statistics import softmax_statistics
+
+__all__ = ["softmax_gradient", "softmax_statistics"]

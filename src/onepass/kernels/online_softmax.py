@@ -1,0 +1,118 @@
+"""Device functions of the online softmax: transform a logit, update a state, merge states.
+
+A state describes a set of logits ``z`` of one row relative to their maximum ``m``. Two states over disjoint
+sets merge exactly, so the same five lines serve the lanes of a program and the programs that share a row.
+
+======  =============================  ======================================================
+name    value                          needed for
+======  =============================  ======================================================
+``m``   ``max z``                      always
+``s``   ``Σ exp(z - m)``               always
+``t``   ``Σ exp(z - m)·(z - m)``       ``expected_logit``
+``w``   ``Σ c·(z - m)``                ``weighted_logit``
+``c``   ``Σ c``                        ``weighted_logit`` (to move ``w`` to another maximum)
+``q``   ``Σ exp(z - m)²``              ``log_sum_sq_probs``
+``u``   ``Σ z``                        ``mean_logit``
+======  =============================  ======================================================
+
+Reference: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# The maximum of nothing. Finite, so that a difference of two maxima is never inf - inf.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+# Differences are clamped here before they are multiplied: exp() of it is 0, and 0 times it is 0 where 0·(-inf) is NaN.
+FLOOR = tl.constexpr(-1e30)
+
+
+@triton.jit
+def tanh_and_slope(y):
+    """``tanh(y)`` and ``1 - tanh(y)²`` to about 2 float32 ulps each, without the cancellation of the textbook forms."""
+    e = tl.exp2(tl.abs(y) * (-2.0 * LOG2E))
+    r = 1.0 / (1.0 + e)
+    far = (1.0 - e) * r
+    y2 = y * y
+    # Weighted least-squares fit of (tanh(y) - y) / y³ in y² over |y| <= 0.6.
+    poly = -0.005893945228308439
+    poly = poly * y2 + 0.020794617012143135
+    poly = poly * y2 - 0.053783293813467026
+    poly = poly * y2 + 0.13331915438175201
+    poly = poly * y2 - 0.33333298563957214
+    tanh = tl.where(tl.abs(y) < 0.6, y + y * (y2 * poly), tl.where(y < 0, -far, far))
+    return tanh, 4.0 * e * r * r
+
+
+@triton.jit
+def transform(x, inner, outer, SOFTCAP: tl.constexpr):
+    """The logit after scale, soft-cap and temperature: ``outer·tanh(inner·x)``, or ``inner·x`` without a cap."""
+    z = x.to(tl.float32) * inner
+    if SOFTCAP:
+        z, _ = tanh_and_slope(z)
+        z = z * outer
+    return z
+
+
+@triton.jit
+def transform_and_slope(x, inner, outer, SOFTCAP: tl.constexpr):
+    """`transform` and its derivative with respect to ``x``."""
+    z = x.to(tl.float32) * inner
+    slope = inner
+    if SOFTCAP:
+        z, sech2 = tanh_and_slope(z)
+        z = z * outer
+        slope = sech2 * (inner * outer)
+    return z, slope
+
+
+@triton.jit
+def move(w, c, back):
+    """``w`` relative to another maximum; an empty state stays 0."""
+    return tl.where(c == 0.0, w, w + c * back)
+
+
+@triton.jit
+def update(m, s, t, w, c, q, u, z, weight, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
+           SUM_SQ: tl.constexpr, MEAN: tl.constexpr):  # fmt: skip
+    """Add a tile of logits ``z[lanes, vec]`` to one state a lane. No traffic between lanes.
+
+    Padding is ``z = -inf`` with ``weight = 0``; `MEAN` is the caller's to add, since -inf is not neutral in a sum.
+    """
+    new = tl.maximum(m, tl.max(z, axis=1))
+    # max() drops NaN, but d keeps it, so s and with it every result of the row becomes NaN.
+    back = tl.maximum(m - new, FLOOR)
+    alpha = tl.exp2(back * LOG2E)
+    d = z - new[:, None]
+    e = tl.exp2(d * LOG2E)
+    if EXPECTED:
+        t = alpha * (t + s * back) + tl.sum(e * tl.maximum(d, FLOOR), axis=1)
+    s = alpha * s + tl.sum(e, axis=1)
+    if SUM_SQ:
+        q = alpha * alpha * q + tl.sum(e * e, axis=1)
+    if WEIGHTED:
+        # A weight of 0 leaves its logit out, also where the logit is -inf.
+        w = move(w, c, m - new) + tl.sum(tl.where(weight == 0.0, 0.0, weight * d), axis=1)
+        c = c + tl.sum(weight, axis=1)
+    return new, s, t, w, c, q, u
+
+
+@triton.jit
+def merge(m, s, t, w, c, q, u, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
+          SUM_SQ: tl.constexpr, MEAN: tl.constexpr):  # fmt: skip
+    """Reduce a vector of states to one, in an order that never changes."""
+    new = tl.max(m, axis=0)
+    back = tl.maximum(m - new, FLOOR)
+    alpha = tl.exp2(back * LOG2E)
+    t_out, w_out, c_out, q_out, u_out = 0.0, 0.0, 0.0, 0.0, 0.0
+    if EXPECTED:
+        t_out = tl.sum(alpha * (t + s * back), axis=0)
+    if WEIGHTED:
+        w_out = tl.sum(move(w, c, m - new), axis=0)
+        c_out = tl.sum(c, axis=0)
+    if SUM_SQ:
+        q_out = tl.sum(alpha * alpha * q, axis=0)
+    if MEAN:
+        u_out = tl.sum(u, axis=0)
+    return new, tl.sum(alpha * s, axis=0), t_out, w_out, c_out, q_out, u_out

@@ -1,0 +1,181 @@
+"""Backward kernel: the gradient of any function of the statistics, with respect to the logits.
+
+For a row with upstream gradients ``g`` of its statistics,
+
+    dL/dz_j = p_j·(a + b·(z_j - shift)) + c_j·d + Σ_k w_k·[j = index_k]
+    a = g_log_normalizer + g_expected_logit·(1 - expected_logit),  b = g_expected_logit,
+    d = g_weighted_logit,  w = g_selected
+
+(for normalized results ``a = g_log_normalizer + g_entropy·expected_logit - Σ_k g_log_prob_k``, ``b = -g_entropy``)
+and ``dL/dx_j = dL/dz_j·dz_j/dx_j`` for the transform ``z(x)``. Bytes moved: the logits in, the gradient out; `out`
+may be the logits themselves. Rows that are masked, or whose upstream gradients are all 0, are written but not read.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from onepass.kernels.layout import flat_rows, is_aligned, lanes_for, row_groups
+from onepass.kernels.online_softmax import FLOOR, LOG2E, transform_and_slope
+from onepass.kernels.softmax_statistics import EXPECTED_LOGIT, LOG_NORMALIZER, SHIFT, row_start
+from onepass.options import Options
+
+
+@triton.jit
+def gradient(x, weight, shift, log_normalizer, a, b, d, inner, outer,
+             SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr):  # fmt: skip
+    """The dense part of the gradient with respect to ``z``, and ``dz/dx``."""
+    z, slope = transform_and_slope(x, inner, outer, SOFTCAP)
+    relative = z - shift
+    p = tl.exp2((relative - log_normalizer) * LOG2E)
+    g = p * a
+    if EXPECTED:
+        g = p * (a + b * tl.maximum(relative, FLOOR))
+    if WEIGHTED:
+        g += weight * d
+    return g, slope
+
+
+@triton.jit
+def write_tile(logits, out, class_weights, col0, low, high, shift, log_normalizer, a, b, d, inner, outer, class_weight,
+               SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
+               LANES: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+    valid = (col >= low) & (col < high) if MASKED else None
+    weight = class_weight
+    if class_weights is not None:
+        weight = tl.load(class_weights + col - low, mask=valid)
+    g, slope = gradient(tl.load(logits + col, mask=valid), weight, shift, log_normalizer, a, b, d, inner, outer,
+                        SOFTCAP, EXPECTED, WEIGHTED)  # fmt: skip
+    tl.store(out + col, (g * slope).to(out.dtype.element_ty), mask=valid)
+
+
+@triton.jit(do_not_specialize=["rows", "V", "inner_rows", "n_stride", "e_stride", "w_stride", "s_stride"])
+def softmax_gradient_kernel(
+    logits, index, row_mask, class_weights, stats,
+    grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_selected, out,
+    rows, V, K, inner_rows, outer_stride, inner_stride, out_outer_stride, out_inner_stride,
+    n_stride, e_stride, w_stride, s_stride, inner, outer, class_weight,
+    SOFTCAP: tl.constexpr, NORMALIZED: tl.constexpr, ALIGN: tl.constexpr, SAME_PHASE: tl.constexpr,
+    VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, UNROLL: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    TILE: tl.constexpr = LANES * VEC
+    EXPECTED: tl.constexpr = grad_expected_logit is not None
+    WEIGHTED: tl.constexpr = grad_weighted_logit is not None
+    pieces = tl.cdiv(V + VEC - 1 if ALIGN else V, TILE * TILES)
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    piece = tl.program_id(0) % pieces
+    start = row_start(row, inner_rows, outer_stride, inner_stride)
+    out_start = row_start(row, inner_rows, out_outer_stride, out_inner_stride)
+    head = 0
+    x_base = logits + start
+    g_base = out + out_start
+    if ALIGN:
+        head = (start % VEC).to(tl.int32)
+        x_base = logits + start // VEC * VEC
+        g_base = out + (out_start // VEC * VEC if SAME_PHASE else out_start - head)
+    low = piece * (TILE * TILES)
+    high = tl.minimum(head + V, low + TILE * TILES)
+
+    a, b, d = 0.0, 0.0, 0.0
+    active = True
+    if row_mask is not None:
+        active = tl.load(row_mask + row) != 0
+    k = tl.arange(0, BLOCK_K)
+    w = tl.zeros([BLOCK_K], tl.float32)
+    needed = False
+    if active:
+        if grad_log_normalizer is not None:
+            a = tl.load(grad_log_normalizer + row * n_stride)
+        if EXPECTED:
+            b = tl.load(grad_expected_logit + row * e_stride)
+            expected_logit = tl.load(stats + EXPECTED_LOGIT * rows + row)
+            a += b * (expected_logit if NORMALIZED else 1.0 - expected_logit)
+            b = -b if NORMALIZED else b
+        if WEIGHTED:
+            d = tl.load(grad_weighted_logit + row * w_stride)
+        needed = (a != 0.0) | (b != 0.0) | (d != 0.0)
+        if grad_selected is not None:
+            w = tl.load(grad_selected + row * s_stride + k, mask=k < K, other=0.0)
+            needed = needed | (tl.sum((w != 0.0).to(tl.int32), axis=0) > 0)
+            if NORMALIZED:
+                a -= tl.sum(w, axis=0)
+
+    if needed:
+        shift = tl.load(stats + SHIFT * rows + row)
+        log_normalizer = tl.load(stats + LOG_NORMALIZER * rows + row)
+        if grad_selected is not None:
+            # Chosen logits are read before the dense part may overwrite them, and written after it.
+            chosen = tl.load(index + row * K + k, mask=k < K, other=-1)
+            mine = (chosen >= 0) & (chosen < V) & (chosen + head >= low) & (chosen + head < high)
+            weight = class_weight
+            if class_weights is not None:
+                weight = tl.load(class_weights + chosen, mask=mine)
+            g, slope = gradient(tl.load(logits + start + chosen, mask=mine), weight, shift, log_normalizer, a, b, d,
+                                inner, outer, SOFTCAP, EXPECTED, WEIGHTED)  # fmt: skip
+            # An index may stand in a row more than once.
+            for j in range(K):
+                same = chosen == tl.load(index + row * K + j)
+                g += tl.where(same, tl.load(grad_selected + row * s_stride + j), 0.0)
+            chosen_gradient = g * slope
+        begin = low
+        if ALIGN:
+            begin = low + tl.where(low < head, TILE, 0)
+            if low < head:
+                write_tile(x_base, g_base, class_weights, low, head, high, shift, log_normalizer, a, b, d, inner, outer,
+                           class_weight, SOFTCAP, EXPECTED, WEIGHTED, LANES, VEC, True)  # fmt: skip
+        full = begin + tl.maximum(high - begin, 0) // TILE * TILE
+        for col in tl.range(begin, full, TILE, loop_unroll_factor=UNROLL):
+            write_tile(x_base, g_base, class_weights, col, head, high, shift, log_normalizer, a, b, d, inner, outer,
+                       class_weight, SOFTCAP, EXPECTED, WEIGHTED, LANES, VEC, False)  # fmt: skip
+        if full < high:
+            write_tile(x_base, g_base, class_weights, full, head, high, shift, log_normalizer, a, b, d, inner, outer,
+                       class_weight, SOFTCAP, EXPECTED, WEIGHTED, LANES, VEC, True)  # fmt: skip
+        if grad_selected is not None:
+            tl.debug_barrier()
+            tl.store(out + out_start + chosen, chosen_gradient.to(out.dtype.element_ty), mask=mine)
+    else:
+        for col0 in range(low, high, TILE):
+            col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+            tl.store(g_base + col, tl.zeros([LANES, VEC], out.dtype.element_ty), mask=(col >= head) & (col < high))
+
+
+def softmax_gradient(
+    logits: torch.Tensor,
+    index: torch.Tensor | None,
+    row_mask: torch.Tensor | None,
+    class_weights: torch.Tensor | None,
+    stats: torch.Tensor,
+    grad_log_normalizer: torch.Tensor | None,
+    grad_expected_logit: torch.Tensor | None,
+    grad_weighted_logit: torch.Tensor | None,
+    grad_selected: torch.Tensor | None,
+    options: Options,
+    out: torch.Tensor,
+) -> None:
+    """Launch the backward kernel; ``out`` has the shape and dtype of ``logits`` and may be the same tensor."""
+    inner, outer = options.transform()
+    V, rows = logits.shape[-1], stats[0].numel()
+    K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
+    VEC = 16 // logits.element_size()
+    LANES = lanes_for(V, VEC)
+    TILES = 4
+    n, e, w, s = (
+        None if g is None else g.reshape(-1)
+        for g in (grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_selected)
+    )
+    s_stride = K
+    if s is not None:
+        s, s_stride = (s, s.stride(0)) if K == 1 else (s.contiguous(), K)
+    for group, inner_rows, (x, g), strides in row_groups(logits, out) if rows else ():
+        ALIGN = not is_aligned(strides[:2], VEC)
+        pieces = triton.cdiv(V + VEC - 1 if ALIGN else V, LANES * VEC * TILES)
+        softmax_gradient_kernel[((group.stop - group.start) * pieces,)](
+            x, flat_rows(index, group, K), flat_rows(row_mask, group), class_weights, flat_rows(stats, group),
+            flat_rows(n, group), flat_rows(e, group), flat_rows(w, group), flat_rows(s, group, K), g,
+            rows, V, K, inner_rows, *strides,
+            *(0 if v is None else v.stride(0) for v in (n, e, w)), s_stride, inner, outer, options.class_weight,
+            SOFTCAP=options.softcap is not None, NORMALIZED=options.normalized, ALIGN=ALIGN,
+            SAME_PHASE=is_aligned([a - b for a, b in zip(strides[:2], strides[2:])], VEC), VEC=VEC, LANES=LANES,
+            TILES=TILES, UNROLL=1, BLOCK_K=triton.next_power_of_2(K), num_warps=LANES // 32,
+        )  # fmt: skip

@@ -1,0 +1,199 @@
+"""Forward kernel: one read of the logits leaves a handful of numbers per row.
+
+Bytes moved: ``rows·V`` logits in, ``O(rows)`` out. A program walks one row (or one of ``SPLITS`` pieces of it) and
+keeps a state per lane, so that the loop has no traffic between threads; lanes are merged once at the end. Where a
+row is split, the program that arrives last merges the pieces, always in the same order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from onepass.kernels.layout import flat_rows, is_aligned, lanes_for, row_groups, splits_for
+from onepass.kernels.online_softmax import LOWEST, merge, transform, update
+from onepass.options import FIELDS, Options, empty_results
+
+# The fields' places in the packed result.
+SHIFT = tl.constexpr(FIELDS.index("shift"))
+LOG_NORMALIZER = tl.constexpr(FIELDS.index("log_normalizer"))
+EXPECTED_LOGIT = tl.constexpr(FIELDS.index("expected_logit"))
+ENTROPY = tl.constexpr(FIELDS.index("entropy"))
+WEIGHTED_LOGIT = tl.constexpr(FIELDS.index("weighted_logit"))
+LOG_SUM_SQ_PROBS = tl.constexpr(FIELDS.index("log_sum_sq_probs"))
+MEAN_LOGIT = tl.constexpr(FIELDS.index("mean_logit"))
+STATE = tl.constexpr(7)  # numbers in a state
+
+
+@triton.jit
+def row_start(row, inner_rows, outer_stride, inner_stride):
+    """Element offset of a row in a tensor whose row dimensions collapse to (outer, inner)."""
+    row = row.to(tl.int64)
+    return (row // inner_rows) * outer_stride + (row % inner_rows) * inner_stride
+
+
+@triton.jit
+def read_tile(m, s, t, w, c, q, u, logits, class_weights, col0, low, high, inner, outer, class_weight,
+              SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr, SUM_SQ: tl.constexpr,
+              MEAN: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Read columns ``[col0, col0 + LANES·VEC)``, of which ``[low, high)`` count if `MASKED`, into the state."""
+    col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+    valid = (col >= low) & (col < high) if MASKED else None
+    z = transform(tl.load(logits + col, mask=valid), inner, outer, SOFTCAP)
+    if MEAN:
+        u = u + tl.sum(tl.where(valid, z, 0.0) if MASKED else z, axis=1)
+    weight = class_weight
+    if class_weights is not None:
+        weight = tl.load(class_weights + col - low, mask=valid)
+    elif WEIGHTED:
+        weight = tl.full([LANES, VEC], 1.0, tl.float32) * class_weight
+    if MASKED:
+        z = tl.where(valid, z, float("-inf"))
+        if WEIGHTED:
+            weight = tl.where(valid, weight, 0.0)
+    return update(m, s, t, w, c, q, u, z, weight, EXPECTED, WEIGHTED, SUM_SQ, MEAN)
+
+
+@triton.jit(do_not_specialize=["rows", "V", "inner_rows"])
+def softmax_statistics_kernel(
+    logits, index, row_mask, class_weights, stats, selected, is_top1, pieces, arrivals,
+    rows, V, K, inner_rows, outer_stride, inner_stride, inner, outer, class_weight,
+    SOFTCAP: tl.constexpr, NORMALIZED: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
+    SUM_SQ: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
+    UNROLL: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    TILE: tl.constexpr = LANES * VEC
+    row = (tl.program_id(0) // SPLITS).to(tl.int64)
+    split = tl.program_id(0) % SPLITS
+    k = tl.arange(0, BLOCK_K)
+    active = True
+    if row_mask is not None:
+        active = tl.load(row_mask + row) != 0
+    last = split == SPLITS - 1
+    shift, log_normalizer, expected_logit, weighted_logit, log_sum_sq_probs, mean_logit = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    relative = tl.zeros([BLOCK_K], tl.float32)
+    top1 = relative > 0
+    if active:
+        m = tl.full([LANES], LOWEST, tl.float32)
+        s = tl.zeros([LANES], tl.float32)
+        t = tl.zeros([LANES], tl.float32)
+        w = tl.zeros([LANES], tl.float32)
+        c = tl.zeros([LANES], tl.float32)
+        q = tl.zeros([LANES], tl.float32)
+        u = tl.zeros([LANES], tl.float32)
+        # Columns are counted from an aligned address at or before the row's first logit: the row is [head, head + V).
+        start = row_start(row, inner_rows, outer_stride, inner_stride)
+        head = 0
+        base = logits + start
+        if ALIGN:
+            head = (start % VEC).to(tl.int32)
+            base = logits + start // VEC * VEC
+        piece = tl.cdiv(head + V, TILE * SPLITS) * TILE
+        low = split * piece
+        high = tl.minimum(head + V, low + piece)
+        begin = low
+        if ALIGN:
+            begin = low + tl.where(low < head, TILE, 0)
+            if low < head:
+                m, s, t, w, c, q, u = read_tile(
+                    m, s, t, w, c, q, u, base, class_weights, low, head, high, inner, outer, class_weight,
+                    SOFTCAP, EXPECTED, WEIGHTED, SUM_SQ, MEAN, LANES, VEC, True)  # fmt: skip
+        full = begin + tl.maximum(high - begin, 0) // TILE * TILE
+        for col in tl.range(begin, full, TILE, loop_unroll_factor=UNROLL):
+            m, s, t, w, c, q, u = read_tile(
+                m, s, t, w, c, q, u, base, class_weights, col, head, high, inner, outer, class_weight,
+                SOFTCAP, EXPECTED, WEIGHTED, SUM_SQ, MEAN, LANES, VEC, False)  # fmt: skip
+        if full < high:
+            m, s, t, w, c, q, u = read_tile(
+                m, s, t, w, c, q, u, base, class_weights, full, head, high, inner, outer, class_weight,
+                SOFTCAP, EXPECTED, WEIGHTED, SUM_SQ, MEAN, LANES, VEC, True)  # fmt: skip
+        m, s, t, w, c, q, u = merge(m, s, t, w, c, q, u, EXPECTED, WEIGHTED, SUM_SQ, MEAN)
+
+        if SPLITS > 1:
+            # Publish this piece; whoever finds all others published merges them.
+            record = pieces + row * (STATE * SPLITS) + split
+            tl.store(record, m)
+            tl.store(record + SPLITS, s)
+            tl.store(record + SPLITS * 2, t)
+            tl.store(record + SPLITS * 3, w)
+            tl.store(record + SPLITS * 4, c)
+            tl.store(record + SPLITS * 5, q)
+            tl.store(record + SPLITS * 6, u)
+            tl.debug_barrier()
+            last = tl.atomic_add(arrivals + row, 1, sem="acq_rel") == SPLITS - 1
+            if last:
+                record = pieces + row * (STATE * SPLITS) + tl.arange(0, SPLITS)
+                m, s, t, w, c, q, u = merge(
+                    tl.load(record, volatile=True), tl.load(record + SPLITS, volatile=True),
+                    tl.load(record + SPLITS * 2, volatile=True), tl.load(record + SPLITS * 3, volatile=True),
+                    tl.load(record + SPLITS * 4, volatile=True), tl.load(record + SPLITS * 5, volatile=True),
+                    tl.load(record + SPLITS * 6, volatile=True), EXPECTED, WEIGHTED, SUM_SQ, MEAN)  # fmt: skip
+        if last:
+            if index is not None:
+                chosen = tl.load(index + row * K + k, mask=k < K, other=0)
+                inside = (chosen >= 0) & (chosen < V)
+                z = transform(tl.load(logits + start + chosen, mask=inside, other=0.0), inner, outer, SOFTCAP)
+                relative = z - m
+                top1 = inside & (z >= m)
+                # An index outside the vocabulary makes the whole row NaN, here and through it in the gradient.
+                s = tl.where(tl.sum((~inside).to(tl.int32), axis=0) > 0, float("nan"), s)
+            # s is 0 for a row of -inf alone and NaN for a row that holds NaN or +inf: no distribution, so NaN.
+            s = tl.where(s > 0, s, float("nan"))
+            shift = m + (s - s)
+            relative = relative + (s - s)
+            log_normalizer = tl.log(s)
+            expected_logit = t / s
+            weighted_logit = w + (s - s)
+            log_sum_sq_probs = tl.log(q) - 2.0 * log_normalizer
+            mean_logit = u / V + (s - s)
+    if last:
+        stats += row
+        tl.store(stats + SHIFT * rows, shift)
+        tl.store(stats + LOG_NORMALIZER * rows, log_normalizer)
+        if EXPECTED:
+            tl.store(stats + EXPECTED_LOGIT * rows, expected_logit)
+            if NORMALIZED:
+                tl.store(stats + ENTROPY * rows, log_normalizer - expected_logit)
+        if WEIGHTED:
+            tl.store(stats + WEIGHTED_LOGIT * rows, weighted_logit)
+        if SUM_SQ:
+            tl.store(stats + LOG_SUM_SQ_PROBS * rows, log_sum_sq_probs)
+        if MEAN:
+            tl.store(stats + MEAN_LOGIT * rows, mean_logit)
+        if index is not None:
+            tl.store(selected + row * K + k, relative - log_normalizer if NORMALIZED else relative, mask=k < K)
+            if is_top1 is not None:
+                tl.store(is_top1 + row * K + k, top1, mask=k < K)
+
+
+def softmax_statistics(
+    logits: torch.Tensor,
+    index: torch.Tensor | None,
+    row_mask: torch.Tensor | None,
+    class_weights: torch.Tensor | None,
+    options: Options,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch the forward kernel; the last dimension of ``logits`` is contiguous, everything else as in `eager`."""
+    stats, selected, is_top1 = empty_results(logits, index, options)
+    inner, outer = options.transform()
+    V, rows = logits.shape[-1], stats[0].numel()
+    K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
+    VEC = 16 // logits.element_size()
+    LANES = lanes_for(V, VEC)
+    for group, inner_rows, (x,), strides in row_groups(logits) if rows else ():
+        count = group.stop - group.start
+        SPLITS = splits_for(count, V // (LANES * VEC), logits.device)
+        pieces = arrivals = None
+        if SPLITS > 1:
+            pieces = torch.empty(count * STATE.value * SPLITS, dtype=torch.float32, device=logits.device)
+            arrivals = torch.zeros(count, dtype=torch.int32, device=logits.device)
+        softmax_statistics_kernel[(count * SPLITS,)](
+            x, flat_rows(index, group, K), flat_rows(row_mask, group), class_weights,
+            flat_rows(stats, group), flat_rows(selected, group, K),
+            flat_rows(is_top1, group, K) if options.is_top1 else None, pieces, arrivals,
+            rows, V, K, inner_rows, *strides, inner, outer, options.class_weight,
+            SOFTCAP=options.softcap is not None, NORMALIZED=options.normalized, EXPECTED=options.expected,
+            WEIGHTED=options.weighted, SUM_SQ=options.log_sum_sq_probs, MEAN=options.mean_logit,
+            ALIGN=not is_aligned(strides, VEC), VEC=VEC, LANES=LANES, UNROLL=2, SPLITS=SPLITS,
+            BLOCK_K=triton.next_power_of_2(K), num_warps=LANES // 32,
+        )  # fmt: skip
+    return stats, selected, is_top1

@@ -1,0 +1,64 @@
+"""Log-probabilities of chosen tokens and entropy of the distribution."""
+
+from torch import Tensor
+
+from onepass.options import Options
+from onepass.statistics import statistics
+
+
+def selective_log_softmax(
+    logits: Tensor,
+    index: Tensor,
+    *,
+    temperature: float = 1.0,
+    row_mask: Tensor | None = None,
+    inplace_backward: bool = False,
+) -> Tensor:
+    r"""Log-probabilities of chosen classes, :math:`\log \mathrm{softmax}(x / T)[\mathrm{index}]`, in one read.
+
+    Args:
+        logits: ``(..., V)``, float16, bfloat16, float32 or float64, any strides.
+        index: ``(...)`` or ``(..., K)``, int32 or int64.
+        temperature: :math:`T > 0`.
+        row_mask: ``(...)``, bool or 0/1. Rows where it is False are not read; their results and gradients are 0.
+        inplace_backward: write the gradient over the logits instead of allocating one. A later use of those logits,
+            or a second backward, is an error. Without effect under `torch.compile`, which plans memory itself.
+
+    Returns:
+        The log-probabilities, the shape of ``index``, float32 (float64 for float64 logits), differentiable.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `onepass.softmax_statistics`, which also says what -inf and NaN give.
+    """
+    options = Options(temperature=temperature, expected=False, normalized=True)
+    return statistics(logits, index, row_mask, None, options, inplace_backward=inplace_backward).log_probs
+
+
+def entropy_from_logits(
+    logits: Tensor, *, temperature: float = 1.0, row_mask: Tensor | None = None, inplace_backward: bool = False
+) -> Tensor:
+    r"""Entropy in nats of :math:`p = \mathrm{softmax}(x / T)`, :math:`-\sum_j p_j \log p_j`, in one read.
+
+    Arguments and errors are those of `selective_log_softmax`; the result has the shape of the rows, ``(...)``.
+    Classes of probability 0 contribute 0.
+    """
+    options = Options(temperature=temperature, normalized=True)
+    return statistics(logits, None, row_mask, None, options, inplace_backward=inplace_backward).entropy
+
+
+def selective_log_softmax_and_entropy(
+    logits: Tensor,
+    index: Tensor,
+    *,
+    temperature: float = 1.0,
+    row_mask: Tensor | None = None,
+    inplace_backward: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`selective_log_softmax` and `entropy_from_logits` from one read of the logits, and one gradient for both.
+
+    Returns:
+        ``(log_probs, entropy)``: the shape of ``index``, and the shape of the rows.
+    """
+    options = Options(temperature=temperature, normalized=True)
+    s = statistics(logits, index, row_mask, None, options, inplace_backward=inplace_backward)
+    return s.log_probs, s.entropy

@@ -1,0 +1,352 @@
+"""The one differentiable primitive: what a row of logits leaves behind after it was read once.
+
+`softmax_statistics` checks its arguments, picks the path (Triton kernels or `eager`) and gives autograd the one
+backward that serves every loss. Losses are ordinary PyTorch on the `SoftmaxStatistics` it returns.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from onepass import eager
+from onepass.checks import check_choice, check_class_weights, check_index, check_logits, check_number, check_row_mask
+from onepass.inplace import mark_overwritten
+from onepass.options import Options, empty_results
+
+METRICS = ("is_top1", "log_sum_sq_probs", "mean_logit")
+
+
+@dataclass(frozen=True)
+class SoftmaxStatistics:
+    """Per-row numbers of ``z``, the logits after scale, soft-cap and temperature; ``(...)`` are the rows.
+
+    All but `shift` and the metrics are differentiable. Fields that were not asked for are None; masked rows are 0.
+    float32 (float64 for float64 logits).
+
+    Attributes:
+        shift: ``max_j z_j``, shape ``(...)``. Everything below is relative to it, so that nothing cancels.
+        log_normalizer: ``log Σ_j exp(z_j - shift)`` >= 0, shape ``(...)``.
+        expected_logit: ``Σ_j p_j (z_j - shift)`` <= 0, shape ``(...)``.
+        selected: ``z[index] - shift`` <= 0, the shape of ``index``.
+        weighted_logit: ``Σ_j c_j (z_j - shift)`` for class weights ``c``, shape ``(...)``.
+        is_top1: whether ``z[index]`` is the row's largest logit, the shape of ``index``, bool.
+        log_sum_sq_probs: ``log Σ_j p_j²``, shape ``(...)``.
+        mean_logit: ``Σ_j z_j / V`` (not relative to `shift`), shape ``(...)``.
+    """
+
+    shift: Tensor
+    log_normalizer: Tensor
+    expected_logit: Tensor | None = None
+    selected: Tensor | None = None
+    weighted_logit: Tensor | None = None
+    is_top1: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logit: Tensor | None = None
+    # Of normalized results, which replace `selected` and `expected_logit`.
+    _log_probs: Tensor | None = None
+    _entropy: Tensor | None = None
+
+    @property
+    def log_probs(self) -> Tensor:
+        """``log p[index] = selected - log_normalizer``, the shape of ``index``."""
+        if self._log_probs is not None:
+            return self._log_probs
+        if self.selected is None:
+            raise ValueError("log_probs: expected statistics taken with an index, got index=None")
+        if self.selected.dim() > self.log_normalizer.dim():
+            return self.selected - self.log_normalizer.unsqueeze(-1)
+        return self.selected - self.log_normalizer
+
+    @property
+    def entropy(self) -> Tensor:
+        """``-Σ_j p_j log p_j = log_normalizer - expected_logit`` in nats, shape ``(...)``."""
+        if self._entropy is not None:
+            return self._entropy
+        if self.expected_logit is None:
+            raise ValueError("entropy: expected statistics with expected_logit, got expected_logit=None")
+        return self.log_normalizer - self.expected_logit
+
+    @property
+    def logsumexp(self) -> Tensor:
+        """``log Σ_j exp(z_j) = shift + log_normalizer``, shape ``(...)``."""
+        return self.shift + self.log_normalizer
+
+
+def softmax_statistics(
+    logits: Tensor,
+    index: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    row_mask: Tensor | None = None,
+    class_weights: Tensor | float | None = None,
+    metrics: Sequence[str] = (),
+    expected_logit: bool = True,
+) -> SoftmaxStatistics:
+    r"""Read every row of logits once and return what losses need of it, differentiably.
+
+    The statistics are those of :math:`z = \mathrm{cap}\cdot\tanh(\mathrm{scale}\cdot x / \mathrm{cap}) / T` (without
+    the tanh where ``softcap`` is None), computed in float32 (float64 for float64 logits) whatever the input dtype.
+    The gradient has the dtype of the logits and is rounded to it once.
+
+    Args:
+        logits: ``(..., V)``, float16, bfloat16, float32 or float64. Any strides; only a last dimension that is not
+            contiguous is copied.
+        index: classes to select, ``(...)`` or ``(..., K)``, int32 or int64; may repeat a class.
+        temperature: :math:`T > 0`, divides the logits after the soft-cap.
+        softcap: the cap > 0, as in Gemma 2; None for none.
+        logit_scale: multiplies the logits before the soft-cap, as in Cohere's and Granite's models.
+        row_mask: ``(...)``, bool or 0/1. Rows where it is False are not read; their results and gradients are 0.
+        class_weights: the ``c`` of ``weighted_logit``: ``(V,)``, or one number for all classes. Not differentiable.
+        metrics: any of ``"is_top1"`` (needs ``index``), ``"log_sum_sq_probs"``, ``"mean_logit"``. No gradient.
+        expected_logit: False leaves out ``expected_logit``, and the work for it.
+
+    Returns:
+        `SoftmaxStatistics`.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
+        IndexError: an index outside ``[0, V)`` in a row that is not masked, on a CPU or with ``ONEPASS_DEBUG=1``.
+            On a GPU, where a look would synchronise, all results and gradients of that row are NaN instead.
+
+    -inf logits have probability 0 and gradient 0. A row that holds NaN or +inf, or nothing but -inf, is NaN
+    throughout, as in `torch.log_softmax`.
+
+    Reference: Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.
+
+    Example::
+
+        s = onepass.softmax_statistics(logits, labels)
+        loss = -s.log_probs.mean() + 1e-4 * s.logsumexp.square().mean() - 0.01 * s.entropy.mean()
+    """
+    for metric in metrics:
+        check_choice(metric, "metrics", METRICS)
+    if "is_top1" in metrics and index is None:
+        raise ValueError("metrics: expected an index with 'is_top1', got index=None")
+    options = Options(
+        logit_scale,
+        softcap,
+        temperature,
+        expected=expected_logit,
+        is_top1="is_top1" in metrics,
+        log_sum_sq_probs="log_sum_sq_probs" in metrics,
+        mean_logit="mean_logit" in metrics,
+    )
+    return statistics(logits, index, row_mask, class_weights, options)
+
+
+def statistics(
+    logits: Tensor,
+    index: Tensor | None,
+    row_mask: Tensor | None,
+    class_weights: Tensor | float | None,
+    options: Options,
+    *,
+    inplace_backward: bool = False,
+    index_name: str = "index",
+) -> SoftmaxStatistics:
+    """`softmax_statistics` with all options, for the losses."""
+    check_logits(logits)
+    if index is not None:
+        check_index(index, logits, index_name)
+    if row_mask is not None:
+        check_row_mask(row_mask, logits)
+    check_number(options.temperature, "temperature", 0)
+    check_number(options.logit_scale, "logit_scale", -float("inf"))
+    if options.softcap is not None:
+        check_number(options.softcap, "softcap", 0)
+    if isinstance(class_weights, Tensor):
+        check_class_weights(class_weights, logits, "class_weights")
+        options = options._replace(weighted=True)
+    elif class_weights is not None:
+        check_number(class_weights, "class_weights", -float("inf"))
+        options = options._replace(weighted=True, class_weight=float(class_weights))
+        class_weights = None
+    if inplace_backward:
+        check_inplace(logits)
+    if logits.stride(-1) != 1 and logits.shape[-1] > 1:
+        logits = logits.contiguous()
+    arguments = (
+        logits,
+        None if index is None else index.contiguous(),
+        None if row_mask is None else row_mask.contiguous(),
+        None if class_weights is None else class_weights.detach().contiguous(),
+    )
+    if torch.is_grad_enabled() and logits.requires_grad:
+        results = _Statistics.apply(*arguments, options, inplace_backward)
+    else:
+        results = _named(*_forward(*arguments, options), index is not None, options)
+    return SoftmaxStatistics(*results)
+
+
+def check_inplace(logits: Tensor) -> None:
+    if any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape)):
+        raise ValueError("inplace_backward: expected logits of which no two elements share memory, got expanded logits")
+    if logits.stride(-1) != 1 and logits.shape[-1] > 1:
+        raise ValueError(f"inplace_backward: expected a contiguous last dimension, got strides {logits.stride()}")
+
+
+def _named(
+    stats: Tensor, selected: Tensor, is_top1: Tensor, indexed: bool, options: Options
+) -> tuple[Tensor | None, ...]:
+    """The packed results in the order of `SoftmaxStatistics`' fields; None for what was not asked for."""
+    shift, log_normalizer, expected_logit, entropy, weighted_logit, log_sum_sq_probs, mean_logit = stats.unbind(0)
+    plain = not options.normalized
+    return (
+        shift,
+        log_normalizer,
+        expected_logit if options.expected and plain else None,
+        selected if indexed and plain else None,
+        weighted_logit if options.weighted else None,
+        is_top1 if options.is_top1 else None,
+        log_sum_sq_probs if options.log_sum_sq_probs else None,
+        mean_logit if options.mean_logit else None,
+        selected if indexed and not plain else None,
+        entropy if options.expected and not plain else None,
+    )
+
+
+class _Statistics(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        index: Tensor | None,
+        row_mask: Tensor | None,
+        class_weights: Tensor | None,
+        options: Options,
+        inplace: bool,
+    ) -> tuple[Tensor | None, ...]:
+        stats, selected, is_top1 = _forward(logits, index, row_mask, class_weights, options)
+        results = _named(stats, selected, is_top1, index is not None, options)
+        ctx.save_for_backward(logits, index, row_mask, class_weights, stats)
+        ctx.options, ctx.inplace = options, inplace
+        ctx.mark_non_differentiable(*(r for r in (results[0], *results[5:8]) if r is not None))
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, *saved = ctx.saved_tensors
+        plain = not ctx.options.normalized
+        # In the order of the gradient operation: log_normalizer, expected_logit, weighted_logit, selected.
+        upstream = (grads[1], grads[2 if plain else 9], grads[4], grads[3 if plain else 8])
+        if all(g is None for g in upstream):
+            grad = None
+        elif ctx.inplace and not torch.compiler.is_compiling():
+            grad = logits.detach()
+            _path(logits).softmax_gradient(logits, *saved, *upstream, ctx.options, grad)
+            mark_overwritten(logits)
+        else:
+            grad = _gradient(logits, *saved, *upstream, ctx.options)
+        return grad, None, None, None, None, None
+
+
+# The registered operations. Plain tensors in eager mode skip the dispatcher, which costs more than a small kernel;
+# everything that traces or wraps (torch.compile, export, fake tensors, tensor subclasses) goes through it.
+
+
+def _path(logits: Tensor) -> Any:
+    """The module that computes: Triton on CUDA and ROCm (or in its interpreter), `eager` for the rest."""
+    if logits.dtype == torch.float64 or not (logits.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+        return eager
+    from onepass import kernels
+
+    return kernels
+
+
+def _is_plain(logits: Tensor) -> bool:
+    return type(logits) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+
+
+def _forward(
+    logits: Tensor, index: Tensor | None, row_mask: Tensor | None, class_weights: Tensor | None, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    if _is_plain(logits):
+        return _path(logits).softmax_statistics(logits, index, row_mask, class_weights, options)
+    return torch.ops.onepass.softmax_statistics(logits, index, row_mask, class_weights, *options)
+
+
+def _gradient(logits: Tensor, *arguments: Any) -> Tensor:
+    *tensors, options = arguments
+    if _is_plain(logits):
+        out = _empty_gradient(logits)
+        _path(logits).softmax_gradient(logits, *tensors, options, out)
+        return out
+    return torch.ops.onepass.softmax_gradient(logits, *tensors, *options)
+
+
+def _empty_gradient(logits: Tensor) -> Tensor:
+    out = torch.empty_like(logits)
+    return out if out.stride(-1) == 1 else logits.new_empty(logits.shape)  # of expanded logits
+
+
+@torch.library.custom_op("onepass::softmax_statistics", mutates_args=())
+def _statistics_op(
+    logits: Tensor,
+    index: Tensor | None,
+    row_mask: Tensor | None,
+    class_weights: Tensor | None,
+    logit_scale: float,
+    softcap: float | None,
+    temperature: float,
+    class_weight: float,
+    weighted: bool,
+    expected: bool,
+    normalized: bool,
+    is_top1: bool,
+    log_sum_sq_probs: bool,
+    mean_logit: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    options = Options(logit_scale, softcap, temperature, class_weight, weighted, expected, normalized, is_top1,
+                      log_sum_sq_probs, mean_logit)  # fmt: skip
+    return _path(logits).softmax_statistics(logits, index, row_mask, class_weights, options)
+
+
+@_statistics_op.register_fake
+def _(logits, index, row_mask, class_weights, *options):
+    return empty_results(logits, index, Options(*options))
+
+
+@torch.library.custom_op("onepass::softmax_gradient", mutates_args=())
+def _gradient_op(
+    logits: Tensor,
+    index: Tensor | None,
+    row_mask: Tensor | None,
+    class_weights: Tensor | None,
+    stats: Tensor,
+    grad_log_normalizer: Tensor | None,
+    grad_expected_logit: Tensor | None,
+    grad_weighted_logit: Tensor | None,
+    grad_selected: Tensor | None,
+    logit_scale: float,
+    softcap: float | None,
+    temperature: float,
+    class_weight: float,
+    weighted: bool,
+    expected: bool,
+    normalized: bool,
+    is_top1: bool,
+    log_sum_sq_probs: bool,
+    mean_logit: bool,
+) -> Tensor:
+    options = Options(logit_scale, softcap, temperature, class_weight, weighted, expected, normalized, is_top1,
+                      log_sum_sq_probs, mean_logit)  # fmt: skip
+    out = _empty_gradient(logits)
+    _path(logits).softmax_gradient(
+        logits, index, row_mask, class_weights, stats,
+        grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_selected, options, out,
+    )  # fmt: skip
+    return out
+
+
+@_gradient_op.register_fake
+def _(logits, *arguments):
+    return _empty_gradient(logits)
