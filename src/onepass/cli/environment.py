@@ -1,5 +1,6 @@
 """What a result was measured on."""
 
+import os
 import platform
 import shutil
 import subprocess
@@ -40,7 +41,12 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of the source tree that onepass runs from, with a ``+`` if it was changed; None if it is no checkout."""
+    """The commit of the source tree that onepass runs from, with a ``+`` if it was changed; None if it is no checkout.
+
+    A tree that was copied without its ``.git`` is told by the environment variable ONEPASS_COMMIT.
+    """
+    if "ONEPASS_COMMIT" in os.environ:
+        return os.environ["ONEPASS_COMMIT"]
     root = Path(onepass.__file__).parent
     head = _output("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
     return head and head + ("+" if _output("git", "-C", str(root), "status", "--porcelain", "--", str(root)) else "")
