@@ -3,7 +3,6 @@
 Rows are walked in blocks, so that no second ``(rows, V)`` tensor is alive; sums run in the dtype of the results.
 """
 
-import os
 from collections.abc import Iterator
 
 import torch
@@ -45,14 +44,9 @@ def weights_of(class_weights: torch.Tensor | None, options: Options, like: torch
 
 
 def out_of_range(index: torch.Tensor, active: torch.Tensor | None, vocab: int) -> torch.Tensor:
-    """Which rows hold an index outside the vocabulary, ``(rows,)``; raises instead on a CPU or if ONEPASS_DEBUG=1."""
+    """Where ``(rows, K)`` indices of rows that are not masked lie outside the vocabulary."""
     bad = (index < 0) | (index >= vocab)
-    if active is not None:
-        bad &= active.unsqueeze(-1)
-    if (index.device.type == "cpu" or os.environ.get("ONEPASS_DEBUG") == "1") and bad.any():
-        row, k = (int(i) for i in bad.nonzero()[0])
-        raise IndexError(f"index: expected values in [0, {vocab}), got {int(index[row, k])} in row {row}")
-    return bad.any(-1)
+    return bad if active is None else bad & active.unsqueeze(-1)
 
 
 def softmax_statistics(
@@ -64,21 +58,25 @@ def softmax_statistics(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The packed statistics ``(fields, ...)``, the selected logits and whether each is a row's largest."""
     stats, selected, is_top1 = empty_results(logits, index, options)
-    flat, rows = stats.view(len(FIELDS), -1), stats[0].numel()
+    rows = stats[0].numel()
+    if rows == 0:
+        return stats, selected, is_top1
+    flat = stats.view(len(FIELDS), -1)
     out = dict(zip(FIELDS, flat))
     active = None if row_mask is None else row_mask.reshape(-1).bool()
     bad = None
-    if index is not None and rows:
+    if index is not None:
         index = index.reshape(rows, -1)
-        bad = out_of_range(index, active, logits.shape[-1])
+        bad = out_of_range(index, active, logits.shape[-1]).any(-1)
         index = index.clamp(0, logits.shape[-1] - 1).long()
-    for group, (x,) in row_blocks(logits) if rows else ():
+    for group, (x,) in row_blocks(logits):
         z, _ = transform(x, options, stats.dtype)
         shift = z.amax(-1, keepdim=True)
         z = z - shift
         e = z.exp()
         total = e.sum(-1)
-        out["shift"][group] = shift[:, 0]
+        void = 0 * total  # NaN where the row holds NaN or +inf, or -inf alone: no distribution
+        out["shift"][group] = shift[:, 0] + void
         out["log_normalizer"][group] = total.log()
         if options.expected:
             # exp(-inf)·(-inf) is 0 here.
@@ -86,13 +84,15 @@ def softmax_statistics(
         if options.weighted:
             c = weights_of(class_weights, options, z)
             # A weight of 0 leaves its logit out, also where the logit is -inf.
-            out["weighted_logit"][group] = torch.where(torch.as_tensor(c == 0, device=z.device), 0, c * z).sum(-1)
+            out["weighted_logit"][group] = (
+                torch.where(torch.as_tensor(c == 0, device=z.device), 0, c * z).sum(-1) + void
+            )
         if options.log_sum_sq_probs:
             out["log_sum_sq_probs"][group] = e.square().sum(-1).log() - 2 * total.log()
         if options.mean_logit:
-            out["mean_logit"][group] = z.mean(-1) + shift[:, 0]
+            out["mean_logit"][group] = (z / z.shape[-1]).sum(-1) + shift[:, 0] + void
         if index is not None:
-            chosen = z.gather(-1, index[group])
+            chosen = z.gather(-1, index[group]) + void.unsqueeze(-1)
             selected.view(rows, -1)[group] = chosen
             if options.is_top1:
                 is_top1.view(rows, -1)[group] = chosen == 0

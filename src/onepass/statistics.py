@@ -178,11 +178,24 @@ def statistics(
         None if row_mask is None else row_mask.contiguous(),
         None if class_weights is None else class_weights.detach().contiguous(),
     )
+    if _is_plain(logits):
+        _check_range(*arguments[:3], index_name)
     if torch.is_grad_enabled() and logits.requires_grad:
         results = _Statistics.apply(*arguments, options, inplace_backward)
     else:
         results = _named(*_forward(*arguments, options), index is not None, options)
     return SoftmaxStatistics(*results)
+
+
+def _check_range(logits: Tensor, index: Tensor | None, row_mask: Tensor | None, name: str) -> None:
+    """Where a look costs no synchronisation, or debugging asks for it; elsewhere the row becomes NaN."""
+    if index is None or not (os.environ.get("ONEPASS_DEBUG") == "1" or (logits.is_cpu and _path(logits) is eager)):
+        return
+    rows = index.reshape(logits.shape[:-1].numel(), index.shape[-1] if index.dim() == logits.dim() else 1)
+    bad = eager.out_of_range(rows, None if row_mask is None else row_mask.reshape(-1).bool(), logits.shape[-1])
+    if bad.any():
+        row, k = bad.nonzero()[0].tolist()
+        raise IndexError(f"{name}: expected values in [0, {logits.shape[-1]}), got {int(rows[row, k])} in row {row}")
 
 
 def check_inplace(logits: Tensor) -> None:
@@ -307,6 +320,7 @@ def _statistics_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     options = Options(logit_scale, softcap, temperature, class_weight, weighted, expected, normalized, is_top1,
                       log_sum_sq_probs, mean_logit)  # fmt: skip
+    _check_range(logits, index, row_mask, "index")
     return _path(logits).softmax_statistics(logits, index, row_mask, class_weights, options)
 
 

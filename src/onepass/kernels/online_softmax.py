@@ -12,7 +12,7 @@ name    value                          needed for
 ``w``   ``Σ c·(z - m)``                ``weighted_logit``
 ``c``   ``Σ c``                        ``weighted_logit`` (to move ``w`` to another maximum)
 ``q``   ``Σ exp(z - m)²``              ``log_sum_sq_probs``
-``u``   ``Σ z``                        ``mean_logit``
+``u``   ``Σ z / V``                    ``mean_logit``
 ======  =============================  ======================================================
 
 Reference: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.

@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from onepass.kernels.layout import flat_rows, is_aligned, lanes_for, row_groups, splits_for
+from onepass.kernels import layout
+from onepass.kernels.layout import flat_rows, is_aligned, lanes_for, row_groups
 from onepass.kernels.online_softmax import LOWEST, merge, transform, update
 from onepass.options import FIELDS, Options, empty_results
 
@@ -32,7 +33,7 @@ def row_start(row, inner_rows, outer_stride, inner_stride):
 
 
 @triton.jit
-def read_tile(m, s, t, w, c, q, u, logits, class_weights, col0, low, high, inner, outer, class_weight,
+def read_tile(m, s, t, w, c, q, u, logits, class_weights, col0, low, high, inner, outer, class_weight, inverse_vocab,
               SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr, SUM_SQ: tl.constexpr,
               MEAN: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Read columns ``[col0, col0 + LANES·VEC)``, of which ``[low, high)`` count if `MASKED`, into the state."""
@@ -40,7 +41,7 @@ def read_tile(m, s, t, w, c, q, u, logits, class_weights, col0, low, high, inner
     valid = (col >= low) & (col < high) if MASKED else None
     z = transform(tl.load(logits + col, mask=valid), inner, outer, SOFTCAP)
     if MEAN:
-        u = u + tl.sum(tl.where(valid, z, 0.0) if MASKED else z, axis=1)
+        u = u + tl.sum((tl.where(valid, z, 0.0) if MASKED else z) * inverse_vocab, axis=1)
     weight = class_weight
     if class_weights is not None:
         weight = tl.load(class_weights + col - low, mask=valid)
@@ -87,6 +88,7 @@ def softmax_statistics_kernel(
         if ALIGN:
             head = (start % VEC).to(tl.int32)
             base = logits + start // VEC * VEC
+        inverse_vocab = 1.0 / V
         piece = tl.cdiv(head + V, TILE * SPLITS) * TILE
         low = split * piece
         high = tl.minimum(head + V, low + piece)
@@ -95,16 +97,16 @@ def softmax_statistics_kernel(
             begin = low + tl.where(low < head, TILE, 0)
             if low < head:
                 m, s, t, w, c, q, u = read_tile(
-                    m, s, t, w, c, q, u, base, class_weights, low, head, high, inner, outer, class_weight,
+                    m, s, t, w, c, q, u, base, class_weights, low, head, high, inner, outer, class_weight, inverse_vocab,
                     SOFTCAP, EXPECTED, WEIGHTED, SUM_SQ, MEAN, LANES, VEC, True)  # fmt: skip
         full = begin + tl.maximum(high - begin, 0) // TILE * TILE
         for col in tl.range(begin, full, TILE, loop_unroll_factor=UNROLL):
             m, s, t, w, c, q, u = read_tile(
-                m, s, t, w, c, q, u, base, class_weights, col, head, high, inner, outer, class_weight,
+                m, s, t, w, c, q, u, base, class_weights, col, head, high, inner, outer, class_weight, inverse_vocab,
                 SOFTCAP, EXPECTED, WEIGHTED, SUM_SQ, MEAN, LANES, VEC, False)  # fmt: skip
         if full < high:
             m, s, t, w, c, q, u = read_tile(
-                m, s, t, w, c, q, u, base, class_weights, full, head, high, inner, outer, class_weight,
+                m, s, t, w, c, q, u, base, class_weights, full, head, high, inner, outer, class_weight, inverse_vocab,
                 SOFTCAP, EXPECTED, WEIGHTED, SUM_SQ, MEAN, LANES, VEC, True)  # fmt: skip
         m, s, t, w, c, q, u = merge(m, s, t, w, c, q, u, EXPECTED, WEIGHTED, SUM_SQ, MEAN)
 
@@ -133,18 +135,19 @@ def softmax_statistics_kernel(
                 inside = (chosen >= 0) & (chosen < V)
                 z = transform(tl.load(logits + start + chosen, mask=inside, other=0.0), inner, outer, SOFTCAP)
                 relative = z - m
-                top1 = inside & (z >= m)
                 # An index outside the vocabulary makes the whole row NaN, here and through it in the gradient.
                 s = tl.where(tl.sum((~inside).to(tl.int32), axis=0) > 0, float("nan"), s)
             # s is 0 for a row of -inf alone and NaN for a row that holds NaN or +inf: no distribution, so NaN.
             s = tl.where(s > 0, s, float("nan"))
             shift = m + (s - s)
             relative = relative + (s - s)
+            if index is not None:
+                top1 = z >= shift
             log_normalizer = tl.log(s)
             expected_logit = t / s
             weighted_logit = w + (s - s)
             log_sum_sq_probs = tl.log(q) - 2.0 * log_normalizer
-            mean_logit = u / V + (s - s)
+            mean_logit = u + (s - s)
     if last:
         stats += row
         tl.store(stats + SHIFT * rows, shift)
@@ -181,7 +184,7 @@ def softmax_statistics(
     LANES = lanes_for(V, VEC)
     for group, inner_rows, (x,), strides in row_groups(logits) if rows else ():
         count = group.stop - group.start
-        SPLITS = splits_for(count, V // (LANES * VEC), logits.device)
+        SPLITS = layout.splits_for(count, V // (LANES * VEC), logits.device)
         pieces = arrivals = None
         if SPLITS > 1:
             pieces = torch.empty(count * STATE.value * SPLITS, dtype=torch.float32, device=logits.device)

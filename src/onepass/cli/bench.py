@@ -1,0 +1,278 @@
+"""`onepass bench`: onepass and its peers side by side, in one run, against the card's copy bandwidth."""
+
+import datetime
+import gc
+import itertools
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from onepass.cli.environment import environment
+from onepass.cli.implementations import DEFINITIONS, Implementation, implementations
+
+# Logits read and gradients written, in units of the logits' bytes: what each pass cannot do without.
+TRAFFIC = {"forward": 1, "backward": 2, "forward+backward": 3}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+FEW_ROWS = 1024  # up to here the kernels' own time is shown too: calls are bound by the host
+
+
+def bench(
+    op: Annotated[list[str] | None, typer.Option(help=f"Operations: {', '.join(DEFINITIONS)}. Default: all.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="ROWSxVOCABULARY, e.g. 8192x151936; repeatable.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16, fp32; repeatable.")] = None,
+    masked: Annotated[float, typer.Option(min=0, max=0.99, help="Share of rows that are masked.")] = 0.0,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Run torch.compile too.")] = True,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Run the installed peers too.")] = True,
+    milliseconds: Annotated[int, typer.Option(help="Time spent on each measurement.")] = 100,
+    out: Annotated[Path, typer.Option(help="Folder for the JSON and the PNG.")] = Path(".bench"),
+    name: Annotated[str, typer.Option(help="Their name.")] = "bench",
+) -> None:
+    """Time operations against torch and installed peers; write a table, a JSON and a PNG."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shapes = shape or (
+        ["8192x151936", "8192x128256", "16384x32000", "64x151936"] if device.type == "cuda" else ["256x32000"]
+    )
+    for value, choices in [(v, DEFINITIONS) for v in op or ()] + [(v, DTYPES) for v in dtype or ()]:
+        if value not in choices:
+            raise typer.BadParameter(f"{value!r}: expected one of {', '.join(choices)}")
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    copy = copy_bandwidth(device)
+    here = environment()
+    console.print(f"{here['gpu'] or here['machine']}, torch {here['torch']}, triton {here['triton']}, "
+                  f"copy {copy:.0f} GB/s", highlight=False)  # fmt: skip
+    results: list[dict[str, Any]] = []
+    missing: dict[str, str] = {}
+    for operation, size, kind in itertools.product(
+        op or DEFINITIONS, shapes, dtype or (["bf16"] if device.type == "cuda" else ["fp32"])
+    ):
+        rows, vocab = parse_shape(size)
+        found, absent = implementations(operation, compiled)
+        missing |= absent
+        found = [i for i in found if (i.masks or not masked) and (peers or i.package in ("onepass", "torch"))]
+        case = {"operation": operation, "rows": rows, "vocab": vocab, "dtype": kind, "masked": masked}
+        measured: list[dict[str, Any]] = []
+        with Progress(console=console, transient=True) as progress:
+            for implementation in progress.track(found, description=f"{operation} {size} {kind}"):
+                try:
+                    measured += measure(implementation, case, device, copy, milliseconds)
+                except (RuntimeError, ValueError, TypeError) as error:  # e.g. a peer that runs out of memory
+                    missing[f"{implementation.name} {operation} {size}"] = str(error).split("\n")[0][:200]
+                torch._dynamo.reset()
+        results += [case | m for m in measured]
+        console.print(table(case, measured))
+    for who, why in missing.items():
+        console.print(f"[dim]not run: {who}: {why}[/dim]", highlight=False)
+    out.mkdir(parents=True, exist_ok=True)
+    report = {
+        "command": shlex.join(["onepass", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "environment": here,
+        "copy_gb_per_s": copy,
+        "results": results,
+        "not_run": missing,
+    }
+    (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    plot(report, out / f"{name}.png")
+    console.print(f"wrote {out / name}.json and .png", highlight=False)
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    rows, _, vocab = text.partition("x")
+    if not (rows.isdigit() and vocab.isdigit()):
+        raise typer.BadParameter(f"shape {text!r}: expected ROWSxVOCABULARY, e.g. 8192x151936")
+    return int(rows), int(vocab)
+
+
+def measure(
+    implementation: Implementation, case: dict[str, Any], device: torch.device, copy: float, milliseconds: int
+) -> list[dict[str, Any]]:
+    """Every pass of one implementation: time, bandwidth, memory, and the error of its outputs."""
+    logits, target, mask, expected = inputs(case, device)
+    kept = float(mask.float().mean()) if mask is not None else 1.0
+    size = logits.numel() * logits.element_size()
+
+    def forward() -> tuple[torch.Tensor, ...]:
+        return implementation.forward(logits, target, mask)
+
+    def backward(outputs: tuple[torch.Tensor, ...]) -> None:
+        sum(output.mean() for output in outputs).backward(retain_graph=True)  # type: ignore[union-attr]
+
+    def both() -> None:
+        logits.grad = None
+        sum(output.mean() for output in forward()).backward()  # type: ignore[union-attr]
+
+    with torch.no_grad():
+        error = max((o - e).abs().max().item() for o, e in zip(forward(), expected))
+        passes: dict[str, Callable[[], Any]] = {"forward": torch.no_grad()(forward)}
+        found = {"forward": extra_memory(passes["forward"], device)}
+    if implementation.backward:
+        logits.requires_grad_()
+        passes["forward+backward"] = both
+        both()
+        logits.grad = None
+        found["forward+backward"] = extra_memory(both, device)
+        if implementation.package == "onepass":
+            graph = forward()
+            gradients = [torch.ones_like(g) for g in graph]
+            passes["backward"] = lambda: torch.autograd.grad(graph, logits, gradients, retain_graph=True)
+    measured = []
+    for name, run in passes.items():
+        ms = median_ms(run, device, milliseconds)
+        # Masked rows are not read, and their gradients are written only.
+        traffic = size * (kept if name == "forward" else TRAFFIC[name] - 1 + kept - (1 - kept) * (name != "backward"))
+        measured.append({
+            "implementation": implementation.name, "version": implementation.version, "pass": name, "ms": ms,
+            "gb_per_s": traffic / ms / 1e6, "share_of_copy": traffic / ms / 1e6 / copy,
+            "wall_ms": wall_ms(run, device, milliseconds),
+            "kernel_us": kernel_us(run, device) if case["rows"] <= FEW_ROWS else None,
+            "extra_bytes": found.get(name), "error": error if name == "forward" else None,
+        })  # fmt: skip
+        logits.grad = None
+    return measured
+
+
+def inputs(
+    case: dict[str, Any], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]]:
+    """Fresh logits (a peer may have overwritten the last), targets, mask, and the outputs in float64."""
+    gc.collect()
+    rows, vocab = case["rows"], case["vocab"]
+    generator = torch.Generator(device).manual_seed(0)
+    logits = torch.empty(rows, vocab, dtype=DTYPES[case["dtype"]], device=device)
+    logits.normal_(std=3.0, generator=generator)
+    target = torch.randint(vocab, (rows,), generator=generator, device=device)
+    mask = None
+    if case["masked"]:
+        mask = torch.rand(rows, generator=generator, device=device) >= case["masked"]
+        target = target.where(mask, -100)
+    chunks = zip(logits.split(256), target.clamp(min=0).split(256))
+    exact = [DEFINITIONS["log_probs_and_entropy"](x.double(), t, None) for x, t in chunks]
+    log_p, entropy = (torch.cat(parts) * (1 if mask is None else mask) for parts in zip(*exact))
+    loss = -log_p.sum() / (rows if mask is None else mask.sum())
+    outputs = {"log_probs_and_entropy": (log_p, entropy), "log_probs": (log_p,), "cross_entropy": (loss,)}
+    return logits, target, mask, outputs[case["operation"]]
+
+
+def median_ms(run: Callable[[], Any], device: torch.device, milliseconds: int) -> float:
+    """Between device events, with a cold cache (`triton.testing.do_bench`); on a CPU the wall time."""
+    if device.type != "cuda":
+        return wall_ms(run, device, milliseconds)
+    from triton.testing import do_bench
+
+    return do_bench(run, warmup=milliseconds // 4, rep=milliseconds, return_mode="median")
+
+
+def wall_ms(run: Callable[[], Any], device: torch.device, milliseconds: int) -> float:
+    """From the call until the device is idle: what a user waits where the host is the limit."""
+    times: list[float] = []
+    for _ in range(10):
+        run()
+    end = time.perf_counter() + milliseconds / 1e3
+    while len(times) < 20 or time.perf_counter() < end:
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e3
+
+
+def kernel_us(run: Callable[[], Any], device: torch.device, repeats: int = 20) -> float | None:
+    """The time that the device spent in kernels, without the gaps between them."""
+    if device.type != "cuda":
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            run()
+        synchronize(device)
+    return sum(event.device_time_total for event in profiler.key_averages()) / repeats
+
+
+def extra_memory(run: Callable[[], Any], device: torch.device) -> int | None:
+    """Peak of the bytes allocated by a call, its results included."""
+    if device.type != "cuda":
+        return None
+    run()
+    synchronize(device)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    synchronize(device)
+    return torch.cuda.max_memory_allocated() - before
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """GB/s of a device-to-device copy, bytes read plus bytes written: the ceiling of a memory-bound kernel."""
+    size = 2**31 if device.type == "cuda" else 2**28
+    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return 2 * size / median_ms(lambda: target.copy_(source), device, 200) / 1e6
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def table(case: dict[str, Any], measured: list[dict[str, Any]]) -> Table:
+    title = "{operation}, {rows} x {vocab}, {dtype}".format(**case)
+    title += f", {case['masked']:.0%} of the rows masked" if case["masked"] else ""
+    columns = ["implementation", "pass", "ms", "GB/s", "of copy", "wall ms", "kernels µs", "extra MB", "max error"]
+    result = Table(*columns, title=title, title_justify="left")
+    for column in result.columns[2:]:
+        column.justify = "right"
+    for m in sorted(measured, key=lambda m: (list(TRAFFIC).index(m["pass"]), m["ms"])):
+        optional = (("kernel_us", "{:.1f}", 1), ("extra_bytes", "{:.3f}", 1e6), ("error", "{:.1e}", 1))
+        result.add_row(
+            m["implementation"], m["pass"], f"{m['ms']:.3f}", f"{m['gb_per_s']:.0f}", f"{m['share_of_copy']:.1%}",
+            f"{m['wall_ms']:.3f}", *("" if m[k] is None else form.format(m[k] / unit) for k, form, unit in optional),
+            style="bold" if m["implementation"] == "onepass" else None,
+        )  # fmt: skip
+    return result
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """One panel a case: the time of every implementation, and the time that a copy of as many bytes takes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    key = lambda r: (r["operation"], r["pass"], r["rows"], r["vocab"], r["dtype"])  # noqa: E731
+    cases = [(k, list(group)) for k, group in itertools.groupby(sorted(report["results"], key=key), key=key)]
+    cases = [(k, group) for k, group in cases if len(group) > 1]
+    if not cases:
+        return
+    across = min(4, len(cases))
+    down = -(-len(cases) // across)
+    figure, axes = plt.subplots(down, across, figsize=(4.2 * across, 2.6 * down), squeeze=False, layout="constrained")
+    for axis in axes.flat[len(cases) :]:
+        axis.remove()
+    for axis, ((operation, name, rows, vocab, dtype), group) in zip(axes.flat, cases):
+        group.sort(key=lambda r: -r["ms"])
+        ours = ["#c44e52" if r["implementation"] == "onepass" else "#8c8c8c" for r in group]
+        bars = axis.barh([r["implementation"] for r in group], [r["ms"] for r in group], color=ours)
+        axis.bar_label(bars, fmt="%.3g", padding=2, fontsize=7)
+        axis.axvline(group[-1]["ms"] * group[-1]["share_of_copy"], color="black", linestyle=":", linewidth=1)
+        axis.set_title(f"{operation}, {name}\n{rows} x {vocab}, {dtype}", fontsize=8)
+        axis.tick_params(labelsize=7)
+        axis.set_xlabel("ms (dotted: at copy bandwidth)", fontsize=7)
+        axis.margins(x=0.15)
+    environment = report["environment"]
+    figure.suptitle(f"{environment['gpu'] or environment['machine']}, torch {environment['torch']}", fontsize=9)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -1,0 +1,43 @@
+"""Every test of an operation runs on each path: eager on the CPU, the kernels in Triton's interpreter, the GPU."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Before the kernels are imported: Triton decides at decoration.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+PATHS = [
+    pytest.param("eager", id="eager"),
+    pytest.param("interpreter", id="interpreter"),
+    pytest.param("gpu", id="gpu", marks=pytest.mark.gpu),
+]
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="no GPU here")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+
+
+@pytest.fixture(params=PATHS)
+def device(request, monkeypatch):
+    """The device of a path; the path itself is chosen as `onepass.statistics` does."""
+    if request.param == "gpu":
+        return torch.device("cuda")
+    if request.param == "interpreter":
+        if torch.cuda.is_available():
+            pytest.skip("the kernels are compiled here")
+        return torch.device("cpu")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    return torch.device("cpu")
+
+
+@pytest.fixture
+def raises_index_error(device):
+    """Whether an index outside the vocabulary is an error on this path (else the row is NaN)."""
+    return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"
