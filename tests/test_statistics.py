@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from definition import assert_close, assert_gradient_close, statistics
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import onepass
+from definition import assert_close, assert_gradient_close, statistics
 from onepass.kernels import layout
 
 INF = float("inf")
@@ -180,11 +180,11 @@ def test_index_outside_the_vocabulary(device, raises_index_error, bad, many):
 
 
 def test_index_outside_the_vocabulary_is_an_error_when_debugging(device, monkeypatch):
-    monkeypatch.setenv("ONEPASS_DEBUG", "1")
+    monkeypatch.setattr("onepass.statistics.DEBUG", True)
     x = torch.randn(2, 50, device=device)
     with pytest.raises(IndexError, match="got 50 in row 1"):
         onepass.softmax_statistics(x, torch.tensor([0, 50], device=device))
-    with pytest.raises(IndexError, match="target: .*got -7 in row 0"):
+    with pytest.raises(IndexError, match=r"target: .*got -7 in row 0"):
         onepass.cross_entropy(x, torch.tensor([-7, 5], device=device))
 
 
@@ -207,7 +207,7 @@ def test_degenerate_shapes(device, shape):
     x = torch.randn(shape, device=device)
     index = torch.zeros(shape[:-1], dtype=torch.int64, device=device)
     if shape == (0,):
-        with pytest.raises(ValueError, match=r"logits: expected shape \(\.\.\., V\) with V >= 1, got \(0,\)"):
+        with pytest.raises(ValueError, match=r"logits: expected shape \(\.\.\., V\) with 1 <= V < 2\*\*31, got \(0,\)"):
             onepass.softmax_statistics(x, index)
     else:
         check(x, index, class_weights=0.5)

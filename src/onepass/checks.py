@@ -17,8 +17,8 @@ def described(value: Any) -> str:
 def check_logits(logits: torch.Tensor, name: str = "logits") -> None:
     if not isinstance(logits, torch.Tensor) or logits.dtype not in FLOATS:
         raise TypeError(f"{name}: expected a float16, bfloat16, float32 or float64 tensor, got {described(logits)}")
-    if logits.dim() < 1 or logits.shape[-1] == 0:
-        raise ValueError(f"{name}: expected shape (..., V) with V >= 1, got {tuple(logits.shape)}")
+    if logits.dim() < 1 or not 0 < logits.shape[-1] < 2**31:
+        raise ValueError(f"{name}: expected shape (..., V) with 1 <= V < 2**31, got {tuple(logits.shape)}")
 
 
 def check_index(index: torch.Tensor, logits: torch.Tensor, name: str = "index", many: bool = True) -> None:
@@ -55,6 +55,8 @@ def check_device(tensor: torch.Tensor, logits: torch.Tensor, name: str) -> None:
 
 
 def check_number(value: Any, name: str, low: float, high: float = float("inf"), open_low: bool = True) -> None:
+    if type(value) is float and low < value < min(high, float("inf")):
+        return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: expected a number, got {described(value)}")
     if not (low < value < float("inf") if open_low else low <= value <= high):

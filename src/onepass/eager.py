@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from onepass.options import FIELDS, Options, empty_results
+from onepass.options import PACKED, Options, Results, empty_results
 
 BLOCK_ELEMENTS = 1 << 20
 
@@ -55,59 +55,57 @@ def softmax_statistics(
     row_mask: torch.Tensor | None,
     class_weights: torch.Tensor | None,
     options: Options,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The packed statistics ``(fields, ...)``, the selected logits and whether each is a row's largest."""
-    stats, selected, is_top1 = empty_results(logits, index, options)
-    rows = stats[0].numel()
+) -> Results:
+    """The packed statistics, and of every index its logit (or log-prob) and whether it is the row's largest."""
+    packed, chosen, is_top1 = results = empty_results(logits, index, options)
+    rows = logits.shape[:-1].numel()
     if rows == 0:
-        return stats, selected, is_top1
-    flat = stats.view(len(FIELDS), -1)
-    out = dict(zip(FIELDS, flat))
-    active = None if row_mask is None else row_mask.reshape(-1).bool()
+        return results
+    out = dict(zip(PACKED, packed.view(len(PACKED), rows)))
     bad = None
-    if index is not None:
-        index = index.reshape(rows, -1)
-        bad = out_of_range(index, active, logits.shape[-1]).any(-1)
+    if index is not None and chosen is not None:
+        index, chosen = index.reshape(rows, -1), chosen.view(rows, -1)
+        bad = out_of_range(index, None, logits.shape[-1]).any(-1)
         index = index.clamp(0, logits.shape[-1] - 1).long()
+    is_top1 = None if is_top1 is None else is_top1.view(rows, -1)
     for group, (x,) in row_blocks(logits):
-        z, _ = transform(x, options, stats.dtype)
+        z, _ = transform(x, options, packed.dtype)
         shift = z.amax(-1, keepdim=True)
         z = z - shift
         e = z.exp()
         total = e.sum(-1)
-        void = 0 * total  # NaN where the row holds NaN or +inf, or -inf alone: no distribution
+        if bad is not None:
+            total.masked_fill_(bad[group], float("nan"))
+        void = 0 * total  # NaN where the row has no distribution: it holds NaN or +inf, or -inf alone
         out["shift"][group] = shift[:, 0] + void
         out["log_normalizer"][group] = total.log()
-        if options.expected:
+        if options.wants("expected_logit", "entropy"):
             # exp(-inf)·(-inf) is 0 here.
-            out["expected_logit"][group] = (e * z.clamp(min=torch.finfo(z.dtype).min)).sum(-1) / total
-        if options.weighted:
+            expected = (e * z.clamp(min=torch.finfo(z.dtype).min)).sum(-1) / total
+            out["expected_logit"][group] = expected
+            out["entropy"][group] = total.log() - expected
+        if options.wants("weighted_logit"):
             c = weights_of(class_weights, options, z)
             # A weight of 0 leaves its logit out, also where the logit is -inf.
             out["weighted_logit"][group] = (
                 torch.where(torch.as_tensor(c == 0, device=z.device), 0, c * z).sum(-1) + void
             )
-        if options.log_sum_sq_probs:
+        if options.wants("log_sum_sq_probs"):
             out["log_sum_sq_probs"][group] = e.square().sum(-1).log() - 2 * total.log()
-        if options.mean_logit:
+        if options.wants("mean_logit"):
             out["mean_logit"][group] = (z / z.shape[-1]).sum(-1) + shift[:, 0] + void
-        if index is not None:
-            chosen = z.gather(-1, index[group]) + void.unsqueeze(-1)
-            selected.view(rows, -1)[group] = chosen
-            if options.is_top1:
-                is_top1.view(rows, -1)[group] = chosen == 0
-    if bad is not None:
-        flat.masked_fill_(bad, float("nan"))
-        selected.view(rows, -1).masked_fill_(bad.unsqueeze(-1), float("nan"))
-    if options.normalized:
-        out["entropy"].copy_(out["log_normalizer"] - out["expected_logit"])
-        if index is not None:
-            selected.view(rows, -1).sub_(out["log_normalizer"].unsqueeze(-1))
-    if active is not None:
-        flat.masked_fill_(~active, 0.0)
-        selected.view(rows, -1).masked_fill_(~active.unsqueeze(-1), 0.0) if index is not None else None
-        is_top1.view(rows, -1).logical_and_(active.unsqueeze(-1)) if options.is_top1 else None
-    return stats, selected, is_top1
+        if index is not None and chosen is not None:
+            relative = z.gather(-1, index[group]) + void.unsqueeze(-1)
+            if is_top1 is not None:
+                is_top1[group] = relative == 0
+            chosen[group] = relative - total.log().unsqueeze(-1) if options.wants("log_probs") else relative
+    if row_mask is not None:
+        masked = ~row_mask.reshape(-1).bool()
+        packed.view(len(PACKED), rows).masked_fill_(masked, 0.0)
+        for per_index in (chosen, is_top1):
+            if per_index is not None:
+                per_index.masked_fill_(masked.unsqueeze(-1), 0)
+    return results
 
 
 def softmax_gradient(
@@ -115,7 +113,7 @@ def softmax_gradient(
     index: torch.Tensor | None,
     row_mask: torch.Tensor | None,
     class_weights: torch.Tensor | None,
-    stats: torch.Tensor,
+    packed: torch.Tensor,
     grad_log_normalizer: torch.Tensor | None,
     grad_expected_logit: torch.Tensor | None,
     grad_weighted_logit: torch.Tensor | None,
@@ -124,36 +122,38 @@ def softmax_gradient(
     out: torch.Tensor,
 ) -> None:
     """Write the gradient with respect to the logits into ``out``, by the formula in `kernels.softmax_gradient`."""
-    rows = stats[0].numel()
+    rows = logits.shape[:-1].numel()
     if rows == 0:
         return
-    field = dict(zip(FIELDS, stats.view(len(FIELDS), -1, 1)))
-    zero = stats.new_zeros(rows, 1)
+    field = dict(zip(PACKED, packed.view(len(PACKED), rows, 1)))
     a, b, d = (
-        zero if g is None else g.reshape(-1, 1) for g in (grad_log_normalizer, grad_expected_logit, grad_weighted_logit)
+        packed.new_zeros(rows, 1) if g is None else g.reshape(-1, 1)
+        for g in (grad_log_normalizer, grad_expected_logit, grad_weighted_logit)
     )
     if grad_expected_logit is not None:
-        E = field["expected_logit"]
-        a, b = (a + b * E, -b) if options.normalized else (a + b * (1 - E), b)
+        expected = field["expected_logit"]
+        a, b = (a + b * expected, -b) if options.wants("entropy") else (a + b * (1 - expected), b)
+    idle = (a == 0) & (b == 0) & (d == 0)
     if index is not None and grad_selected is not None:
         w = grad_selected.reshape(rows, -1)
         index = index.reshape(rows, -1).clamp(0, logits.shape[-1] - 1).long()
-        if options.normalized:
-            a = a - w.sum(-1, keepdim=True)
-    idle = (a == 0) & (b == 0) & (d == 0)
-    if grad_selected is not None:
         idle &= (w == 0).all(-1, keepdim=True)
+        if options.wants("log_probs"):
+            a = a - w.sum(-1, keepdim=True)
     if row_mask is not None:
         idle |= ~row_mask.reshape(-1, 1).bool()
     for group, (x, g_out) in row_blocks(logits, out):
-        z, slope = transform(x, options, stats.dtype)
+        z, slope = transform(x, options, packed.dtype)
         z = z - field["shift"][group]
-        p = (z - field["log_normalizer"][group]).exp()
-        g = p * a[group]
+        p = (z - field["log_normalizer"][group]).exp_()
         if grad_expected_logit is not None:
-            g += p * b[group] * z.clamp(min=torch.finfo(z.dtype).min)
+            g = p * (a[group] + b[group] * z.clamp_(min=torch.finfo(z.dtype).min))
+        else:
+            g = p.mul_(a[group])
         if grad_weighted_logit is not None:
             g += weights_of(class_weights, options, z) * d[group]
         if index is not None and grad_selected is not None:
             g.scatter_add_(-1, index[group], w[group])
-        g_out.copy_((g * slope).masked_fill_(idle[group], 0.0))
+        if not (isinstance(slope, float) and slope == 1.0):
+            g *= slope
+        g_out.copy_(g.masked_fill_(idle[group], 0.0))

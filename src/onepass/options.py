@@ -1,11 +1,11 @@
-"""What both paths and the registered operations share: the options of a call and the shape of its results."""
+"""What both paths and the registered operations share: the fields a row can leave behind, and how it is read."""
 
 from typing import NamedTuple
 
 import torch
 
-# Rows of the packed per-row results. Those that were not asked for are not written.
-FIELDS = (
+# Fields with one number per row, in the order in which the paths pack them.
+PACKED = (
     "shift",
     "log_normalizer",
     "expected_logit",
@@ -14,23 +14,24 @@ FIELDS = (
     "log_sum_sq_probs",
     "mean_logit",
 )
+# Fields with one value per index. The first two share a place: a caller asks for one of them, as for one of
+# `expected_logit` and `entropy`. The normalised ones spare most losses two small kernels each way, which at 64 rows
+# is a sixth of the wall time.
+CHOSEN = ("selected", "log_probs")
+NOT_DIFFERENTIABLE = ("shift", "log_sum_sq_probs", "mean_logit", "is_top1")
 
 
 class Options(NamedTuple):
-    """How a row is read and what is wanted of it. The order is that of the registered operations' arguments."""
+    """What is wanted of a row and how it is read; as flat arguments, those of the registered operations."""
 
+    fields: str  # names, separated by spaces
     logit_scale: float = 1.0
     softcap: float | None = None
     temperature: float = 1.0
-    class_weight: float = 0.0  # of every class, where no tensor of class weights is given
-    weighted: bool = False
-    expected: bool = True
-    # `selected` and `expected_logit` become log_probs and entropy: what most losses want, two small kernels less
-    # each way, which at 64 rows is a fifth of the wall time.
-    normalized: bool = False
-    is_top1: bool = False
-    log_sum_sq_probs: bool = False
-    mean_logit: bool = False
+    class_weight: float = 0.0  # of every class, where there is no tensor of class weights
+
+    def wants(self, *names: str) -> bool:
+        return any(name in self.fields for name in names)
 
     def transform(self) -> tuple[float, float]:
         """``(inner, outer)`` of ``z = outer·tanh(inner·x)``, or of ``z = inner·x`` without a soft-cap."""
@@ -39,12 +40,22 @@ class Options(NamedTuple):
         return self.logit_scale / self.softcap, self.softcap / self.temperature
 
 
-def empty_results(
-    logits: torch.Tensor, index: torch.Tensor | None, options: Options
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Unwritten ``(fields, rows)``, ``selected`` and ``is_top1``; the last two are empty where not asked for."""
+Results = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+def empty_results(logits: torch.Tensor, index: torch.Tensor | None, options: Options) -> Results:
+    """Unwritten ``(len(PACKED), ...)`` numbers, and chosen values and `is_top1` of the shape of ``index``."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    stats = logits.new_empty((len(FIELDS), *logits.shape[:-1]), dtype=dtype)
-    selected = logits.new_empty((0,) if index is None else index.shape, dtype=dtype)
-    is_top1 = logits.new_empty(index.shape if index is not None and options.is_top1 else (0,), dtype=torch.bool)
-    return stats, selected, is_top1
+    packed = logits.new_empty((len(PACKED), *logits.shape[:-1]), dtype=dtype)
+    chosen = None if index is None else logits.new_empty(index.shape, dtype=dtype)
+    is_top1 = (
+        logits.new_empty(index.shape, dtype=torch.bool) if index is not None and options.wants("is_top1") else None
+    )
+    return packed, chosen, is_top1
+
+
+def pick(results: Results, options: Options) -> tuple[torch.Tensor, ...]:
+    """The fields that were asked for, in that order."""
+    packed, chosen, is_top1 = results
+    places = {"selected": chosen, "log_probs": chosen, "is_top1": is_top1}
+    return tuple(packed[PACKED.index(f)] if f in PACKED else places[f] for f in options.fields.split())  # type: ignore[misc]

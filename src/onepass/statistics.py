@@ -7,6 +7,7 @@ backward that serves every loss. Losses are ordinary PyTorch on the `SoftmaxStat
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from torch.autograd.function import once_differentiable
 from onepass import eager
 from onepass.checks import check_choice, check_class_weights, check_index, check_logits, check_number, check_row_mask
 from onepass.inplace import mark_overwritten
-from onepass.options import Options, empty_results
+from onepass.options import NOT_DIFFERENTIABLE, Options, Results, empty_results, pick
 
 METRICS = ("is_top1", "log_sum_sq_probs", "mean_logit")
+DEBUG = os.environ.get("ONEPASS_DEBUG") == "1"
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,10 @@ class SoftmaxStatistics:
     is_top1: Tensor | None = None
     log_sum_sq_probs: Tensor | None = None
     mean_logit: Tensor | None = None
-    # Of normalized results, which replace `selected` and `expected_logit`.
-    _log_probs: Tensor | None = None
-    _entropy: Tensor | None = None
 
     @property
     def log_probs(self) -> Tensor:
         """``log p[index] = selected - log_normalizer``, the shape of ``index``."""
-        if self._log_probs is not None:
-            return self._log_probs
         if self.selected is None:
             raise ValueError("log_probs: expected statistics taken with an index, got index=None")
         if self.selected.dim() > self.log_normalizer.dim():
@@ -65,8 +62,6 @@ class SoftmaxStatistics:
     @property
     def entropy(self) -> Tensor:
         """``-Σ_j p_j log p_j = log_normalizer - expected_logit`` in nats, shape ``(...)``."""
-        if self._entropy is not None:
-            return self._entropy
         if self.expected_logit is None:
             raise ValueError("entropy: expected statistics with expected_logit, got expected_logit=None")
         return self.log_normalizer - self.expected_logit
@@ -129,73 +124,54 @@ def softmax_statistics(
         check_choice(metric, "metrics", METRICS)
     if "is_top1" in metrics and index is None:
         raise ValueError("metrics: expected an index with 'is_top1', got index=None")
-    options = Options(
-        logit_scale,
-        softcap,
-        temperature,
-        expected=expected_logit,
-        is_top1="is_top1" in metrics,
-        log_sum_sq_probs="log_sum_sq_probs" in metrics,
-        mean_logit="mean_logit" in metrics,
-    )
-    return statistics(logits, index, row_mask, class_weights, options)
+    check_logits(logits)
+    if index is not None:
+        check_index(index, logits)
+    fields = ["shift", "log_normalizer"]
+    fields += ["expected_logit"] if expected_logit else []
+    fields += ["selected"] if index is not None else []
+    fields += ["weighted_logit"] if class_weights is not None else []
+    options = Options(" ".join([*fields, *metrics]), logit_scale, softcap, temperature)
+    return SoftmaxStatistics(**read(logits, index, row_mask, options, class_weights=class_weights))
 
 
-def statistics(
+def read(
     logits: Tensor,
     index: Tensor | None,
     row_mask: Tensor | None,
-    class_weights: Tensor | float | None,
     options: Options,
     *,
+    class_weights: Tensor | float | None = None,
     inplace_backward: bool = False,
     index_name: str = "index",
-) -> SoftmaxStatistics:
-    """`softmax_statistics` with all options, for the losses."""
-    check_logits(logits)
-    if index is not None:
-        check_index(index, logits, index_name)
+) -> dict[str, Tensor]:
+    """The fields of ``options``, differentiable: what every loss is made of. Logits and index are checked already."""
     if row_mask is not None:
         check_row_mask(row_mask, logits)
     check_number(options.temperature, "temperature", 0)
     check_number(options.logit_scale, "logit_scale", -float("inf"))
     if options.softcap is not None:
         check_number(options.softcap, "softcap", 0)
+    weights = None
     if isinstance(class_weights, Tensor):
         check_class_weights(class_weights, logits, "class_weights")
-        options = options._replace(weighted=True)
+        weights = class_weights.detach().contiguous()
     elif class_weights is not None:
         check_number(class_weights, "class_weights", -float("inf"))
-        options = options._replace(weighted=True, class_weight=float(class_weights))
-        class_weights = None
+        options = options._replace(class_weight=float(class_weights))
     if inplace_backward:
         check_inplace(logits)
     if logits.stride(-1) != 1 and logits.shape[-1] > 1:
         logits = logits.contiguous()
-    arguments = (
-        logits,
-        None if index is None else index.contiguous(),
-        None if row_mask is None else row_mask.contiguous(),
-        None if class_weights is None else class_weights.detach().contiguous(),
-    )
+    index = None if index is None else index.contiguous()
+    row_mask = None if row_mask is None else row_mask.contiguous()
     if _is_plain(logits):
-        _check_range(*arguments[:3], index_name)
+        _check_range(logits, index, row_mask, index_name)
     if torch.is_grad_enabled() and logits.requires_grad:
-        results = _Statistics.apply(*arguments, options, inplace_backward)
+        results = _Statistics.apply(logits, index, row_mask, weights, options, inplace_backward)
     else:
-        results = _named(*_forward(*arguments, options), index is not None, options)
-    return SoftmaxStatistics(*results)
-
-
-def _check_range(logits: Tensor, index: Tensor | None, row_mask: Tensor | None, name: str) -> None:
-    """Where a look costs no synchronisation, or debugging asks for it; elsewhere the row becomes NaN."""
-    if index is None or not (os.environ.get("ONEPASS_DEBUG") == "1" or (logits.is_cpu and _path(logits) is eager)):
-        return
-    rows = index.reshape(logits.shape[:-1].numel(), index.shape[-1] if index.dim() == logits.dim() else 1)
-    bad = eager.out_of_range(rows, None if row_mask is None else row_mask.reshape(-1).bool(), logits.shape[-1])
-    if bad.any():
-        row, k = bad.nonzero()[0].tolist()
-        raise IndexError(f"{name}: expected values in [0, {logits.shape[-1]}), got {int(rows[row, k])} in row {row}")
+        results = pick(_forward(logits, index, row_mask, weights, options), options)
+    return dict(zip(options.fields.split(), results))
 
 
 def check_inplace(logits: Tensor) -> None:
@@ -205,24 +181,15 @@ def check_inplace(logits: Tensor) -> None:
         raise ValueError(f"inplace_backward: expected a contiguous last dimension, got strides {logits.stride()}")
 
 
-def _named(
-    stats: Tensor, selected: Tensor, is_top1: Tensor, indexed: bool, options: Options
-) -> tuple[Tensor | None, ...]:
-    """The packed results in the order of `SoftmaxStatistics`' fields; None for what was not asked for."""
-    shift, log_normalizer, expected_logit, entropy, weighted_logit, log_sum_sq_probs, mean_logit = stats.unbind(0)
-    plain = not options.normalized
-    return (
-        shift,
-        log_normalizer,
-        expected_logit if options.expected and plain else None,
-        selected if indexed and plain else None,
-        weighted_logit if options.weighted else None,
-        is_top1 if options.is_top1 else None,
-        log_sum_sq_probs if options.log_sum_sq_probs else None,
-        mean_logit if options.mean_logit else None,
-        selected if indexed and not plain else None,
-        entropy if options.expected and not plain else None,
-    )
+def _check_range(logits: Tensor, index: Tensor | None, row_mask: Tensor | None, name: str) -> None:
+    """Where a look costs no synchronisation, or debugging asks for it; elsewhere the row becomes NaN."""
+    if index is None or not (DEBUG or (logits.is_cpu and _path(logits) is eager)):
+        return
+    rows = index.reshape(logits.shape[:-1].numel(), index.shape[-1] if index.dim() == logits.dim() else 1)
+    bad = eager.out_of_range(rows, None if row_mask is None else row_mask.reshape(-1).bool(), logits.shape[-1])
+    if bad.any():
+        row, k = bad.nonzero()[0].tolist()
+        raise IndexError(f"{name}: expected values in [0, {logits.shape[-1]}), got {int(rows[row, k])} in row {row}")
 
 
 class _Statistics(torch.autograd.Function):
@@ -235,25 +202,28 @@ class _Statistics(torch.autograd.Function):
         class_weights: Tensor | None,
         options: Options,
         inplace: bool,
-    ) -> tuple[Tensor | None, ...]:
-        stats, selected, is_top1 = _forward(logits, index, row_mask, class_weights, options)
-        results = _named(stats, selected, is_top1, index is not None, options)
-        ctx.save_for_backward(logits, index, row_mask, class_weights, stats)
+    ) -> tuple[Tensor, ...]:
+        results = _forward(logits, index, row_mask, class_weights, options)
+        ctx.save_for_backward(logits, index, row_mask, class_weights, results[0])
         ctx.options, ctx.inplace = options, inplace
-        ctx.mark_non_differentiable(*(r for r in (results[0], *results[5:8]) if r is not None))
+        fields = pick(results, options)
+        if options.wants(*NOT_DIFFERENTIABLE):
+            ctx.mark_non_differentiable(*(f for f, n in zip(fields, options.fields.split()) if n in NOT_DIFFERENTIABLE))
         ctx.set_materialize_grads(False)
-        return results
+        return fields
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, *saved = ctx.saved_tensors
-        plain = not ctx.options.normalized
-        # In the order of the gradient operation: log_normalizer, expected_logit, weighted_logit, selected.
-        upstream = (grads[1], grads[2 if plain else 9], grads[4], grads[3 if plain else 8])
-        if all(g is None for g in upstream):
-            grad = None
-        elif ctx.inplace and not torch.compiler.is_compiling():
+        g = dict(zip(ctx.options.fields.split(), grads))
+        upstream = (
+            g.get("log_normalizer"),
+            g.get("entropy" if ctx.options.wants("entropy") else "expected_logit"),
+            g.get("weighted_logit"),
+            g.get("log_probs" if ctx.options.wants("log_probs") else "selected"),
+        )
+        if ctx.inplace and not torch.compiler.is_compiling():
             grad = logits.detach()
             _path(logits).softmax_gradient(logits, *saved, *upstream, ctx.options, grad)
             mark_overwritten(logits)
@@ -270,7 +240,12 @@ def _path(logits: Tensor) -> Any:
     """The module that computes: Triton on CUDA and ROCm (or in its interpreter), `eager` for the rest."""
     if logits.dtype == torch.float64 or not (logits.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         return eager
-    from onepass import kernels
+    return _kernels()
+
+
+@lru_cache
+def _kernels() -> Any:
+    from onepass import kernels  # Triton is on Linux only
 
     return kernels
 
@@ -281,7 +256,7 @@ def _is_plain(logits: Tensor) -> bool:
 
 def _forward(
     logits: Tensor, index: Tensor | None, row_mask: Tensor | None, class_weights: Tensor | None, options: Options
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Results:
     if _is_plain(logits):
         return _path(logits).softmax_statistics(logits, index, row_mask, class_weights, options)
     return torch.ops.onepass.softmax_statistics(logits, index, row_mask, class_weights, *options)
@@ -301,32 +276,33 @@ def _empty_gradient(logits: Tensor) -> Tensor:
     return out if out.stride(-1) == 1 else logits.new_empty(logits.shape)  # of expanded logits
 
 
+def _tensors(results: Results) -> tuple[Tensor, Tensor, Tensor]:
+    """An operation returns tensors only: empty ones for what was not asked for."""
+    packed, chosen, is_top1 = results
+    none = packed.new_empty(0)
+    return packed, none if chosen is None else chosen, none.clone() if is_top1 is None else is_top1
+
+
 @torch.library.custom_op("onepass::softmax_statistics", mutates_args=())
 def _statistics_op(
     logits: Tensor,
     index: Tensor | None,
     row_mask: Tensor | None,
     class_weights: Tensor | None,
+    fields: str,
     logit_scale: float,
     softcap: float | None,
     temperature: float,
     class_weight: float,
-    weighted: bool,
-    expected: bool,
-    normalized: bool,
-    is_top1: bool,
-    log_sum_sq_probs: bool,
-    mean_logit: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    options = Options(logit_scale, softcap, temperature, class_weight, weighted, expected, normalized, is_top1,
-                      log_sum_sq_probs, mean_logit)  # fmt: skip
+    options = Options(fields, logit_scale, softcap, temperature, class_weight)
     _check_range(logits, index, row_mask, "index")
-    return _path(logits).softmax_statistics(logits, index, row_mask, class_weights, options)
+    return _tensors(_path(logits).softmax_statistics(logits, index, row_mask, class_weights, options))
 
 
 @_statistics_op.register_fake
 def _(logits, index, row_mask, class_weights, *options):
-    return empty_results(logits, index, Options(*options))
+    return _tensors(empty_results(logits, index, Options(*options)))
 
 
 @torch.library.custom_op("onepass::softmax_gradient", mutates_args=())
@@ -335,27 +311,21 @@ def _gradient_op(
     index: Tensor | None,
     row_mask: Tensor | None,
     class_weights: Tensor | None,
-    stats: Tensor,
+    packed: Tensor,
     grad_log_normalizer: Tensor | None,
     grad_expected_logit: Tensor | None,
     grad_weighted_logit: Tensor | None,
     grad_selected: Tensor | None,
+    fields: str,
     logit_scale: float,
     softcap: float | None,
     temperature: float,
     class_weight: float,
-    weighted: bool,
-    expected: bool,
-    normalized: bool,
-    is_top1: bool,
-    log_sum_sq_probs: bool,
-    mean_logit: bool,
 ) -> Tensor:
-    options = Options(logit_scale, softcap, temperature, class_weight, weighted, expected, normalized, is_top1,
-                      log_sum_sq_probs, mean_logit)  # fmt: skip
+    options = Options(fields, logit_scale, softcap, temperature, class_weight)
     out = _empty_gradient(logits)
     _path(logits).softmax_gradient(
-        logits, index, row_mask, class_weights, stats,
+        logits, index, row_mask, class_weights, packed,
         grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_selected, options, out,
     )  # fmt: skip
     return out

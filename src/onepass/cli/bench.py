@@ -105,9 +105,6 @@ def measure(
     def forward() -> tuple[torch.Tensor, ...]:
         return implementation.forward(logits, target, mask)
 
-    def backward(outputs: tuple[torch.Tensor, ...]) -> None:
-        sum(output.mean() for output in outputs).backward(retain_graph=True)  # type: ignore[union-attr]
-
     def both() -> None:
         logits.grad = None
         sum(output.mean() for output in forward()).backward()  # type: ignore[union-attr]
@@ -115,13 +112,13 @@ def measure(
     with torch.no_grad():
         error = max((o - e).abs().max().item() for o, e in zip(forward(), expected))
         passes: dict[str, Callable[[], Any]] = {"forward": torch.no_grad()(forward)}
-        found = {"forward": extra_memory(passes["forward"], device)}
+        found = {"forward": extra_memory(passes["forward"], logits)}
     if implementation.backward:
         logits.requires_grad_()
         passes["forward+backward"] = both
         both()
         logits.grad = None
-        found["forward+backward"] = extra_memory(both, device)
+        found["forward+backward"] = extra_memory(both, logits)
         if implementation.package == "onepass":
             graph = forward()
             gradients = [torch.ones_like(g) for g in graph]
@@ -202,11 +199,12 @@ def kernel_us(run: Callable[[], Any], device: torch.device, repeats: int = 20) -
     return sum(event.device_time_total for event in profiler.key_averages()) / repeats
 
 
-def extra_memory(run: Callable[[], Any], device: torch.device) -> int | None:
+def extra_memory(run: Callable[[], Any], logits: torch.Tensor) -> int | None:
     """Peak of the bytes allocated by a call, its results included."""
+    device = logits.device
     if device.type != "cuda":
         return None
-    run()
+    logits.grad = None
     synchronize(device)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

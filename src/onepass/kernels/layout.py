@@ -60,6 +60,13 @@ def lanes_for(vocab: int, vec: int) -> int:
     return max(32, min(MAX_LANES, triton.next_power_of_2(vocab // (4 * vec) + 1)))
 
 
+@lru_cache
+def threads_per_warp() -> int:
+    if triton.knobs.runtime.interpret:
+        return 32
+    return triton.runtime.driver.active.get_current_target().warp_size
+
+
 def splits_for(rows: int, tiles: int, device: torch.device) -> int:
     """Programs that share a row: a power of two, 1 once there are rows enough for the card."""
     wanted = min(PROGRAMS_PER_SM * multiprocessors(device) // max(rows, 1), tiles // 4, MAX_SPLITS)

@@ -92,9 +92,11 @@ def update(m, s, t, w, c, q, u, z, weight, EXPECTED: tl.constexpr, WEIGHTED: tl.
     if SUM_SQ:
         q = alpha * alpha * q + tl.sum(e * e, axis=1)
     if WEIGHTED:
-        # A weight of 0 leaves its logit out, also where the logit is -inf.
-        w = move(w, c, m - new) + tl.sum(tl.where(weight == 0.0, 0.0, weight * d), axis=1)
-        c = c + tl.sum(weight, axis=1)
+        # A weight of 0 leaves its logit out, also where the logit is -inf. (A sum of weights just loaded would meet a
+        # bug in Triton 3.6's thread-locality pass; the where() keeps it away.)
+        used = weight != 0.0
+        w = move(w, c, m - new) + tl.sum(tl.where(used, weight * d, 0.0), axis=1)
+        c = c + tl.sum(tl.where(used, weight, 0.0), axis=1)
     return new, s, t, w, c, q, u
 
 

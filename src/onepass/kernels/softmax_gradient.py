@@ -6,7 +6,8 @@ For a row with upstream gradients ``g`` of its statistics,
     a = g_log_normalizer + g_expected_logit·(1 - expected_logit),  b = g_expected_logit,
     d = g_weighted_logit,  w = g_selected
 
-(for normalized results ``a = g_log_normalizer + g_entropy·expected_logit - Σ_k g_log_prob_k``, ``b = -g_entropy``)
+(given gradients of entropy or log-probs instead: ``b = -g_entropy``, ``a = … + g_entropy·expected_logit`` or
+``a = … - Σ_k g_log_prob_k``)
 and ``dL/dx_j = dL/dz_j·dz_j/dx_j`` for the transform ``z(x)``. Bytes moved: the logits in, the gradient out; `out`
 may be the logits themselves. Rows that are masked, or whose upstream gradients are all 0, are written but not read.
 """
@@ -15,10 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from onepass.kernels.layout import flat_rows, is_aligned, lanes_for, row_groups
+from onepass.kernels.launch import launch
+from onepass.kernels.layout import flat_rows, is_aligned, lanes_for, row_groups, threads_per_warp
 from onepass.kernels.online_softmax import FLOOR, LOG2E, transform_and_slope
 from onepass.kernels.softmax_statistics import EXPECTED_LOGIT, LOG_NORMALIZER, SHIFT, row_start
 from onepass.options import Options
+
+TILES = 4  # tiles a program writes: the fewest at which the card's bandwidth is reached
 
 
 @triton.jit
@@ -50,14 +54,24 @@ def write_tile(logits, out, class_weights, col0, low, high, shift, log_normalize
     tl.store(out + col, (g * slope).to(out.dtype.element_ty), mask=valid)
 
 
-@triton.jit(do_not_specialize=["rows", "V", "inner_rows", "n_stride", "e_stride", "w_stride", "s_stride"])
+@triton.jit(
+    do_not_specialize=[
+        "rows", "V", "K", "inner_rows", "outer_stride", "inner_stride", "out_outer_stride", "out_inner_stride",
+        "n_stride", "e_stride", "w_stride", "s_stride",
+    ],
+    do_not_specialize_on_alignment=[
+        "index", "row_mask", "packed",
+        "grad_log_normalizer", "grad_expected_logit", "grad_weighted_logit", "grad_selected",
+    ],
+)  # fmt: skip
 def softmax_gradient_kernel(
-    logits, index, row_mask, class_weights, stats,
-    grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_selected, out,
-    rows, V, K, inner_rows, outer_stride, inner_stride, out_outer_stride, out_inner_stride,
+    logits, class_weights, out, index, row_mask, packed,
+    grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_selected,
+    rows, V, K, inner_rows, outer_stride: tl.int64, inner_stride: tl.int64,
+    out_outer_stride: tl.int64, out_inner_stride: tl.int64,
     n_stride, e_stride, w_stride, s_stride, inner, outer, class_weight,
-    SOFTCAP: tl.constexpr, NORMALIZED: tl.constexpr, ALIGN: tl.constexpr, SAME_PHASE: tl.constexpr,
-    VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, UNROLL: tl.constexpr, BLOCK_K: tl.constexpr,
+    SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, ALIGN: tl.constexpr,
+    SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     TILE: tl.constexpr = LANES * VEC
     EXPECTED: tl.constexpr = grad_expected_logit is not None
@@ -67,13 +81,9 @@ def softmax_gradient_kernel(
     piece = tl.program_id(0) % pieces
     start = row_start(row, inner_rows, outer_stride, inner_stride)
     out_start = row_start(row, inner_rows, out_outer_stride, out_inner_stride)
-    head = 0
-    x_base = logits + start
-    g_base = out + out_start
-    if ALIGN:
-        head = (start % VEC).to(tl.int32)
-        x_base = logits + start // VEC * VEC
-        g_base = out + (out_start // VEC * VEC if SAME_PHASE else out_start - head)
+    head = (start % VEC).to(tl.int32) if ALIGN else 0
+    x_base = logits + start // VEC * VEC
+    g_base = out + (out_start // VEC * VEC if SAME_PHASE else out_start - head)
     low = piece * (TILE * TILES)
     high = tl.minimum(head + V, low + TILE * TILES)
 
@@ -89,21 +99,21 @@ def softmax_gradient_kernel(
             a = tl.load(grad_log_normalizer + row * n_stride)
         if EXPECTED:
             b = tl.load(grad_expected_logit + row * e_stride)
-            expected_logit = tl.load(stats + EXPECTED_LOGIT * rows + row)
-            a += b * (expected_logit if NORMALIZED else 1.0 - expected_logit)
-            b = -b if NORMALIZED else b
+            expected_logit = tl.load(packed + EXPECTED_LOGIT * rows + row)
+            a += b * (expected_logit if ENTROPY else 1.0 - expected_logit)
+            b = -b if ENTROPY else b
         if WEIGHTED:
             d = tl.load(grad_weighted_logit + row * w_stride)
         needed = (a != 0.0) | (b != 0.0) | (d != 0.0)
         if grad_selected is not None:
             w = tl.load(grad_selected + row * s_stride + k, mask=k < K, other=0.0)
             needed = needed | (tl.sum((w != 0.0).to(tl.int32), axis=0) > 0)
-            if NORMALIZED:
+            if LOG_PROBS:
                 a -= tl.sum(w, axis=0)
 
     if needed:
-        shift = tl.load(stats + SHIFT * rows + row)
-        log_normalizer = tl.load(stats + LOG_NORMALIZER * rows + row)
+        shift = tl.load(packed + SHIFT * rows + row)
+        log_normalizer = tl.load(packed + LOG_NORMALIZER * rows + row)
         if grad_selected is not None:
             # Chosen logits are read before the dense part may overwrite them, and written after it.
             chosen = tl.load(index + row * K + k, mask=k < K, other=-1)
@@ -125,7 +135,7 @@ def softmax_gradient_kernel(
                 write_tile(x_base, g_base, class_weights, low, head, high, shift, log_normalizer, a, b, d, inner, outer,
                            class_weight, SOFTCAP, EXPECTED, WEIGHTED, LANES, VEC, True)  # fmt: skip
         full = begin + tl.maximum(high - begin, 0) // TILE * TILE
-        for col in tl.range(begin, full, TILE, loop_unroll_factor=UNROLL):
+        for col in range(begin, full, TILE):
             write_tile(x_base, g_base, class_weights, col, head, high, shift, log_normalizer, a, b, d, inner, outer,
                        class_weight, SOFTCAP, EXPECTED, WEIGHTED, LANES, VEC, False)  # fmt: skip
         if full < high:
@@ -145,7 +155,7 @@ def softmax_gradient(
     index: torch.Tensor | None,
     row_mask: torch.Tensor | None,
     class_weights: torch.Tensor | None,
-    stats: torch.Tensor,
+    packed: torch.Tensor,
     grad_log_normalizer: torch.Tensor | None,
     grad_expected_logit: torch.Tensor | None,
     grad_weighted_logit: torch.Tensor | None,
@@ -154,28 +164,28 @@ def softmax_gradient(
     out: torch.Tensor,
 ) -> None:
     """Launch the backward kernel; ``out`` has the shape and dtype of ``logits`` and may be the same tensor."""
-    inner, outer = options.transform()
-    V, rows = logits.shape[-1], stats[0].numel()
+    V, rows = logits.shape[-1], logits.shape[:-1].numel()
     K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
     VEC = 16 // logits.element_size()
     LANES = lanes_for(V, VEC)
-    TILES = 4
     n, e, w, s = (
-        None if g is None else g.reshape(-1)
+        None if g is None else g if g.dim() == 1 else g.reshape(-1)
         for g in (grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_selected)
     )
-    s_stride = K
-    if s is not None:
-        s, s_stride = (s, s.stride(0)) if K == 1 else (s.contiguous(), K)
+    s = s if s is None or K == 1 else s.contiguous()
+    s_stride = 0 if s is None else s.stride(0) * K
     for group, inner_rows, (x, g), strides in row_groups(logits, out) if rows else ():
         ALIGN = not is_aligned(strides[:2], VEC)
         pieces = triton.cdiv(V + VEC - 1 if ALIGN else V, LANES * VEC * TILES)
-        softmax_gradient_kernel[((group.stop - group.start) * pieces,)](
-            x, flat_rows(index, group, K), flat_rows(row_mask, group), class_weights, flat_rows(stats, group),
-            flat_rows(n, group), flat_rows(e, group), flat_rows(w, group), flat_rows(s, group, K), g,
-            rows, V, K, inner_rows, *strides,
-            *(0 if v is None else v.stride(0) for v in (n, e, w)), s_stride, inner, outer, options.class_weight,
-            SOFTCAP=options.softcap is not None, NORMALIZED=options.normalized, ALIGN=ALIGN,
-            SAME_PHASE=is_aligned([a - b for a, b in zip(strides[:2], strides[2:])], VEC), VEC=VEC, LANES=LANES,
-            TILES=TILES, UNROLL=1, BLOCK_K=triton.next_power_of_2(K), num_warps=LANES // 32,
+        launch(
+            softmax_gradient_kernel, (group.stop - group.start) * pieces, (x, class_weights, g),
+            (flat_rows(index, group, K), flat_rows(row_mask, group), flat_rows(packed, group),
+             flat_rows(n, group), flat_rows(e, group), flat_rows(w, group), flat_rows(s, group, K)),
+            (rows, V, K, inner_rows, *strides, *(0 if v is None else v.stride(0) for v in (n, e, w)), s_stride,
+             *options.transform(), options.class_weight),
+            dict(SOFTCAP=options.softcap is not None, LOG_PROBS=options.wants("log_probs"),
+                 ENTROPY=options.wants("entropy"), ALIGN=ALIGN,
+                 SAME_PHASE=is_aligned([a - b for a, b in zip(strides[:2], strides[2:])], VEC), VEC=VEC, LANES=LANES,
+                 TILES=TILES, BLOCK_K=triton.next_power_of_2(K)),
+            num_warps=max(1, LANES // threads_per_warp()),
         )  # fmt: skip

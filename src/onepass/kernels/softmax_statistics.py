@@ -10,18 +10,19 @@ import triton
 import triton.language as tl
 
 from onepass.kernels import layout
-from onepass.kernels.layout import flat_rows, is_aligned, lanes_for, row_groups
+from onepass.kernels.launch import launch
+from onepass.kernels.layout import flat_rows, is_aligned, lanes_for, row_groups, threads_per_warp
 from onepass.kernels.online_softmax import LOWEST, merge, transform, update
-from onepass.options import FIELDS, Options, empty_results
+from onepass.options import PACKED, Options, Results, empty_results
 
-# The fields' places in the packed result.
-SHIFT = tl.constexpr(FIELDS.index("shift"))
-LOG_NORMALIZER = tl.constexpr(FIELDS.index("log_normalizer"))
-EXPECTED_LOGIT = tl.constexpr(FIELDS.index("expected_logit"))
-ENTROPY = tl.constexpr(FIELDS.index("entropy"))
-WEIGHTED_LOGIT = tl.constexpr(FIELDS.index("weighted_logit"))
-LOG_SUM_SQ_PROBS = tl.constexpr(FIELDS.index("log_sum_sq_probs"))
-MEAN_LOGIT = tl.constexpr(FIELDS.index("mean_logit"))
+# The fields' places in the packed result; those that were not asked for are not written.
+SHIFT = tl.constexpr(PACKED.index("shift"))
+LOG_NORMALIZER = tl.constexpr(PACKED.index("log_normalizer"))
+EXPECTED_LOGIT = tl.constexpr(PACKED.index("expected_logit"))
+ENTROPY = tl.constexpr(PACKED.index("entropy"))
+WEIGHTED_LOGIT = tl.constexpr(PACKED.index("weighted_logit"))
+LOG_SUM_SQ_PROBS = tl.constexpr(PACKED.index("log_sum_sq_probs"))
+MEAN_LOGIT = tl.constexpr(PACKED.index("mean_logit"))
 STATE = tl.constexpr(7)  # numbers in a state
 
 
@@ -54,11 +55,14 @@ def read_tile(m, s, t, w, c, q, u, logits, class_weights, col0, low, high, inner
     return update(m, s, t, w, c, q, u, z, weight, EXPECTED, WEIGHTED, SUM_SQ, MEAN)
 
 
-@triton.jit(do_not_specialize=["rows", "V", "inner_rows"])
+@triton.jit(
+    do_not_specialize=["rows", "V", "K", "inner_rows", "outer_stride", "inner_stride"],
+    do_not_specialize_on_alignment=["index", "row_mask", "packed", "chosen", "is_top1", "pieces"],
+)
 def softmax_statistics_kernel(
-    logits, index, row_mask, class_weights, stats, selected, is_top1, pieces, arrivals,
-    rows, V, K, inner_rows, outer_stride, inner_stride, inner, outer, class_weight,
-    SOFTCAP: tl.constexpr, NORMALIZED: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
+    logits, class_weights, index, row_mask, packed, chosen, is_top1, pieces,
+    rows, V, K, inner_rows, outer_stride: tl.int64, inner_stride: tl.int64, inner, outer, class_weight,
+    SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
     SUM_SQ: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
     UNROLL: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -83,11 +87,8 @@ def softmax_statistics_kernel(
         u = tl.zeros([LANES], tl.float32)
         # Columns are counted from an aligned address at or before the row's first logit: the row is [head, head + V).
         start = row_start(row, inner_rows, outer_stride, inner_stride)
-        head = 0
-        base = logits + start
-        if ALIGN:
-            head = (start % VEC).to(tl.int32)
-            base = logits + start // VEC * VEC
+        base = logits + start // VEC * VEC
+        head = (start % VEC).to(tl.int32) if ALIGN else 0
         inverse_vocab = 1.0 / V
         piece = tl.cdiv(head + V, TILE * SPLITS) * TILE
         low = split * piece
@@ -97,17 +98,17 @@ def softmax_statistics_kernel(
             begin = low + tl.where(low < head, TILE, 0)
             if low < head:
                 m, s, t, w, c, q, u = read_tile(
-                    m, s, t, w, c, q, u, base, class_weights, low, head, high, inner, outer, class_weight, inverse_vocab,
-                    SOFTCAP, EXPECTED, WEIGHTED, SUM_SQ, MEAN, LANES, VEC, True)  # fmt: skip
+                    m, s, t, w, c, q, u, base, class_weights, low, head, high, inner, outer, class_weight,
+                    inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, SUM_SQ, MEAN, LANES, VEC, True)  # fmt: skip
         full = begin + tl.maximum(high - begin, 0) // TILE * TILE
         for col in tl.range(begin, full, TILE, loop_unroll_factor=UNROLL):
             m, s, t, w, c, q, u = read_tile(
-                m, s, t, w, c, q, u, base, class_weights, col, head, high, inner, outer, class_weight, inverse_vocab,
-                SOFTCAP, EXPECTED, WEIGHTED, SUM_SQ, MEAN, LANES, VEC, False)  # fmt: skip
+                m, s, t, w, c, q, u, base, class_weights, col, head, high, inner, outer, class_weight,
+                inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, SUM_SQ, MEAN, LANES, VEC, False)  # fmt: skip
         if full < high:
             m, s, t, w, c, q, u = read_tile(
-                m, s, t, w, c, q, u, base, class_weights, full, head, high, inner, outer, class_weight, inverse_vocab,
-                SOFTCAP, EXPECTED, WEIGHTED, SUM_SQ, MEAN, LANES, VEC, True)  # fmt: skip
+                m, s, t, w, c, q, u, base, class_weights, full, head, high, inner, outer, class_weight,
+                inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, SUM_SQ, MEAN, LANES, VEC, True)  # fmt: skip
         m, s, t, w, c, q, u = merge(m, s, t, w, c, q, u, EXPECTED, WEIGHTED, SUM_SQ, MEAN)
 
         if SPLITS > 1:
@@ -121,19 +122,20 @@ def softmax_statistics_kernel(
             tl.store(record + SPLITS * 5, q)
             tl.store(record + SPLITS * 6, u)
             tl.debug_barrier()
-            last = tl.atomic_add(arrivals + row, 1, sem="acq_rel") == SPLITS - 1
+            arrived = (pieces + rows * (STATE * SPLITS)).to(tl.pointer_type(tl.int32), bitcast=True) + row
+            last = tl.atomic_add(arrived, 1, sem="acq_rel") == SPLITS - 1
             if last:
-                record = pieces + row * (STATE * SPLITS) + tl.arange(0, SPLITS)
+                others = pieces + row * (STATE * SPLITS) + tl.arange(0, SPLITS)
                 m, s, t, w, c, q, u = merge(
-                    tl.load(record, volatile=True), tl.load(record + SPLITS, volatile=True),
-                    tl.load(record + SPLITS * 2, volatile=True), tl.load(record + SPLITS * 3, volatile=True),
-                    tl.load(record + SPLITS * 4, volatile=True), tl.load(record + SPLITS * 5, volatile=True),
-                    tl.load(record + SPLITS * 6, volatile=True), EXPECTED, WEIGHTED, SUM_SQ, MEAN)  # fmt: skip
+                    tl.load(others, volatile=True), tl.load(others + SPLITS, volatile=True),
+                    tl.load(others + SPLITS * 2, volatile=True), tl.load(others + SPLITS * 3, volatile=True),
+                    tl.load(others + SPLITS * 4, volatile=True), tl.load(others + SPLITS * 5, volatile=True),
+                    tl.load(others + SPLITS * 6, volatile=True), EXPECTED, WEIGHTED, SUM_SQ, MEAN)  # fmt: skip
         if last:
             if index is not None:
-                chosen = tl.load(index + row * K + k, mask=k < K, other=0)
-                inside = (chosen >= 0) & (chosen < V)
-                z = transform(tl.load(logits + start + chosen, mask=inside, other=0.0), inner, outer, SOFTCAP)
+                column = tl.load(index + row * K + k, mask=k < K, other=0)
+                inside = (column >= 0) & (column < V)
+                z = transform(tl.load(logits + start + column, mask=inside, other=0.0), inner, outer, SOFTCAP)
                 relative = z - m
                 # An index outside the vocabulary makes the whole row NaN, here and through it in the gradient.
                 s = tl.where(tl.sum((~inside).to(tl.int32), axis=0) > 0, float("nan"), s)
@@ -149,21 +151,20 @@ def softmax_statistics_kernel(
             log_sum_sq_probs = tl.log(q) - 2.0 * log_normalizer
             mean_logit = u + (s - s)
     if last:
-        stats += row
-        tl.store(stats + SHIFT * rows, shift)
-        tl.store(stats + LOG_NORMALIZER * rows, log_normalizer)
+        packed += row
+        tl.store(packed + SHIFT * rows, shift)
+        tl.store(packed + LOG_NORMALIZER * rows, log_normalizer)
         if EXPECTED:
-            tl.store(stats + EXPECTED_LOGIT * rows, expected_logit)
-            if NORMALIZED:
-                tl.store(stats + ENTROPY * rows, log_normalizer - expected_logit)
+            tl.store(packed + EXPECTED_LOGIT * rows, expected_logit)
+            tl.store(packed + ENTROPY * rows, log_normalizer - expected_logit)
         if WEIGHTED:
-            tl.store(stats + WEIGHTED_LOGIT * rows, weighted_logit)
+            tl.store(packed + WEIGHTED_LOGIT * rows, weighted_logit)
         if SUM_SQ:
-            tl.store(stats + LOG_SUM_SQ_PROBS * rows, log_sum_sq_probs)
+            tl.store(packed + LOG_SUM_SQ_PROBS * rows, log_sum_sq_probs)
         if MEAN:
-            tl.store(stats + MEAN_LOGIT * rows, mean_logit)
+            tl.store(packed + MEAN_LOGIT * rows, mean_logit)
         if index is not None:
-            tl.store(selected + row * K + k, relative - log_normalizer if NORMALIZED else relative, mask=k < K)
+            tl.store(chosen + row * K + k, relative - log_normalizer if LOG_PROBS else relative, mask=k < K)
             if is_top1 is not None:
                 tl.store(is_top1 + row * K + k, top1, mask=k < K)
 
@@ -174,29 +175,29 @@ def softmax_statistics(
     row_mask: torch.Tensor | None,
     class_weights: torch.Tensor | None,
     options: Options,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the forward kernel; the last dimension of ``logits`` is contiguous, everything else as in `eager`."""
-    stats, selected, is_top1 = empty_results(logits, index, options)
-    inner, outer = options.transform()
-    V, rows = logits.shape[-1], stats[0].numel()
+) -> Results:
+    """Launch the forward kernel; tensors are contiguous but for the rows of the logits."""
+    packed, chosen, is_top1 = results = empty_results(logits, index, options)
+    V, rows = logits.shape[-1], logits.shape[:-1].numel()
     K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
     VEC = 16 // logits.element_size()
     LANES = lanes_for(V, VEC)
     for group, inner_rows, (x,), strides in row_groups(logits) if rows else ():
         count = group.stop - group.start
         SPLITS = layout.splits_for(count, V // (LANES * VEC), logits.device)
-        pieces = arrivals = None
-        if SPLITS > 1:
-            pieces = torch.empty(count * STATE.value * SPLITS, dtype=torch.float32, device=logits.device)
-            arrivals = torch.zeros(count, dtype=torch.int32, device=logits.device)
-        softmax_statistics_kernel[(count * SPLITS,)](
-            x, flat_rows(index, group, K), flat_rows(row_mask, group), class_weights,
-            flat_rows(stats, group), flat_rows(selected, group, K),
-            flat_rows(is_top1, group, K) if options.is_top1 else None, pieces, arrivals,
-            rows, V, K, inner_rows, *strides, inner, outer, options.class_weight,
-            SOFTCAP=options.softcap is not None, NORMALIZED=options.normalized, EXPECTED=options.expected,
-            WEIGHTED=options.weighted, SUM_SQ=options.log_sum_sq_probs, MEAN=options.mean_logit,
-            ALIGN=not is_aligned(strides, VEC), VEC=VEC, LANES=LANES, UNROLL=2, SPLITS=SPLITS,
-            BLOCK_K=triton.next_power_of_2(K), num_warps=LANES // 32,
+        # The states of the pieces, and behind them how many pieces of each row have arrived.
+        size = rows * STATE.value * SPLITS + rows
+        pieces = torch.zeros(size, dtype=torch.float32, device=logits.device) if SPLITS > 1 else None
+        launch(
+            softmax_statistics_kernel, count * SPLITS, (x, class_weights),
+            (flat_rows(index, group, K), flat_rows(row_mask, group), flat_rows(packed, group),
+             flat_rows(chosen, group, K), flat_rows(is_top1, group, K), pieces),
+            (rows, V, K, inner_rows, *strides, *options.transform(), options.class_weight),
+            dict(SOFTCAP=options.softcap is not None, LOG_PROBS=options.wants("log_probs"),
+                 EXPECTED=options.wants("expected_logit", "entropy"), WEIGHTED=options.wants("weighted_logit"),
+                 SUM_SQ=options.wants("log_sum_sq_probs"), MEAN=options.wants("mean_logit"),
+                 ALIGN=not is_aligned(strides, VEC), VEC=VEC, LANES=LANES, UNROLL=2, SPLITS=SPLITS,
+                 BLOCK_K=triton.next_power_of_2(K)),
+            num_warps=max(1, LANES // threads_per_warp()),
         )  # fmt: skip
-    return stats, selected, is_top1
+    return results

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from onepass.checks import check_choice, check_class_weights, check_index, check_logits, check_number
 from onepass.options import Options
-from onepass.statistics import statistics
+from onepass.statistics import read
 
 
 def cross_entropy(
@@ -57,24 +57,33 @@ def cross_entropy(
         check_class_weights(weight, logits, "weight")
 
     mask = target != ignore_index
-    smoothed = (weight if weight is not None else 1.0 / logits.shape[-1]) if label_smoothing else None
-    options = Options(logit_scale, softcap, temperature, expected=False, normalized=True)
-    s = statistics(logits, target, mask, smoothed, options, inplace_backward=inplace_backward, index_name="target")
-    # The statistics of ignored rows are 0, and so is their loss.
-    loss = -s.log_probs
+    fields = "log_probs"
+    class_weights = None
+    if label_smoothing:
+        fields += " weighted_logit"
+        class_weights = weight if weight is not None else 1.0 / logits.shape[-1]
+    if label_smoothing or z_loss_weight:
+        fields += " shift log_normalizer"
+    s = read(
+        logits, target, mask, Options(fields, logit_scale, softcap, temperature),
+        class_weights=class_weights, inplace_backward=inplace_backward, index_name="target",
+    )  # fmt: skip
+    # The fields of ignored rows are 0, and so is all that follows. Signs are turned once, at the end.
+    score = s["log_probs"]
     count = mask
     if weight is not None:
-        weight = weight.detach().to(loss.dtype)
+        weight = weight.detach().to(score.dtype)
         count = weight[target.where(mask, 0)] * mask
-        loss = loss * count
-    if s.weighted_logit is not None:
+        score = score * count
+    if label_smoothing:
         total, share = (1.0, 1.0) if weight is None else (weight.sum(), 1.0 / logits.shape[-1])
-        loss = (1 - label_smoothing) * loss + (label_smoothing * share) * (total * s.log_normalizer - s.weighted_logit)
-    z_loss = z_loss_weight * s.logsumexp.square() if z_loss_weight else None
+        smooth = s["weighted_logit"] - total * s["log_normalizer"]  # Σ_j c_j log p_j
+        score = (1 - label_smoothing) * score + label_smoothing * share * smooth
+    z_loss = z_loss_weight * (s["shift"] + s["log_normalizer"]).square() if z_loss_weight else None
     if reduction == "mean":
-        mean = loss.sum() / count.sum()
+        mean = score.sum() / -count.sum(dtype=score.dtype)
         return mean if z_loss is None else mean + z_loss.sum() / mask.sum()
-    loss = loss if z_loss is None else loss + z_loss
+    loss = -score if z_loss is None else z_loss - score
     return loss.sum() if reduction == "sum" else loss
 
 

@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
+from onepass.checks import check_index, check_logits
 from onepass.options import Options
-from onepass.statistics import statistics
+from onepass.statistics import read
 
 
 def selective_log_softmax(
@@ -30,8 +31,10 @@ def selective_log_softmax(
     Raises:
         TypeError, ValueError, IndexError: as `onepass.softmax_statistics`, which also says what -inf and NaN give.
     """
-    options = Options(temperature=temperature, expected=False, normalized=True)
-    return statistics(logits, index, row_mask, None, options, inplace_backward=inplace_backward).log_probs
+    check_logits(logits)
+    check_index(index, logits)
+    options = Options("log_probs", temperature=temperature)
+    return read(logits, index, row_mask, options, inplace_backward=inplace_backward)["log_probs"]
 
 
 def entropy_from_logits(
@@ -42,8 +45,9 @@ def entropy_from_logits(
     Arguments and errors are those of `selective_log_softmax`; the result has the shape of the rows, ``(...)``.
     Classes of probability 0 contribute 0.
     """
-    options = Options(temperature=temperature, normalized=True)
-    return statistics(logits, None, row_mask, None, options, inplace_backward=inplace_backward).entropy
+    check_logits(logits)
+    options = Options("entropy", temperature=temperature)
+    return read(logits, None, row_mask, options, inplace_backward=inplace_backward)["entropy"]
 
 
 def selective_log_softmax_and_entropy(
@@ -59,6 +63,8 @@ def selective_log_softmax_and_entropy(
     Returns:
         ``(log_probs, entropy)``: the shape of ``index``, and the shape of the rows.
     """
-    options = Options(temperature=temperature, normalized=True)
-    s = statistics(logits, index, row_mask, None, options, inplace_backward=inplace_backward)
-    return s.log_probs, s.entropy
+    check_logits(logits)
+    check_index(index, logits)
+    options = Options("log_probs entropy", temperature=temperature)
+    s = read(logits, index, row_mask, options, inplace_backward=inplace_backward)
+    return s["log_probs"], s["entropy"]

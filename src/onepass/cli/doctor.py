@@ -1,0 +1,164 @@
+"""What is here, which path computes what, and whether each operation is right on it."""
+
+import os
+from collections.abc import Callable
+from itertools import product
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import onepass
+from onepass.checks import FLOATS
+from onepass.cli.environment import environment, package_version
+from onepass.statistics import METRICS, _path
+
+PATHS = {"onepass.kernels": "Triton kernels", "onepass.eager": "eager PyTorch"}
+PEERS = ("transformers", "trl", "liger-kernel", "quack-kernels", "axolotl", "tokenizers", "typer", "rich", "matplotlib")
+SWITCHES = ("ONEPASS_DEBUG", "TRITON_INTERPRET")
+SHAPE = (3, 5, 1003)  # a vocabulary that no vector width divides
+DTYPES = (torch.float32, torch.bfloat16)
+TOLERANCE = 1e-5  # of float32 arithmetic
+SMOOTHING, Z_WEIGHT, CAP, TEMPERATURE = 0.1, 1e-3, 5.0, 0.7
+IGNORED = 0  # a class, so that one index serves every operation
+
+Operation = Callable[[Tensor, Tensor, Tensor], tuple[Tensor | None, ...]]  # (logits, index, class weights) -> results
+
+# The definitions: plain torch on float64 logits, independent of onepass.
+
+
+def log_probs(x: Tensor, index: Tensor) -> Tensor:
+    return x.log_softmax(-1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+
+
+def entropy(x: Tensor) -> Tensor:
+    return -(x.softmax(-1) * x.log_softmax(-1)).sum(-1)
+
+
+def cross_entropy(x: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    kept = target != IGNORED
+    z, target = CAP * (x[kept] / CAP).tanh(), target[kept]
+    hard, smooth = -weight[target] * log_probs(z, target), -(weight * z.log_softmax(-1)).mean(-1)
+    mean = ((1 - SMOOTHING) * hard + SMOOTHING * smooth).sum() / weight[target].sum()
+    return mean + Z_WEIGHT * z.logsumexp(-1).square().mean()
+
+
+def statistics(x: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+    shift = x.detach().amax(-1)  # a constant: what is relative to it is differentiated so
+    z = x - shift.unsqueeze(-1)
+    expected, selected = (z.softmax(-1) * z).sum(-1), z.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    log_sum_sq_probs = (2 * x.detach().log_softmax(-1)).logsumexp(-1)
+    return shift, z.logsumexp(-1), expected, selected, selected.detach() == 0, log_sum_sq_probs, x.detach().mean(-1)
+
+
+def onepass_statistics(x: Tensor, index: Tensor) -> tuple[Tensor | None, ...]:
+    s = onepass.softmax_statistics(x, index, metrics=METRICS)
+    return s.shift, s.log_normalizer, s.expected_logit, s.selected, s.is_top1, s.log_sum_sq_probs, s.mean_logit
+
+
+def onepass_cross_entropy(x: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    return onepass.cross_entropy(
+        x, target, weight, IGNORED, label_smoothing=SMOOTHING, z_loss_weight=Z_WEIGHT, softcap=CAP
+    )
+
+
+OPERATIONS: dict[str, tuple[Operation, Operation]] = {
+    "selective_log_softmax": (
+        lambda x, i, c: (onepass.selective_log_softmax(x, i, temperature=TEMPERATURE),),
+        lambda x, i, c: (log_probs(x / TEMPERATURE, i),),
+    ),
+    "entropy_from_logits": (
+        lambda x, i, c: (onepass.entropy_from_logits(x, temperature=TEMPERATURE),),
+        lambda x, i, c: (entropy(x / TEMPERATURE),),
+    ),
+    "selective_log_softmax_and_entropy": (
+        lambda x, i, c: onepass.selective_log_softmax_and_entropy(x, i),
+        lambda x, i, c: (log_probs(x, i), entropy(x)),
+    ),
+    "cross_entropy": (
+        lambda x, i, c: (onepass_cross_entropy(x, i, c),),
+        lambda x, i, c: (cross_entropy(x, i, c),),
+    ),
+    "softmax_statistics": (
+        lambda x, i, c: onepass_statistics(x, i),
+        lambda x, i, c: statistics(x, i),
+    ),
+}
+
+
+def evaluate(operation: Operation, x: Tensor, index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """All results in one vector, and the gradient under upstream gradients of both signs; float64."""
+    x = x.detach().requires_grad_()
+    results = [r for r in operation(x, index, weight.to(x.dtype)) if r is not None]
+    outputs = [r for r in results if r.requires_grad]
+    upstream = [torch.linspace(-1, 1, r.numel(), dtype=r.dtype, device=r.device).view(r.shape) for r in outputs]
+    (gradient,) = torch.autograd.grad(outputs, x, upstream)
+    return torch.cat([r.detach().double().flatten() for r in results]), gradient.double()
+
+
+def compare(value: Tensor, expected: Tensor, bound: Tensor) -> tuple[str, bool]:
+    error = (value - expected).abs()
+    share = (error / bound).max().item()
+    return f"{error.max().item():.1e} ({share:.1g})", share <= 1  # not so for NaN
+
+
+def path(device: str, dtype: torch.dtype) -> str:
+    try:
+        return PATHS[_path(torch.empty(1, dtype=dtype, device=device)).__name__]
+    except ImportError as error:  # of Triton
+        return f"none ({error})"
+
+
+def check(name: str, device: str, dtype: torch.dtype) -> tuple[str, str, bool]:
+    """The largest errors of results and gradient, each with its share of what is allowed, and whether both are."""
+    generator = torch.Generator().manual_seed(0)
+    x = (3 * torch.randn(SHAPE, generator=generator)).to(device, dtype)
+    index = torch.randint(1, SHAPE[-1], SHAPE[:-1], generator=generator).to(device)
+    index[0, 0], index[-1, -1] = x[0, 0].argmax(), IGNORED
+    weight = torch.rand(SHAPE[-1], generator=generator).to(device, dtype)
+    ours, definition = OPERATIONS[name]
+    results, gradient = evaluate(ours, x, index, weight)
+    expected, exact = evaluate(definition, x.double(), index, weight)
+    # A gradient is computed in float32 and rounded once to the dtype of the logits; Triton's interpreter cuts it off.
+    interpreted = device == "cpu" and path(device, dtype) == PATHS["onepass.kernels"]
+    rounding = torch.finfo(dtype).eps * (1 if interpreted else 0.5) + TOLERANCE
+    result_error, first = compare(results, expected, TOLERANCE * expected.abs().clamp(min=1))
+    gradient_error, second = compare(gradient, exact, rounding * exact.abs() + 0.1 * TOLERANCE * exact.abs().max())
+    return result_error, gradient_error, first and second
+
+
+def doctor() -> None:
+    """Show versions and paths, and check every operation against its definition on each of them."""
+    console = Console()
+    facts = Table.grid(padding=(0, 2))
+    found = environment() | {name: package_version(name) for name in PEERS}
+    found |= {name: os.environ[name] for name in SWITCHES if name in os.environ}
+    for key, value in found.items():
+        facts.add_row(key, "-" if value is None else str(value))
+    console.print(facts)
+
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    table = Table("device", *(str(dtype).removeprefix("torch.") for dtype in FLOATS), title="paths")
+    for device in devices:
+        table.add_row(device, *(path(device, dtype) for dtype in FLOATS))
+    console.print(table)
+    if len(devices) == 1:
+        console.print("no GPU that torch can use; on one, Triton kernels compute all but float64")
+
+    checks = failures = 0
+    for device, dtype in product(devices, DTYPES):
+        title = f"{device}, {dtype}: {path(device, dtype)}; largest error (as a share of its bound)"
+        table = Table("operation", "results", "gradient", "", title=title)
+        for name in OPERATIONS:
+            try:
+                *errors, passed = check(name, device, dtype)
+            except Exception as error:  # whatever it is, the other checks go on
+                errors, passed = [type(error).__name__, str(error).partition("\n")[0]], False
+            table.add_row(name, *errors, "PASS" if passed else "FAIL")
+            checks, failures = checks + 1, failures + (not passed)
+        console.print(table)
+    console.print(f"{checks - failures} of {checks} checks passed")
+    if failures:
+        raise typer.Exit(1)

@@ -1,0 +1,195 @@
+"""Every kernel, compiled for every target ahead of time: it takes no GPU to see that none spills a register.
+
+The launchers themselves run, on tensors without memory, so what is compiled is what they would launch. That happens
+in processes of their own (this file is also their script), because the other tests may have switched Triton to its
+interpreter.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import onepass
+from onepass.options import Options
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+kernels = import_module("onepass.kernels")
+
+TARGETS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+KERNELS = sorted(
+    {
+        name
+        for module in iter_modules(kernels.__path__, "onepass.kernels.")
+        for name in vars(import_module(module.name))
+        if name.endswith("_kernel")
+    }
+)
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+class Case(NamedTuple):
+    rows: int
+    vocab: int
+    options: Options
+    padding: int = 0  # elements between rows
+    row_mask: bool = False
+    K: int = 1
+
+
+EVERYTHING = "selected log_normalizer expected_logit weighted_logit is_top1 log_sum_sq_probs mean_logit"
+CASES = {
+    # Over 2 GB, which AMD's buffer instructions do not reach.
+    "log_probs_and_entropy": Case(16384, 128256, Options("log_probs entropy")),
+    "unaligned_rows": Case(4096, 50257, Options("log_probs entropy")),
+    # Cross-entropy with label smoothing; one warp.
+    "short_rows": Case(4096, 256, Options("log_probs log_normalizer weighted_logit", class_weight=0.1), row_mask=True),
+    # Too few rows for the card, so that they are split; the gradient's rows lie otherwise than the logits'.
+    "everything": Case(4, 128256, Options(EVERYTHING, softcap=30.0), padding=1, row_mask=True, K=64),
+}
+# Constants that a launcher passes but does not choose by its arguments.
+FIXED = {"TILES", "UNROLL"}
+
+
+@triton.jit
+def spilling_kernel(x, N: tl.constexpr):
+    """Holds ``N`` numbers in registers until their sum is known."""
+    values = tl.load(x + tl.arange(0, N))
+    tl.store(x + tl.arange(0, N), values / tl.sum(values))
+
+
+def launch(case: Case, dtype: torch.dtype) -> None:
+    """Both passes of a case."""
+    options = case.options
+    empty = partial(torch.empty, device="meta")
+    logits = empty(case.rows, case.vocab + case.padding, dtype=dtype)[:, : case.vocab]
+    index = empty((case.rows, case.K) if case.K > 1 else case.rows, dtype=torch.int64)
+    row_mask = empty(case.rows, dtype=torch.bool) if case.row_mask else None
+    weighted = options.wants("weighted_logit")
+    class_weights = empty(case.vocab) if weighted and not options.class_weight else None
+    arguments = logits, index, row_mask, class_weights
+    packed, chosen, _ = kernels.softmax_statistics(*arguments, options)
+    grad = empty(case.rows)
+    upstream = grad, grad if options.wants("expected_logit", "entropy") else None, grad if weighted else None, chosen
+    kernels.softmax_gradient(*arguments, packed, *upstream, options, empty(case.rows, case.vocab, dtype=dtype))
+
+
+def resources(kernel: Any) -> dict[str, Any]:
+    """What the binary says of itself: its registers, and what it keeps in memory for want of more."""
+    if "cubin" in kernel.asm:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+            text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        names = "REG", "STACK", "LOCAL"
+    else:
+        text = kernel.asm["amdgcn"]
+        names = ".vgpr_count", ".vgpr_spill_count", ".sgpr_spill_count", ".private_segment_fixed_size"
+    found = [re.findall(rf"(?<![\w.]){re.escape(name)}:\s*(\d+)", text) for name in names]
+    assert all(len(values) == 1 for values in found), f"expected each of {names} once in:\n{text}"
+    registers, *spills = (int(values[0]) for values in found)
+    return {"registers": registers, "spills": dict(zip(names[1:], spills))}
+
+
+class Driver:
+    """As much of a Triton driver as it takes to compile."""
+
+    def __init__(self, target: Any) -> None:
+        self.get_current_target = lambda: target
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 0
+
+
+def compile_all(target: str) -> dict[str, dict[str, Any]]:
+    """`resources` (or the error) and launch constants of every kernel in every variant, for one target."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    reports = {}
+    launch_or_warm_up = JITFunction.run
+
+    def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
+        # Triton's own: specialises and compiles for the active driver's target as a launch does, and stops there.
+        # Nothing is returned, so that nothing is kept to be launched.
+        try:
+            report = resources(launch_or_warm_up(self, *args, grid=grid, warmup=True, **constants))
+        except Exception as error:  # is this variant's; the others are still worth knowing
+            report = {"error": f"{type(error).__name__}: {error}"}
+        reports["-".join((self.fn.__name__, *variant))] = report | {"constants": constants}
+
+    JITFunction.run = warm_up
+    triton.runtime.driver.set_active(Driver(GPUTarget(*TARGETS[target])))
+    variant = ()
+    # The most threads a program may have, so that each gets few registers.
+    spilling_kernel[(1,)](torch.empty(1, device="meta"), N=1 << 17, num_warps=1024 // TARGETS[target][2])
+    for variant in product(DTYPES, CASES):
+        dtype, case = variant
+        launch(CASES[case], getattr(torch, dtype))
+    return reports
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
+    """`compile_all` of every target."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    environment["PYTHONPATH"] = str(Path(onepass.__file__).parents[1])
+
+    def compiled(target: str) -> dict[str, dict[str, Any]]:
+        script = subprocess.run([sys.executable, __file__, target], env=environment, capture_output=True, text=True)
+        assert script.returncode == 0, script.stderr
+        return json.loads(script.stdout)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {target: pool.submit(compiled, target) for target in TARGETS}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiles_without_spills(reports: dict[str, Future], target: str, kernel: str, dtype: str, case: str) -> None:
+    report = reports[target].result()[f"{kernel}-{dtype}-{case}"]
+    assert "error" not in report, report["error"]
+    assert not any(report["spills"].values()), report
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_spills_are_seen(reports: dict[str, Future], target: str) -> None:
+    assert any(reports[target].result()["spilling_kernel"]["spills"].values())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_cases_cover_the_launcher(reports: dict[str, Future], kernel: str) -> None:
+    variants = [
+        report["constants"]
+        for target in TARGETS
+        for name, report in reports[target].result().items()
+        if name.startswith(kernel)
+    ]
+    never_varied = {name for name in variants[0] if len({constants[name] for constants in variants}) == 1}
+    assert never_varied <= FIXED
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_all(sys.argv[1])))
