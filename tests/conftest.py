@@ -1,13 +1,15 @@
 """Every test of an operation runs on each path: eager on the CPU, the kernels in Triton's interpreter, the GPU."""
 
+import importlib
 import os
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # Before the kernels are imported: Triton decides at decoration.
+    # Triton decides at decoration whether a kernel is interpreted.
     os.environ["TRITON_INTERPRET"] = "1"
+importlib.import_module("onepass.kernels")
 
 PATHS = [
     pytest.param("eager", id="eager"),

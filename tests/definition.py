@@ -45,7 +45,7 @@ def statistics(x, index=None, *, row_mask=None, class_weights=None, **transforms
 
 
 def assert_close(got, expected, *, scale=None, name="result"):
-    """Float32 results: within a few roundings of their own size, or of ``scale`` where terms of that size were added."""
+    """Within a few roundings of the results' own size, or of ``scale`` where terms of that size were added."""
     expected = expected.to(got.device)
     if got.dtype == torch.bool:
         assert torch.equal(got, expected), name

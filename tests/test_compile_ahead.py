@@ -89,7 +89,12 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     arguments = logits, index, row_mask, class_weights
     packed, chosen, _ = kernels.softmax_statistics(*arguments, options)
     grad = empty(case.rows)
-    upstream = grad, grad if options.wants("expected_logit", "entropy") else None, grad if weighted else None, chosen
+    upstream = (
+        grad,
+        grad if (options.wants("expected_logit") or options.wants("entropy")) else None,
+        grad if weighted else None,
+        chosen,
+    )
     kernels.softmax_gradient(*arguments, packed, *upstream, options, empty(case.rows, case.vocab, dtype=dtype))
 
 

@@ -10,6 +10,7 @@ import torch
 from onepass.options import PACKED, Options, Results, empty_results
 
 BLOCK_ELEMENTS = 1 << 20
+FLOOR = -1e30  # of differences that are multiplied by their exp(), which is 0: 0·(-inf) would be NaN
 
 
 def row_blocks(*tensors: torch.Tensor) -> Iterator[tuple[slice, list[torch.Tensor]]]:
@@ -79,9 +80,8 @@ def softmax_statistics(
         void = 0 * total  # NaN where the row has no distribution: it holds NaN or +inf, or -inf alone
         out["shift"][group] = shift[:, 0] + void
         out["log_normalizer"][group] = total.log()
-        if options.wants("expected_logit", "entropy"):
-            # exp(-inf)·(-inf) is 0 here.
-            expected = (e * z.clamp(min=torch.finfo(z.dtype).min)).sum(-1) / total
+        if options.wants("expected_logit") or options.wants("entropy"):
+            expected = (e * z.clamp(min=FLOOR)).sum(-1) / total
             out["expected_logit"][group] = expected
             out["entropy"][group] = total.log() - expected
         if options.wants("weighted_logit"):
@@ -147,7 +147,7 @@ def softmax_gradient(
         z = z - field["shift"][group]
         p = (z - field["log_normalizer"][group]).exp_()
         if grad_expected_logit is not None:
-            g = p * (a[group] + b[group] * z.clamp_(min=torch.finfo(z.dtype).min))
+            g = p * (a[group] + b[group] * z.clamp_(min=FLOOR))
         else:
             g = p.mul_(a[group])
         if grad_weighted_logit is not None:

@@ -1,5 +1,6 @@
 """What both paths and the registered operations share: the fields a row can leave behind, and how it is read."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,11 @@ CHOSEN = ("selected", "log_probs")
 NOT_DIFFERENTIABLE = ("shift", "log_sum_sq_probs", "mean_logit", "is_top1")
 
 
+@lru_cache
+def names(fields: str) -> tuple[str, ...]:
+    return tuple(fields.split())
+
+
 class Options(NamedTuple):
     """What is wanted of a row and how it is read; as flat arguments, those of the registered operations."""
 
@@ -30,8 +36,8 @@ class Options(NamedTuple):
     temperature: float = 1.0
     class_weight: float = 0.0  # of every class, where there is no tensor of class weights
 
-    def wants(self, *names: str) -> bool:
-        return any(name in self.fields for name in names)
+    def wants(self, name: str) -> bool:
+        return name in names(self.fields)
 
     def transform(self) -> tuple[float, float]:
         """``(inner, outer)`` of ``z = outer·tanh(inner·x)``, or of ``z = inner·x`` without a soft-cap."""
@@ -58,4 +64,4 @@ def pick(results: Results, options: Options) -> tuple[torch.Tensor, ...]:
     """The fields that were asked for, in that order."""
     packed, chosen, is_top1 = results
     places = {"selected": chosen, "log_probs": chosen, "is_top1": is_top1}
-    return tuple(packed[PACKED.index(f)] if f in PACKED else places[f] for f in options.fields.split())  # type: ignore[misc]
+    return tuple(packed[PACKED.index(f)] if f in PACKED else places[f] for f in names(options.fields))  # type: ignore[misc]

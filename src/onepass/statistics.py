@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from onepass import eager
 from onepass.checks import check_choice, check_class_weights, check_index, check_logits, check_number, check_row_mask
 from onepass.inplace import mark_overwritten
-from onepass.options import NOT_DIFFERENTIABLE, Options, Results, empty_results, pick
+from onepass.options import NOT_DIFFERENTIABLE, Options, Results, empty_results, names, pick
 
 METRICS = ("is_top1", "log_sum_sq_probs", "mean_logit")
 DEBUG = os.environ.get("ONEPASS_DEBUG") == "1"
@@ -171,7 +170,7 @@ def read(
         results = _Statistics.apply(logits, index, row_mask, weights, options, inplace_backward)
     else:
         results = pick(_forward(logits, index, row_mask, weights, options), options)
-    return dict(zip(options.fields.split(), results))
+    return dict(zip(names(options.fields), results))
 
 
 def check_inplace(logits: Tensor) -> None:
@@ -207,23 +206,24 @@ class _Statistics(torch.autograd.Function):
         ctx.save_for_backward(logits, index, row_mask, class_weights, results[0])
         ctx.options, ctx.inplace = options, inplace
         fields = pick(results, options)
-        if options.wants(*NOT_DIFFERENTIABLE):
-            ctx.mark_non_differentiable(*(f for f, n in zip(fields, options.fields.split()) if n in NOT_DIFFERENTIABLE))
+        ctx.mark_non_differentiable(*[f for f, n in zip(fields, names(options.fields)) if n in NOT_DIFFERENTIABLE])
         ctx.set_materialize_grads(False)
         return fields
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        compiling = torch.compiler.is_compiling()
+        if torch.is_grad_enabled() and not compiling:
+            raise RuntimeError("onepass: second derivatives are not implemented, got create_graph=True")
         logits, *saved = ctx.saved_tensors
-        g = dict(zip(ctx.options.fields.split(), grads))
+        g = dict(zip(names(ctx.options.fields), grads))
         upstream = (
             g.get("log_normalizer"),
-            g.get("entropy" if ctx.options.wants("entropy") else "expected_logit"),
+            g.get("entropy" if "entropy" in g else "expected_logit"),
             g.get("weighted_logit"),
-            g.get("log_probs" if ctx.options.wants("log_probs") else "selected"),
+            g.get("log_probs" if "log_probs" in g else "selected"),
         )
-        if ctx.inplace and not torch.compiler.is_compiling():
+        if ctx.inplace and not compiling:
             grad = logits.detach()
             _path(logits).softmax_gradient(logits, *saved, *upstream, ctx.options, grad)
             mark_overwritten(logits)

@@ -188,6 +188,8 @@ def plot(reference: Curve, curve: Curve, path: Path) -> None:
     top.legend()
     difference = (curve.losses - reference.losses).abs()
     bottom.semilogy(steps, difference.where(difference > 0, math.nan), ".", color="black")
+    bottom.axhline(BOUND, color="tab:red", linewidth=1, label="bound in float32")
+    bottom.legend()
     bottom.set(xlabel="step", ylabel="|difference| (0 is not drawn)")
     for axes in (top, bottom):
         axes.grid(alpha=0.3)

@@ -1,51 +1,57 @@
 """Launching a kernel for less than a small kernel costs.
 
 `kernel[grid](...)` binds, specialises and hashes every argument: 50 µs on a slow host, three times what the launch
-itself takes. Here a variant of a kernel is named by its constexprs, the dtypes of its tensors and the alignment of
-those that are read in vectors; no other argument is specialised (so that no batch size compiles anew), and a variant
-that was compiled is launched as it is.
+itself takes. Here everything that follows from shapes and options is computed once, in a `Plan`; a variant of a
+kernel is named by its constexprs, the dtypes of its tensors and the alignment of those that are read in vectors. No
+other argument is specialised (so that no batch size compiles anew), and a compiled variant is launched as it is.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton.runtime.jit import JITFunction
 
 HIP = torch.version.hip is not None
 
-_compiled: dict[tuple[Any, ...], Any] = {}
+
+class Plan(NamedTuple):
+    """What a launch takes besides its tensors."""
+
+    programs: int
+    numbers: tuple[float, ...]
+    constexprs: dict[str, Any]
+    num_warps: int
+    compiled: dict[Any, Any]  # by device, dtypes and alignment; shared by plans of the same constexprs
+
+
+_variants: dict[tuple[Any, ...], dict[Any, Any]] = {}
+
+
+def plan(kernel: Any, programs: int, numbers: tuple[float, ...], num_warps: int, **constexprs: Any) -> Plan:
+    variant = _variants.setdefault((kernel, num_warps, *constexprs.values()), {})
+    return Plan(programs, numbers, constexprs, num_warps, variant)
 
 
 def launch(
-    kernel: Any,
-    programs: int,
-    vectors: Sequence[torch.Tensor | None],
-    tensors: Sequence[torch.Tensor | None],
-    numbers: Sequence[float],
-    constexprs: dict[str, Any],
-    num_warps: int,
+    kernel: Any, plan: Plan, vectors: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor | None]
 ) -> None:
-    """Launch ``kernel(*vectors, *tensors, *numbers, **constexprs)`` on the device of the first tensor."""
+    """Launch ``kernel(*vectors, *tensors, *numbers, **constexprs)`` on the device of the first of the vectors."""
     device = vectors[0].device  # type: ignore[union-attr]
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return launch(kernel, programs, vectors, tensors, numbers, constexprs, num_warps)
-    arguments = (*vectors, *tensors, *numbers)
-    key = (
-        kernel,
+            return launch(kernel, plan, vectors, tensors)
+    key: tuple[Any, ...] = (
         device.index,
-        num_warps,
-        *constexprs.values(),
         *[t is not None and (t.dtype, t.data_ptr() % 16) for t in vectors],
         *[t is not None and t.dtype for t in tensors],
-        # Triton's ROCm backend compiles tensors below 2 GiB differently.
-        HIP and tuple(t is not None and t.untyped_storage().nbytes() < 2**31 for t in (*vectors, *tensors)),
     )
-    compiled = _compiled.get(key)
+    if HIP:  # Triton compiles tensors below 2 GiB differently
+        key += tuple(t is not None and t.untyped_storage().nbytes() < 2**31 for t in (*vectors, *tensors))
+    compiled = plan.compiled.get(key)
     if compiled is not None:
-        compiled[(programs, 1, 1)](*arguments, *constexprs.values())
+        compiled[(plan.programs, 1, 1)](*vectors, *tensors, *plan.numbers, *plan.constexprs.values())
         return
-    compiled = kernel[(programs,)](*arguments, **constexprs, num_warps=num_warps)
+    compiled = kernel[(plan.programs,)](*vectors, *tensors, *plan.numbers, **plan.constexprs, num_warps=plan.num_warps)
     if isinstance(kernel, JITFunction):  # and not the interpreter
-        _compiled[key] = compiled
+        plan.compiled[key] = compiled

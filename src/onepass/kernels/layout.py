@@ -1,6 +1,6 @@
 """How rows lie in memory, and how many programs and threads walk one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -12,35 +12,30 @@ MAX_SPLITS = 64
 MAX_LANES = 256
 
 
-def row_groups(*tensors: torch.Tensor) -> Iterator[tuple[slice, int, list[torch.Tensor], list[int]]]:
+def row_groups(*tensors: torch.Tensor) -> Iterator[tuple[slice, Sequence[torch.Tensor]]]:
     """Cut tensors of one shape ``(..., V)`` into groups of rows that two strides a tensor describe; nothing is copied.
 
-    Yields ``(rows, inner_rows, views, strides)``: the group's rows, the number of rows along the inner stride, the
-    tensors' parts and their ``outer, inner`` strides in turn. Nearly every tensor is one group.
+    Nearly every tensor is one group: at most two row dimensions, or more that merge.
     """
-    sizes: list[int] = []
-    strides: list[tuple[int, ...]] = []
-    for dim, size in enumerate(tensors[0].shape[:-1]):
-        stride = tuple(t.stride(dim) for t in tensors)
-        if size == 1:
-            continue
-        if sizes and strides[-1] == tuple(size * s for s in stride):
-            sizes[-1] *= size
-            strides[-1] = stride
-        else:
-            sizes.append(size)
-            strides.append(stride)
-    if len(sizes) <= 2:
-        zero = (0,) * len(tensors)
-        outer, inner = ([zero, zero] + strides)[-2:]
-        rows = sizes[0] * sizes[-1] if len(sizes) == 2 else sum(sizes) or 1
-        yield slice(0, rows), sizes[-1] if sizes else 1, list(tensors), [s for pair in zip(outer, inner) for s in pair]
-        return
-    first = 0
-    for parts in zip(*tensors):
-        for group, inner_rows, views, flat in row_groups(*parts):
-            yield slice(first + group.start, first + group.stop), inner_rows, views, flat
-        first += parts[0][..., 0].numel()
+    shape = tensors[0].shape
+    if len(shape) > 3:
+        try:
+            tensors = tuple(t.view(-1, shape[-1]) for t in tensors)
+        except RuntimeError:  # the rows of some tensor are not evenly spaced
+            first = 0
+            for parts in zip(*tensors):
+                for rows, group in row_groups(*parts):
+                    yield slice(first + rows.start, first + rows.stop), group
+                first += parts[0][..., 0].numel()
+            return
+    yield slice(0, shape[:-1].numel()), tensors
+
+
+def row_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int]:
+    """``(inner_rows, outer_stride, inner_stride)`` of a tensor with at most two row dimensions."""
+    if len(shape) == 3:
+        return shape[1], strides[0], strides[1]
+    return (shape[0], 0, strides[0]) if len(shape) == 2 else (1, 0, 0)
 
 
 def flat_rows(tensor: torch.Tensor | None, rows: slice, per_row: int = 1) -> torch.Tensor | None:
@@ -50,14 +45,14 @@ def flat_rows(tensor: torch.Tensor | None, rows: slice, per_row: int = 1) -> tor
     return tensor.view(-1)[rows.start * per_row :]
 
 
-def is_aligned(strides: list[int], vec: int) -> bool:
-    """Whether every row starts a whole number of vectors after the first."""
-    return all(s % vec == 0 for s in strides)
-
-
 def lanes_for(vocab: int, vec: int) -> int:
     """States a program keeps, one a thread: four tiles or more a row where the row is long enough."""
-    return max(32, min(MAX_LANES, triton.next_power_of_2(vocab // (4 * vec) + 1)))
+    return max(32, min(MAX_LANES, power_of_two(vocab // (4 * vec) + 1)))
+
+
+def power_of_two(n: int) -> int:
+    """The smallest that is not below ``n``."""
+    return 1 << (n - 1).bit_length()
 
 
 @lru_cache

@@ -12,12 +12,15 @@ and ``dL/dx_j = dL/dz_j·dz_j/dx_j`` for the transform ``z(x)``. Bytes moved: th
 may be the logits themselves. Rows that are masked, or whose upstream gradients are all 0, are written but not read.
 """
 
+import math
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
-from onepass.kernels.launch import launch
-from onepass.kernels.layout import flat_rows, is_aligned, lanes_for, row_groups, threads_per_warp
+from onepass.kernels.launch import Plan, launch, plan
+from onepass.kernels.layout import flat_rows, lanes_for, power_of_two, row_groups, row_strides, threads_per_warp
 from onepass.kernels.online_softmax import FLOOR, LOG2E, transform_and_slope
 from onepass.kernels.softmax_statistics import EXPECTED_LOGIT, LOG_NORMALIZER, SHIFT, row_start
 from onepass.options import Options
@@ -48,7 +51,7 @@ def write_tile(logits, out, class_weights, col0, low, high, shift, log_normalize
     valid = (col >= low) & (col < high) if MASKED else None
     weight = class_weight
     if class_weights is not None:
-        weight = tl.load(class_weights + col - low, mask=valid)
+        weight = tl.load(class_weights + col - low, mask=valid).to(tl.float32)
     g, slope = gradient(tl.load(logits + col, mask=valid), weight, shift, log_normalizer, a, b, d, inner, outer,
                         SOFTCAP, EXPECTED, WEIGHTED)  # fmt: skip
     tl.store(out + col, (g * slope).to(out.dtype.element_ty), mask=valid)
@@ -120,7 +123,7 @@ def softmax_gradient_kernel(
             mine = (chosen >= 0) & (chosen < V) & (chosen + head >= low) & (chosen + head < high)
             weight = class_weight
             if class_weights is not None:
-                weight = tl.load(class_weights + chosen, mask=mine)
+                weight = tl.load(class_weights + chosen, mask=mine).to(tl.float32)
             g, slope = gradient(tl.load(logits + start + chosen, mask=mine), weight, shift, log_normalizer, a, b, d,
                                 inner, outer, SOFTCAP, EXPECTED, WEIGHTED)  # fmt: skip
             # An index may stand in a row more than once.
@@ -150,6 +153,34 @@ def softmax_gradient_kernel(
             tl.store(g_base + col, tl.zeros([LANES, VEC], out.dtype.element_ty), mask=(col >= head) & (col < high))
 
 
+@lru_cache(maxsize=1024)
+def plan_for(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    out_strides: tuple[int, ...],
+    gradient_strides: tuple[int, ...],
+    itemsize: int,
+    rows: int,
+    K: int,
+    options: Options,
+) -> Plan:
+    """The launch for one group of the ``rows``."""
+    V, here = shape[-1], math.prod(shape[:-1])
+    VEC = 16 // itemsize
+    LANES = lanes_for(V, VEC)
+    where, out_where = row_strides(shape, strides), row_strides(shape, out_strides)
+    ALIGN = any(s % VEC for s in where[1:])
+    pieces = -(-(V + VEC - 1 if ALIGN else V) // (LANES * VEC * TILES))
+    return plan(
+        softmax_gradient_kernel, here * pieces,
+        (rows, V, K, *where, *out_where[1:], *gradient_strides, *options.transform(), options.class_weight),
+        num_warps=max(1, LANES // threads_per_warp()),
+        SOFTCAP=options.softcap is not None, LOG_PROBS=options.wants("log_probs"), ENTROPY=options.wants("entropy"),
+        ALIGN=ALIGN, SAME_PHASE=not any((a - b) % VEC for a, b in zip(where[1:], out_where[1:])),
+        VEC=VEC, LANES=LANES, TILES=TILES, BLOCK_K=power_of_two(K),
+    )  # fmt: skip
+
+
 def softmax_gradient(
     logits: torch.Tensor,
     index: torch.Tensor | None,
@@ -164,28 +195,19 @@ def softmax_gradient(
     out: torch.Tensor,
 ) -> None:
     """Launch the backward kernel; ``out`` has the shape and dtype of ``logits`` and may be the same tensor."""
-    V, rows = logits.shape[-1], logits.shape[:-1].numel()
+    rows = logits.shape[:-1].numel()
     K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
-    VEC = 16 // logits.element_size()
-    LANES = lanes_for(V, VEC)
     n, e, w, s = (
         None if g is None else g if g.dim() == 1 else g.reshape(-1)
         for g in (grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_selected)
     )
     s = s if s is None or K == 1 else s.contiguous()
-    s_stride = 0 if s is None else s.stride(0) * K
-    for group, inner_rows, (x, g), strides in row_groups(logits, out) if rows else ():
-        ALIGN = not is_aligned(strides[:2], VEC)
-        pieces = triton.cdiv(V + VEC - 1 if ALIGN else V, LANES * VEC * TILES)
+    gradient_strides = tuple(0 if g is None else g.stride(0) for g in (n, e, w, s))
+    gradient_strides = (*gradient_strides[:3], gradient_strides[3] * K)
+    for group, (x, g) in row_groups(logits, out) if rows and K else ():
+        p = plan_for(x.shape, x.stride(), g.stride(), gradient_strides, x.element_size(), rows, K, options)
         launch(
-            softmax_gradient_kernel, (group.stop - group.start) * pieces, (x, class_weights, g),
+            softmax_gradient_kernel, p, (x, class_weights, g),
             (flat_rows(index, group, K), flat_rows(row_mask, group), flat_rows(packed, group),
              flat_rows(n, group), flat_rows(e, group), flat_rows(w, group), flat_rows(s, group, K)),
-            (rows, V, K, inner_rows, *strides, *(0 if v is None else v.stride(0) for v in (n, e, w)), s_stride,
-             *options.transform(), options.class_weight),
-            dict(SOFTCAP=options.softcap is not None, LOG_PROBS=options.wants("log_probs"),
-                 ENTROPY=options.wants("entropy"), ALIGN=ALIGN,
-                 SAME_PHASE=is_aligned([a - b for a, b in zip(strides[:2], strides[2:])], VEC), VEC=VEC, LANES=LANES,
-                 TILES=TILES, BLOCK_K=triton.next_power_of_2(K)),
-            num_warps=max(1, LANES // threads_per_warp()),
         )  # fmt: skip

@@ -5,13 +5,16 @@ keeps a state per lane, so that the loop has no traffic between threads; lanes a
 row is split, the program that arrives last merges the pieces, always in the same order.
 """
 
+import math
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
 from onepass.kernels import layout
-from onepass.kernels.launch import launch
-from onepass.kernels.layout import flat_rows, is_aligned, lanes_for, row_groups, threads_per_warp
+from onepass.kernels.launch import Plan, launch, plan
+from onepass.kernels.layout import flat_rows, lanes_for, power_of_two, row_groups, row_strides, threads_per_warp
 from onepass.kernels.online_softmax import LOWEST, merge, transform, update
 from onepass.options import PACKED, Options, Results, empty_results
 
@@ -45,7 +48,7 @@ def read_tile(m, s, t, w, c, q, u, logits, class_weights, col0, low, high, inner
         u = u + tl.sum((tl.where(valid, z, 0.0) if MASKED else z) * inverse_vocab, axis=1)
     weight = class_weight
     if class_weights is not None:
-        weight = tl.load(class_weights + col - low, mask=valid)
+        weight = tl.load(class_weights + col - low, mask=valid).to(tl.float32)
     elif WEIGHTED:
         weight = tl.full([LANES, VEC], 1.0, tl.float32) * class_weight
     if MASKED:
@@ -169,6 +172,32 @@ def softmax_statistics_kernel(
                 tl.store(is_top1 + row * K + k, top1, mask=k < K)
 
 
+@lru_cache(maxsize=1024)
+def plan_for(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    itemsize: int,
+    device: torch.device,
+    rows: int,
+    K: int,
+    options: Options,
+) -> Plan:
+    """The launch for one group of the ``rows``."""
+    V, here = shape[-1], math.prod(shape[:-1])
+    VEC = 16 // itemsize
+    LANES = lanes_for(V, VEC)
+    SPLITS = layout.splits_for(here, V // (LANES * VEC), device)
+    where = row_strides(shape, strides)
+    return plan(
+        softmax_statistics_kernel, here * SPLITS, (rows, V, K, *where, *options.transform(), options.class_weight),
+        num_warps=max(1, LANES // threads_per_warp()),
+        SOFTCAP=options.softcap is not None, LOG_PROBS=options.wants("log_probs"),
+        EXPECTED=options.wants("expected_logit") or options.wants("entropy"), WEIGHTED=options.wants("weighted_logit"),
+        SUM_SQ=options.wants("log_sum_sq_probs"), MEAN=options.wants("mean_logit"),
+        ALIGN=any(s % VEC for s in where[1:]), VEC=VEC, LANES=LANES, UNROLL=2, SPLITS=SPLITS, BLOCK_K=power_of_two(K),
+    )  # fmt: skip
+
+
 def softmax_statistics(
     logits: torch.Tensor,
     index: torch.Tensor | None,
@@ -178,26 +207,17 @@ def softmax_statistics(
 ) -> Results:
     """Launch the forward kernel; tensors are contiguous but for the rows of the logits."""
     packed, chosen, is_top1 = results = empty_results(logits, index, options)
-    V, rows = logits.shape[-1], logits.shape[:-1].numel()
+    rows = logits.shape[:-1].numel()
     K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
-    VEC = 16 // logits.element_size()
-    LANES = lanes_for(V, VEC)
-    for group, inner_rows, (x,), strides in row_groups(logits) if rows else ():
-        count = group.stop - group.start
-        SPLITS = layout.splits_for(count, V // (LANES * VEC), logits.device)
+    for group, (x,) in row_groups(logits) if rows and K else ():
+        p = plan_for(x.shape, x.stride(), x.element_size(), x.device, rows, K, options)
+        SPLITS = p.constexprs["SPLITS"]
         # The states of the pieces, and behind them how many pieces of each row have arrived.
-        size = rows * STATE.value * SPLITS + rows
-        pieces = torch.zeros(size, dtype=torch.float32, device=logits.device) if SPLITS > 1 else None
+        size = rows * (STATE.value * SPLITS + 1)
+        pieces = torch.zeros(size, dtype=torch.float32, device=x.device) if SPLITS > 1 else None
         launch(
-            softmax_statistics_kernel, count * SPLITS, (x, class_weights),
+            softmax_statistics_kernel, p, (x, class_weights),
             (flat_rows(index, group, K), flat_rows(row_mask, group), flat_rows(packed, group),
              flat_rows(chosen, group, K), flat_rows(is_top1, group, K), pieces),
-            (rows, V, K, inner_rows, *strides, *options.transform(), options.class_weight),
-            dict(SOFTCAP=options.softcap is not None, LOG_PROBS=options.wants("log_probs"),
-                 EXPECTED=options.wants("expected_logit", "entropy"), WEIGHTED=options.wants("weighted_logit"),
-                 SUM_SQ=options.wants("log_sum_sq_probs"), MEAN=options.wants("mean_logit"),
-                 ALIGN=not is_aligned(strides, VEC), VEC=VEC, LANES=LANES, UNROLL=2, SPLITS=SPLITS,
-                 BLOCK_K=triton.next_power_of_2(K)),
-            num_warps=max(1, LANES // threads_per_warp()),
         )  # fmt: skip
     return results

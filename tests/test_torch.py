@@ -1,0 +1,236 @@
+"""What torch builds on: torch.compile, fake tensors, export, autocast, inference mode, checkpointing, CUDA graphs;
+memory and synchronisation."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+from definition import assert_close, assert_gradient_close
+from onepass.options import Options, empty_results
+
+ALL = {
+    "cross_entropy": lambda x, t: onepass.cross_entropy(x, t),
+    "cross_entropy, every option": lambda x, t: onepass.cross_entropy(
+        x, t, torch.linspace(0, 1, x.shape[-1], device=x.device), label_smoothing=0.1, z_loss_weight=0.1, softcap=9.0
+    ),
+    "log_probs": lambda x, t: onepass.selective_log_softmax(x, t, temperature=0.7, row_mask=t != 3).sum(),
+    "entropy": lambda x, t: onepass.entropy_from_logits(x).sum(),
+    "pair": lambda x, t: sum(o.sum() for o in onepass.selective_log_softmax_and_entropy(x, t)),
+    "statistics": lambda x, t: own_loss(x, t),
+}
+
+
+def own_loss(x, t):
+    s = onepass.softmax_statistics(x, t, class_weights=0.5, metrics=("is_top1", "log_sum_sq_probs", "mean_logit"))
+    weight = s.is_top1 + s.log_sum_sq_probs.exp() + s.mean_logit
+    return (weight * s.log_probs + s.entropy + s.weighted_logit + s.logsumexp**2).sum()
+
+
+def example(device, dtype=torch.float32, rows=8, vocab=515):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, vocab, generator=generator).to(dtype).to(device)
+    return logits.requires_grad_(), torch.randint(vocab, (rows,), generator=generator).to(device)
+
+
+@pytest.mark.parametrize("loss", ALL)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compile_without_graph_breaks(device, loss, dynamic):
+    torch._dynamo.reset()
+    x, t = example(device)
+    backend = "inductor" if device.type == "cuda" else "aot_eager"  # inductor wants a C++ compiler on a CPU
+    compiled = torch.compile(ALL[loss], fullgraph=True, backend=backend, dynamic=dynamic)
+    for rows in (8, 5):
+        expected, got = ALL[loss](x[:rows], t[:rows]), compiled(x[:rows], t[:rows])
+        assert_close(got.detach(), expected.detach().double(), scale=10.0)
+        (exact,), (gradient,) = torch.autograd.grad(expected, x), torch.autograd.grad(got, x)
+        assert_gradient_close(gradient, exact.double(), upstream=10.0)
+
+
+# Fields that are not asked for are not written, and what they hold is not the same from call to call.
+EVERY_FIELD = "shift log_normalizer expected_logit entropy weighted_logit log_sum_sq_probs mean_logit selected is_top1"
+
+
+@pytest.mark.parametrize("many", [(), (3,)], ids=["one index", "three indices"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_operations_are_well_formed(device, dtype, many):
+    x, _ = example(device, dtype, rows=3, vocab=9)
+    x = x.detach()
+    index = torch.randint(9, (3, *many), device=device)
+    mask = torch.tensor([True, False, True], device=device)
+    weights = torch.rand(9, device=device)
+    options = Options(EVERY_FIELD, softcap=5.0)
+    arguments = (x, index, mask, weights)
+    torch.library.opcheck(torch.ops.onepass.softmax_statistics.default, (*arguments, *options))
+    packed, chosen, _ = torch.ops.onepass.softmax_statistics(*arguments, *options)
+    row = torch.randn_like(packed[0])
+    upstream = (packed, row, row, row, torch.randn_like(chosen))
+    torch.library.opcheck(torch.ops.onepass.softmax_gradient.default, (*arguments, *upstream, *options))
+
+
+def test_fake_tensors():
+    with FakeTensorMode():
+        x = torch.empty(2, 5, 100, dtype=torch.bfloat16, requires_grad=True)
+        t = torch.empty(2, 5, dtype=torch.int64)
+        log_p, entropy = onepass.selective_log_softmax_and_entropy(x, t)
+        assert log_p.shape == entropy.shape == (2, 5) and log_p.dtype == torch.float32
+        (gradient,) = torch.autograd.grad(log_p.sum() + entropy.sum(), x)
+        assert gradient.shape == x.shape and gradient.dtype == torch.bfloat16
+
+
+def test_export():
+    class Model(torch.nn.Module):
+        def forward(self, x, t):
+            return onepass.selective_log_softmax(x, t)
+
+    x, t = example(torch.device("cpu"))
+    program = torch.export.export(Model(), (x.detach(), t))
+    assert torch.equal(program.module()(x.detach(), t), onepass.selective_log_softmax(x, t))
+
+
+def test_autocast_changes_nothing(device):
+    x, t = example(device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        got = onepass.cross_entropy(x, t)
+        (gradient,) = torch.autograd.grad(got, x)
+    expected = onepass.cross_entropy(x, t)
+    assert got.dtype == torch.float32 and torch.equal(got, expected)
+    assert torch.equal(gradient, torch.autograd.grad(expected, x)[0])
+
+
+def test_without_gradients(device):
+    x, t = example(device)
+    expected = onepass.cross_entropy(x, t)
+    with torch.no_grad():
+        got = onepass.cross_entropy(x, t)
+        assert not got.requires_grad and torch.equal(got, expected)
+    with torch.inference_mode():
+        assert torch.equal(onepass.cross_entropy(x.clone(), t), expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+def test_activation_checkpointing(device, reentrant):
+    x, t = example(device)
+    head = lambda x: onepass.cross_entropy(x * 2, t)  # noqa: E731
+    (expected,) = torch.autograd.grad(head(x), x)
+    checkpoint(head, x, use_reentrant=reentrant).backward()
+    assert torch.equal(x.grad, expected)
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that any operation made, views of ``known`` aside."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.known, self.numel = known.untyped_storage().data_ptr(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() != self.known:
+                self.numel = max(self.numel, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return out
+
+
+def test_the_cpu_path_keeps_no_second_copy_of_the_logits(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    x = torch.randn(40, 2, 100_000).transpose(0, 1)  # 8M elements whose rows do not merge
+    with Largest(x) as largest:
+        onepass.selective_log_softmax_and_entropy(x, torch.zeros(2, 40, dtype=torch.int64))
+    assert largest.numel <= onepass.eager.BLOCK_ELEMENTS < x.numel() // 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", ALL)
+def test_extra_memory(loss):
+    rows, vocab = 2048, 32000
+    x, t = example(torch.device("cuda"), torch.bfloat16, rows, vocab)
+    x = x.detach().requires_grad_()
+    size = x.numel() * x.element_size()
+    ALL[loss](x, t).backward()
+    x.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = ALL[loss](x, t)
+    forward = torch.cuda.max_memory_allocated() - before
+    assert forward <= 128 * rows + 8 * vocab + 4096, forward
+    result.backward()
+    assert torch.cuda.max_memory_allocated() - before <= size + 128 * rows + 8 * vocab + 4096
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [4, 2048])
+@pytest.mark.parametrize("loss", [name for name in ALL if name != "cross_entropy, every option"])
+def test_never_synchronises(loss, rows):
+    x, t = example(torch.device("cuda"), torch.bfloat16, rows, 32000)
+    x = x.detach().requires_grad_()
+    ALL[loss](x, t).backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ALL[loss](x, t).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [4, 2048])
+@pytest.mark.parametrize("loss", ALL)
+def test_cuda_graph(loss, rows):
+    x, t = example(torch.device("cuda"), torch.bfloat16, rows, 32000)
+    x = x.detach().requires_grad_()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            x.grad = None
+            ALL[loss](x, t).backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    x.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = ALL[loss](x, t)
+        result.backward()
+    for seed in range(3):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            x.normal_()
+            t.random_(32000)
+        graph.replay()
+        other = x.detach().clone().requires_grad_()
+        expected = ALL[loss](other, t)
+        expected.backward()
+        assert torch.equal(result, expected) and torch.equal(x.grad, other.grad)
+
+
+@pytest.mark.gpu
+def test_a_launch_goes_to_the_device_of_the_logits():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    x, t = example(torch.device("cuda:1"))
+    loss = onepass.cross_entropy(x, t)
+    loss.backward()
+    assert loss.device == x.grad.device == x.device and x.grad.isfinite().all()
+
+
+def test_results_are_described_before_they_are_computed(device):
+    """The fake implementation and the real one give the same shapes, dtypes and strides."""
+    x, t = example(device)
+    options = Options("shift log_normalizer log_probs is_top1")
+    packed, chosen, top = empty_results(x, t, options)
+    real = torch.ops.onepass.softmax_statistics(x.detach(), t, None, None, *options)
+    assert [(r.shape, r.dtype, r.stride()) for r in real] == [
+        (e.shape, e.dtype, e.stride()) for e in (packed, chosen, top)
+    ]
+
+
+def test_import_brings_torch_and_triton_alone():
+    code = "import onepass, sys; print(*(m for m in sys.modules if '.' not in m))"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "onepass" in modules
+    assert not {"transformers", "trl", "peft", "matplotlib", "typer", "rich", "tokenizers", "pandas"} & set(modules)
