@@ -62,7 +62,9 @@ CASES = {
     "log_probs_and_entropy": Case(16384, 128256, Options("log_probs entropy")),
     "unaligned_rows": Case(4096, 50257, Options("log_probs entropy")),
     # Cross-entropy with label smoothing; one warp.
-    "short_rows": Case(4096, 256, Options("log_probs log_normalizer weighted_logit", class_weight=0.1), row_mask=True),
+    "short_rows": Case(
+        4096, 256, Options("log_probs log_normalizer weighted_logit", class_weight=0.1, ignore_index=-100)
+    ),
     # Too few rows for the card, so that they are split; the gradient's rows lie otherwise than the logits'.
     "everything": Case(4, 128256, Options(EVERYTHING, softcap=30.0), padding=1, row_mask=True, K=64),
 }

@@ -53,7 +53,9 @@ def test_compile_without_graph_breaks(device, loss, dynamic):
 
 
 # Fields that are not asked for are not written, and what they hold is not the same from call to call.
-EVERY_FIELD = "shift log_normalizer expected_logit entropy weighted_logit log_sum_sq_probs mean_logit selected is_top1"
+EVERY_FIELD = (
+    "shift log_normalizer expected_logit entropy weighted_logit log_sum_sq_probs mean_logit kept selected is_top1"
+)
 
 
 @pytest.mark.parametrize("many", [(), (3,)], ids=["one index", "three indices"])
@@ -159,9 +161,11 @@ def test_extra_memory(loss):
     torch.cuda.reset_peak_memory_stats()
     result = ALL[loss](x, t)
     forward = torch.cuda.max_memory_allocated() - before
-    assert forward <= 128 * rows + 8 * vocab + 4096, forward
+    few = 128 * rows + 8 * vocab + 4096
+    assert forward <= few, forward
     result.backward()
-    assert torch.cuda.max_memory_allocated() - before <= size + 128 * rows + 8 * vocab + 4096
+    granularity = 2**21  # of torch's allocator
+    assert torch.cuda.max_memory_allocated() - before <= size + granularity + few
 
 
 @pytest.mark.gpu

@@ -40,6 +40,13 @@ def transform(x: torch.Tensor, options: Options, dtype: torch.dtype) -> tuple[to
     return z * outer, (1 - z * z) * (inner * outer)
 
 
+def active_rows(index: torch.Tensor | None, row_mask: torch.Tensor | None, options: Options) -> torch.Tensor | None:
+    """``(rows,)``: False where a row is masked or ignored; None where no row is."""
+    if options.ignore_index is not None and index is not None:
+        return index.reshape(-1) != options.ignore_index
+    return None if row_mask is None else row_mask.reshape(-1).bool()
+
+
 def weights_of(class_weights: torch.Tensor | None, options: Options, like: torch.Tensor) -> torch.Tensor | float:
     return options.class_weight if class_weights is None else class_weights.to(like.dtype)
 
@@ -63,6 +70,8 @@ def softmax_statistics(
     if rows == 0:
         return results
     out = dict(zip(PACKED, packed.view(len(PACKED), rows)))
+    out["kept"].fill_(1.0)
+    active = active_rows(index, row_mask, options)
     bad = None
     if index is not None and chosen is not None:
         index, chosen = index.reshape(rows, -1), chosen.view(rows, -1)
@@ -99,12 +108,11 @@ def softmax_statistics(
             if is_top1 is not None:
                 is_top1[group] = relative == 0
             chosen[group] = relative - total.log().unsqueeze(-1) if options.wants("log_probs") else relative
-    if row_mask is not None:
-        masked = ~row_mask.reshape(-1).bool()
-        packed.view(len(PACKED), rows).masked_fill_(masked, 0.0)
+    if active is not None:
+        packed.view(len(PACKED), rows).masked_fill_(~active, 0.0)
         for per_index in (chosen, is_top1):
             if per_index is not None:
-                per_index.masked_fill_(masked.unsqueeze(-1), 0)
+                per_index.masked_fill_(~active.unsqueeze(-1), 0)
     return results
 
 
@@ -134,14 +142,15 @@ def softmax_gradient(
         expected = field["expected_logit"]
         a, b = (a + b * expected, -b) if options.wants("entropy") else (a + b * (1 - expected), b)
     idle = (a == 0) & (b == 0) & (d == 0)
+    active = active_rows(index, row_mask, options)
     if index is not None and grad_selected is not None:
         w = grad_selected.reshape(rows, -1)
         index = index.reshape(rows, -1).clamp(0, logits.shape[-1] - 1).long()
         idle &= (w == 0).all(-1, keepdim=True)
         if options.wants("log_probs"):
             a = a - w.sum(-1, keepdim=True)
-    if row_mask is not None:
-        idle |= ~row_mask.reshape(-1, 1).bool()
+    if active is not None:
+        idle |= ~active.unsqueeze(-1)
     for group, (x, g_out) in row_blocks(logits, out):
         z, slope = transform(x, options, packed.dtype)
         z = z - field["shift"][group]

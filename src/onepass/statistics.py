@@ -16,7 +16,7 @@ from torch import Tensor
 from onepass import eager
 from onepass.checks import check_choice, check_class_weights, check_index, check_logits, check_number, check_row_mask
 from onepass.inplace import mark_overwritten
-from onepass.options import NOT_DIFFERENTIABLE, Options, Results, empty_results, names, pick
+from onepass.options import NOT_DIFFERENTIABLE, Options, Results, empty_results, pick
 
 METRICS = ("is_top1", "log_sum_sq_probs", "mean_logit")
 DEBUG = os.environ.get("ONEPASS_DEBUG") == "1"
@@ -165,12 +165,12 @@ def read(
     index = None if index is None else index.contiguous()
     row_mask = None if row_mask is None else row_mask.contiguous()
     if _is_plain(logits):
-        _check_range(logits, index, row_mask, index_name)
+        _check_range(logits, index, row_mask, options, index_name)
     if torch.is_grad_enabled() and logits.requires_grad:
         results = _Statistics.apply(logits, index, row_mask, weights, options, inplace_backward)
     else:
         results = pick(_forward(logits, index, row_mask, weights, options), options)
-    return dict(zip(names(options.fields), results))
+    return dict(zip(options.fields.split(), results))
 
 
 def check_inplace(logits: Tensor) -> None:
@@ -180,12 +180,14 @@ def check_inplace(logits: Tensor) -> None:
         raise ValueError(f"inplace_backward: expected a contiguous last dimension, got strides {logits.stride()}")
 
 
-def _check_range(logits: Tensor, index: Tensor | None, row_mask: Tensor | None, name: str) -> None:
+def _check_range(
+    logits: Tensor, index: Tensor | None, row_mask: Tensor | None, options: Options, name: str = "index"
+) -> None:
     """Where a look costs no synchronisation, or debugging asks for it; elsewhere the row becomes NaN."""
     if index is None or not (DEBUG or (logits.is_cpu and _path(logits) is eager)):
         return
     rows = index.reshape(logits.shape[:-1].numel(), index.shape[-1] if index.dim() == logits.dim() else 1)
-    bad = eager.out_of_range(rows, None if row_mask is None else row_mask.reshape(-1).bool(), logits.shape[-1])
+    bad = eager.out_of_range(rows, eager.active_rows(index, row_mask, options), logits.shape[-1])
     if bad.any():
         row, k = bad.nonzero()[0].tolist()
         raise IndexError(f"{name}: expected values in [0, {logits.shape[-1]}), got {int(rows[row, k])} in row {row}")
@@ -206,7 +208,7 @@ class _Statistics(torch.autograd.Function):
         ctx.save_for_backward(logits, index, row_mask, class_weights, results[0])
         ctx.options, ctx.inplace = options, inplace
         fields = pick(results, options)
-        ctx.mark_non_differentiable(*[f for f, n in zip(fields, names(options.fields)) if n in NOT_DIFFERENTIABLE])
+        ctx.mark_non_differentiable(*[f for f, n in zip(fields, options.fields.split()) if n in NOT_DIFFERENTIABLE])
         ctx.set_materialize_grads(False)
         return fields
 
@@ -216,7 +218,7 @@ class _Statistics(torch.autograd.Function):
         if torch.is_grad_enabled() and not compiling:
             raise RuntimeError("onepass: second derivatives are not implemented, got create_graph=True")
         logits, *saved = ctx.saved_tensors
-        g = dict(zip(names(ctx.options.fields), grads))
+        g = dict(zip(ctx.options.fields.split(), grads))
         upstream = (
             g.get("log_normalizer"),
             g.get("entropy" if "entropy" in g else "expected_logit"),
@@ -294,9 +296,10 @@ def _statistics_op(
     softcap: float | None,
     temperature: float,
     class_weight: float,
+    ignore_index: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    options = Options(fields, logit_scale, softcap, temperature, class_weight)
-    _check_range(logits, index, row_mask, "index")
+    options = Options(fields, logit_scale, softcap, temperature, class_weight, ignore_index)
+    _check_range(logits, index, row_mask, options)
     return _tensors(_path(logits).softmax_statistics(logits, index, row_mask, class_weights, options))
 
 
@@ -321,8 +324,9 @@ def _gradient_op(
     softcap: float | None,
     temperature: float,
     class_weight: float,
+    ignore_index: int | None,
 ) -> Tensor:
-    options = Options(fields, logit_scale, softcap, temperature, class_weight)
+    options = Options(fields, logit_scale, softcap, temperature, class_weight, ignore_index)
     out = _empty_gradient(logits)
     _path(logits).softmax_gradient(
         logits, index, row_mask, class_weights, packed,

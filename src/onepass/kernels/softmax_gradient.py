@@ -60,7 +60,7 @@ def write_tile(logits, out, class_weights, col0, low, high, shift, log_normalize
 @triton.jit(
     do_not_specialize=[
         "rows", "V", "K", "inner_rows", "outer_stride", "inner_stride", "out_outer_stride", "out_inner_stride",
-        "n_stride", "e_stride", "w_stride", "s_stride",
+        "n_stride", "e_stride", "w_stride", "s_stride", "ignore_index",
     ],
     do_not_specialize_on_alignment=[
         "index", "row_mask", "packed",
@@ -72,8 +72,8 @@ def softmax_gradient_kernel(
     grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_selected,
     rows, V, K, inner_rows, outer_stride: tl.int64, inner_stride: tl.int64,
     out_outer_stride: tl.int64, out_inner_stride: tl.int64,
-    n_stride, e_stride, w_stride, s_stride, inner, outer, class_weight,
-    SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, ALIGN: tl.constexpr,
+    n_stride, e_stride, w_stride, s_stride, inner, outer, class_weight, ignore_index: tl.int64,
+    SOFTCAP: tl.constexpr, IGNORE: tl.constexpr, LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, ALIGN: tl.constexpr,
     SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     TILE: tl.constexpr = LANES * VEC
@@ -94,6 +94,8 @@ def softmax_gradient_kernel(
     active = True
     if row_mask is not None:
         active = tl.load(row_mask + row) != 0
+    if IGNORE:
+        active = tl.load(index + row) != ignore_index
     k = tl.arange(0, BLOCK_K)
     w = tl.zeros([BLOCK_K], tl.float32)
     needed = False
@@ -173,9 +175,11 @@ def plan_for(
     pieces = -(-(V + VEC - 1 if ALIGN else V) // (LANES * VEC * TILES))
     return plan(
         softmax_gradient_kernel, here * pieces,
-        (rows, V, K, *where, *out_where[1:], *gradient_strides, *options.transform(), options.class_weight),
+        (rows, V, K, *where, *out_where[1:], *gradient_strides, *options.transform(), options.class_weight,
+         options.ignore_index or 0),
         num_warps=max(1, LANES // threads_per_warp()),
-        SOFTCAP=options.softcap is not None, LOG_PROBS=options.wants("log_probs"), ENTROPY=options.wants("entropy"),
+        SOFTCAP=options.softcap is not None, IGNORE=options.ignore_index is not None,
+        LOG_PROBS=options.wants("log_probs"), ENTROPY=options.wants("entropy"),
         ALIGN=ALIGN, SAME_PHASE=not any((a - b) % VEC for a, b in zip(where[1:], out_where[1:])),
         VEC=VEC, LANES=LANES, TILES=TILES, BLOCK_K=power_of_two(K),
     )  # fmt: skip

@@ -26,6 +26,7 @@ ENTROPY = tl.constexpr(PACKED.index("entropy"))
 WEIGHTED_LOGIT = tl.constexpr(PACKED.index("weighted_logit"))
 LOG_SUM_SQ_PROBS = tl.constexpr(PACKED.index("log_sum_sq_probs"))
 MEAN_LOGIT = tl.constexpr(PACKED.index("mean_logit"))
+KEPT = tl.constexpr(PACKED.index("kept"))
 STATE = tl.constexpr(7)  # numbers in a state
 
 
@@ -59,15 +60,16 @@ def read_tile(m, s, t, w, c, q, u, logits, class_weights, col0, low, high, inner
 
 
 @triton.jit(
-    do_not_specialize=["rows", "V", "K", "inner_rows", "outer_stride", "inner_stride"],
+    do_not_specialize=["rows", "V", "K", "inner_rows", "outer_stride", "inner_stride", "ignore_index"],
     do_not_specialize_on_alignment=["index", "row_mask", "packed", "chosen", "is_top1", "pieces"],
 )
 def softmax_statistics_kernel(
     logits, class_weights, index, row_mask, packed, chosen, is_top1, pieces,
     rows, V, K, inner_rows, outer_stride: tl.int64, inner_stride: tl.int64, inner, outer, class_weight,
-    SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
-    SUM_SQ: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
-    UNROLL: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
+    ignore_index: tl.int64,
+    SOFTCAP: tl.constexpr, IGNORE: tl.constexpr, LOG_PROBS: tl.constexpr, EXPECTED: tl.constexpr,
+    WEIGHTED: tl.constexpr, SUM_SQ: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr,
+    LANES: tl.constexpr, UNROLL: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     TILE: tl.constexpr = LANES * VEC
     row = (tl.program_id(0) // SPLITS).to(tl.int64)
@@ -76,6 +78,8 @@ def softmax_statistics_kernel(
     active = True
     if row_mask is not None:
         active = tl.load(row_mask + row) != 0
+    if IGNORE:
+        active = tl.load(index + row) != ignore_index
     last = split == SPLITS - 1
     shift, log_normalizer, expected_logit, weighted_logit, log_sum_sq_probs, mean_logit = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     relative = tl.zeros([BLOCK_K], tl.float32)
@@ -155,6 +159,7 @@ def softmax_statistics_kernel(
             mean_logit = u + (s - s)
     if last:
         packed += row
+        tl.store(packed + KEPT * rows, tl.where(active, 1.0, 0.0))
         tl.store(packed + SHIFT * rows, shift)
         tl.store(packed + LOG_NORMALIZER * rows, log_normalizer)
         if EXPECTED:
@@ -189,9 +194,11 @@ def plan_for(
     SPLITS = layout.splits_for(here, V // (LANES * VEC), device)
     where = row_strides(shape, strides)
     return plan(
-        softmax_statistics_kernel, here * SPLITS, (rows, V, K, *where, *options.transform(), options.class_weight),
+        softmax_statistics_kernel, here * SPLITS,
+        (rows, V, K, *where, *options.transform(), options.class_weight, options.ignore_index or 0),
         num_warps=max(1, LANES // threads_per_warp()),
-        SOFTCAP=options.softcap is not None, LOG_PROBS=options.wants("log_probs"),
+        SOFTCAP=options.softcap is not None, IGNORE=options.ignore_index is not None,
+        LOG_PROBS=options.wants("log_probs"),
         EXPECTED=options.wants("expected_logit") or options.wants("entropy"), WEIGHTED=options.wants("weighted_logit"),
         SUM_SQ=options.wants("log_sum_sq_probs"), MEAN=options.wants("mean_logit"),
         ALIGN=any(s % VEC for s in where[1:]), VEC=VEC, LANES=LANES, UNROLL=2, SPLITS=SPLITS, BLOCK_K=power_of_two(K),

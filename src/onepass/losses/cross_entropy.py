@@ -56,8 +56,7 @@ def cross_entropy(
     if weight is not None:
         check_class_weights(weight, logits, "weight")
 
-    mask = target != ignore_index
-    fields = "log_probs"
+    fields = "log_probs kept"
     class_weights = None
     if label_smoothing:
         fields += " weighted_logit"
@@ -65,15 +64,15 @@ def cross_entropy(
     if label_smoothing or z_loss_weight:
         fields += " shift log_normalizer"
     s = read(
-        logits, target, mask, Options(fields, logit_scale, softcap, temperature),
+        logits, target, None, Options(fields, logit_scale, softcap, temperature, ignore_index=ignore_index),
         class_weights=class_weights, inplace_backward=inplace_backward, index_name="target",
     )  # fmt: skip
     # The fields of ignored rows are 0, and so is all that follows. Signs are turned once, at the end.
     score = s["log_probs"]
-    count = mask
+    count = kept = s["kept"]
     if weight is not None:
         weight = weight.detach().to(score.dtype)
-        count = weight[target.where(mask, 0)] * mask
+        count = weight[target.where(target != ignore_index, 0)] * kept
         score = score * count
     if label_smoothing:
         total, share = (1.0, 1.0) if weight is None else (weight.sum(), 1.0 / logits.shape[-1])
@@ -81,8 +80,8 @@ def cross_entropy(
         score = (1 - label_smoothing) * score + label_smoothing * share * smooth
     z_loss = z_loss_weight * (s["shift"] + s["log_normalizer"]).square() if z_loss_weight else None
     if reduction == "mean":
-        mean = score.sum() / -count.sum(dtype=score.dtype)
-        return mean if z_loss is None else mean + z_loss.sum() / mask.sum()
+        mean = score.sum() / -count.sum()
+        return mean if z_loss is None else mean + z_loss.sum() / kept.sum()
     loss = -score if z_loss is None else z_loss - score
     return loss.sum() if reduction == "sum" else loss
 

@@ -1,0 +1,5 @@
+"""`python -m onepass`: the command line."""
+
+from onepass.cli import main
+
+main()

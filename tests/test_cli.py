@@ -1,0 +1,62 @@
+"""The commands, for real but small."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from onepass.cli.app import app
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def test_help_lists_the_commands():
+    result = run("--help")
+    assert result.exit_code == 0
+    assert all(command in result.output for command in ("demo", "bench", "doctor"))
+
+
+@pytest.mark.parametrize("path", ["", "1"], ids=["eager", "interpreter"])
+def test_doctor_finds_no_fault(monkeypatch, path):
+    monkeypatch.setenv("TRITON_INTERPRET", path)
+    result = run("doctor")
+    assert result.exit_code == 0, result.output
+    assert "10 of 10 checks passed" in result.output or torch.cuda.is_available()
+
+
+def test_doctor_sees_a_wrong_gradient(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "")
+    right = torch.Tensor.copy_
+    monkeypatch.setattr("torch.Tensor.copy_", lambda self, other: right(self, other * 1.01))
+    result = run("doctor")
+    assert result.exit_code == 1 and "FAIL" in result.output
+
+
+def test_bench_writes_what_it_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "")
+    result = run("bench", "--shape", "16x1000", "--no-compile", "--milliseconds", 5, "--masked", 0.5, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "bench.json").read_text())
+    assert report["environment"]["torch"] == torch.__version__ and report["copy_gb_per_s"] > 0
+    rows = report["results"]
+    assert {r["operation"] for r in rows} == {"log_probs_and_entropy", "log_probs", "cross_entropy"}
+    assert all(r["ms"] > 0 and r["masked"] == 0.5 for r in rows)
+    assert all(r["error"] < 1e-4 for r in rows if r["implementation"] == "onepass" and r["pass"] == "forward")
+    assert (tmp_path / "bench.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("arguments", [("--shape", "8192"), ("--op", "softmax"), ("--dtype", "int8")])
+def test_bench_refuses_what_it_does_not_know(arguments):
+    result = run("bench", *arguments)
+    assert result.exit_code == 2 and "expected" in result.output
+
+
+def test_demo_trains_the_same_curve(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "")
+    result = run("demo", "--steps", 3, "--device", "cpu", "--out", tmp_path / "curves.png")
+    assert result.exit_code == 0, result.output
+    assert "largest difference" in result.output and "over 3 steps" in result.output
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
