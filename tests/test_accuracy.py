@@ -7,7 +7,8 @@ import onepass
 
 VOCABS = [1, 2, 3, 17, 127, 128, 1000, 4099, 32000, 50257, 128256, 151936, 262144]
 ROWS = 64
-# A result in float32 cannot be closer than half a unit in its last place; torch's error may happen to be smaller.
+# Results are sums of float32 terms of size 1 and more: a unit in the last place of those counts as no error, though
+# torch's own may happen to be smaller.
 ULP = torch.finfo(torch.float32).eps
 
 
@@ -49,11 +50,10 @@ def errors(vocab, dtype, magnitude, device, rows):
 def test_within_twice_torchs_error(device, vocab, dtype, magnitude):
     if device.type == "cpu" and vocab > 5000:
         pytest.skip("slow in the interpreter; the GPU suite has it")
-    for ours, torchs, smallest in (
-        result := errors(vocab, dtype, magnitude, device, ROWS if device.type == "cuda" else 4)
-    )[:2]:
-        assert ours <= 2 * max(torchs, smallest / 2)
-    assert result[2] <= 1
+    *results, rounding = errors(vocab, dtype, magnitude, device, ROWS if device.type == "cuda" else 4)
+    for ours, torchs, smallest in results:
+        assert ours <= 2 * max(torchs, smallest)
+    assert rounding <= 1
 
 
 if __name__ == "__main__":

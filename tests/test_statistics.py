@@ -1,5 +1,6 @@
 """`softmax_statistics` against the definition: random and hard inputs, forward and gradient, on every path."""
 
+import importlib
 import math
 
 import pytest
@@ -108,6 +109,14 @@ def moved(tensor, device):
     return storage.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
+def split_rows(monkeypatch, splits):
+    """Have ``splits`` programs share a row."""
+    softmax_statistics = importlib.import_module("onepass.kernels.softmax_statistics")
+    monkeypatch.setattr(layout, "programs_for", lambda _, vocab, vec, __: (layout.lanes_for(vocab, vec), splits))
+    # Plans are remembered; this test's must not be, nor any that was made before.
+    monkeypatch.setattr(softmax_statistics, "plan_for", softmax_statistics.plan_for.__wrapped__)
+
+
 HARD = {
     "scattered -inf": lambda x: x.masked_fill(torch.arange(x.shape[-1]) % 3 == 1, -INF),
     "half of the vocabulary -inf": lambda x: x.masked_fill(torch.arange(x.shape[-1]) < x.shape[-1] // 2, -INF),
@@ -131,7 +140,7 @@ HARD = {
 @pytest.mark.parametrize("vocab", [513, 4096])
 @pytest.mark.parametrize("hard", HARD)
 def test_hard_inputs(device, monkeypatch, hard, vocab, dtype, splits):
-    monkeypatch.setattr("onepass.kernels.layout.splits_for", lambda *_: splits)
+    split_rows(monkeypatch, splits)
     x = torch.randn(3, vocab, generator=torch.Generator().manual_seed(0)).to(dtype)
     x = HARD[hard](x).to(device)
     index = torch.tensor([3, 3, 3], device=device)  # a finite logit in every case that has one
@@ -216,15 +225,18 @@ def test_degenerate_shapes(device, shape):
 @pytest.mark.parametrize("splits", [2, 8, 64])
 @pytest.mark.parametrize("vocab", [257, 1000, 4099])
 def test_a_row_split_over_programs(device, monkeypatch, vocab, splits):
-    monkeypatch.setattr("onepass.kernels.layout.splits_for", lambda *_: splits)
+    split_rows(monkeypatch, splits)
     x = torch.randn(3, vocab, device=device) * 5
     check(x, torch.tensor([0, vocab // 2, vocab - 1], device=device), class_weights=1 / vocab)
 
 
-def test_splits_fill_the_card():
-    device = torch.device("cpu")  # 8 multiprocessors
-    assert [layout.splits_for(rows, 10**6, device) for rows in (1, 4, 8, 16, 17, 10**6)] == [32, 8, 4, 2, 1, 1]
-    assert layout.splits_for(1, 12, device) == 2, "a piece keeps four tiles"
+def test_few_rows_get_wide_programs_and_then_several():
+    device = torch.device("cpu")  # 8 multiprocessors, 4096 threads wanted
+    programs = {rows: layout.programs_for(rows, 10**6, 8, device) for rows in (1, 2, 4, 5, 8, 16, 17, 10**6)}
+    wide = {1: (1024, 4), 2: (1024, 2), 4: (1024, 1), 5: (1024, 1), 8: (512, 1), 16: (256, 1), 17: (256, 1)}
+    assert programs == wide | {10**6: (256, 1)}
+    assert layout.programs_for(1, 2 * 4 * 1024 * 8, 8, device) == (1024, 2), "a piece keeps four tiles"
+    assert layout.programs_for(1, 100, 8, device) == (32, 1)
 
 
 def test_bitwise_the_same_from_run_to_run(device):

@@ -93,15 +93,19 @@ def trl_log_probs(name: str, package: str) -> Implementation:
     return Implementation(name, package, lambda x, t, m: (call(x, t, row_mask=m)[0],))
 
 
-def trl_cross_entropy(name: str, package: str) -> Implementation:
-    call = attribute("trl.kernels.logprob_entropy", "selective_log_softmax_and_entropy")
+def mean_of_kept(log_probs: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Forward:
+    """A cross-entropy of a peer's log-probs: targets that are ignored (-100) must be left out, as by all others."""
 
     def forward(x: Tensor, t: Tensor, m: Tensor | None) -> tuple[Tensor, ...]:
-        if m is None:
-            return (-call(x, t)[0].mean(),)
-        return (-call(x, t.clamp(min=0), row_mask=m)[0].sum() / m.sum(),)
+        kept = t != -100
+        return (-(log_probs(x, t.clamp(min=0), kept) * kept).sum() / kept.sum(),)
 
-    return Implementation(name, package, forward)
+    return forward
+
+
+def trl_cross_entropy(name: str, package: str) -> Implementation:
+    call = attribute("trl.kernels.logprob_entropy", "selective_log_softmax_and_entropy")
+    return Implementation(name, package, mean_of_kept(lambda x, t, kept: call(x, t, row_mask=kept)[0]))
 
 
 def axolotl_pair(name: str, package: str) -> Implementation:
@@ -118,7 +122,7 @@ def axolotl_log_probs(name: str, package: str) -> Implementation:
 
 def axolotl_cross_entropy(name: str, package: str) -> Implementation:
     select = attribute("axolotl.monkeypatch.trainer.utils", "selective_log_softmax")
-    return Implementation(name, package, lambda x, t, m: (-select(x, t).mean(),), masks=False)
+    return Implementation(name, package, mean_of_kept(lambda x, t, kept: select(x, t)), masks=False)
 
 
 def liger_cross_entropy(name: str, package: str) -> Implementation:

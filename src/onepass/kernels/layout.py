@@ -6,10 +6,12 @@ from functools import lru_cache
 import torch
 import triton
 
-# Enough programs to keep every multiprocessor busy; fewer rows than this are split.
-PROGRAMS_PER_SM = 4
+# Threads that keep a multiprocessor's memory pipe full. Fewer rows than that takes get wider programs first, which
+# costs nothing, and only then several programs a row, which costs a zeroed workspace.
+THREADS_PER_SM = 512
 MAX_SPLITS = 64
 MAX_LANES = 256
+MAX_LANES_OF_FEW_ROWS = 1024
 
 
 def row_groups(*tensors: torch.Tensor) -> Iterator[tuple[slice, Sequence[torch.Tensor]]]:
@@ -45,9 +47,17 @@ def flat_rows(tensor: torch.Tensor | None, rows: slice, per_row: int = 1) -> tor
     return tensor.view(-1)[rows.start * per_row :]
 
 
-def lanes_for(vocab: int, vec: int) -> int:
+def lanes_for(vocab: int, vec: int, most: int = MAX_LANES) -> int:
     """States a program keeps, one a thread: four tiles or more a row where the row is long enough."""
-    return max(32, min(MAX_LANES, power_of_two(vocab // (4 * vec) + 1)))
+    return max(32, min(most, power_of_two(vocab // (4 * vec) + 1)))
+
+
+def programs_for(rows: int, vocab: int, vec: int, device: torch.device) -> tuple[int, int]:
+    """``(lanes, splits)``: how wide a program is and how many share a row, both powers of two."""
+    threads = THREADS_PER_SM * multiprocessors(device) // max(rows, 1)  # there are for a row
+    lanes = lanes_for(vocab, vec, min(MAX_LANES_OF_FEW_ROWS, max(MAX_LANES, power_of_two(threads))))
+    wanted = min(threads // lanes, vocab // (4 * lanes * vec), MAX_SPLITS)
+    return lanes, 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
 
 
 def power_of_two(n: int) -> int:
@@ -60,12 +70,6 @@ def threads_per_warp() -> int:
     if triton.knobs.runtime.interpret:
         return 32
     return triton.runtime.driver.active.get_current_target().warp_size
-
-
-def splits_for(rows: int, tiles: int, device: torch.device) -> int:
-    """Programs that share a row: a power of two, 1 once there are rows enough for the card."""
-    wanted = min(PROGRAMS_PER_SM * multiprocessors(device) // max(rows, 1), tiles // 4, MAX_SPLITS)
-    return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
 
 
 @lru_cache

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from onepass.kernels import layout
 from onepass.kernels.launch import Plan, launch, plan
-from onepass.kernels.layout import flat_rows, lanes_for, power_of_two, row_groups, row_strides, threads_per_warp
+from onepass.kernels.layout import flat_rows, power_of_two, row_groups, row_strides, threads_per_warp
 from onepass.kernels.online_softmax import LOWEST, merge, transform, update
 from onepass.options import PACKED, Options, Results, empty_results
 
@@ -190,8 +190,7 @@ def plan_for(
     """The launch for one group of the ``rows``."""
     V, here = shape[-1], math.prod(shape[:-1])
     VEC = 16 // itemsize
-    LANES = lanes_for(V, VEC)
-    SPLITS = layout.splits_for(here, V // (LANES * VEC), device)
+    LANES, SPLITS = layout.programs_for(here, V, VEC, device)
     where = row_strides(shape, strides)
     return plan(
         softmax_statistics_kernel, here * SPLITS,
