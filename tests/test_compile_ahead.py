@@ -66,7 +66,7 @@ CASES = {
         4096, 256, Options("log_probs log_normalizer weighted_logit", class_weight=0.1, ignore_index=-100)
     ),
     # Too few rows for the card, so that they are split; the gradient's rows lie otherwise than the logits'.
-    "everything": Case(4, 128256, Options(EVERYTHING, softcap=30.0), padding=1, row_mask=True, K=64),
+    "everything": Case(1, 128256, Options(EVERYTHING, softcap=30.0), padding=1, row_mask=True, K=64),
 }
 # Constants that a launcher passes but does not choose by its arguments.
 FIXED = {"TILES", "UNROLL"}

@@ -53,6 +53,15 @@ def bench(
                   f"copy {copy:.0f} GB/s", highlight=False)  # fmt: skip
     results: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
+    report = {
+        "command": shlex.join(["onepass", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "environment": here,
+        "copy_gb_per_s": copy,
+        "results": results,
+        "not_run": missing,
+    }
+    out.mkdir(parents=True, exist_ok=True)
     for operation, size, kind in itertools.product(
         op or DEFINITIONS, shapes, dtype or (["bf16"] if device.type == "cuda" else ["fp32"])
     ):
@@ -71,18 +80,9 @@ def bench(
                 torch._dynamo.reset()
         results += [case | m for m in measured]
         console.print(table(case, measured))
+        (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")  # whatever comes after
     for who, why in missing.items():
         console.print(f"[dim]not run: {who}: {why}[/dim]", highlight=False)
-    out.mkdir(parents=True, exist_ok=True)
-    report = {
-        "command": shlex.join(["onepass", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "environment": here,
-        "copy_gb_per_s": copy,
-        "results": results,
-        "not_run": missing,
-    }
-    (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     plot(report, out / f"{name}.png")
     console.print(f"wrote {out / name}.json and .png", highlight=False)
 
