@@ -150,9 +150,13 @@ def softmax_gradient_kernel(
             tl.debug_barrier()
             tl.store(out + out_start + chosen, chosen_gradient.to(out.dtype.element_ty), mask=mine)
     else:
+        zeros = tl.zeros([LANES, VEC], out.dtype.element_ty)
         for col0 in range(low, high, TILE):
             col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
-            tl.store(g_base + col, tl.zeros([LANES, VEC], out.dtype.element_ty), mask=(col >= head) & (col < high))
+            if (col0 >= head) & (col0 + TILE <= high):
+                tl.store(g_base + col, zeros)
+            else:
+                tl.store(g_base + col, zeros, mask=(col >= head) & (col < high))
 
 
 @lru_cache(maxsize=1024)
