@@ -15,9 +15,9 @@ PACKED = (
     "mean_logit",
     "kept",  # 1 for a row that was read, 0 for one that is masked or ignored
 )
-# Fields with one value per index. The first two share a place: a caller asks for one of them, as for one of
-# `expected_logit` and `entropy`. The normalised ones spare most losses two small kernels each way, which at 64 rows
-# is a sixth of the wall time.
+# Fields with one value per index. The two share a place: a caller asks for one of them, as for one of `expected_logit`
+# and `entropy`. The normalised ones spare most losses two small kernels each way, which counts where the host is the
+# limit.
 CHOSEN = ("selected", "log_probs")
 NOT_DIFFERENTIABLE = ("shift", "log_sum_sq_probs", "mean_logit", "kept", "is_top1")
 

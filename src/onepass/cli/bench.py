@@ -54,7 +54,7 @@ def bench(
     results: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
     report = {
-        "command": shlex.join(["onepass", *sys.argv[1:]]),
+        "command": command(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "environment": here,
         "copy_gb_per_s": copy,
@@ -85,6 +85,14 @@ def bench(
         console.print(f"[dim]not run: {who}: {why}[/dim]", highlight=False)
     plot(report, out / f"{name}.png")
     console.print(f"wrote {out / name}.json and .png", highlight=False)
+
+
+def command() -> str:
+    """The command line that repeats this run; where its results go is nobody's business."""
+    arguments = list(sys.argv[1:])
+    while "--out" in arguments:
+        del arguments[(at := arguments.index("--out")) : at + 2]
+    return shlex.join(["onepass", *arguments])
 
 
 def parse_shape(text: str) -> tuple[int, int]:

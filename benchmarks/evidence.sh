@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Everything that is claimed of a GPU, in the order in which it matters: benchmarks against the installed peers, the
+# GPU suite, accuracy, and compute-sanitizer over the suite. Results go to the folder $1 (default .bench).
+# About 8 minutes on an H100. Without a .git here, say ONEPASS_COMMIT=<commit>.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=${1:-.bench}
+mkdir -p "$out"
+python=${PYTHON:-python3}
+export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+large=(--shape 8192x151936 --shape 8192x128256 --shape 16384x32000)
+bench() { "$python" -W ignore -m onepass bench --out "$out" "$@" 2>&1 | tee "$out/${*: -1}.log"; }
+
+bench --op log_probs_and_entropy --op cross_entropy --masked 0.5 --no-compile --no-peers --shape 8192x151936 --name half-masked
+bench --op cross_entropy --op log_probs_and_entropy --shape 64x151936 --milliseconds 300 --name few-rows
+bench --op log_probs_and_entropy --no-compile "${large[@]}" --name log-probs-entropy
+bench --op cross_entropy "${large[@]}" --name cross-entropy
+"$python" -m pytest tests -m gpu -n 12 -p no:cacheprovider 2>&1 | tee "$out/tests.log" | tail -n 3
+"$python" tests/test_accuracy.py | tee "$out/accuracy.log" | tail -n 5
+# Kernels are compiled by now. Only ours are instrumented: torch's would take hours.
+compute-sanitizer --tool memcheck --kernel-name kernel_substring=softmax_ \
+  "$python" -m pytest tests/test_statistics.py tests/test_losses.py -m gpu -p no:cacheprovider \
+  --deselect tests/test_statistics.py::test_more_than_2_to_the_31_elements 2>&1 | tee "$out/memcheck.log" | tail -n 3
