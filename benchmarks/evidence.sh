@@ -12,7 +12,7 @@ large=(--shape 8192x151936 --shape 8192x128256 --shape 16384x32000)
 bench() { "$python" -W ignore -m onepass bench --out "$out" "$@" 2>&1 | tee "$out/${*: -1}.log"; }
 
 bench --op log_probs_and_entropy --op cross_entropy --masked 0.5 --no-compile --no-peers --shape 8192x151936 --name half-masked
-bench --op cross_entropy --op log_probs_and_entropy --shape 64x151936 --milliseconds 300 --name few-rows
+bench --op cross_entropy --op log_probs_and_entropy --shape 64x151936 --milliseconds 100 --name few-rows
 bench --op log_probs_and_entropy --no-compile "${large[@]}" --name log-probs-entropy
 bench --op cross_entropy "${large[@]}" --name cross-entropy
 "$python" -m pytest tests -m gpu -n 12 -p no:cacheprovider 2>&1 | tee "$out/tests.log" | tail -n 3

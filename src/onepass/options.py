@@ -59,5 +59,7 @@ def empty_results(logits: torch.Tensor, index: torch.Tensor | None, options: Opt
 def pick(results: Results, options: Options) -> tuple[torch.Tensor, ...]:
     """The fields that were asked for, in that order."""
     packed, chosen, is_top1 = results
-    places = {"selected": chosen, "log_probs": chosen, "is_top1": is_top1}
-    return tuple(packed[PACKED.index(f)] if f in PACKED else places[f] for f in options.fields.split())  # type: ignore[misc]
+    fields = (
+        packed[PACKED.index(f)] if f in PACKED else chosen if f in CHOSEN else is_top1 for f in options.fields.split()
+    )
+    return tuple(fields)  # type: ignore[arg-type]
