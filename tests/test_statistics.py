@@ -48,7 +48,7 @@ def check(logits, index=None, *, row_mask=None, class_weights=None, seed=0, metr
     (exact_gradient,) = torch.autograd.grad(exactly, exact, [u.double() for u in upstreams32])
     size = max([1.0, *(u.abs().max().item() for u in upstreams if u.numel())])
     slope = abs(transforms.get("logit_scale", 1.0)) / transforms.get("temperature", 1.0)
-    repeats = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
+    repeats = 1 if index is None or index.dim() < logits.dim() else max(1, index.shape[-1])
     assert_gradient_close(gradient, exact_gradient, upstream=size * slope * repeats * (1 + magnitude / 16))
     return got, gradient
 
@@ -220,6 +220,12 @@ def test_degenerate_shapes(device, shape):
             onepass.softmax_statistics(x, index)
     else:
         check(x, index, class_weights=0.5)
+
+
+def test_no_index_at_all_in_a_row(device):
+    x = torch.randn(3, 300, device=device)
+    got, _ = check(x, torch.zeros(3, 0, dtype=torch.int64, device=device))
+    assert got.log_probs.shape == (3, 0) and got.entropy.isfinite().all()
 
 
 @pytest.mark.parametrize("splits", [2, 8, 64])

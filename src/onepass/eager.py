@@ -74,10 +74,11 @@ def softmax_statistics(
     active = active_rows(index, row_mask, options)
     bad = None
     if index is not None and chosen is not None:
-        index, chosen = index.reshape(rows, -1), chosen.view(rows, -1)
+        index = index.reshape(rows, index.numel() // rows)
+        chosen = chosen.view(index.shape)
         bad = out_of_range(index, None, logits.shape[-1]).any(-1)
         index = index.clamp(0, logits.shape[-1] - 1).long()
-    is_top1 = None if is_top1 is None else is_top1.view(rows, -1)
+    is_top1 = None if is_top1 is None or chosen is None else is_top1.view(chosen.shape)
     for group, (x,) in row_blocks(logits):
         z, _ = transform(x, options, packed.dtype)
         shift = z.amax(-1, keepdim=True)
@@ -144,8 +145,8 @@ def softmax_gradient(
     idle = (a == 0) & (b == 0) & (d == 0)
     active = active_rows(index, row_mask, options)
     if index is not None and grad_selected is not None:
-        w = grad_selected.reshape(rows, -1)
-        index = index.reshape(rows, -1).clamp(0, logits.shape[-1] - 1).long()
+        index = index.reshape(rows, index.numel() // rows).clamp(0, logits.shape[-1] - 1).long()
+        w = grad_selected.reshape(index.shape)
         idle &= (w == 0).all(-1, keepdim=True)
         if options.wants("log_probs"):
             a = a - w.sum(-1, keepdim=True)

@@ -62,7 +62,7 @@ def programs_for(rows: int, vocab: int, vec: int, device: torch.device) -> tuple
 
 def power_of_two(n: int) -> int:
     """The smallest that is not below ``n``."""
-    return 1 << (n - 1).bit_length()
+    return 1 << max(n - 1, 0).bit_length()
 
 
 @lru_cache

@@ -212,7 +212,7 @@ def softmax_gradient(
     s = s if s is None or K == 1 else s.contiguous()
     gradient_strides = tuple(0 if g is None else g.stride(0) for g in (n, e, w, s))
     gradient_strides = (*gradient_strides[:3], gradient_strides[3] * K)
-    for group, (x, g) in row_groups(logits, out) if rows and K else ():
+    for group, (x, g) in row_groups(logits, out) if rows else ():
         p = plan_for(x.shape, x.stride(), g.stride(), gradient_strides, x.element_size(), rows, K, options)
         launch(
             softmax_gradient_kernel, p, (x, class_weights, g),

@@ -215,7 +215,7 @@ def softmax_statistics(
     packed, chosen, is_top1 = results = empty_results(logits, index, options)
     rows = logits.shape[:-1].numel()
     K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
-    for group, (x,) in row_groups(logits) if rows and K else ():
+    for group, (x,) in row_groups(logits) if rows else ():
         p = plan_for(x.shape, x.stride(), x.element_size(), x.device, rows, K, options)
         SPLITS = p.constexprs["SPLITS"]
         # The states of the pieces, and behind them how many pieces of each row have arrived.
