@@ -232,6 +232,8 @@ def test_in_place_on_a_leaf(device):
     other = base.clone().requires_grad_()
     onepass.cross_entropy(other, target).backward()
     assert torch.equal(leaf.grad, other.grad)
+    leaf.grad = None  # as zero_grad() does
+    assert leaf.grad is None
 
 
 def test_no_second_derivative(device):

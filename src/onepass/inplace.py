@@ -8,7 +8,7 @@ import torch
 _PROPERTIES = ("grad", "shape", "dtype", "device", "layout", "ndim", "is_leaf", "requires_grad", "grad_fn", "is_cuda")
 ALLOWED = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES}
 ALLOWED |= {getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "__hash__")}
-ALLOWED |= {torch.Tensor.__dict__["grad"].__set__} if "grad" in torch.Tensor.__dict__ else set()
+ALLOWED |= {vars(torch._C.TensorBase)["grad"].__set__}  # an optimiser's zero_grad()
 
 
 class OverwrittenLogits(torch.Tensor):
