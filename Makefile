@@ -14,8 +14,8 @@ test: lint
 	$(BIN)/python -m pytest -n $(WORKERS)
 
 lint: $(READY)
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 
 bench: $(READY)
