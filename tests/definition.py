@@ -44,6 +44,41 @@ def statistics(x, index=None, *, row_mask=None, class_weights=None, **transforms
     return out
 
 
+def expectation(log_p, log_q):
+    """The terms ``p·log(p/q)``; 0 where p is."""
+    p = log_p.exp()
+    return p * (log_p - log_q).masked_fill(p == 0, 0.0)
+
+
+def divergence(log_t, log_s, direction, beta=0.5):
+    """The terms of the divergence of a teacher and a student, given by their log-probabilities."""
+    if direction == "forward":
+        return expectation(log_t, log_s)
+    if direction == "reverse":
+        return expectation(log_s, log_t)
+    m = beta * log_t.exp() + (1 - beta) * log_s.exp()
+    log_m = m.masked_fill(m == 0, 1.0).log()
+    return beta * expectation(log_t, log_m) + (1 - beta) * expectation(log_s, log_m)
+
+
+def topk_divergence(x, ids, log_t, mask=None, *, temperature=1.0, direction="forward", beta=0.5, renormalize=False):
+    """Of every row of float64 logits ``x``, over the tokens that a teacher gives."""
+    given = log_t > -float("inf")
+    if mask is not None:
+        given = given & (mask.bool() if mask.dim() == ids.dim() else mask.bool().unsqueeze(-1))
+    some = given.any(-1)
+    ids, given, log_t = ids[some].long().where(given[some], 0), given[some], log_t[some].double()
+    z = x[some] / temperature
+    if renormalize:
+        log_t = log_t.masked_fill(~given, -float("inf")).log_softmax(-1)
+        log_s = z.gather(-1, ids).masked_fill(~given, -float("inf")).log_softmax(-1)
+    else:
+        log_s = z.log_softmax(-1).gather(-1, ids)
+    # Tokens that are not given are taken out of what is differentiated, not only out of the sum.
+    terms = divergence(log_t.masked_fill(~given, 0.0), log_s.masked_fill(~given, 0.0), direction, beta)
+    return x.new_zeros(some.shape).masked_scatter(some, terms.masked_fill(~given, 0.0).sum(-1))
+
+
 def assert_close(got, expected, *, scale=None, name="result"):
     """Within a few roundings of the results' own size, or of ``scale`` where terms of that size were added."""
     expected = expected.to(got.device)

@@ -7,6 +7,13 @@ import onepass
 
 X = torch.randn(3, 10)
 I = torch.tensor([1, 2, 3])  # noqa: E741
+IDS, LOG_T = torch.tensor([[1, 2]] * 3), torch.full((3, 2), -1.0)
+
+
+def topk(ids=IDS, log_t=LOG_T, **options):
+    return onepass.topk_kl_div(X, ids, log_t, **options)
+
+
 CASES = {
     "logits not a tensor": (
         lambda: onepass.entropy_from_logits([1.0]),
@@ -110,6 +117,61 @@ CASES = {
         ValueError,
         "inplace_backward: .*expanded",
     ),
+    "teacher ids dtype": (lambda: topk(ids=X[:, :2]), TypeError, "teacher_ids: expected an int32 or int64"),
+    "a shorter teacher": (
+        lambda: onepass.topk_kl_div(torch.randn(2, 9, 10), IDS.new_zeros(2, 7, 2), torch.zeros(2, 7, 2)),
+        ValueError,
+        r"teacher_ids: expected shape \(2, 9, 'K'\), got \(2, 7, 2\): the teacher has 7 positions, the student 9",
+    ),
+    "one id a row": (lambda: topk(ids=I), ValueError, r"teacher_ids: expected shape \(3, 'K'\), got \(3,\)"),
+    "teacher log-probs dtype": (lambda: topk(log_t=IDS), TypeError, "teacher_log_probs: expected a floating-point"),
+    "teacher log-probs shape": (
+        lambda: topk(log_t=LOG_T[:, :1]),
+        ValueError,
+        r"teacher_log_probs: expected \(3, 2\), the shape of teacher_ids, got \(3, 1\)",
+    ),
+    "mask shape": (
+        lambda: topk(mask=torch.ones(2)),
+        ValueError,
+        r"mask: expected shape \(3, 2\) or \(3,\), got \(2,\)",
+    ),
+    "mask device": (lambda: topk(mask=I.to("meta")), ValueError, "mask: expected device cpu"),
+    "direction": (
+        lambda: topk(direction="backward"),
+        ValueError,
+        "direction: expected one of 'forward', 'reverse', 'jsd', got 'backward'",
+    ),
+    "beta": (lambda: topk(direction="jsd", beta=2), ValueError, r"beta: expected a number in \[0, 1\], got 2"),
+    "num_items without a sum": (
+        lambda: topk(reduction="none", num_items=3),
+        ValueError,
+        "num_items: expected None with reduction='none', got 3",
+    ),
+    "alpha": (
+        lambda: onepass.distillation_loss(X, I, IDS, LOG_T, alpha=-0.1),
+        ValueError,
+        r"alpha: .*\[0, 1\], got -0.1",
+    ),
+    "labels": (lambda: onepass.distillation_loss(X, IDS, IDS, LOG_T), ValueError, r"labels: expected shape \(3,\)"),
+    "rows of the teacher": (
+        lambda: onepass.kl_div(X, X[:2]),
+        ValueError,
+        r"teacher_logits: expected the rows of the student, \(3,\), got \(2,\)",
+    ),
+    "teacher logits": (lambda: onepass.kl_div(X, IDS), TypeError, "teacher_logits: expected a float16"),
+    "columns of the teacher": (
+        lambda: onepass.kl_div(X, X[:, :8]),
+        ValueError,
+        "vocab_size: expected a number of columns for 10 of the student and 8 of the teacher, got None",
+    ),
+    "vocab_size": (lambda: onepass.kl_div(X, X, vocab_size=11), ValueError, "vocab_size: expected 1 to 10, got 11"),
+    "vocab_size a float": (lambda: onepass.kl_div(X, X, vocab_size=5.0), TypeError, "vocab_size: expected an int"),
+    "teacher temperature": (
+        lambda: onepass.kl_div(X, X, teacher_temperature=-1.0),
+        ValueError,
+        "teacher_temperature: .*above 0, got -1.0",
+    ),
+    "mask of kl_div": (lambda: onepass.kl_div(X, X, I[:2]), ValueError, r"mask: expected shape \(3,\), got \(2,\)"),
     "strided in place": (
         lambda: onepass.cross_entropy(torch.randn(10, 3).T.requires_grad_(), I, inplace_backward=True),
         ValueError,

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import onepass
-from onepass.options import Options
+from onepass.options import Options, PairOptions
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -54,22 +54,35 @@ class Case(NamedTuple):
     padding: int = 0  # elements between rows
     row_mask: bool = False
     K: int = 1
+    pair: PairOptions = PairOptions("forward", 0.5)
 
 
-EVERYTHING = "selected log_normalizer expected_logit weighted_logit is_top1 log_sum_sq_probs mean_logit"
+EVERYTHING = "selected log_normalizer expected_logit weighted_logit is_top1 tempered_log_normalizer mean_logit"
 CASES = {
     # Over 2 GB, which AMD's buffer instructions do not reach.
     "log_probs_and_entropy": Case(16384, 128256, Options("log_probs entropy")),
-    "unaligned_rows": Case(4096, 50257, Options("log_probs entropy")),
+    "unaligned_rows": Case(4096, 50257, Options("log_probs entropy"), pair=PairOptions("jsd", 0.5)),
     # Cross-entropy with label smoothing; one warp.
     "short_rows": Case(
-        4096, 256, Options("log_probs log_normalizer weighted_logit", class_weight=0.1, ignore_index=-100)
+        4096,
+        256,
+        Options("log_probs log_normalizer weighted_logit", class_weight=0.1, ignore_index=-100),
+        pair=PairOptions("reverse", 0.5, softcap=30.0),
     ),
     # Too few rows for the card, so that they are split; the gradient's rows lie otherwise than the logits'.
-    "everything": Case(1, 128256, Options(EVERYTHING, softcap=30.0), padding=1, row_mask=True, K=64),
+    "few_rows": Case(1, 128256, Options("log_probs entropy"), pair=PairOptions("forward", 0.5, teacher_softcap=30.0)),
+    "everything": Case(
+        1,
+        128256,
+        Options(EVERYTHING, softcap=30.0),
+        padding=1,
+        row_mask=True,
+        K=64,
+        pair=PairOptions("jsd", 0.5, softcap=30.0, teacher_softcap=30.0),
+    ),
 }
 # Constants that a launcher passes but does not choose by its arguments.
-FIXED = {"TILES", "UNROLL"}
+FIXED = {"TILES"}
 
 
 @triton.jit
@@ -80,7 +93,7 @@ def spilling_kernel(x, N: tl.constexpr):
 
 
 def launch(case: Case, dtype: torch.dtype) -> None:
-    """Both passes of a case."""
+    """Both passes of a case, of the statistics and of the divergence."""
     options = case.options
     empty = partial(torch.empty, device="meta")
     logits = empty(case.rows, case.vocab + case.padding, dtype=dtype)[:, : case.vocab]
@@ -88,6 +101,9 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     row_mask = empty(case.rows, dtype=torch.bool) if case.row_mask else None
     weighted = options.wants("weighted_logit")
     class_weights = empty(case.vocab) if weighted and not options.class_weight else None
+    out = empty(case.rows, case.vocab, dtype=dtype)
+    numbers = kernels.divergence(logits, out, row_mask, case.pair)
+    kernels.divergence_gradient(logits, out, row_mask, numbers, empty(case.rows), case.padding > 0, case.pair, out)
     arguments = logits, index, row_mask, class_weights
     packed, chosen, _ = kernels.softmax_statistics(*arguments, options)
     grad = empty(case.rows)
@@ -95,9 +111,10 @@ def launch(case: Case, dtype: torch.dtype) -> None:
         grad,
         grad if (options.wants("expected_logit") or options.wants("entropy")) else None,
         grad if weighted else None,
+        grad if options.wants("tempered_log_normalizer") else None,
         chosen,
     )
-    kernels.softmax_gradient(*arguments, packed, *upstream, options, empty(case.rows, case.vocab, dtype=dtype))
+    kernels.softmax_gradient(*arguments, packed, *upstream, options, out)
 
 
 def resources(kernel: Any) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """`softmax_statistics` against the definition: random and hard inputs, forward and gradient, on every path."""
 
-import importlib
 import math
 
 import pytest
@@ -10,9 +9,9 @@ from hypothesis import strategies as st
 
 import onepass
 from definition import assert_close, assert_gradient_close, statistics
+from inputs import HARD, INF, moved, split_rows
 from onepass.kernels import layout
 
-INF = float("inf")
 METRICS = ("is_top1", "log_sum_sq_probs", "mean_logit")
 DIFFERENTIABLE = ("log_normalizer", "expected_logit", "selected", "weighted_logit")
 
@@ -101,38 +100,6 @@ def test_against_the_definition(device, case):
         moved(logits, device),
         **{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()},
     )
-
-
-def moved(tensor, device):
-    """On another device with the same strides."""
-    storage = torch.as_strided(tensor, (tensor.untyped_storage().size() // tensor.element_size(),), (1,), 0)
-    return storage.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-def split_rows(monkeypatch, splits):
-    """Have ``splits`` programs share a row."""
-    softmax_statistics = importlib.import_module("onepass.kernels.softmax_statistics")
-    monkeypatch.setattr(layout, "programs_for", lambda _, vocab, vec, __: (layout.lanes_for(vocab, vec), splits))
-    # Plans are remembered; this test's must not be, nor any that was made before.
-    monkeypatch.setattr(softmax_statistics, "plan_for", softmax_statistics.plan_for.__wrapped__)
-
-
-HARD = {
-    "scattered -inf": lambda x: x.masked_fill(torch.arange(x.shape[-1]) % 3 == 1, -INF),
-    "half of the vocabulary -inf": lambda x: x.masked_fill(torch.arange(x.shape[-1]) < x.shape[-1] // 2, -INF),
-    "a leading block -inf": lambda x: x.masked_fill(torch.arange(x.shape[-1]) < x.shape[-1] - 5, -INF),
-    "a trailing block -inf": lambda x: x.masked_fill(torch.arange(x.shape[-1]) > 5, -INF),
-    "all but one -inf": lambda x: x.masked_fill(torch.arange(x.shape[-1]) != 3, -INF),
-    "the dtype's lowest as a mask": lambda x: x.masked_fill(torch.arange(x.shape[-1]) < 300, torch.finfo(x.dtype).min),
-    "magnitude 1e4": lambda x: x * 1e4,
-    "constant": lambda x: torch.full_like(x, 2.5),
-    "constant and huge": lambda x: torch.full_like(x, -3e4),
-    "one dominates": lambda x: x.index_fill(-1, torch.tensor([3]), 200.0),
-    "a row of NaN": lambda x: x.index_fill(0, torch.tensor([1]), float("nan")),
-    "one NaN": lambda x: x.clone().index_put_((torch.tensor([1]), torch.tensor([5])), torch.tensor(float("nan")).to(x)),
-    "one +inf": lambda x: x.clone().index_put_((torch.tensor([1]), torch.tensor([5])), torch.tensor(INF).to(x)),
-    "a row of -inf": lambda x: x.index_fill(0, torch.tensor([1]), -INF),
-}
 
 
 @pytest.mark.parametrize("splits", [1, 4])

@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from onepass.losses.cross_entropy import CrossEntropyLoss, cross_entropy
+from onepass.losses.distillation import KLDivLoss, TopKKLDivLoss, distillation_loss, kl_div, topk_kl_div
 from onepass.losses.log_probs import entropy_from_logits, selective_log_softmax, selective_log_softmax_and_entropy
 from onepass.statistics import SoftmaxStatistics, softmax_statistics
 
@@ -13,10 +14,15 @@ except PackageNotFoundError:  # a source tree on PYTHONPATH
 
 __all__ = [
     "CrossEntropyLoss",
+    "KLDivLoss",
     "SoftmaxStatistics",
+    "TopKKLDivLoss",
     "cross_entropy",
+    "distillation_loss",
     "entropy_from_logits",
+    "kl_div",
     "selective_log_softmax",
     "selective_log_softmax_and_entropy",
     "softmax_statistics",
+    "topk_kl_div",
 ]

@@ -49,6 +49,54 @@ def check_class_weights(weights: torch.Tensor, logits: torch.Tensor, name: str) 
     check_device(weights, logits, name)
 
 
+def check_teacher(
+    ids: torch.Tensor, log_probs: torch.Tensor, mask: torch.Tensor | None, student_logits: torch.Tensor
+) -> None:
+    if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"teacher_ids: expected an int32 or int64 tensor, got {described(ids)}")
+    if not isinstance(log_probs, torch.Tensor) or log_probs.dtype not in FLOATS:
+        raise TypeError(f"teacher_log_probs: expected a floating-point tensor, got {described(log_probs)}")
+    rows = student_logits.shape[:-1]
+    if ids.dim() != student_logits.dim() or ids.shape[:-1] != rows:
+        hint = ""
+        if ids.dim() == student_logits.dim() > 1 and ids.shape[-2] != rows[-1]:
+            hint = f": the teacher has {ids.shape[-2]} positions, the student {rows[-1]}; slice or mask one of them"
+        raise ValueError(f"teacher_ids: expected shape {(*rows, 'K')}, got {tuple(ids.shape)}{hint}")
+    if log_probs.shape != ids.shape:
+        raise ValueError(f"teacher_log_probs: expected {tuple(ids.shape)}, the shape of teacher_ids, "
+                         f"got {tuple(log_probs.shape)}")  # fmt: skip
+    check_device(ids, student_logits, "teacher_ids")
+    check_device(log_probs, student_logits, "teacher_log_probs")
+    if mask is not None:
+        if not isinstance(mask, torch.Tensor) or mask.dtype.is_complex:
+            raise TypeError(f"mask: expected a bool (or 0/1) tensor, got {described(mask)}")
+        if mask.shape not in (ids.shape, rows):
+            raise ValueError(f"mask: expected shape {tuple(ids.shape)} or {tuple(rows)}, got {tuple(mask.shape)}")
+        check_device(mask, student_logits, "mask")
+
+
+def check_pair(student: torch.Tensor, teacher: torch.Tensor, vocab_size: int | None) -> None:
+    if student.shape[:-1] != teacher.shape[:-1]:
+        raise ValueError(f"teacher_logits: expected the rows of the student, {tuple(student.shape[:-1])}, "
+                         f"got {tuple(teacher.shape[:-1])}")  # fmt: skip
+    check_device(teacher, student, "teacher_logits")
+    if vocab_size is None:
+        if student.shape[-1] != teacher.shape[-1]:
+            raise ValueError(f"vocab_size: expected a number of columns for {student.shape[-1]} of the student and "
+                             f"{teacher.shape[-1]} of the teacher, got None")  # fmt: skip
+    elif isinstance(vocab_size, bool) or not isinstance(vocab_size, int):
+        raise TypeError(f"vocab_size: expected an int, got {described(vocab_size)}")
+    elif not 0 < vocab_size <= min(student.shape[-1], teacher.shape[-1]):
+        raise ValueError(f"vocab_size: expected 1 to {min(student.shape[-1], teacher.shape[-1])}, got {vocab_size}")
+
+
+def check_transform(temperature: Any, softcap: Any, logit_scale: Any = 1.0, prefix: str = "") -> None:
+    check_number(temperature, f"{prefix}temperature", 0)
+    check_number(logit_scale, f"{prefix}logit_scale", -float("inf"))
+    if softcap is not None:
+        check_number(softcap, f"{prefix}softcap", 0)
+
+
 def check_device(tensor: torch.Tensor, logits: torch.Tensor, name: str) -> None:
     if tensor.device != logits.device:
         raise ValueError(f"{name}: expected device {logits.device}, that of the logits, got {tensor.device}")

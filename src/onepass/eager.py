@@ -7,7 +7,15 @@ from collections.abc import Iterator
 
 import torch
 
-from onepass.options import PACKED, Options, Results, empty_results
+from onepass.options import (
+    PACKED,
+    PAIR_NUMBERS,
+    Options,
+    PairOptions,
+    Results,
+    empty_pair_numbers,
+    empty_results,
+)
 
 BLOCK_ELEMENTS = 1 << 20
 FLOOR = -1e30  # of differences that are multiplied by their exp(), which is 0: 0·(-inf) would be NaN
@@ -100,8 +108,10 @@ def softmax_statistics(
             out["weighted_logit"][group] = (
                 torch.where(torch.as_tensor(c == 0, device=z.device), 0, c * z).sum(-1) + void
             )
-        if options.wants("log_sum_sq_probs"):
-            out["log_sum_sq_probs"][group] = e.square().sum(-1).log() - 2 * total.log()
+        if options.wants("log_sum_sq_probs") or options.wants("tempered_log_normalizer"):
+            tempered = (z * options.sharpness).exp().sum(-1).log() + void
+            out["tempered_log_normalizer"][group] = tempered
+            out["log_sum_sq_probs"][group] = tempered - 2 * total.log()
         if options.wants("mean_logit"):
             out["mean_logit"][group] = (z / z.shape[-1]).sum(-1) + shift[:, 0] + void
         if index is not None and chosen is not None:
@@ -126,6 +136,7 @@ def softmax_gradient(
     grad_log_normalizer: torch.Tensor | None,
     grad_expected_logit: torch.Tensor | None,
     grad_weighted_logit: torch.Tensor | None,
+    grad_tempered: torch.Tensor | None,
     grad_selected: torch.Tensor | None,
     options: Options,
     out: torch.Tensor,
@@ -135,14 +146,14 @@ def softmax_gradient(
     if rows == 0:
         return
     field = dict(zip(PACKED, packed.view(len(PACKED), rows, 1)))
-    a, b, d = (
+    a, b, d, h = (
         packed.new_zeros(rows, 1) if g is None else g.reshape(-1, 1)
-        for g in (grad_log_normalizer, grad_expected_logit, grad_weighted_logit)
+        for g in (grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_tempered)
     )
     if grad_expected_logit is not None:
         expected = field["expected_logit"]
         a, b = (a + b * expected, -b) if options.wants("entropy") else (a + b * (1 - expected), b)
-    idle = (a == 0) & (b == 0) & (d == 0)
+    idle = (a == 0) & (b == 0) & (d == 0) & (h == 0)
     active = active_rows(index, row_mask, options)
     if index is not None and grad_selected is not None:
         index = index.reshape(rows, index.numel() // rows).clamp(0, logits.shape[-1] - 1).long()
@@ -160,6 +171,9 @@ def softmax_gradient(
             g = p * (a[group] + b[group] * z.clamp_(min=FLOOR))
         else:
             g = p.mul_(a[group])
+        if grad_tempered is not None:
+            tempered = field["tempered_log_normalizer"][group]
+            g = g + (z * options.sharpness - tempered).exp_() * (h[group] * options.sharpness)
         if grad_weighted_logit is not None:
             g += weights_of(class_weights, options, z) * d[group]
         if index is not None and grad_selected is not None:
@@ -167,3 +181,87 @@ def softmax_gradient(
         if not (isinstance(slope, float) and slope == 1.0):
             g *= slope
         g_out.copy_(g.masked_fill_(idle[group], 0.0))
+
+
+def log_ratio(p: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """``log(p/q)``, and 0 where p is 0."""
+    return torch.where(p == 0, 0.0, log_p - log_q)  # NaN stays
+
+
+def mixture(log_p: torch.Tensor, log_q: torch.Tensor, w_p: float, w_q: float) -> tuple[torch.Tensor, ...]:
+    """``P, log(P/M), Q, log(Q/M)`` of ``M = w_p·P + w_q·Q``."""
+    p, q = log_p.exp(), log_q.exp()
+    log_m = (w_p * p + w_q * q).log()
+    return p, log_ratio(p, log_p, log_m), q, log_ratio(q, log_q, log_m)
+
+
+def divergence(
+    student: torch.Tensor, teacher: torch.Tensor, row_mask: torch.Tensor | None, options: PairOptions
+) -> torch.Tensor:
+    """`PAIR_NUMBERS` of every row, ``(len(PAIR_NUMBERS), ...)``, as `kernels.divergence` defines them."""
+    packed = empty_pair_numbers(student, teacher)
+    rows = student.shape[:-1].numel()
+    out = dict(zip(PAIR_NUMBERS, packed.view(len(PAIR_NUMBERS), rows)))
+    for group, pair in row_blocks(student, teacher) if rows else ():
+        logs = {}
+        for name, x, of_x in zip(("student", "teacher"), pair, (options.student, options.teacher)):
+            z, _ = transform(x, of_x, packed.dtype)
+            shift = z.amax(-1, keepdim=True)
+            log_normalizer = (z - shift).logsumexp(-1, keepdim=True)
+            logs[name] = z - shift - log_normalizer
+            out[f"{name}_shift"][group] = shift[:, 0]
+            out[f"{name}_log_normalizer"][group] = log_normalizer[:, 0]
+        log_p, log_q = options.ordered(logs["student"], logs["teacher"])
+        p_mean, q_mean = options.ordered(out["student_mean"], out["teacher_mean"])
+        if options.direction == "jsd":
+            w_p, w_q = options.weights
+            p, p_ratio, q, q_ratio = mixture(log_p, log_q, w_p, w_q)
+            p_mean[group], q_mean[group] = (p * p_ratio).sum(-1), (q * q_ratio).sum(-1)
+            out["divergence"][group] = w_p * p_mean[group] + w_q * q_mean[group]
+        else:
+            p = log_p.exp()
+            void = 0 * (p.sum(-1) + log_q.exp().sum(-1))
+            p_mean[group] = out["divergence"][group] = (p * log_ratio(p, log_p, log_q)).sum(-1) + void
+            q_mean[group] = 0.0
+    if row_mask is not None:
+        packed.masked_fill_(~row_mask.bool(), 0.0)
+    return packed
+
+
+def divergence_gradient(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    row_mask: torch.Tensor | None,
+    packed: torch.Tensor,
+    grad: torch.Tensor,
+    of_teacher: bool,
+    options: PairOptions,
+    out: torch.Tensor,
+) -> None:
+    """Write the gradient of the student's logits (or the teacher's) into ``out``."""
+    rows = student.shape[:-1].numel()
+    field = dict(zip(PAIR_NUMBERS, packed.view(len(PAIR_NUMBERS), rows, 1)))
+    grad = grad.reshape(-1, 1)
+    idle = grad == 0
+    if row_mask is not None:
+        idle = idle | ~row_mask.reshape(-1, 1).bool()
+    names, transforms = ("student", "teacher"), (options.student, options.teacher)
+    if of_teacher:
+        student, teacher, names, transforms = teacher, student, names[::-1], transforms[::-1]
+    for group, (x, y, g_out) in row_blocks(student, teacher, out) if rows else ():
+        (zx, slope), (zy, _) = (transform(t, o, packed.dtype) for t, o in zip((x, y), transforms))
+        log_x, log_y = (
+            z - field[f"{name}_shift"][group] - field[f"{name}_log_normalizer"][group]
+            for z, name in zip((zx, zy), names)
+        )
+        mean = field[f"{names[0]}_mean"][group]
+        if options.direction == "jsd":
+            w_x, w_y = options.weights if of_teacher else options.weights[::-1]
+            p, ratio, _, _ = mixture(log_x, log_y, w_x, w_y)
+            g = w_x * p * (ratio - mean)
+        elif options.ordered("student", "teacher")[0] == names[0]:
+            p = log_x.exp()
+            g = p * (log_ratio(p, log_x, log_y) - mean)
+        else:
+            g = log_x.exp() - log_y.exp()
+        g_out.copy_((g * grad[group] * slope).masked_fill_(idle[group], 0.0))

@@ -1,6 +1,6 @@
 """What both paths and the registered operations share: the fields a row can leave behind, and how it is read."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -13,6 +13,7 @@ PACKED = (
     "weighted_logit",
     "log_sum_sq_probs",
     "mean_logit",
+    "tempered_log_normalizer",  # log Σ exp(sharpness·(z - shift)): the normaliser at a second temperature
     "kept",  # 1 for a row that was read, 0 for one that is masked or ignored
 )
 # Fields with one value per index. The two share a place: a caller asks for one of them, as for one of `expected_logit`
@@ -30,6 +31,7 @@ class Options(NamedTuple):
     softcap: float | None = None
     temperature: float = 1.0
     class_weight: float = 0.0  # of every class, where there is no tensor of class weights
+    sharpness: float = 2.0  # one over the second temperature; 2 is that of `log_sum_sq_probs`
     ignore_index: int | None = None  # rows with this index (one a row) are masked
 
     def wants(self, name: str) -> bool:
@@ -40,6 +42,48 @@ class Options(NamedTuple):
         if self.softcap is None:
             return self.logit_scale / self.temperature, 1.0
         return self.logit_scale / self.softcap, self.softcap / self.temperature
+
+
+T = TypeVar("T")
+# What a divergence between two rows of logits leaves behind; the means are those that the gradients need.
+PAIR_NUMBERS = (
+    "student_shift", "student_log_normalizer", "student_mean",
+    "teacher_shift", "teacher_log_normalizer", "teacher_mean",
+    "divergence",
+)  # fmt: skip
+
+
+class PairOptions(NamedTuple):
+    """A divergence and how its two rows of logits are read; as flat arguments, those of the registered operations."""
+
+    direction: str  # "forward", "reverse" or "jsd"
+    beta: float
+    temperature: float = 1.0
+    softcap: float | None = None
+    teacher_temperature: float = 1.0
+    teacher_softcap: float | None = None
+
+    @property
+    def student(self) -> Options:
+        return Options("shift log_normalizer", softcap=self.softcap, temperature=self.temperature)
+
+    @property
+    def teacher(self) -> Options:
+        return Options("shift log_normalizer", softcap=self.teacher_softcap, temperature=self.teacher_temperature)
+
+    @property
+    def weights(self) -> tuple[float, float]:
+        """Of P and Q in the mixture."""
+        return self.beta, 1.0 - self.beta
+
+    def ordered(self, student: T, teacher: T) -> tuple[T, T]:
+        """``(P, Q)`` of KL(P ‖ Q), and of the mixture."""
+        return (student, teacher) if self.direction == "reverse" else (teacher, student)
+
+
+def empty_pair_numbers(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    dtype = torch.float64 if torch.float64 in (student.dtype, teacher.dtype) else torch.float32
+    return student.new_empty((len(PAIR_NUMBERS), *student.shape[:-1]), dtype=dtype)
 
 
 Results = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]

@@ -7,14 +7,22 @@ backward that serves every loss. Losses are ordinary PyTorch on the `SoftmaxStat
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onepass import eager
-from onepass.checks import check_choice, check_class_weights, check_index, check_logits, check_number, check_row_mask
+from onepass.checks import (
+    check_choice,
+    check_class_weights,
+    check_index,
+    check_logits,
+    check_number,
+    check_row_mask,
+    check_transform,
+)
+from onepass.dispatch import empty_gradient, is_plain, path_of
 from onepass.inplace import mark_overwritten
 from onepass.options import NOT_DIFFERENTIABLE, Options, Results, empty_results, pick
 
@@ -147,10 +155,7 @@ def read(
     """The fields of ``options``, differentiable: what every loss is made of. Logits and index are checked already."""
     if row_mask is not None:
         check_row_mask(row_mask, logits)
-    check_number(options.temperature, "temperature", 0)
-    check_number(options.logit_scale, "logit_scale", -float("inf"))
-    if options.softcap is not None:
-        check_number(options.softcap, "softcap", 0)
+    check_transform(options.temperature, options.softcap, options.logit_scale)
     weights = None
     if isinstance(class_weights, Tensor):
         check_class_weights(class_weights, logits, "class_weights")
@@ -164,13 +169,23 @@ def read(
         logits = logits.contiguous()
     index = None if index is None else index.contiguous()
     row_mask = None if row_mask is None else row_mask.contiguous()
-    if _is_plain(logits):
+    if is_plain(logits):
         _check_range(logits, index, row_mask, options, index_name)
     if torch.is_grad_enabled() and logits.requires_grad:
         results = _Statistics.apply(logits, index, row_mask, weights, options, inplace_backward)
     else:
         results = pick(_forward(logits, index, row_mask, weights, options), options)
     return dict(zip(options.fields.split(), results))
+
+
+def gather_logits(logits: Tensor, index: Tensor, index_name: str = "index") -> Tensor:
+    """Logits ``(..., K)`` of the classes ``index``, in the dtype of the results: a loss that needs no other reads no
+    other. As everywhere, an index outside the vocabulary is an error or, where a look would synchronise, NaN."""
+    if is_plain(logits):
+        _check_range(logits, index, None, Options(""), index_name)
+    inside = index.clamp(0, logits.shape[-1] - 1)
+    chosen = logits.gather(-1, inside.long())
+    return chosen.to(torch.promote_types(chosen.dtype, torch.float32)).where(inside == index, float("nan"))
 
 
 def check_inplace(logits: Tensor) -> None:
@@ -184,7 +199,7 @@ def _check_range(
     logits: Tensor, index: Tensor | None, row_mask: Tensor | None, options: Options, name: str = "index"
 ) -> None:
     """Where a look costs no synchronisation, or debugging asks for it; elsewhere the row becomes NaN."""
-    if index is None or not (DEBUG or (logits.is_cpu and _path(logits) is eager)):
+    if index is None or not (DEBUG or (logits.is_cpu and path_of(logits) is eager)):
         return
     rows = index.reshape(logits.shape[:-1].numel(), index.shape[-1] if index.dim() == logits.dim() else 1)
     bad = eager.out_of_range(rows, eager.active_rows(index, row_mask, options), logits.shape[-1])
@@ -223,59 +238,36 @@ class _Statistics(torch.autograd.Function):
             g.get("log_normalizer"),
             g.get("entropy" if "entropy" in g else "expected_logit"),
             g.get("weighted_logit"),
+            g.get("tempered_log_normalizer"),
             g.get("log_probs" if "log_probs" in g else "selected"),
         )
         if ctx.inplace and not compiling:
             grad = logits.detach()
-            _path(logits).softmax_gradient(logits, *saved, *upstream, ctx.options, grad)
+            path_of(logits).softmax_gradient(logits, *saved, *upstream, ctx.options, grad)
             mark_overwritten(logits)
         else:
             grad = _gradient(logits, *saved, *upstream, ctx.options)
         return grad, None, None, None, None, None
 
 
-# The registered operations. Plain tensors in eager mode skip the dispatcher, which costs more than a small kernel;
-# everything that traces or wraps (torch.compile, export, fake tensors, tensor subclasses) goes through it.
-
-
-def _path(logits: Tensor) -> Any:
-    """The module that computes: Triton on CUDA and ROCm (or in its interpreter), `eager` for the rest."""
-    if logits.dtype == torch.float64 or not (logits.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
-        return eager
-    return _kernels()
-
-
-@lru_cache
-def _kernels() -> Any:
-    from onepass import kernels  # Triton is on Linux only
-
-    return kernels
-
-
-def _is_plain(logits: Tensor) -> bool:
-    return type(logits) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+# The registered operations: see `dispatch.is_plain` for when they are used.
 
 
 def _forward(
     logits: Tensor, index: Tensor | None, row_mask: Tensor | None, class_weights: Tensor | None, options: Options
 ) -> Results:
-    if _is_plain(logits):
-        return _path(logits).softmax_statistics(logits, index, row_mask, class_weights, options)
+    if is_plain(logits):
+        return path_of(logits).softmax_statistics(logits, index, row_mask, class_weights, options)
     return torch.ops.onepass.softmax_statistics(logits, index, row_mask, class_weights, *options)
 
 
 def _gradient(logits: Tensor, *arguments: Any) -> Tensor:
     *tensors, options = arguments
-    if _is_plain(logits):
-        out = _empty_gradient(logits)
-        _path(logits).softmax_gradient(logits, *tensors, options, out)
+    if is_plain(logits):
+        out = empty_gradient(logits)
+        path_of(logits).softmax_gradient(logits, *tensors, options, out)
         return out
     return torch.ops.onepass.softmax_gradient(logits, *tensors, *options)
-
-
-def _empty_gradient(logits: Tensor) -> Tensor:
-    out = torch.empty_like(logits)
-    return out if out.stride(-1) == 1 else logits.new_empty(logits.shape)  # of expanded logits
 
 
 def _tensors(results: Results) -> tuple[Tensor, Tensor, Tensor]:
@@ -296,11 +288,12 @@ def _statistics_op(
     softcap: float | None,
     temperature: float,
     class_weight: float,
+    sharpness: float,
     ignore_index: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    options = Options(fields, logit_scale, softcap, temperature, class_weight, ignore_index)
+    options = Options(fields, logit_scale, softcap, temperature, class_weight, sharpness, ignore_index)
     _check_range(logits, index, row_mask, options)
-    return _tensors(_path(logits).softmax_statistics(logits, index, row_mask, class_weights, options))
+    return _tensors(path_of(logits).softmax_statistics(logits, index, row_mask, class_weights, options))
 
 
 @_statistics_op.register_fake
@@ -318,23 +311,25 @@ def _gradient_op(
     grad_log_normalizer: Tensor | None,
     grad_expected_logit: Tensor | None,
     grad_weighted_logit: Tensor | None,
+    grad_tempered: Tensor | None,
     grad_selected: Tensor | None,
     fields: str,
     logit_scale: float,
     softcap: float | None,
     temperature: float,
     class_weight: float,
+    sharpness: float,
     ignore_index: int | None,
 ) -> Tensor:
-    options = Options(fields, logit_scale, softcap, temperature, class_weight, ignore_index)
-    out = _empty_gradient(logits)
-    _path(logits).softmax_gradient(
+    options = Options(fields, logit_scale, softcap, temperature, class_weight, sharpness, ignore_index)
+    out = empty_gradient(logits)
+    path_of(logits).softmax_gradient(
         logits, index, row_mask, class_weights, packed,
-        grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_selected, options, out,
+        grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected, options, out,
     )  # fmt: skip
     return out
 
 
 @_gradient_op.register_fake
 def _(logits, *arguments):
-    return _empty_gradient(logits)
+    return empty_gradient(logits)

@@ -13,7 +13,8 @@ from torch import Tensor
 import onepass
 from onepass.checks import FLOATS
 from onepass.cli.environment import environment, package_version
-from onepass.statistics import METRICS, _path
+from onepass.dispatch import path_of
+from onepass.statistics import METRICS
 
 PATHS = {"onepass.kernels": "Triton kernels", "onepass.eager": "eager PyTorch"}
 PEERS = ("transformers", "trl", "liger-kernel", "quack-kernels", "axolotl", "tokenizers", "typer", "rich", "matplotlib")
@@ -106,7 +107,7 @@ def compare(value: Tensor, expected: Tensor, bound: Tensor) -> tuple[str, bool]:
 
 def path(device: str, dtype: torch.dtype) -> str:
     try:
-        return PATHS[_path(torch.empty(1, dtype=dtype, device=device)).__name__]
+        return PATHS[path_of(torch.empty(1, dtype=dtype, device=device)).__name__]
     except ImportError as error:  # of Triton
         return f"none ({error})"
 

@@ -1,6 +1,7 @@
 """Triton kernels and their launchers. Nothing here knows about users, losses or autograd."""
 
+from onepass.kernels.divergence import divergence, divergence_gradient
 from onepass.kernels.softmax_gradient import softmax_gradient
 from onepass.kernels.softmax_statistics import softmax_statistics
 
-__all__ = ["softmax_gradient", "softmax_statistics"]
+__all__ = ["divergence", "divergence_gradient", "softmax_gradient", "softmax_statistics"]

@@ -52,10 +52,10 @@ def lanes_for(vocab: int, vec: int, most: int = MAX_LANES) -> int:
     return max(32, min(most, power_of_two(vocab // (4 * vec) + 1)))
 
 
-def programs_for(rows: int, vocab: int, vec: int, device: torch.device) -> tuple[int, int]:
+def programs_for(rows: int, vocab: int, vec: int, device: torch.device, most: int = MAX_LANES) -> tuple[int, int]:
     """``(lanes, splits)``: how wide a program is and how many share a row, both powers of two."""
     threads = THREADS_PER_SM * multiprocessors(device) // max(rows, 1)  # there are for a row
-    lanes = lanes_for(vocab, vec, min(MAX_LANES_OF_FEW_ROWS, max(MAX_LANES, power_of_two(threads))))
+    lanes = lanes_for(vocab, vec, min(MAX_LANES_OF_FEW_ROWS, max(most, power_of_two(threads))))
     wanted = min(threads // lanes, vocab // (4 * lanes * vec), MAX_SPLITS)
     return lanes, 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
 

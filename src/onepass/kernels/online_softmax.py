@@ -11,7 +11,7 @@ name    value                          needed for
 ``t``   ``Σ exp(z - m)·(z - m)``       ``expected_logit``
 ``w``   ``Σ c·(z - m)``                ``weighted_logit``
 ``c``   ``Σ c``                        ``weighted_logit`` (to move ``w`` to another maximum)
-``q``   ``Σ exp(z - m)²``              ``log_sum_sq_probs``
+``q``   ``Σ exp(sharpness·(z - m))``   ``tempered_log_normalizer``, ``log_sum_sq_probs``
 ``u``   ``Σ z / V``                    ``mean_logit``
 ======  =============================  ======================================================
 
@@ -74,8 +74,8 @@ def move(w, c, back):
 
 
 @triton.jit
-def update(m, s, t, w, c, q, u, z, weight, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
-           SUM_SQ: tl.constexpr, MEAN: tl.constexpr):  # fmt: skip
+def update(m, s, t, w, c, q, u, z, weight, sharpness, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
+           TEMPERED: tl.constexpr, MEAN: tl.constexpr):  # fmt: skip
     """Add a tile of logits ``z[lanes, vec]`` to one state a lane. No traffic between lanes.
 
     Padding is ``z = -inf`` with ``weight = 0``; `MEAN` is the caller's to add, since -inf is not neutral in a sum.
@@ -89,8 +89,8 @@ def update(m, s, t, w, c, q, u, z, weight, EXPECTED: tl.constexpr, WEIGHTED: tl.
     if EXPECTED:
         t = alpha * (t + s * back) + tl.sum(e * tl.maximum(d, FLOOR), axis=1)
     s = alpha * s + tl.sum(e, axis=1)
-    if SUM_SQ:
-        q = alpha * alpha * q + tl.sum(e * e, axis=1)
+    if TEMPERED:
+        q = tl.exp2(back * (sharpness * LOG2E)) * q + tl.sum(tl.exp2(d * (sharpness * LOG2E)), axis=1)
     if WEIGHTED:
         # A weight of 0 leaves its logit out, also where the logit is -inf. (A sum of weights just loaded would meet a
         # bug in Triton 3.6's thread-locality pass; the where() keeps it away.)
@@ -101,8 +101,8 @@ def update(m, s, t, w, c, q, u, z, weight, EXPECTED: tl.constexpr, WEIGHTED: tl.
 
 
 @triton.jit
-def merge(m, s, t, w, c, q, u, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
-          SUM_SQ: tl.constexpr, MEAN: tl.constexpr):  # fmt: skip
+def merge(m, s, t, w, c, q, u, sharpness, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
+          TEMPERED: tl.constexpr, MEAN: tl.constexpr):  # fmt: skip
     """Reduce a vector of states to one, in an order that never changes."""
     new = tl.max(m, axis=0)
     back = tl.maximum(m - new, FLOOR)
@@ -113,8 +113,8 @@ def merge(m, s, t, w, c, q, u, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
     if WEIGHTED:
         w_out = tl.sum(move(w, c, m - new), axis=0)
         c_out = tl.sum(c, axis=0)
-    if SUM_SQ:
-        q_out = tl.sum(alpha * alpha * q, axis=0)
+    if TEMPERED:
+        q_out = tl.sum(tl.exp2(back * (sharpness * LOG2E)) * q, axis=0)
     if MEAN:
         u_out = tl.sum(u, axis=0)
     return new, tl.sum(alpha * s, axis=0), t_out, w_out, c_out, q_out, u_out

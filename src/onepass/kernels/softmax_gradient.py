@@ -2,9 +2,10 @@
 
 For a row with upstream gradients ``g`` of its statistics,
 
-    dL/dz_j = p_j·(a + b·(z_j - shift)) + c_j·d + Σ_k w_k·[j = index_k]
+    dL/dz_j = p_j·(a + b·(z_j - shift)) + c_j·d + r_j·h + Σ_k w_k·[j = index_k]
     a = g_log_normalizer + g_expected_logit·(1 - expected_logit),  b = g_expected_logit,
-    d = g_weighted_logit,  w = g_selected
+    d = g_weighted_logit,  w = g_selected,
+    h = g_tempered_log_normalizer·sharpness,  r_j = exp(sharpness·(z_j - shift) - tempered_log_normalizer)
 
 (given gradients of entropy or log-probs instead: ``b = -g_entropy``, ``a = … + g_entropy·expected_logit`` or
 ``a = … - Σ_k g_log_prob_k``)
@@ -22,15 +23,22 @@ import triton.language as tl
 from onepass.kernels.launch import Plan, launch, plan
 from onepass.kernels.layout import flat_rows, lanes_for, power_of_two, row_groups, row_strides, threads_per_warp
 from onepass.kernels.online_softmax import FLOOR, LOG2E, transform_and_slope
-from onepass.kernels.softmax_statistics import EXPECTED_LOGIT, LOG_NORMALIZER, SHIFT, row_start
+from onepass.kernels.softmax_statistics import (
+    EXPECTED_LOGIT,
+    LOG_NORMALIZER,
+    SHIFT,
+    TEMPERED_LOG_NORMALIZER,
+    row_start,
+)
 from onepass.options import Options
 
 TILES = 4  # tiles a program writes: the fewest at which the card's bandwidth is reached
 
 
 @triton.jit
-def gradient(x, weight, shift, log_normalizer, a, b, d, inner, outer,
-             SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr):  # fmt: skip
+def gradient(x, weight, shift, log_normalizer, tempered, a, b, d, h, inner, outer, sharpness,
+             SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
+             TEMPERED: tl.constexpr):  # fmt: skip
     """The dense part of the gradient with respect to ``z``, and ``dz/dx``."""
     z, slope = transform_and_slope(x, inner, outer, SOFTCAP)
     relative = z - shift
@@ -40,45 +48,49 @@ def gradient(x, weight, shift, log_normalizer, a, b, d, inner, outer,
         g = p * (a + b * tl.maximum(relative, FLOOR))
     if WEIGHTED:
         g += weight * d
+    if TEMPERED:
+        g += tl.exp2((relative * sharpness - tempered) * LOG2E) * h
     return g, slope
 
 
 @triton.jit
-def write_tile(logits, out, class_weights, col0, low, high, shift, log_normalizer, a, b, d, inner, outer, class_weight,
-               SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
-               LANES: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+def write_tile(logits, out, class_weights, col0, low, high, shift, log_normalizer, tempered, a, b, d, h, inner, outer,
+               sharpness, class_weight, SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
+               TEMPERED: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     valid = (col >= low) & (col < high) if MASKED else None
     weight = class_weight
     if class_weights is not None:
         weight = tl.load(class_weights + col - low, mask=valid).to(tl.float32)
-    g, slope = gradient(tl.load(logits + col, mask=valid), weight, shift, log_normalizer, a, b, d, inner, outer,
-                        SOFTCAP, EXPECTED, WEIGHTED)  # fmt: skip
+    g, slope = gradient(tl.load(logits + col, mask=valid), weight, shift, log_normalizer, tempered, a, b, d, h,
+                        inner, outer, sharpness, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED)  # fmt: skip
     tl.store(out + col, (g * slope).to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit(
     do_not_specialize=[
         "rows", "V", "K", "inner_rows", "outer_stride", "inner_stride", "out_outer_stride", "out_inner_stride",
-        "n_stride", "e_stride", "w_stride", "s_stride", "ignore_index",
+        "n_stride", "e_stride", "w_stride", "t_stride", "s_stride", "ignore_index",
     ],
     do_not_specialize_on_alignment=[
         "index", "row_mask", "packed",
-        "grad_log_normalizer", "grad_expected_logit", "grad_weighted_logit", "grad_selected",
+        "grad_log_normalizer", "grad_expected_logit", "grad_weighted_logit", "grad_tempered", "grad_selected",
     ],
 )  # fmt: skip
 def softmax_gradient_kernel(
     logits, class_weights, out, index, row_mask, packed,
-    grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_selected,
+    grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected,
     rows, V, K, inner_rows, outer_stride: tl.int64, inner_stride: tl.int64,
     out_outer_stride: tl.int64, out_inner_stride: tl.int64,
-    n_stride, e_stride, w_stride, s_stride, inner, outer, class_weight, ignore_index: tl.int64,
+    n_stride, e_stride, w_stride, t_stride, s_stride, inner, outer, class_weight, sharpness, ignore_index: tl.int64,
     SOFTCAP: tl.constexpr, IGNORE: tl.constexpr, LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, ALIGN: tl.constexpr,
     SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
+    SOME_K: tl.constexpr,
 ):  # fmt: skip
     TILE: tl.constexpr = LANES * VEC
     EXPECTED: tl.constexpr = grad_expected_logit is not None
     WEIGHTED: tl.constexpr = grad_weighted_logit is not None
+    TEMPERED: tl.constexpr = grad_tempered is not None
     pieces = tl.cdiv(V + VEC - 1 if ALIGN else V, TILE * TILES)
     row = (tl.program_id(0) // pieces).to(tl.int64)
     piece = tl.program_id(0) % pieces
@@ -90,7 +102,7 @@ def softmax_gradient_kernel(
     low = piece * (TILE * TILES)
     high = tl.minimum(head + V, low + TILE * TILES)
 
-    a, b, d = 0.0, 0.0, 0.0
+    a, b, d, h, tempered = 0.0, 0.0, 0.0, 0.0, 0.0
     active = True
     if row_mask is not None:
         active = tl.load(row_mask + row) != 0
@@ -109,7 +121,10 @@ def softmax_gradient_kernel(
             b = -b if ENTROPY else b
         if WEIGHTED:
             d = tl.load(grad_weighted_logit + row * w_stride)
-        needed = (a != 0.0) | (b != 0.0) | (d != 0.0)
+        if TEMPERED:
+            h = tl.load(grad_tempered + row * t_stride) * sharpness
+            tempered = tl.load(packed + TEMPERED_LOG_NORMALIZER * rows + row)
+        needed = (a != 0.0) | (b != 0.0) | (d != 0.0) | (h != 0.0)
         if grad_selected is not None:
             w = tl.load(grad_selected + row * s_stride + k, mask=k < K, other=0.0)
             needed = needed | (tl.sum((w != 0.0).to(tl.int32), axis=0) > 0)
@@ -126,26 +141,31 @@ def softmax_gradient_kernel(
             weight = class_weight
             if class_weights is not None:
                 weight = tl.load(class_weights + chosen, mask=mine).to(tl.float32)
-            g, slope = gradient(tl.load(logits + start + chosen, mask=mine), weight, shift, log_normalizer, a, b, d,
-                                inner, outer, SOFTCAP, EXPECTED, WEIGHTED)  # fmt: skip
+            g, slope = gradient(tl.load(logits + start + chosen, mask=mine), weight, shift, log_normalizer, tempered,
+                                a, b, d, h, inner, outer, sharpness, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED)  # fmt: skip
             # An index may stand in a row more than once.
-            for j in range(K):
-                same = chosen == tl.load(index + row * K + j)
-                g += tl.where(same, tl.load(grad_selected + row * s_stride + j), 0.0)
+            for j0 in range(0, K, SOME_K):
+                j = j0 + tl.arange(0, SOME_K)
+                others = tl.load(index + row * K + j, mask=j < K, other=-1)
+                theirs = tl.load(grad_selected + row * s_stride + j, mask=j < K, other=0.0)
+                g += tl.sum(tl.where(chosen[:, None] == others[None, :], theirs[None, :], 0.0), axis=1)
             chosen_gradient = g * slope
         begin = low
         if ALIGN:
             begin = low + tl.where(low < head, TILE, 0)
             if low < head:
-                write_tile(x_base, g_base, class_weights, low, head, high, shift, log_normalizer, a, b, d, inner, outer,
-                           class_weight, SOFTCAP, EXPECTED, WEIGHTED, LANES, VEC, True)  # fmt: skip
+                write_tile(x_base, g_base, class_weights, low, head, high, shift, log_normalizer, tempered,
+                           a, b, d, h, inner, outer, sharpness, class_weight, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED,
+                           LANES, VEC, True)  # fmt: skip
         full = begin + tl.maximum(high - begin, 0) // TILE * TILE
         for col in range(begin, full, TILE):
-            write_tile(x_base, g_base, class_weights, col, head, high, shift, log_normalizer, a, b, d, inner, outer,
-                       class_weight, SOFTCAP, EXPECTED, WEIGHTED, LANES, VEC, False)  # fmt: skip
+            write_tile(x_base, g_base, class_weights, col, head, high, shift, log_normalizer, tempered,
+                       a, b, d, h, inner, outer, sharpness, class_weight, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED,
+                       LANES, VEC, False)  # fmt: skip
         if full < high:
-            write_tile(x_base, g_base, class_weights, full, head, high, shift, log_normalizer, a, b, d, inner, outer,
-                       class_weight, SOFTCAP, EXPECTED, WEIGHTED, LANES, VEC, True)  # fmt: skip
+            write_tile(x_base, g_base, class_weights, full, head, high, shift, log_normalizer, tempered,
+                       a, b, d, h, inner, outer, sharpness, class_weight, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED,
+                       LANES, VEC, True)  # fmt: skip
         if grad_selected is not None:
             tl.debug_barrier()
             tl.store(out + out_start + chosen, chosen_gradient.to(out.dtype.element_ty), mask=mine)
@@ -180,12 +200,12 @@ def plan_for(
     return plan(
         softmax_gradient_kernel, here * pieces,
         (rows, V, K, *where, *out_where[1:], *gradient_strides, *options.transform(), options.class_weight,
-         options.ignore_index or 0),
+         options.sharpness, options.ignore_index or 0),
         num_warps=max(1, LANES // threads_per_warp()),
         SOFTCAP=options.softcap is not None, IGNORE=options.ignore_index is not None,
         LOG_PROBS=options.wants("log_probs"), ENTROPY=options.wants("entropy"),
         ALIGN=ALIGN, SAME_PHASE=not any((a - b) % VEC for a, b in zip(where[1:], out_where[1:])),
-        VEC=VEC, LANES=LANES, TILES=TILES, BLOCK_K=power_of_two(K),
+        VEC=VEC, LANES=LANES, TILES=TILES, BLOCK_K=power_of_two(K), SOME_K=min(power_of_two(K), 16),
     )  # fmt: skip
 
 
@@ -198,6 +218,7 @@ def softmax_gradient(
     grad_log_normalizer: torch.Tensor | None,
     grad_expected_logit: torch.Tensor | None,
     grad_weighted_logit: torch.Tensor | None,
+    grad_tempered: torch.Tensor | None,
     grad_selected: torch.Tensor | None,
     options: Options,
     out: torch.Tensor,
@@ -205,17 +226,17 @@ def softmax_gradient(
     """Launch the backward kernel; ``out`` has the shape and dtype of ``logits`` and may be the same tensor."""
     rows = logits.shape[:-1].numel()
     K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
-    n, e, w, s = (
+    n, e, w, t, s = (
         None if g is None else g if g.dim() == 1 else g.reshape(-1)
-        for g in (grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_selected)
+        for g in (grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected)
     )
     s = s if s is None or K == 1 else s.contiguous()
-    gradient_strides = tuple(0 if g is None else g.stride(0) for g in (n, e, w, s))
-    gradient_strides = (*gradient_strides[:3], gradient_strides[3] * K)
+    gradient_strides = tuple(0 if g is None else g.stride(0) for g in (n, e, w, t, s))
+    gradient_strides = (*gradient_strides[:4], gradient_strides[4] * K)
     for group, (x, g) in row_groups(logits, out) if rows else ():
         p = plan_for(x.shape, x.stride(), g.stride(), gradient_strides, x.element_size(), rows, K, options)
         launch(
             softmax_gradient_kernel, p, (x, class_weights, g),
-            (flat_rows(index, group, K), flat_rows(row_mask, group), flat_rows(packed, group),
-             flat_rows(n, group), flat_rows(e, group), flat_rows(w, group), flat_rows(s, group, K)),
+            (flat_rows(index, group, K), flat_rows(row_mask, group), flat_rows(packed, group), flat_rows(n, group),
+             flat_rows(e, group), flat_rows(w, group), flat_rows(t, group), flat_rows(s, group, K)),
         )  # fmt: skip

@@ -25,6 +25,7 @@ EXPECTED_LOGIT = tl.constexpr(PACKED.index("expected_logit"))
 ENTROPY = tl.constexpr(PACKED.index("entropy"))
 WEIGHTED_LOGIT = tl.constexpr(PACKED.index("weighted_logit"))
 LOG_SUM_SQ_PROBS = tl.constexpr(PACKED.index("log_sum_sq_probs"))
+TEMPERED_LOG_NORMALIZER = tl.constexpr(PACKED.index("tempered_log_normalizer"))
 MEAN_LOGIT = tl.constexpr(PACKED.index("mean_logit"))
 KEPT = tl.constexpr(PACKED.index("kept"))
 STATE = tl.constexpr(7)  # numbers in a state
@@ -38,9 +39,22 @@ def row_start(row, inner_rows, outer_stride, inner_stride):
 
 
 @triton.jit
-def read_tile(m, s, t, w, c, q, u, logits, class_weights, col0, low, high, inner, outer, class_weight, inverse_vocab,
-              SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr, SUM_SQ: tl.constexpr,
-              MEAN: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+def read_chosen(x, index, row, k, K, V):
+    """The logits of a row's indices, and which of these lie in the vocabulary."""
+    inside = k < 0
+    chosen = tl.zeros(k.shape, x.dtype.element_ty)
+    if index is not None:
+        column = tl.load(index + row * K + k, mask=k < K, other=0)
+        inside = (column >= 0) & (column < V)
+        chosen = tl.load(x + column, mask=inside, other=0.0)
+    return chosen, inside
+
+
+@triton.jit
+def read_tile(m, s, t, w, c, q, u, logits, class_weights, col0, low, high, inner, outer, class_weight, sharpness,
+              inverse_vocab, SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
+              TEMPERED: tl.constexpr, MEAN: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+              MASKED: tl.constexpr):  # fmt: skip
     """Read columns ``[col0, col0 + LANES·VEC)``, of which ``[low, high)`` count if `MASKED`, into the state."""
     col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     valid = (col >= low) & (col < high) if MASKED else None
@@ -56,7 +70,7 @@ def read_tile(m, s, t, w, c, q, u, logits, class_weights, col0, low, high, inner
         z = tl.where(valid, z, float("-inf"))
         if WEIGHTED:
             weight = tl.where(valid, weight, 0.0)
-    return update(m, s, t, w, c, q, u, z, weight, EXPECTED, WEIGHTED, SUM_SQ, MEAN)
+    return update(m, s, t, w, c, q, u, z, weight, sharpness, EXPECTED, WEIGHTED, TEMPERED, MEAN)
 
 
 @triton.jit(
@@ -66,9 +80,9 @@ def read_tile(m, s, t, w, c, q, u, logits, class_weights, col0, low, high, inner
 def softmax_statistics_kernel(
     logits, class_weights, index, row_mask, packed, chosen, is_top1, pieces,
     rows, V, K, inner_rows, outer_stride: tl.int64, inner_stride: tl.int64, inner, outer, class_weight,
-    ignore_index: tl.int64,
+    sharpness, ignore_index: tl.int64,
     SOFTCAP: tl.constexpr, IGNORE: tl.constexpr, LOG_PROBS: tl.constexpr, EXPECTED: tl.constexpr,
-    WEIGHTED: tl.constexpr, SUM_SQ: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr,
+    WEIGHTED: tl.constexpr, TEMPERED: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr,
     LANES: tl.constexpr, UNROLL: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     TILE: tl.constexpr = LANES * VEC
@@ -81,7 +95,14 @@ def softmax_statistics_kernel(
     if IGNORE:
         active = tl.load(index + row) != ignore_index
     last = split == SPLITS - 1
-    shift, log_normalizer, expected_logit, weighted_logit, log_sum_sq_probs, mean_logit = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    shift, log_normalizer, expected_logit, weighted_logit, tempered_log_normalizer, mean_logit = (
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    )
     relative = tl.zeros([BLOCK_K], tl.float32)
     top1 = relative > 0
     if active:
@@ -97,6 +118,8 @@ def softmax_statistics_kernel(
         base = logits + start // VEC * VEC
         head = (start % VEC).to(tl.int32) if ALIGN else 0
         inverse_vocab = 1.0 / V
+        if SPLITS == 1:  # before the walk, so that nobody waits for them after it
+            x_chosen, inside = read_chosen(logits + start, index, row, k, K, V)
         piece = tl.cdiv(head + V, TILE * SPLITS) * TILE
         low = split * piece
         high = tl.minimum(head + V, low + piece)
@@ -106,17 +129,19 @@ def softmax_statistics_kernel(
             if low < head:
                 m, s, t, w, c, q, u = read_tile(
                     m, s, t, w, c, q, u, base, class_weights, low, head, high, inner, outer, class_weight,
-                    inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, SUM_SQ, MEAN, LANES, VEC, True)  # fmt: skip
+                    sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN, LANES, VEC,
+                    True)  # fmt: skip
         full = begin + tl.maximum(high - begin, 0) // TILE * TILE
         for col in tl.range(begin, full, TILE, loop_unroll_factor=UNROLL):
             m, s, t, w, c, q, u = read_tile(
                 m, s, t, w, c, q, u, base, class_weights, col, head, high, inner, outer, class_weight,
-                inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, SUM_SQ, MEAN, LANES, VEC, False)  # fmt: skip
+                sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN, LANES, VEC, False)  # fmt: skip
         if full < high:
             m, s, t, w, c, q, u = read_tile(
                 m, s, t, w, c, q, u, base, class_weights, full, head, high, inner, outer, class_weight,
-                inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, SUM_SQ, MEAN, LANES, VEC, True)  # fmt: skip
-        m, s, t, w, c, q, u = merge(m, s, t, w, c, q, u, EXPECTED, WEIGHTED, SUM_SQ, MEAN)
+                sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN, LANES, VEC,
+                    True)  # fmt: skip
+        m, s, t, w, c, q, u = merge(m, s, t, w, c, q, u, sharpness, EXPECTED, WEIGHTED, TEMPERED, MEAN)
 
         if SPLITS > 1:
             # Publish this piece; whoever finds all others published merges them.
@@ -137,12 +162,13 @@ def softmax_statistics_kernel(
                     tl.load(others, volatile=True), tl.load(others + SPLITS, volatile=True),
                     tl.load(others + SPLITS * 2, volatile=True), tl.load(others + SPLITS * 3, volatile=True),
                     tl.load(others + SPLITS * 4, volatile=True), tl.load(others + SPLITS * 5, volatile=True),
-                    tl.load(others + SPLITS * 6, volatile=True), EXPECTED, WEIGHTED, SUM_SQ, MEAN)  # fmt: skip
+                    tl.load(others + SPLITS * 6, volatile=True), sharpness, EXPECTED, WEIGHTED, TEMPERED,
+                    MEAN)  # fmt: skip
         if last:
             if index is not None:
-                column = tl.load(index + row * K + k, mask=k < K, other=0)
-                inside = (column >= 0) & (column < V)
-                z = transform(tl.load(logits + start + column, mask=inside, other=0.0), inner, outer, SOFTCAP)
+                if SPLITS > 1:
+                    x_chosen, inside = read_chosen(logits + start, index, row, k, K, V)
+                z = transform(x_chosen, inner, outer, SOFTCAP)
                 relative = z - m
                 # An index outside the vocabulary makes the whole row NaN, here and through it in the gradient.
                 s = tl.where(tl.sum((~inside).to(tl.int32), axis=0) > 0, float("nan"), s)
@@ -155,7 +181,7 @@ def softmax_statistics_kernel(
             log_normalizer = tl.log(s)
             expected_logit = t / s
             weighted_logit = w + (s - s)
-            log_sum_sq_probs = tl.log(q) - 2.0 * log_normalizer
+            tempered_log_normalizer = tl.log(q) + (s - s)
             mean_logit = u + (s - s)
     if last:
         packed += row
@@ -167,8 +193,9 @@ def softmax_statistics_kernel(
             tl.store(packed + ENTROPY * rows, log_normalizer - expected_logit)
         if WEIGHTED:
             tl.store(packed + WEIGHTED_LOGIT * rows, weighted_logit)
-        if SUM_SQ:
-            tl.store(packed + LOG_SUM_SQ_PROBS * rows, log_sum_sq_probs)
+        if TEMPERED:
+            tl.store(packed + TEMPERED_LOG_NORMALIZER * rows, tempered_log_normalizer)
+            tl.store(packed + LOG_SUM_SQ_PROBS * rows, tempered_log_normalizer - 2.0 * log_normalizer)
         if MEAN:
             tl.store(packed + MEAN_LOGIT * rows, mean_logit)
         if index is not None:
@@ -190,17 +217,21 @@ def plan_for(
     """The launch for one group of the ``rows``."""
     V, here = shape[-1], math.prod(shape[:-1])
     VEC = 16 // itemsize
+    TEMPERED = options.wants("log_sum_sq_probs") or options.wants("tempered_log_normalizer")
     LANES, SPLITS = layout.programs_for(here, V, VEC, device)
     where = row_strides(shape, strides)
     return plan(
         softmax_statistics_kernel, here * SPLITS,
-        (rows, V, K, *where, *options.transform(), options.class_weight, options.ignore_index or 0),
+        (rows, V, K, *where, *options.transform(), options.class_weight, options.sharpness,
+         options.ignore_index or 0),
         num_warps=max(1, LANES // threads_per_warp()),
         SOFTCAP=options.softcap is not None, IGNORE=options.ignore_index is not None,
         LOG_PROBS=options.wants("log_probs"),
         EXPECTED=options.wants("expected_logit") or options.wants("entropy"), WEIGHTED=options.wants("weighted_logit"),
-        SUM_SQ=options.wants("log_sum_sq_probs"), MEAN=options.wants("mean_logit"),
-        ALIGN=any(s % VEC for s in where[1:]), VEC=VEC, LANES=LANES, UNROLL=2, SPLITS=SPLITS, BLOCK_K=power_of_two(K),
+        TEMPERED=TEMPERED, MEAN=options.wants("mean_logit"),
+        ALIGN=any(s % VEC for s in where[1:]), VEC=VEC, LANES=LANES,
+        UNROLL=1 if TEMPERED else 2,  # registers are short with that state too
+        SPLITS=SPLITS, BLOCK_K=1 if K == 1 else max(power_of_two(K), LANES),  # no index is read by two threads
     )  # fmt: skip
 
 

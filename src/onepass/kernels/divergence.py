@@ -1,0 +1,401 @@
+"""Divergences between two rows of logits: a forward kernel that leaves a few numbers per row, and a gradient kernel.
+
+KL(P ‖ Q) takes one read of both. With ``z = p, q`` the transformed logits and ``m`` their maxima, the online state is
+
+    s_p = Σ exp(p - m_p),  s_q = Σ exp(q - m_q),  d = Σ exp(p - m_p)·((p - m_p) - (q - m_q))
+
+and KL = d/s_p - log s_p + log s_q. The generalised Jensen-Shannon divergence needs both normalisers before its first
+term, so that they come from `softmax_statistics` (a first read) and this kernel adds up (the second)
+
+    mean_p = Σ P·log(P / M),  mean_q = Σ Q·log(Q / M),  M = w_p·P + w_q·Q,  JSD = w_p·mean_p + w_q·mean_q.
+
+Gradients: of KL with respect to p, ``P·(log P - log Q - KL)``, to q, ``Q - P``; of JSD to p,
+``w_p·P·(log(P/M) - mean_p)``. Terms of probability 0 are 0.
+
+Bytes moved: both tensors in (twice for JSD); backward both in, one gradient out.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from onepass.kernels import layout
+from onepass.kernels.launch import Plan, launch, plan
+from onepass.kernels.layout import flat_rows, lanes_for, row_groups, row_strides, threads_per_warp
+from onepass.kernels.online_softmax import LOG2E, LOWEST, transform, transform_and_slope
+from onepass.kernels.softmax_statistics import row_start, softmax_statistics
+from onepass.options import PairOptions, empty_pair_numbers
+
+LN2 = tl.constexpr(0.6931471805599453)
+STATE = tl.constexpr(5)  # numbers in a state
+SHIFT, LOG_NORMALIZER, MEAN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # places in a tensor's numbers
+LANES_OF_MANY_ROWS = 512  # wider than of one tensor: two loads a tile, and more states to keep
+TILES = 4  # tiles that a program of the gradient writes
+
+
+@triton.jit
+def read_normalizer(numbers, rows, row):
+    return tl.load(numbers + SHIFT * rows + row), tl.load(numbers + LOG_NORMALIZER * rows + row)
+
+
+@triton.jit
+def load_pair(p, q, col0, low, high, p_inner, p_outer, q_inner, q_outer, P_SOFTCAP: tl.constexpr,
+              Q_SOFTCAP: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+    valid = (col >= low) & (col < high) if MASKED else None
+    zp = transform(tl.load(p + col, mask=valid), p_inner, p_outer, P_SOFTCAP)
+    zq = transform(tl.load(q + col, mask=valid), q_inner, q_outer, Q_SOFTCAP)
+    if MASKED:
+        zp = tl.where(valid, zp, float("-inf"))
+        zq = tl.where(valid, zq, float("-inf"))
+    return zp, zq
+
+
+@triton.jit
+def move(d, s, back_p, back_q, alpha):
+    """``d`` relative to other maxima. Probabilities that underflow there are 0, also where they met log 0."""
+    return tl.where(alpha > 0, alpha * (d + s * (back_p - back_q)), 0.0)
+
+
+@triton.jit
+def update_kl(mp, sp, mq, sq, d, zp, zq):
+    """Add a tile ``[lanes, vec]`` of both rows to one state a lane."""
+    new_p = tl.maximum(mp, tl.max(zp, axis=1))
+    new_q = tl.maximum(mq, tl.max(zq, axis=1))
+    back_p = tl.maximum(mp - new_p, LOWEST)
+    back_q = tl.maximum(mq - new_q, LOWEST)
+    alpha = tl.exp2(back_p * LOG2E)
+    dp = zp - new_p[:, None]
+    dq = zq - new_q[:, None]
+    ep = tl.exp2(dp * LOG2E)
+    d = move(d, sp, back_p, back_q, alpha) + tl.sum(ep * tl.where(ep > 0, dp - dq, 0.0), axis=1)
+    sp = alpha * sp + tl.sum(ep, axis=1)
+    sq = tl.exp2(back_q * LOG2E) * sq + tl.sum(tl.exp2(dq * LOG2E), axis=1)
+    return new_p, sp, new_q, sq, d
+
+
+@triton.jit
+def merge_kl(mp, sp, mq, sq, d):
+    """Reduce a vector of states to one."""
+    new_p = tl.max(mp, axis=0)
+    new_q = tl.max(mq, axis=0)
+    back_p = tl.maximum(mp - new_p, LOWEST)
+    back_q = tl.maximum(mq - new_q, LOWEST)
+    alpha = tl.exp2(back_p * LOG2E)
+    d = tl.sum(move(d, sp, back_p, back_q, alpha), axis=0)
+    return new_p, tl.sum(alpha * sp, axis=0), new_q, tl.sum(tl.exp2(back_q * LOG2E) * sq, axis=0), d
+
+
+@triton.jit
+def log_ratios(log_p, log_q, w_p, w_q):
+    """``P, log(P/M), Q, log(Q/M)`` of the mixture ``M = w_p·P + w_q·Q``; the logarithms are 0 where P or Q is."""
+    p = tl.exp2(log_p * LOG2E)
+    q = tl.exp2(log_q * LOG2E)
+    log_m = tl.log2(w_p * p + w_q * q) * LN2
+    return p, tl.where(p > 0, log_p - log_m, 0.0), q, tl.where(q > 0, log_q - log_m, 0.0)
+
+
+@triton.jit
+def update(mp, sp, mq, sq, d, p, q, col0, low, high, p_shift, p_norm, q_shift, q_norm, w_p, w_q,
+           p_inner, p_outer, q_inner, q_outer, MIXTURE: tl.constexpr, P_SOFTCAP: tl.constexpr,
+           Q_SOFTCAP: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """A tile of either divergence. Of the mixture ``sp`` and ``sq`` are the sums; nothing else changes."""
+    zp, zq = load_pair(p, q, col0, low, high, p_inner, p_outer, q_inner, q_outer, P_SOFTCAP, Q_SOFTCAP, LANES, VEC,
+                       MASKED)  # fmt: skip
+    if MIXTURE:
+        probs_p, ratio_p, probs_q, ratio_q = log_ratios((zp - p_shift) - p_norm, (zq - q_shift) - q_norm, w_p, w_q)
+        sp += tl.sum(probs_p * ratio_p, axis=1)
+        sq += tl.sum(probs_q * ratio_q, axis=1)
+    else:
+        mp, sp, mq, sq, d = update_kl(mp, sp, mq, sq, d, zp, zq)
+    return mp, sp, mq, sq, d
+
+
+@triton.jit
+def merge(mp, sp, mq, sq, d, MIXTURE: tl.constexpr):
+    if MIXTURE:
+        return tl.max(mp, axis=0), tl.sum(sp, axis=0), tl.max(mq, axis=0), tl.sum(sq, axis=0), tl.sum(d, axis=0)
+    return merge_kl(mp, sp, mq, sq, d)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "V", "inner_rows", "p_outer_stride", "p_inner_stride", "q_outer_stride",
+                       "q_inner_stride"],
+    do_not_specialize_on_alignment=["row_mask", "p_numbers", "q_numbers", "loss", "pieces"],
+)  # fmt: skip
+def divergence_kernel(
+    p, q, row_mask, p_numbers, q_numbers, loss, pieces,
+    rows, V, inner_rows, p_outer_stride: tl.int64, p_inner_stride: tl.int64, q_outer_stride: tl.int64,
+    q_inner_stride: tl.int64, p_inner, p_outer, q_inner, q_outer, w_p, w_q,
+    MIXTURE: tl.constexpr, P_SOFTCAP: tl.constexpr, Q_SOFTCAP: tl.constexpr, ALIGN: tl.constexpr,
+    SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    TILE: tl.constexpr = LANES * VEC
+    row = (tl.program_id(0) // SPLITS).to(tl.int64)
+    split = tl.program_id(0) % SPLITS
+    active = True
+    if row_mask is not None:
+        active = tl.load(row_mask + row) != 0
+    last = split == SPLITS - 1
+    mp, sp, mq, sq, d = 0.0, 0.0, 0.0, 0.0, 0.0
+    kl, p_mean, q_mean = 0.0, 0.0, 0.0
+    if active:
+        mp = tl.full([LANES], LOWEST, tl.float32)
+        sp = tl.zeros([LANES], tl.float32)
+        mq = tl.full([LANES], LOWEST, tl.float32)
+        sq = tl.zeros([LANES], tl.float32)
+        d = tl.zeros([LANES], tl.float32)
+        # As in softmax_statistics: columns are counted from an aligned address at or before the row of p.
+        start = row_start(row, inner_rows, p_outer_stride, p_inner_stride)
+        q_start = row_start(row, inner_rows, q_outer_stride, q_inner_stride)
+        head = (start % VEC).to(tl.int32) if ALIGN else 0
+        p_base = p + start // VEC * VEC
+        q_base = q + (q_start // VEC * VEC if SAME_PHASE else q_start - head)
+        p_shift, p_norm, q_shift, q_norm = 0.0, 0.0, 0.0, 0.0
+        if MIXTURE:
+            p_shift, p_norm = read_normalizer(p_numbers, rows, row)
+            q_shift, q_norm = read_normalizer(q_numbers, rows, row)
+        piece = tl.cdiv(head + V, TILE * SPLITS) * TILE
+        low = split * piece
+        high = tl.minimum(head + V, low + piece)
+        begin = low
+        if ALIGN:
+            begin = low + tl.where(low < head, TILE, 0)
+            if low < head:
+                mp, sp, mq, sq, d = update(
+                    mp, sp, mq, sq, d, p_base, q_base, low, head, high, p_shift, p_norm, q_shift, q_norm,
+                    w_p, w_q, p_inner, p_outer, q_inner, q_outer, MIXTURE, P_SOFTCAP, Q_SOFTCAP, LANES, VEC,
+                    True)  # fmt: skip
+        full = begin + tl.maximum(high - begin, 0) // TILE * TILE
+        for col in range(begin, full, TILE):
+            mp, sp, mq, sq, d = update(
+                mp, sp, mq, sq, d, p_base, q_base, col, head, high, p_shift, p_norm, q_shift, q_norm,
+                w_p, w_q, p_inner, p_outer, q_inner, q_outer, MIXTURE, P_SOFTCAP, Q_SOFTCAP, LANES, VEC,
+                False)  # fmt: skip
+        if full < high:
+            mp, sp, mq, sq, d = update(
+                mp, sp, mq, sq, d, p_base, q_base, full, head, high, p_shift, p_norm, q_shift, q_norm,
+                w_p, w_q, p_inner, p_outer, q_inner, q_outer, MIXTURE, P_SOFTCAP, Q_SOFTCAP, LANES, VEC,
+                    True)  # fmt: skip
+        mp, sp, mq, sq, d = merge(mp, sp, mq, sq, d, MIXTURE)
+        if SPLITS > 1:
+            record = pieces + row * (STATE * SPLITS) + split
+            tl.store(record, mp)
+            tl.store(record + SPLITS, sp)
+            tl.store(record + SPLITS * 2, mq)
+            tl.store(record + SPLITS * 3, sq)
+            tl.store(record + SPLITS * 4, d)
+            tl.debug_barrier()
+            arrived = (pieces + rows * (STATE * SPLITS)).to(tl.pointer_type(tl.int32), bitcast=True) + row
+            last = tl.atomic_add(arrived, 1, sem="acq_rel") == SPLITS - 1
+            if last:
+                others = pieces + row * (STATE * SPLITS) + tl.arange(0, SPLITS)
+                mp, sp, mq, sq, d = merge(
+                    tl.load(others, volatile=True), tl.load(others + SPLITS, volatile=True),
+                    tl.load(others + SPLITS * 2, volatile=True), tl.load(others + SPLITS * 3, volatile=True),
+                    tl.load(others + SPLITS * 4, volatile=True), MIXTURE)  # fmt: skip
+        if MIXTURE:
+            p_mean, q_mean, kl = sp, sq, w_p * sp + w_q * sq
+        else:
+            # As in softmax_statistics: 0 or NaN is a row without a distribution.
+            sp = tl.where(sp > 0, sp, float("nan"))
+            sq = tl.where(sq > 0, sq, float("nan"))
+            kl = d / sp - tl.log(sp) + tl.log(sq)
+            p_mean = kl
+    else:
+        sp, sq = 1.0, 1.0
+    if last:
+        if not MIXTURE:
+            tl.store(p_numbers + SHIFT * rows + row, mp)
+            tl.store(p_numbers + LOG_NORMALIZER * rows + row, tl.log(sp))
+            tl.store(q_numbers + SHIFT * rows + row, mq)
+            tl.store(q_numbers + LOG_NORMALIZER * rows + row, tl.log(sq))
+        tl.store(p_numbers + MEAN * rows + row, p_mean)
+        tl.store(q_numbers + MEAN * rows + row, q_mean)
+        tl.store(loss + row, kl)
+
+
+@triton.jit
+def write_tile(x, y, out, col0, low, high, x_shift, x_norm, y_shift, y_norm, mean, g, w_x, w_y,
+               x_inner, x_outer, y_inner, y_outer, MIXTURE: tl.constexpr, FIRST: tl.constexpr,
+               X_SOFTCAP: tl.constexpr, Y_SOFTCAP: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+               MASKED: tl.constexpr):  # fmt: skip
+    """The gradient of one tile with respect to ``x``: the first or the second of a KL, or one of the mixed."""
+    col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+    valid = (col >= low) & (col < high) if MASKED else None
+    zx, slope = transform_and_slope(tl.load(x + col, mask=valid), x_inner, x_outer, X_SOFTCAP)
+    log_x = (zx - x_shift) - x_norm
+    log_y = (transform(tl.load(y + col, mask=valid), y_inner, y_outer, Y_SOFTCAP) - y_shift) - y_norm
+    if MIXTURE:
+        px, ratio, _, _ = log_ratios(log_x, log_y, w_x, w_y)
+        dz = w_x * px * (ratio - mean)
+    elif FIRST:
+        px = tl.exp2(log_x * LOG2E)
+        dz = px * (tl.where(px > 0, log_x - log_y, 0.0) - mean)
+    else:
+        dz = tl.exp2(log_x * LOG2E) - tl.exp2(log_y * LOG2E)
+    tl.store(out + col, (dz * g * slope).to(out.dtype.element_ty), mask=valid)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "V", "inner_rows", "x_outer_stride", "x_inner_stride", "y_outer_stride",
+                       "y_inner_stride", "out_outer_stride", "out_inner_stride", "g_stride"],
+    do_not_specialize_on_alignment=["row_mask", "x_numbers", "y_numbers", "grad"],
+)  # fmt: skip
+def divergence_gradient_kernel(
+    x, y, out, row_mask, x_numbers, y_numbers, grad,
+    rows, V, inner_rows, x_outer_stride: tl.int64, x_inner_stride: tl.int64, y_outer_stride: tl.int64,
+    y_inner_stride: tl.int64, out_outer_stride: tl.int64, out_inner_stride: tl.int64, g_stride,
+    x_inner, x_outer, y_inner, y_outer, w_x, w_y,
+    MIXTURE: tl.constexpr, FIRST: tl.constexpr, X_SOFTCAP: tl.constexpr, Y_SOFTCAP: tl.constexpr, ALIGN: tl.constexpr,
+    SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    TILE: tl.constexpr = LANES * VEC
+    pieces = tl.cdiv(V + VEC - 1 if ALIGN else V, TILE * TILES)
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    low = tl.program_id(0) % pieces * (TILE * TILES)
+    start = row_start(row, inner_rows, x_outer_stride, x_inner_stride)
+    y_start = row_start(row, inner_rows, y_outer_stride, y_inner_stride)
+    out_start = row_start(row, inner_rows, out_outer_stride, out_inner_stride)
+    head = (start % VEC).to(tl.int32) if ALIGN else 0
+    x_base = x + start // VEC * VEC
+    y_base = y + (y_start // VEC * VEC if SAME_PHASE else y_start - head)
+    out_base = out + (out_start // VEC * VEC if SAME_PHASE else out_start - head)
+    high = tl.minimum(head + V, low + TILE * TILES)
+
+    g = 0.0
+    active = True
+    if row_mask is not None:
+        active = tl.load(row_mask + row) != 0
+    if active:
+        g = tl.load(grad + row * g_stride)
+    if g != 0.0:
+        x_shift, x_norm = read_normalizer(x_numbers, rows, row)
+        y_shift, y_norm = read_normalizer(y_numbers, rows, row)
+        mean = tl.load(x_numbers + MEAN * rows + row)
+        for col in range(low, high, TILE):
+            if (col >= head) & (col + TILE <= high):
+                write_tile(x_base, y_base, out_base, col, head, high, x_shift, x_norm, y_shift, y_norm, mean, g,
+                           w_x, w_y, x_inner, x_outer, y_inner, y_outer, MIXTURE, FIRST, X_SOFTCAP, Y_SOFTCAP,
+                           LANES, VEC, False)  # fmt: skip
+            else:
+                write_tile(x_base, y_base, out_base, col, head, high, x_shift, x_norm, y_shift, y_norm, mean, g,
+                           w_x, w_y, x_inner, x_outer, y_inner, y_outer, MIXTURE, FIRST, X_SOFTCAP, Y_SOFTCAP,
+                           LANES, VEC, True)  # fmt: skip
+    else:
+        zeros = tl.zeros([LANES, VEC], out.dtype.element_ty)
+        for col0 in range(low, high, TILE):
+            col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+            if (col0 >= head) & (col0 + TILE <= high):
+                tl.store(out_base + col, zeros)
+            else:
+                tl.store(out_base + col, zeros, mask=(col >= head) & (col < high))
+
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and bytes an element: what a plan is made of
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    return tuple(tensor.shape), tensor.stride(), tensor.element_size()
+
+
+class Geometry:
+    """What the launches of both kernels have in common: strides, phases, vector width."""
+
+    def __init__(self, *tensors: Layout) -> None:
+        shape = tensors[0][0]
+        self.V, self.rows = shape[-1], math.prod(shape[:-1])
+        self.VEC = 16 // min(size for _, _, size in tensors)
+        where = [row_strides(shape, strides) for _, strides, _ in tensors]
+        self.strides = where[0] + tuple(s for w in where[1:] for s in w[1:])
+        first = where[0][1:]
+        self.constexprs = {
+            "ALIGN": any(s % self.VEC for s in first),
+            "SAME_PHASE": not any((a - b) % self.VEC for w in where[1:] for a, b in zip(first, w[1:])),
+            "VEC": self.VEC,
+        }
+
+
+@lru_cache(maxsize=1024)
+def plan_for(p: Layout, q: Layout, device: torch.device, rows: int, options: PairOptions) -> Plan:
+    """The launch for one group of the ``rows``."""
+    g = Geometry(p, q)
+    LANES, SPLITS = layout.programs_for(g.rows, g.V, g.VEC, device, LANES_OF_MANY_ROWS)
+    of_p, of_q = options.ordered(options.student, options.teacher)
+    return plan(
+        divergence_kernel, g.rows * SPLITS,
+        (rows, g.V, *g.strides, *of_p.transform(), *of_q.transform(), *options.weights),
+        num_warps=max(1, LANES // threads_per_warp()), MIXTURE=options.direction == "jsd",
+        P_SOFTCAP=of_p.softcap is not None, Q_SOFTCAP=of_q.softcap is not None, **g.constexprs,
+        LANES=LANES, SPLITS=SPLITS,
+    )  # fmt: skip
+
+
+def divergence(
+    student: torch.Tensor, teacher: torch.Tensor, row_mask: torch.Tensor | None, options: PairOptions
+) -> torch.Tensor:
+    """`PAIR_NUMBERS` of every row, ``(len(PAIR_NUMBERS), ...)``."""
+    packed = empty_pair_numbers(student, teacher)
+    rows = packed[0].numel()
+    if rows and options.direction == "jsd":
+        for x, numbers, of_x in zip((student, teacher), (packed[:2], packed[3:5]), (options.student, options.teacher)):
+            numbers.copy_(softmax_statistics(x, None, row_mask, None, of_x)[0][:2])
+    p_numbers, q_numbers = options.ordered(packed[:3], packed[3:6])
+    for group, pair in row_groups(student, teacher) if rows else ():
+        p, q = options.ordered(*pair)
+        this = plan_for(layout_of(p), layout_of(q), p.device, rows, options)
+        SPLITS = this.constexprs["SPLITS"]
+        size = rows * (STATE.value * SPLITS + 1)  # as in softmax_statistics
+        pieces = torch.zeros(size, dtype=torch.float32, device=p.device) if SPLITS > 1 else None
+        launch(
+            divergence_kernel, this, (p, q),
+            (flat_rows(row_mask, group), flat_rows(p_numbers, group), flat_rows(q_numbers, group),
+             flat_rows(packed[6], group), pieces),
+        )  # fmt: skip
+    return packed
+
+
+@lru_cache(maxsize=1024)
+def gradient_plan_for(
+    x: Layout, y: Layout, out: Layout, g_stride: int, rows: int, of_teacher: bool, options: PairOptions
+) -> Plan:
+    """The launch for one group of the ``rows``."""
+    g = Geometry(x, y, out)
+    LANES = lanes_for(g.V, g.VEC)
+    pieces = -(-(g.V + g.VEC - 1 if g.constexprs["ALIGN"] else g.V) // (LANES * g.VEC * TILES))
+    of_x, of_y = (options.teacher, options.student) if of_teacher else (options.student, options.teacher)
+    w_x, w_y = options.weights if of_teacher else options.weights[::-1]
+    return plan(
+        divergence_gradient_kernel, g.rows * pieces,
+        (rows, g.V, *g.strides, g_stride, *of_x.transform(), *of_y.transform(), w_x, w_y),
+        num_warps=max(1, LANES // threads_per_warp()), MIXTURE=options.direction == "jsd",
+        FIRST=of_teacher == (options.direction == "forward"),
+        X_SOFTCAP=of_x.softcap is not None, Y_SOFTCAP=of_y.softcap is not None, **g.constexprs,
+        LANES=LANES, TILES=TILES,
+    )  # fmt: skip
+
+
+def divergence_gradient(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    row_mask: torch.Tensor | None,
+    packed: torch.Tensor,
+    grad: torch.Tensor,
+    of_teacher: bool,
+    options: PairOptions,
+    out: torch.Tensor,
+) -> None:
+    """Write the gradient of the student's logits (or the teacher's) into ``out``, of their shape and dtype."""
+    rows = packed[0].numel()
+    grad = grad if grad.dim() == 1 else grad.reshape(-1)
+    numbers = (packed[3:6], packed[:3]) if of_teacher else (packed[:3], packed[3:6])
+    for group, (s, t, g) in row_groups(student, teacher, out) if rows else ():
+        x, y = (t, s) if of_teacher else (s, t)
+        this = gradient_plan_for(layout_of(x), layout_of(y), layout_of(g), grad.stride(0), rows, of_teacher, options)
+        launch(
+            divergence_gradient_kernel, this, (x, y, g),
+            (flat_rows(row_mask, group), *[flat_rows(n, group) for n in numbers], flat_rows(grad, group)),
+        )  # fmt: skip

@@ -1,0 +1,362 @@
+"""Distillation: from a teacher's K best log-probs a token, gathered from one read, or from its whole logits."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from onepass.checks import (
+    check_choice,
+    check_index,
+    check_logits,
+    check_number,
+    check_pair,
+    check_row_mask,
+    check_teacher,
+    check_transform,
+)
+from onepass.divergence import divergence
+from onepass.options import Options, PairOptions
+from onepass.statistics import gather_logits, read
+
+DIRECTIONS = ("forward", "reverse", "jsd")
+
+
+def topk_kl_div(
+    student_logits: Tensor,
+    teacher_ids: Tensor,
+    teacher_log_probs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    direction: str = "forward",
+    beta: float = 0.5,
+    renormalize: bool = False,
+    reduction: str = "sum",
+    num_items: float | Tensor | None = None,
+) -> Tensor:
+    r"""Divergence between a teacher, known by its K best tokens, and a student, in one read of the student's logits.
+
+    With :math:`t_k` the teacher's and :math:`s_k = \mathrm{softmax}(x / T)[\mathrm{id}_k]` the student's probability
+    of the k-th token, the loss of a row is, summed over the tokens that are given,
+
+    - ``"forward"``: :math:`\sum_k t_k \log (t_k / s_k)`, KL(teacher ‖ student)
+    - ``"reverse"``: :math:`\sum_k s_k \log (s_k / t_k)`, KL(student ‖ teacher)
+    - ``"jsd"``: :math:`\sum_k \beta t_k \log (t_k / m_k) + (1-\beta) s_k \log (s_k / m_k)` with
+      :math:`m = \beta t + (1-\beta) s` (Agarwal et al., arXiv:2306.13649, eq. 1); as there, ``beta`` 0 is
+      ``"forward"`` and 1 is ``"reverse"``.
+
+    Args:
+        student_logits: ``(..., V)``, float16, bfloat16, float32 or float64, any strides.
+        teacher_ids: ``(..., K)``, int32 or int64.
+        teacher_log_probs: ``(..., K)``, floating-point, in nats, at the temperature that is meant for the teacher; not
+            differentiable. A token of log-prob -inf is one that the teacher did not give, as if its ``mask`` were 0.
+        mask: ``(..., K)`` or ``(...)``, bool or 0/1; tokens or rows that count. Elsewhere ids and log-probs may be
+            anything, and rows without any token are not read: their loss and gradient are exactly 0.
+        temperature: :math:`T > 0` of the student. (Hinton's factor :math:`T^2` is the caller's to multiply.)
+        direction: ``"forward"``, ``"reverse"`` or ``"jsd"``.
+        beta: weight of the teacher in ``"jsd"``, in [0, 1].
+        renormalize: False: the student is normalised over the whole vocabulary, and the teacher is taken as it is.
+            True: both are normalised over the row's given tokens; only those logits are read.
+        reduction: ``"sum"``, ``"mean"`` (over the rows with a token) or ``"none"`` (the shape of the rows).
+        num_items: divides the sum instead of ``reduction``: a number, or a tensor of one element, of items in the whole
+            batch, for averages that gradient accumulation does not change.
+
+    Returns:
+        float32 (float64 for float64 logits), differentiable with respect to ``student_logits``.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; rows of the teacher that
+            are fewer than the student's are not filled up.
+        IndexError: an id outside ``[0, V)`` that is not masked, on a CPU or with ``ONEPASS_DEBUG=1``; on a GPU that
+            row is NaN instead.
+    """
+    check_logits(student_logits, "student_logits")
+    check_number(temperature, "temperature", 0)
+    teacher = Teacher(student_logits, teacher_ids, teacher_log_probs, mask, renormalize)
+    if renormalize:
+        student = teacher.normalized(gather_logits(student_logits, teacher.ids, "teacher_ids") / temperature)
+    else:
+        options = Options("log_probs", temperature=temperature)
+        row_mask = None if mask is None else teacher.rows
+        student = read(student_logits, teacher.ids, row_mask, options, index_name="teacher_ids")["log_probs"]
+    return teacher.loss(student, direction, beta, reduction, num_items)
+
+
+def distillation_loss(
+    student_logits: Tensor,
+    labels: Tensor,
+    teacher_ids: Tensor,
+    teacher_log_probs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    alpha: float = 0.5,
+    temperature: float = 1.0,
+    direction: str = "forward",
+    beta: float = 0.5,
+    renormalize: bool = False,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_items: float | Tensor | None = None,
+) -> Tensor:
+    r"""Hard labels and a teacher's K best tokens, from one read of the student's logits and with one gradient.
+
+    :math:`\alpha\, D(\mathrm{teacher}, \mathrm{student}) + (1 - \alpha)\, \mathrm{CE}(\mathrm{labels})`, where D is
+    `topk_kl_div` and CE is `cross_entropy`, always at temperature 1.
+
+    Args:
+        labels: ``(...)``, int32 or int64; rows that are ``ignore_index`` have no cross-entropy (but a divergence,
+            unless ``mask`` says otherwise).
+        alpha: weight of the divergence, in [0, 1].
+        reduction: ``"mean"`` (of each part over its own rows), ``"sum"`` or ``"none"``.
+        num_items: divides the sums of both parts, see `topk_kl_div`.
+
+    The other arguments, and what is raised, are those of `topk_kl_div`.
+    """
+    check_logits(student_logits, "student_logits")
+    check_index(labels, student_logits, "labels", many=False)
+    check_number(alpha, "alpha", 0, 1, open_low=False)
+    check_number(temperature, "temperature", 0)
+    teacher = Teacher(student_logits, teacher_ids, teacher_log_probs, mask, renormalize)
+    labelled = labels != ignore_index
+    row_mask = None if mask is None else labelled | teacher.rows
+    # Rows with a teacher but no label are read too; what they say of token 0 is left out below.
+    index = torch.cat([labels.masked_fill(~labelled, 0).unsqueeze(-1).to(teacher.ids.dtype), teacher.ids], dim=-1)
+    one_normalizer = renormalize or temperature == 1.0
+    fields = "selected log_normalizer" if one_normalizer else "selected log_normalizer tempered_log_normalizer"
+    options = Options(fields, sharpness=1.0 / temperature)
+    s = read(student_logits, index, row_mask, options, index_name="labels or teacher_ids")
+    selected = s["selected"] / temperature
+    if renormalize:
+        student = teacher.normalized(selected[..., 1:])
+    else:
+        student = selected[..., 1:] - s["log_normalizer" if one_normalizer else "tempered_log_normalizer"].unsqueeze(-1)
+    soft = teacher.loss(student, direction, beta, reduction, num_items)
+    hard = reduced((s["log_normalizer"] - s["selected"][..., 0]).where(labelled, 0.0), labelled, reduction, num_items)
+    return alpha * soft + (1 - alpha) * hard
+
+
+def kl_div(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    mask: Tensor | None = None,
+    *,
+    direction: str = "forward",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    teacher_temperature: float | None = None,
+    teacher_softcap: float | None = None,
+    vocab_size: int | None = None,
+    reduction: str = "sum",
+    num_items: float | Tensor | None = None,
+) -> Tensor:
+    r"""Divergence between the distributions of two rows of logits, over the whole vocabulary.
+
+    With :math:`t, s` the teacher's and the student's probabilities and the sums over the vocabulary,
+
+    - ``"forward"``: :math:`\sum_j t_j \log (t_j / s_j)`, as `torch.nn.functional.kl_div` of log-probs
+    - ``"reverse"``: :math:`\sum_j s_j \log (s_j / t_j)`
+    - ``"jsd"``: :math:`\sum_j \beta t_j \log (t_j / m_j) + (1-\beta) s_j \log (s_j / m_j)` with
+      :math:`m = \beta t + (1-\beta) s` (Agarwal et al., arXiv:2306.13649, eq. 1); ``beta`` 0 is ``"forward"`` and 1
+      is ``"reverse"``.
+
+    Forward and reverse read each tensor once; ``"jsd"`` twice, since its first term needs both normalisers. Nothing of
+    the size of the logits is allocated but the gradients.
+
+    Args:
+        student_logits: ``(..., V)``, float16, bfloat16, float32 or float64, any strides.
+        teacher_logits: ``(..., V)``, likewise; differentiable too, which costs nothing unless it requires a gradient.
+        mask: ``(...)``, bool or 0/1. Rows where it is 0 are not read; their loss and gradient are 0.
+        direction: ``"forward"``, ``"reverse"`` or ``"jsd"``.
+        beta: weight of the teacher in ``"jsd"``, in [0, 1].
+        temperature, softcap: of the student's logits, see `onepass.softmax_statistics`.
+        teacher_temperature, teacher_softcap: of the teacher's; without its own temperature it has the student's.
+        vocab_size: only the first ``vocab_size`` columns of both are compared: for two models of one tokenizer, of
+            which one or both pad their vocabulary. Gradients beyond them are 0.
+        reduction: ``"sum"``, ``"mean"`` (over the rows that are not masked) or ``"none"``, ``(...)``.
+        num_items: divides the sum instead of ``reduction``, see `topk_kl_div`.
+
+    Returns:
+        float32 (float64 if either of the logits are).
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
+
+    What has probability 0 contributes exactly 0 to each expectation under it, so that -inf logits are fine on either
+    side. Only where a distribution gives probability 0 to what the other, in whose favour the expectation is taken,
+    can produce is the divergence +inf (as in torch), and there is no gradient to speak of. NaN as in
+    `onepass.softmax_statistics`, for its row alone.
+    """
+    check_logits(student_logits, "student_logits")
+    check_logits(teacher_logits, "teacher_logits")
+    check_pair(student_logits, teacher_logits, vocab_size)
+    if mask is not None:
+        check_row_mask(mask, student_logits, "mask")
+    direction = resolved(direction, beta)
+    teacher_temperature = temperature if teacher_temperature is None else teacher_temperature
+    check_transform(temperature, softcap)
+    check_transform(teacher_temperature, teacher_softcap, prefix="teacher_")
+    options = PairOptions(direction, beta, temperature, softcap, teacher_temperature, teacher_softcap)
+    loss = divergence(student_logits, teacher_logits, mask, options, vocab_size)
+    return reduced(loss, None if mask is None else mask != 0, reduction, num_items)
+
+
+class Teacher:
+    """A teacher's tokens, checked: ids that are safe to gather, log-probs that are safe to multiply.
+
+    Attributes:
+        ids: ``(..., K)``; 0 where no token is given.
+        log_probs: ``(..., K)``; -inf where no token is given.
+        given: ``(..., K)``, bool: tokens that count.
+        rows: ``(...)``, bool: rows with any token.
+    """
+
+    def __init__(
+        self, student_logits: Tensor, ids: Tensor, log_probs: Tensor, mask: Tensor | None, renormalize: bool
+    ) -> None:
+        check_teacher(ids, log_probs, mask, student_logits)
+        log_probs = log_probs.detach().to(torch.float64 if student_logits.dtype == torch.float64 else torch.float32)
+        if mask is not None:
+            counts = mask != 0 if mask.dim() == ids.dim() else (mask != 0).unsqueeze(-1)
+            log_probs = log_probs.where(counts, -float("inf"))
+            ids = ids.where(counts, 0)
+        self.ids, self.log_probs = ids, log_probs
+        if renormalize:
+            self.log_probs = self.normalized(log_probs)
+
+    @property
+    def given(self) -> Tensor:
+        return self.log_probs != -float("inf")
+
+    @property
+    def rows(self) -> Tensor:
+        return self.given.any(-1)
+
+    def normalized(self, z: Tensor) -> Tensor:
+        """Log-probabilities of logits ``z``, over the tokens that are given."""
+        absent = ~self.given
+        # Once before, for the normaliser, and once after, since a row without any token is NaN.
+        return z.masked_fill(absent, -float("inf")).log_softmax(-1).masked_fill(absent, -float("inf"))
+
+    def loss(
+        self, student: Tensor, direction: str, beta: float, reduction: str, num_items: float | Tensor | None
+    ) -> Tensor:
+        """The divergence from ``student``, log-probs of the tokens, reduced."""
+        terms = self.terms(student, direction, beta)
+        rows = self.rows if reduction == "mean" else None
+        return reduced(terms.sum(-1) if reduction == "none" else terms, rows, reduction, num_items)
+
+    def terms(self, student: Tensor, direction: str, beta: float) -> Tensor:
+        direction = resolved(direction, beta)
+        # A term p·x is 0 where p is, whatever x; masking x, and not the product, keeps NaN from the gradient too.
+        if direction == "forward":
+            t = self.log_probs.exp()
+            return t * (self.log_probs - student).masked_fill_(t == 0, 0.0)
+        s = student.exp()
+        absent = ~self.given
+        none = absent | (s == 0)
+        if direction == "reverse":
+            return s * (student - self.log_probs).masked_fill_(none, 0.0)
+        # log(t/m) = logsigmoid(x) - log β and log(s/m) = logsigmoid(-x) - log(1-β), without a mixture that underflows.
+        x = (self.log_probs - student).masked_fill_(absent, 0.0) + math.log(beta / (1 - beta))
+        of_teacher = beta * self.log_probs.exp() * (logsigmoid(x) - math.log(beta))
+        of_student = (1 - beta) * s * (logsigmoid(-x).masked_fill(none, 0.0) - math.log(1 - beta))
+        return of_teacher + of_student.masked_fill(absent, 0.0)
+
+
+def resolved(direction: str, beta: float) -> str:
+    """The direction, checked; a Jensen-Shannon divergence with ``beta`` 0 or 1 is one of the others."""
+    check_choice(direction, "direction", DIRECTIONS)
+    check_number(beta, "beta", 0, 1, open_low=False)
+    if direction == "jsd" and beta in (0, 1):
+        return "reverse" if beta else "forward"
+    return direction
+
+
+def reduced(loss: Tensor, rows: Tensor | None, reduction: str, num_items: float | Tensor | None) -> Tensor:
+    """The sum over ``num_items``, the mean over ``rows`` (all if None; 0 if there are none), the sum, or the loss."""
+    check_choice(reduction, "reduction", ("sum", "mean", "none"))
+    if num_items is not None:
+        if reduction == "none":
+            raise ValueError(f"num_items: expected None with reduction='none', got {num_items!r}")
+        return loss.sum() / num_items
+    if reduction == "mean":
+        return loss.sum() / (max(loss.numel(), 1) if rows is None else rows.sum().clamp(min=1))
+    return loss.sum() if reduction == "sum" else loss
+
+
+class TopKKLDivLoss(torch.nn.Module):
+    """`topk_kl_div` as a module, with the same options (see there)."""
+
+    def __init__(
+        self,
+        *,
+        temperature: float = 1.0,
+        direction: str = "forward",
+        beta: float = 0.5,
+        renormalize: bool = False,
+        reduction: str = "sum",
+    ) -> None:
+        super().__init__()
+        self.options: dict[str, Any] = {
+            "temperature": temperature,
+            "direction": direction,
+            "beta": beta,
+            "renormalize": renormalize,
+            "reduction": reduction,
+        }
+
+    def forward(
+        self,
+        student_logits: Tensor,
+        teacher_ids: Tensor,
+        teacher_log_probs: Tensor,
+        mask: Tensor | None = None,
+        num_items: float | Tensor | None = None,
+    ) -> Tensor:
+        return topk_kl_div(student_logits, teacher_ids, teacher_log_probs, mask, num_items=num_items, **self.options)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+class KLDivLoss(torch.nn.Module):
+    """`kl_div` as a module, with the same options (see there)."""
+
+    def __init__(
+        self,
+        *,
+        direction: str = "forward",
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        teacher_temperature: float | None = None,
+        teacher_softcap: float | None = None,
+        vocab_size: int | None = None,
+        reduction: str = "sum",
+    ) -> None:
+        super().__init__()
+        self.options: dict[str, Any] = {
+            "direction": direction,
+            "beta": beta,
+            "temperature": temperature,
+            "softcap": softcap,
+            "teacher_temperature": teacher_temperature,
+            "teacher_softcap": teacher_softcap,
+            "vocab_size": vocab_size,
+            "reduction": reduction,
+        }
+
+    def forward(
+        self,
+        student_logits: Tensor,
+        teacher_logits: Tensor,
+        mask: Tensor | None = None,
+        num_items: float | Tensor | None = None,
+    ) -> Tensor:
+        return kl_div(student_logits, teacher_logits, mask, num_items=num_items, **self.options)
+
+    extra_repr = TopKKLDivLoss.extra_repr
