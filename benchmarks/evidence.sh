@@ -15,6 +15,8 @@ bench --op log_probs_and_entropy --op cross_entropy --masked 0.5 --no-compile --
 bench --op cross_entropy --op log_probs_and_entropy --shape 64x151936 --milliseconds 100 --name few-rows
 bench --op log_probs_and_entropy --no-compile "${large[@]}" --name log-probs-entropy
 bench --op cross_entropy "${large[@]}" --name cross-entropy
+bench --op log_probs --op topk_kl_div --op topk_kl_div_renormalized --no-compile --shape 8192x151936 --name topk-distillation
+bench --op kl_div --op kl_div_reverse --op jsd --shape 4096x151936 --name kl-div
 "$python" -m pytest tests -m gpu -n 12 -p no:cacheprovider 2>&1 | tee "$out/tests.log" | tail -n 3
 "$python" tests/test_accuracy.py | tee "$out/accuracy.log" | tail -n 5
 # Kernels are compiled by now. Only ours are instrumented: torch's would take hours.

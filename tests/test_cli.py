@@ -1,12 +1,16 @@
 """The commands, for real but small."""
 
+import itertools
 import json
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from onepass.cli import distill
 from onepass.cli.app import app
+from onepass.cli.bench import PASSES
+from onepass.cli.implementations import OPERATIONS
 
 
 def run(*arguments):
@@ -37,14 +41,15 @@ def test_doctor_sees_a_wrong_gradient(monkeypatch):
 
 def test_bench_writes_what_it_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "")
-    result = run("bench", "--shape", "16x1000", "--no-compile", "--milliseconds", 5, "--masked", 0.5, "--out", tmp_path)
+    result = run("bench", "--shape", "300x100", "--no-compile", "--milliseconds", 5, "--masked", 0.5, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "bench.json").read_text())
     assert report["environment"]["torch"] == torch.__version__ and report["copy_gb_per_s"] > 0
     rows = report["results"]
-    assert {r["operation"] for r in rows} == {"log_probs_and_entropy", "log_probs", "cross_entropy"}
+    ours = {(r["operation"], r["pass"]): r for r in rows if r["implementation"] == "onepass"}
+    assert set(ours) == set(itertools.product(OPERATIONS, PASSES))
     assert all(r["ms"] > 0 and r["masked"] == 0.5 for r in rows)
-    assert all(r["error"] < 1e-4 for r in rows if r["implementation"] == "onepass" and r["pass"] == "forward")
+    assert all(r["error"] < 1e-4 for (_, name), r in ours.items() if name == "forward")
     assert (tmp_path / "bench.png").stat().st_size > 10_000
 
 
@@ -59,4 +64,16 @@ def test_demo_trains_the_same_curve(tmp_path, monkeypatch):
     result = run("demo", "--steps", 3, "--device", "cpu", "--out", tmp_path / "curves.png")
     assert result.exit_code == 0, result.output
     assert "largest difference" in result.output and "over 3 steps" in result.output
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("taught", [True, False])
+def test_demo_distils_and_fails_without_a_gain(tmp_path, monkeypatch, taught):
+    monkeypatch.setenv("TRITON_INTERPRET", "")
+    monkeypatch.setattr(distill, "TEACHER_STEPS", 6)
+    if not taught:
+        monkeypatch.setattr(distill, "distillation", lambda teacher: distill.hard_labels)
+    result = run("demo", "--distill", "--steps", 3, "--device", "cpu", "--out", tmp_path / "curves.png")
+    assert result.exit_code == (0 if taught else 1), result.output
+    assert ("not below" in result.output) is not taught
     assert (tmp_path / "curves.png").stat().st_size > 10_000

@@ -19,17 +19,17 @@ from rich.progress import Progress
 from rich.table import Table
 
 from onepass.cli.environment import environment
-from onepass.cli.implementations import DEFINITIONS, Implementation, implementations
+from onepass.cli.implementations import OPERATIONS, implementations, random_logits
+from onepass.cli.peers import Forward, Implementation
 
-# Reads and writes of a tensor of the logits' size: what each pass cannot do without.
-TRAFFIC = {"forward": (1, 0), "backward": (1, 1), "forward+backward": (2, 1)}
+PASSES = ("forward", "backward", "forward+backward")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FEW_ROWS = 1024  # up to here calls are bound by the host: the kernels' own time is shown too
 ROUNDS = 7
 
 
 def bench(
-    op: Annotated[list[str] | None, typer.Option(help=f"Operations: {', '.join(DEFINITIONS)}. Default: all.")] = None,
+    op: Annotated[list[str] | None, typer.Option(help=f"Operations: {', '.join(OPERATIONS)}. Default: all.")] = None,
     shape: Annotated[list[str] | None, typer.Option(help="ROWSxVOCABULARY, e.g. 8192x151936; repeatable.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16, fp32; repeatable.")] = None,
     masked: Annotated[float, typer.Option(min=0, max=0.99, help="Share of rows that are masked.")] = 0.0,
@@ -44,7 +44,7 @@ def bench(
     shapes = shape or (
         ["8192x151936", "8192x128256", "16384x32000", "64x151936"] if device.type == "cuda" else ["256x32000"]
     )
-    for value, choices in [(v, DEFINITIONS) for v in op or ()] + [(v, DTYPES) for v in dtype or ()]:
+    for value, choices in [(v, OPERATIONS) for v in op or ()] + [(v, DTYPES) for v in dtype or ()]:
         if value not in choices:
             raise typer.BadParameter(f"{value!r}: expected one of {', '.join(choices)}")
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -64,7 +64,7 @@ def bench(
     }
     out.mkdir(parents=True, exist_ok=True)
     for operation, size, kind in itertools.product(
-        op or DEFINITIONS, shapes, dtype or (["bf16"] if device.type == "cuda" else ["fp32"])
+        op or OPERATIONS, shapes, dtype or (["bf16"] if device.type == "cuda" else ["fp32"])
     ):
         rows, vocab = parse_shape(size)
         found, absent = implementations(operation, compiled)
@@ -77,7 +77,7 @@ def bench(
             for implementation in progress.track(found, description=f"{operation} {size} {kind}"):
                 try:
                     records, again = measure(implementation, case, device, copy, milliseconds)
-                except (RuntimeError, ValueError, TypeError) as error:  # e.g. a peer that runs out of memory
+                except Exception as error:  # a peer may run out of memory, fail to compile, ...
                     missing[f"{implementation.name} {operation} {size}"] = str(error).split("\n")[0][:200]
                     continue
                 measured += records
@@ -116,12 +116,14 @@ def measure(
     implementation: Implementation, case: dict[str, Any], device: torch.device, copy: float, milliseconds: int
 ) -> tuple[list[dict[str, Any]], list[Callable[[], Any]]]:
     """Time, bandwidth, memory and error of every pass of one implementation, and the passes to be run again."""
-    logits, target, mask, expected = inputs(case, device)
+    logits, others, mask, expected = inputs(case, device)
     kept = float(mask.float().mean()) if mask is not None else 1.0
     size = logits.numel() * logits.element_size()
+    first, second = OPERATIONS[case["operation"]].reads
+    reads = dict(zip(PASSES, (first, second, first + second)))
 
     def forward() -> tuple[torch.Tensor, ...]:
-        return implementation.forward(logits, target, mask)
+        return implementation.forward(logits, *others, mask)
 
     def both() -> None:
         logits.grad = None
@@ -144,8 +146,7 @@ def measure(
     measured = []
     for name, run in passes.items():
         ms = median_ms(run, device, milliseconds)
-        reads, writes = TRAFFIC[name]
-        traffic = size * (reads * kept + writes)  # masked rows are written but not read
+        traffic = size * (reads[name] * kept + (name != "forward"))  # masked rows are written but not read
         measured.append({
             "implementation": implementation.name, "version": implementation.version, "pass": name, "ms": ms,
             "gb_per_s": traffic / ms / 1e6, "share_of_copy": traffic / ms / 1e6 / copy,
@@ -159,24 +160,34 @@ def measure(
 
 def inputs(
     case: dict[str, Any], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]]:
-    """Fresh logits (a peer may have overwritten the last), targets, mask, and the outputs in float64."""
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None, tuple[torch.Tensor, ...]]:
+    """Fresh logits (a peer may have overwritten the last), the operation's other inputs, mask, and exact outputs."""
     gc.collect()
-    rows, vocab = case["rows"], case["vocab"]
+    operation = OPERATIONS[case["operation"]]
     generator = torch.Generator(device).manual_seed(0)
-    logits = torch.empty(rows, vocab, dtype=DTYPES[case["dtype"]], device=device)
-    logits.normal_(std=3.0, generator=generator)
-    target = torch.randint(vocab, (rows,), generator=generator, device=device)
+    logits = random_logits((case["rows"], case["vocab"]), DTYPES[case["dtype"]], generator)
     mask = None
     if case["masked"]:
-        mask = torch.rand(rows, generator=generator, device=device) >= case["masked"]
-        target = target.where(mask, -100)
-    chunks = zip(logits.split(256), target.clamp(min=0).split(256))
-    exact = [DEFINITIONS["log_probs_and_entropy"](x.double(), t, None) for x, t in chunks]
-    log_p, entropy = (torch.cat(parts) * (1 if mask is None else mask) for parts in zip(*exact))
-    loss = -log_p.sum() / (rows if mask is None else mask.sum())
-    outputs = {"log_probs_and_entropy": (log_p, entropy), "log_probs": (log_p,), "cross_entropy": (loss,)}
-    return logits, target, mask, outputs[case["operation"]]
+        mask = torch.rand(case["rows"], generator=generator, device=device) >= case["masked"]
+    others = operation.inputs(logits, mask, generator)
+    return logits, others, mask, exact(operation.definition, (logits, *others), mask)
+
+
+def exact(
+    definition: Forward, tensors: tuple[torch.Tensor, ...], mask: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """The outputs in float64, from blocks of the rows that count: one a row, 0 for all others, or the mean."""
+    count = len(tensors[0])
+    rows = torch.arange(count, device=tensors[0].device) if mask is None else mask.nonzero().squeeze(-1)
+    blocks = rows.split(256)
+    parts = [definition(*(t[b].double() if t.is_floating_point() else t[b] for t in tensors), None) for b in blocks]
+    outputs = []
+    for output in zip(*parts):
+        if output[0].dim():
+            outputs.append(output[0].new_zeros(count).index_copy(0, rows, torch.cat(output)))
+        else:
+            outputs.append(sum(o * len(b) for o, b in zip(output, blocks)) / len(rows))
+    return tuple(outputs)
 
 
 def median_ms(run: Callable[[], Any], device: torch.device, milliseconds: int) -> float:
@@ -251,10 +262,11 @@ def table(case: dict[str, Any], measured: list[dict[str, Any]]) -> Table:
     result = Table(*columns, title=title, title_justify="left")
     for column in result.columns[2:]:
         column.justify = "right"
-    for m in sorted(measured, key=lambda m: (list(TRAFFIC).index(m["pass"]), m["ms"])):
+    for m in sorted(measured, key=lambda m: (PASSES.index(m["pass"]), m["ms"])):
         optional = (("kernel_us", "{:.1f}", 1), ("extra_bytes", "{:.3f}", 1e6), ("error", "{:.1e}", 1))
+        share = [f"{m['gb_per_s']:.0f}", f"{m['share_of_copy']:.1%}"] if m["gb_per_s"] else ["", ""]
         result.add_row(
-            m["implementation"], m["pass"], f"{m['ms']:.3f}", f"{m['gb_per_s']:.0f}", f"{m['share_of_copy']:.1%}",
+            m["implementation"], m["pass"], f"{m['ms']:.3f}", *share,
             f"{m['wall_ms']:.3f}", *("" if m[k] is None else form.format(m[k] / unit) for k, form, unit in optional),
             style="bold" if m["implementation"] == "onepass" else None,
         )  # fmt: skip

@@ -41,6 +41,8 @@ SIZES = {
     "cpu": Size(vocab=4096, hidden=128, layers=2, batch=8, length=128),
     "cuda": Size(vocab=151936, hidden=512, layers=4, batch=8, length=512),
 }
+TEACHER = Size(vocab=2048, hidden=128, layers=2, batch=8, length=128)  # of --distill
+STEPS, DISTILL_STEPS = 80, 300
 DEFAULT_VOCABS = ", ".join(f"{size.vocab} on {device}" for device, size in SIZES.items())
 
 
@@ -197,10 +199,18 @@ def plot(reference: Curve, curve: Curve, path: Path) -> None:
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 80,
+    distill: Annotated[bool, typer.Option("--distill", help="Instead, a student learns from a teacher.")] = False,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Training steps (of the students).", show_default=f"{STEPS}, {DISTILL_STEPS} with --distill"
+        ),
+    ] = None,
     vocab: Annotated[
         int | None,
-        typer.Option(min=256, help="Classes of the model.", show_default=DEFAULT_VOCABS),
+        typer.Option(
+            min=256, help="Classes of the model.", show_default=f"{DEFAULT_VOCABS}, {TEACHER.vocab} with --distill"
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(dir_okay=False, help="Where the plot goes (PNG).")] = Path("demo.png"),
     seed: Annotated[int, typer.Option(help="Of the weights and of the data order.")] = 0,
@@ -211,17 +221,24 @@ def demo(
     if device is not None and device not in places:
         raise typer.BadParameter(f"expected {' or '.join(places)}, got {device!r}", param_hint="--device")
     place = device or places[0]
-    size = SIZES[place]
+    size = TEACHER if distill else SIZES[place]
     size = replace(size, vocab=vocab or size.vocab)
+    steps = steps or (DISTILL_STEPS if distill else STEPS)
     out.parent.mkdir(parents=True, exist_ok=True)
     console = Console()
+    here = environment()
+    console.print(f"onepass {here['onepass']} ({here['commit']}), torch {here['torch']}, {here['gpu'] or 'CPU'}")
+    if distill:
+        from onepass.cli.distill import compare  # it builds on this module
+
+        if not compare(size, steps, seed, place, out, console):
+            raise typer.Exit(1)
+        return
 
     text = load_text()
     tokenizer = train_tokenizer(text, size.vocab)
     tokens = torch.tensor(tokenizer.encode(text).ids)
     windows = sample_windows(tokens, steps, size, seed).to(place)
-    here = environment()
-    console.print(f"onepass {here['onepass']} ({here['commit']}), torch {here['torch']}, {here['gpu'] or 'CPU'}")
     console.print(f"text: {len(text)} characters of pydoc_data.topics, {len(tokens)} tokens")
     padded = f"padded from the {tokenizer.get_vocab_size()} tokens that this text yields"
     console.print(f"vocabulary: {size.vocab}" + (f", {padded}" if tokenizer.get_vocab_size() < size.vocab else ""))

@@ -1,46 +1,64 @@
-"""What `onepass bench` runs: onepass, torch and each installed peer, called as their users call them.
+"""The operations of `onepass bench`: each in plain torch, ours, its inputs and its traffic. `peers.py` has the peers.
 
-A function takes ``(logits, target, mask)`` and returns the operation's outputs. ``mask`` is None, or the rows that
+A function takes ``(logits, *inputs, mask)`` and returns the operation's outputs. ``mask`` is None, or the rows that
 count; losses with an ``ignore_index`` find it in ``target`` as well.
 """
 
-import importlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Generator, Tensor
 
 import onepass
-from onepass.cli.environment import package_version
+from onepass.cli.peers import PEERS, Forward, Implementation
 
-Forward = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, ...]]
+TOP_K = 64
+
+
+def random_logits(shape: Sequence[int], dtype: torch.dtype, generator: Generator) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device=generator.device).normal_(std=3.0, generator=generator)
+
+
+def targets(logits: Tensor, mask: Tensor | None, generator: Generator) -> tuple[Tensor, ...]:
+    target = torch.randint(logits.shape[-1], logits.shape[:1], generator=generator, device=logits.device)
+    return (target if mask is None else target.where(mask, -100),)
+
+
+def teacher(logits: Tensor, mask: Tensor | None, generator: Generator) -> tuple[Tensor, ...]:
+    return (random_logits(logits.shape, logits.dtype, generator),)
+
+
+def teacher_top_k(logits: Tensor, mask: Tensor | None, generator: Generator) -> tuple[Tensor, ...]:
+    """Token ids and log-probabilities, from blocks of rows: a whole teacher is never there."""
+    shapes = [x.shape for x in logits.split(256)]
+    top = [log_softmax(random_logits(s, logits.dtype, generator)).topk(min(TOP_K, s[-1])) for s in shapes]
+    return torch.cat([t.indices for t in top]), torch.cat([t.values for t in top])
 
 
 @dataclass(frozen=True)
-class Implementation:
-    name: str
-    package: str
-    forward: Forward
-    backward: bool = True  # whether all outputs are differentiable
-    masks: bool = True  # whether it can leave rows out
+class Operation:
+    definition: Forward  # in plain torch
+    ours: Forward
+    inputs: Callable[[Tensor, Tensor | None, Generator], tuple[Tensor, ...]] = targets
+    reads: tuple[int, int] = (1, 1)  # of a tensor of the logits' size, forward and backward; the backward writes one
+    masks: bool = True  # whether the definition can leave rows out
 
-    @property
-    def version(self) -> str | None:
-        return onepass.__version__ if self.package == "onepass" else package_version(self.package)
+
+def log_softmax(logits: Tensor) -> Tensor:
+    return logits.log_softmax(-1, dtype=None if logits.dtype == torch.float64 else torch.float32)
 
 
 def log_probs_and_entropy(logits: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
-    """The definition, in plain torch."""
-    log_p = logits.log_softmax(-1, dtype=None if logits.dtype == torch.float64 else torch.float32)
+    log_p = log_softmax(logits)
     return log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
 
 def log_probs(logits: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
-    log_p = logits.log_softmax(-1, dtype=None if logits.dtype == torch.float64 else torch.float32)
-    return (log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1),)
+    return (log_softmax(logits).gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1),)
 
 
 def cross_entropy(logits: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
@@ -48,100 +66,77 @@ def cross_entropy(logits: Tensor, target: Tensor, mask: Tensor | None) -> tuple[
     return (F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), target),)
 
 
-DEFINITIONS: dict[str, Forward] = {
-    "log_probs_and_entropy": log_probs_and_entropy,
-    "log_probs": log_probs,
-    "cross_entropy": cross_entropy,
+def mean(rows: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+    return (rows.mean() if mask is None else (rows * mask).sum() / mask.sum(),)
+
+
+def kl(p: Tensor, q: Tensor) -> Tensor:
+    """KL(p || q) of each row, from log-probabilities."""
+    return F.kl_div(q, p, reduction="none", log_target=True).sum(-1)
+
+
+def topk_kl_div(
+    logits: Tensor, ids: Tensor, log_probs: Tensor, mask: Tensor | None, renormalize: bool = False
+) -> tuple[Tensor, ...]:
+    if renormalize:
+        return mean(kl(log_softmax(log_probs), log_softmax(logits.gather(-1, ids))), mask)
+    return mean(kl(log_probs, log_softmax(logits).gather(-1, ids)), mask)
+
+
+def kl_div(logits: Tensor, teacher: Tensor, mask: Tensor | None, direction: str = "forward") -> tuple[Tensor, ...]:
+    s, t = log_softmax(logits), log_softmax(teacher)
+    if direction == "jsd":
+        middle = torch.logaddexp(s, t) - math.log(2)
+        return mean((kl(t, middle) + kl(s, middle)) / 2, mask)
+    return mean(kl(t, s) if direction == "forward" else kl(s, t), mask)
+
+
+def top_k(renormalize: bool, reads: tuple[int, int]) -> Operation:
+    return Operation(
+        partial(topk_kl_div, renormalize=renormalize),
+        lambda x, ids, p, m: (onepass.topk_kl_div(x, ids, p, m, renormalize=renormalize, reduction="mean"),),
+        teacher_top_k,
+        reads,
+    )
+
+
+def divergence(direction: str, reads: tuple[int, int]) -> Operation:
+    return Operation(
+        partial(kl_div, direction=direction),
+        lambda x, t, m: (onepass.kl_div(x, t, m, direction=direction, reduction="mean"),),
+        teacher,
+        reads,
+    )
+
+
+OPERATIONS: dict[str, Operation] = {
+    "log_probs_and_entropy": Operation(
+        log_probs_and_entropy, lambda x, t, m: onepass.selective_log_softmax_and_entropy(x, t, row_mask=m), masks=False
+    ),
+    "log_probs": Operation(log_probs, lambda x, t, m: (onepass.selective_log_softmax(x, t, row_mask=m),), masks=False),
+    "cross_entropy": Operation(cross_entropy, lambda x, t, m: (onepass.cross_entropy(x, t),)),
+    "topk_kl_div": top_k(renormalize=False, reads=(1, 1)),
+    "topk_kl_div_renormalized": top_k(renormalize=True, reads=(0, 0)),
+    "kl_div": divergence("forward", reads=(2, 2)),
+    "kl_div_reverse": divergence("reverse", reads=(2, 2)),
+    "jsd": divergence("jsd", reads=(4, 2)),
 }
 
-OURS: dict[str, Forward] = {
-    "log_probs_and_entropy": lambda x, t, m: onepass.selective_log_softmax_and_entropy(x, t, row_mask=m),
-    "log_probs": lambda x, t, m: (onepass.selective_log_softmax(x, t, row_mask=m),),
-    "cross_entropy": lambda x, t, m: (onepass.cross_entropy(x, t),),
-}
 
-
-def implementations(operation: str, compiled: bool) -> tuple[list[Implementation], dict[str, str]]:
+def implementations(name: str, compiled: bool) -> tuple[list[Implementation], dict[str, str]]:
     """The implementations of an operation that are here, and why each of the others is not."""
+    operation = OPERATIONS[name]
     found = [
-        Implementation("onepass", "onepass", OURS[operation]),
-        Implementation("torch eager", "torch", DEFINITIONS[operation], masks=operation == "cross_entropy"),
+        Implementation("onepass", "onepass", operation.ours),
+        Implementation("torch eager", "torch", operation.definition, masks=operation.masks),
     ]
     if compiled:
-        definition = torch.compile(DEFINITIONS[operation], dynamic=False)
-        found.append(Implementation("torch.compile", "torch", definition, masks=operation == "cross_entropy"))
+        definition = torch.compile(operation.definition, dynamic=False)
+        found.append(Implementation("torch.compile", "torch", definition, masks=operation.masks))
     missing = {}
-    for name, package, load in PEERS[operation]:
+    for peer, package, load in PEERS.get(name, ()):
         try:
-            found.append(load(name, package))
+            found.append(load(peer, package))
         except Exception as error:  # a peer may fail to import in any way; the table says so and goes on
-            missing[name] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+            missing[peer] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
     return found, missing
-
-
-def attribute(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
-
-
-def trl_pair(name: str, package: str) -> Implementation:
-    call = attribute("trl.kernels.logprob_entropy", "selective_log_softmax_and_entropy")
-    return Implementation(name, package, lambda x, t, m: call(x, t, row_mask=m))
-
-
-def trl_log_probs(name: str, package: str) -> Implementation:
-    call = attribute("trl.kernels.logprob_entropy", "selective_log_softmax_and_entropy")
-    return Implementation(name, package, lambda x, t, m: (call(x, t, row_mask=m)[0],))
-
-
-def mean_of_kept(log_probs: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Forward:
-    """A cross-entropy of a peer's log-probs: targets that are ignored (-100) must be left out, as by all others."""
-
-    def forward(x: Tensor, t: Tensor, m: Tensor | None) -> tuple[Tensor, ...]:
-        kept = t != -100
-        return (-(log_probs(x, t.clamp(min=0), kept) * kept).sum() / kept.sum(),)
-
-    return forward
-
-
-def trl_cross_entropy(name: str, package: str) -> Implementation:
-    call = attribute("trl.kernels.logprob_entropy", "selective_log_softmax_and_entropy")
-    return Implementation(name, package, mean_of_kept(lambda x, t, kept: call(x, t, row_mask=kept)[0]))
-
-
-def axolotl_pair(name: str, package: str) -> Implementation:
-    select = attribute("axolotl.monkeypatch.trainer.utils", "selective_log_softmax")
-    entropy = attribute("axolotl.monkeypatch.trainer.utils", "entropy_from_logits")
-    forward: Forward = lambda x, t, m: (select(x, t), entropy(x))  # noqa: E731
-    return Implementation(name, package, forward, backward=False, masks=False)
-
-
-def axolotl_log_probs(name: str, package: str) -> Implementation:
-    select = attribute("axolotl.monkeypatch.trainer.utils", "selective_log_softmax")
-    return Implementation(name, package, lambda x, t, m: (select(x, t),), masks=False)
-
-
-def axolotl_cross_entropy(name: str, package: str) -> Implementation:
-    select = attribute("axolotl.monkeypatch.trainer.utils", "selective_log_softmax")
-    return Implementation(name, package, mean_of_kept(lambda x, t, kept: select(x, t)), masks=False)
-
-
-def liger_cross_entropy(name: str, package: str) -> Implementation:
-    loss = attribute("liger_kernel.transformers", "LigerCrossEntropyLoss")()
-    return Implementation(name, package, lambda x, t, m: (loss(x, t),))
-
-
-def quack_cross_entropy(name: str, package: str) -> Implementation:
-    call = attribute("quack", "cross_entropy")
-    return Implementation(name, package, lambda x, t, m: (call(x, t),))
-
-
-PEERS: dict[str, list[tuple[str, str, Callable[[str, str], Implementation]]]] = {
-    "log_probs_and_entropy": [("TRL", "trl", trl_pair), ("axolotl", "axolotl", axolotl_pair)],
-    "log_probs": [("TRL", "trl", trl_log_probs), ("axolotl", "axolotl", axolotl_log_probs)],
-    "cross_entropy": [
-        ("TRL", "trl", trl_cross_entropy),
-        ("axolotl", "axolotl", axolotl_cross_entropy),
-        ("QuACK", "quack-kernels", quack_cross_entropy),
-        ("Liger (in place)", "liger-kernel", liger_cross_entropy),
-    ],
-}
