@@ -20,7 +20,7 @@ def cells(r: dict | None, few_rows: bool) -> list[str]:
     return (
         [f"{r['wall_ms']:.3f}", f"{r['kernel_us']:.1f}"]
         if few_rows
-        else [f"{r['ms']:.3f}", f"{r['share_of_copy']:.1%}"]
+        else [f"{r['ms']:.3f}", f"{r['share_of_copy']:.1%}" if r["share_of_copy"] else ""]
     )
 
 

@@ -65,6 +65,22 @@ def onepass_cross_entropy(x: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     )
 
 
+def kl_div(x: Tensor, y: Tensor) -> Tensor:
+    log_s, log_t = x.log_softmax(-1), y.log_softmax(-1)
+    return (log_t.exp() * (log_t - log_s)).sum(-1)
+
+
+def top3(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and log-probs of a teacher."""
+    ids = (index.unsqueeze(-1) + torch.arange(3, device=x.device)) % x.shape[-1]
+    return ids, torch.tensor([0.5, 0.3, 0.1], dtype=x.dtype, device=x.device).log().expand_as(ids)
+
+
+def topk_kl_div(x: Tensor, index: Tensor) -> Tensor:
+    ids, log_t = top3(x, index)
+    return (log_t.exp() * (log_t - x.log_softmax(-1).gather(-1, ids))).sum(-1)
+
+
 OPERATIONS: dict[str, tuple[Operation, Operation]] = {
     "selective_log_softmax": (
         lambda x, i, c: (onepass.selective_log_softmax(x, i, temperature=TEMPERATURE),),
@@ -81,6 +97,14 @@ OPERATIONS: dict[str, tuple[Operation, Operation]] = {
     "cross_entropy": (
         lambda x, i, c: (onepass_cross_entropy(x, i, c),),
         lambda x, i, c: (cross_entropy(x, i, c),),
+    ),
+    "topk_kl_div": (
+        lambda x, i, c: (onepass.topk_kl_div(x, *top3(x.detach().float(), i), reduction="none"),),
+        lambda x, i, c: (topk_kl_div(x, i),),
+    ),
+    "kl_div": (
+        lambda x, i, c: (onepass.kl_div(x, x.detach().flip(-1), reduction="none"),),
+        lambda x, i, c: (kl_div(x, x.detach().flip(-1)),),
     ),
     "softmax_statistics": (
         lambda x, i, c: onepass_statistics(x, i),
