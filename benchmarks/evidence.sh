@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that is claimed of a GPU, in the order in which it matters: benchmarks against the installed peers, the
 # GPU suite, accuracy, and compute-sanitizer over the suite. Results go to the folder $1 (default .bench).
-# About 8 minutes on an H100. Without a .git here, say ONEPASS_COMMIT=<commit>.
+# About 7 minutes on an H100. Without a .git here, say ONEPASS_COMMIT=<commit>.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-.bench}
@@ -20,6 +20,9 @@ bench --op kl_div --op kl_div_reverse --op jsd --shape 4096x151936 --name kl-div
 "$python" -m pytest tests -m gpu -n 12 -p no:cacheprovider 2>&1 | tee "$out/tests.log" | tail -n 3
 "$python" tests/test_accuracy.py | tee "$out/accuracy.log" | tail -n 5
 # Kernels are compiled by now. Only ours are instrumented: torch's would take hours.
-compute-sanitizer --tool memcheck --kernel-name kernel_substring=softmax_ \
-  "$python" -m pytest tests/test_statistics.py tests/test_losses.py -m gpu -p no:cacheprovider \
-  --deselect tests/test_statistics.py::test_more_than_2_to_the_31_elements 2>&1 | tee "$out/memcheck.log" | tail -n 3
+memcheck() { # kernels, test files
+  compute-sanitizer --tool memcheck --kernel-name "kernel_substring=$1" "$python" -m pytest "${@:2}" -m gpu \
+    -p no:cacheprovider -k "not more_than_2_to_the_31" 2>&1 | tee "$out/memcheck-$1.log" | tail -n 3
+}
+memcheck softmax_ tests/test_statistics.py tests/test_losses.py tests/test_distillation.py
+memcheck divergence tests/test_distillation.py

@@ -28,7 +28,7 @@ def test_doctor_finds_no_fault(monkeypatch, path):
     monkeypatch.setenv("TRITON_INTERPRET", path)
     result = run("doctor")
     assert result.exit_code == 0, result.output
-    assert "10 of 10 checks passed" in result.output or torch.cuda.is_available()
+    assert "14 of 14 checks passed" in result.output or torch.cuda.is_available()
 
 
 def test_doctor_sees_a_wrong_gradient(monkeypatch):

@@ -185,7 +185,7 @@ def gather_logits(logits: Tensor, index: Tensor, index_name: str = "index") -> T
         _check_range(logits, index, None, Options(""), index_name)
     inside = index.clamp(0, logits.shape[-1] - 1)
     chosen = logits.gather(-1, inside.long())
-    return chosen.to(torch.promote_types(chosen.dtype, torch.float32)).where(inside == index, float("nan"))
+    return chosen.to(torch.promote_types(chosen.dtype, torch.float32)).masked_fill_(inside != index, float("nan"))
 
 
 def check_inplace(logits: Tensor) -> None:

@@ -46,7 +46,8 @@ def read_chosen(x, index, row, k, K, V):
     if index is not None:
         column = tl.load(index + row * K + k, mask=k < K, other=0)
         inside = (column >= 0) & (column < V)
-        chosen = tl.load(x + column, mask=inside, other=0.0)
+        # Kept in the cache until the walk comes by, so that they cross the memory bus once.
+        chosen = tl.load(x + column, mask=inside, other=0.0, eviction_policy="evict_last")
     return chosen, inside
 
 

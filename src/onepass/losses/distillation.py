@@ -60,7 +60,8 @@ def topk_kl_div(
         beta: weight of the teacher in ``"jsd"``, in [0, 1].
         renormalize: False: the student is normalised over the whole vocabulary, and the teacher is taken as it is.
             True: both are normalised over the row's given tokens; only those logits are read.
-        reduction: ``"sum"``, ``"mean"`` (over the rows with a token) or ``"none"`` (the shape of the rows).
+        reduction: ``"sum"``, ``"mean"`` (over the rows that ``mask`` leaves a token of; 0 if there are none) or
+            ``"none"`` (the shape of the rows).
         num_items: divides the sum instead of ``reduction``: a number, or a tensor of one element, of items in the whole
             batch, for averages that gradient accumulation does not change.
 
@@ -77,11 +78,11 @@ def topk_kl_div(
     check_number(temperature, "temperature", 0)
     teacher = Teacher(student_logits, teacher_ids, teacher_log_probs, mask, renormalize)
     if renormalize:
-        student = teacher.normalized(gather_logits(student_logits, teacher.ids, "teacher_ids") / temperature)
+        z = gather_logits(student_logits, teacher.ids, "teacher_ids")
+        student = teacher.normalized(z if temperature == 1.0 else z / temperature)
     else:
         options = Options("log_probs", temperature=temperature)
-        row_mask = None if mask is None else teacher.rows
-        student = read(student_logits, teacher.ids, row_mask, options, index_name="teacher_ids")["log_probs"]
+        student = read(student_logits, teacher.ids, teacher.rows, options, index_name="teacher_ids")["log_probs"]
     return teacher.loss(student, direction, beta, reduction, num_items)
 
 
@@ -121,14 +122,14 @@ def distillation_loss(
     check_number(temperature, "temperature", 0)
     teacher = Teacher(student_logits, teacher_ids, teacher_log_probs, mask, renormalize)
     labelled = labels != ignore_index
-    row_mask = None if mask is None else labelled | teacher.rows
+    row_mask = None if teacher.rows is None else labelled | teacher.rows
     # Rows with a teacher but no label are read too; what they say of token 0 is left out below.
     index = torch.cat([labels.masked_fill(~labelled, 0).unsqueeze(-1).to(teacher.ids.dtype), teacher.ids], dim=-1)
     one_normalizer = renormalize or temperature == 1.0
     fields = "selected log_normalizer" if one_normalizer else "selected log_normalizer tempered_log_normalizer"
     options = Options(fields, sharpness=1.0 / temperature)
     s = read(student_logits, index, row_mask, options, index_name="labels or teacher_ids")
-    selected = s["selected"] / temperature
+    selected = s["selected"] if temperature == 1.0 else s["selected"] / temperature
     if renormalize:
         student = teacher.normalized(selected[..., 1:])
     else:
@@ -201,7 +202,7 @@ def kl_div(
     check_transform(teacher_temperature, teacher_softcap, prefix="teacher_")
     options = PairOptions(direction, beta, temperature, softcap, teacher_temperature, teacher_softcap)
     loss = divergence(student_logits, teacher_logits, mask, options, vocab_size)
-    return reduced(loss, None if mask is None else mask != 0, reduction, num_items)
+    return reduced(loss, loss.numel() if mask is None else mask != 0, reduction, num_items)
 
 
 class Teacher:
@@ -210,61 +211,60 @@ class Teacher:
     Attributes:
         ids: ``(..., K)``; 0 where no token is given.
         log_probs: ``(..., K)``; -inf where no token is given.
-        given: ``(..., K)``, bool: tokens that count.
-        rows: ``(...)``, bool: rows with any token.
+        rows: ``(...)``, bool: rows that ``mask`` leaves a token of; None if that is all of them.
     """
 
     def __init__(
         self, student_logits: Tensor, ids: Tensor, log_probs: Tensor, mask: Tensor | None, renormalize: bool
     ) -> None:
         check_teacher(ids, log_probs, mask, student_logits)
+        self.rows: Tensor | None = None
         log_probs = log_probs.detach().to(torch.float64 if student_logits.dtype == torch.float64 else torch.float32)
         if mask is not None:
-            counts = mask != 0 if mask.dim() == ids.dim() else (mask != 0).unsqueeze(-1)
-            log_probs = log_probs.where(counts, -float("inf"))
-            ids = ids.where(counts, 0)
+            masked = mask == 0
+            self.rows = ~masked
+            if mask.dim() == ids.dim():
+                self.rows = self.rows.any(-1)
+            else:
+                masked = masked.unsqueeze(-1)
+            log_probs = log_probs.masked_fill(masked, -float("inf"))
+            ids = ids.masked_fill(masked, 0)
         self.ids, self.log_probs = ids, log_probs
-        if renormalize:
-            self.log_probs = self.normalized(log_probs)
+        if renormalize:  # a row without any token would be NaN
+            self.log_probs = log_probs.log_softmax(-1).masked_fill_(self.absent, -float("inf"))
 
     @property
-    def given(self) -> Tensor:
-        return self.log_probs != -float("inf")
-
-    @property
-    def rows(self) -> Tensor:
-        return self.given.any(-1)
+    def absent(self) -> Tensor:
+        return self.log_probs == -float("inf")
 
     def normalized(self, z: Tensor) -> Tensor:
-        """Log-probabilities of logits ``z``, over the tokens that are given."""
-        absent = ~self.given
-        # Once before, for the normaliser, and once after, since a row without any token is NaN.
-        return z.masked_fill(absent, -float("inf")).log_softmax(-1).masked_fill(absent, -float("inf"))
+        """The student's log-probs, from its logits ``z`` of the tokens that are given; the others may be NaN."""
+        return z.masked_fill(self.absent, -float("inf")).log_softmax(-1)
 
     def loss(
         self, student: Tensor, direction: str, beta: float, reduction: str, num_items: float | Tensor | None
     ) -> Tensor:
         """The divergence from ``student``, log-probs of the tokens, reduced."""
         terms = self.terms(student, direction, beta)
-        rows = self.rows if reduction == "mean" else None
+        rows = student.shape[:-1].numel() if self.rows is None else self.rows
         return reduced(terms.sum(-1) if reduction == "none" else terms, rows, reduction, num_items)
 
     def terms(self, student: Tensor, direction: str, beta: float) -> Tensor:
         direction = resolved(direction, beta)
         # A term p·x is 0 where p is, whatever x; masking x, and not the product, keeps NaN from the gradient too.
+        # So does a backward of masked_fill for the log_softmax of a row without any token.
         if direction == "forward":
             t = self.log_probs.exp()
             return t * (self.log_probs - student).masked_fill_(t == 0, 0.0)
-        s = student.exp()
-        absent = ~self.given
-        none = absent | (s == 0)
+        absent = self.absent
+        s = student.exp().masked_fill(absent, 0.0)
         if direction == "reverse":
-            return s * (student - self.log_probs).masked_fill_(none, 0.0)
+            return s * (student - self.log_probs).masked_fill_(s == 0, 0.0)
         # log(t/m) = logsigmoid(x) - log β and log(s/m) = logsigmoid(-x) - log(1-β), without a mixture that underflows.
         x = (self.log_probs - student).masked_fill_(absent, 0.0) + math.log(beta / (1 - beta))
         of_teacher = beta * self.log_probs.exp() * (logsigmoid(x) - math.log(beta))
-        of_student = (1 - beta) * s * (logsigmoid(-x).masked_fill(none, 0.0) - math.log(1 - beta))
-        return of_teacher + of_student.masked_fill(absent, 0.0)
+        of_student = (1 - beta) * s * (logsigmoid(-x).masked_fill(s == 0, 0.0) - math.log(1 - beta))
+        return of_teacher + of_student
 
 
 def resolved(direction: str, beta: float) -> str:
@@ -276,15 +276,15 @@ def resolved(direction: str, beta: float) -> str:
     return direction
 
 
-def reduced(loss: Tensor, rows: Tensor | None, reduction: str, num_items: float | Tensor | None) -> Tensor:
-    """The sum over ``num_items``, the mean over ``rows`` (all if None; 0 if there are none), the sum, or the loss."""
+def reduced(loss: Tensor, rows: Tensor | int, reduction: str, num_items: float | Tensor | None) -> Tensor:
+    """The sum over ``num_items``, the mean over ``rows`` (a mask, or how many; 0 if none), the sum, or the loss."""
     check_choice(reduction, "reduction", ("sum", "mean", "none"))
     if num_items is not None:
         if reduction == "none":
             raise ValueError(f"num_items: expected None with reduction='none', got {num_items!r}")
         return loss.sum() / num_items
     if reduction == "mean":
-        return loss.sum() / (max(loss.numel(), 1) if rows is None else rows.sum().clamp(min=1))
+        return loss.sum() / (rows.sum().clamp(min=1) if isinstance(rows, Tensor) else max(rows, 1))
     return loss.sum() if reduction == "sum" else loss
 
 
