@@ -15,7 +15,6 @@ Gradients: of KL with respect to p, ``P·(log P - log Q - KL)``, to q, ``Q - P``
 Bytes moved: both tensors in (twice for JSD); backward both in, one gradient out.
 """
 
-import math
 from functools import lru_cache
 
 import torch
@@ -24,7 +23,7 @@ import triton.language as tl
 
 from onepass.kernels import layout
 from onepass.kernels.launch import Plan, launch, plan
-from onepass.kernels.layout import flat_rows, lanes_for, row_groups, row_strides, threads_per_warp
+from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, row_groups
 from onepass.kernels.online_softmax import LOG2E, LOWEST, transform, transform_and_slope
 from onepass.kernels.softmax_statistics import row_start, softmax_statistics
 from onepass.options import PairOptions, empty_pair_numbers
@@ -295,30 +294,6 @@ def divergence_gradient_kernel(
                 tl.store(out_base + col, zeros, mask=(col >= head) & (col < high))
 
 
-Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and bytes an element: what a plan is made of
-
-
-def layout_of(tensor: torch.Tensor) -> Layout:
-    return tuple(tensor.shape), tensor.stride(), tensor.element_size()
-
-
-class Geometry:
-    """What the launches of both kernels have in common: strides, phases, vector width."""
-
-    def __init__(self, *tensors: Layout) -> None:
-        shape = tensors[0][0]
-        self.V, self.rows = shape[-1], math.prod(shape[:-1])
-        self.VEC = 16 // min(size for _, _, size in tensors)
-        where = [row_strides(shape, strides) for _, strides, _ in tensors]
-        self.strides = where[0] + tuple(s for w in where[1:] for s in w[1:])
-        first = where[0][1:]
-        self.constexprs = {
-            "ALIGN": any(s % self.VEC for s in first),
-            "SAME_PHASE": not any((a - b) % self.VEC for w in where[1:] for a, b in zip(first, w[1:])),
-            "VEC": self.VEC,
-        }
-
-
 @lru_cache(maxsize=1024)
 def plan_for(p: Layout, q: Layout, device: torch.device, rows: int, options: PairOptions) -> Plan:
     """The launch for one group of the ``rows``."""
@@ -328,7 +303,7 @@ def plan_for(p: Layout, q: Layout, device: torch.device, rows: int, options: Pai
     return plan(
         divergence_kernel, g.rows * SPLITS,
         (rows, g.V, *g.strides, *of_p.transform(), *of_q.transform(), *options.weights),
-        num_warps=max(1, LANES // threads_per_warp()), MIXTURE=options.direction == "jsd",
+        num_warps=layout.warps(LANES), MIXTURE=options.direction == "jsd",
         P_SOFTCAP=of_p.softcap is not None, Q_SOFTCAP=of_q.softcap is not None, **g.constexprs,
         LANES=LANES, SPLITS=SPLITS,
     )  # fmt: skip
@@ -364,14 +339,13 @@ def gradient_plan_for(
 ) -> Plan:
     """The launch for one group of the ``rows``."""
     g = Geometry(x, y, out)
-    LANES = lanes_for(g.V, g.VEC)
-    pieces = -(-(g.V + g.VEC - 1 if g.constexprs["ALIGN"] else g.V) // (LANES * g.VEC * TILES))
+    LANES = layout.lanes_for(g.V, g.VEC)
     of_x, of_y = (options.teacher, options.student) if of_teacher else (options.student, options.teacher)
     w_x, w_y = options.weights if of_teacher else options.weights[::-1]
     return plan(
-        divergence_gradient_kernel, g.rows * pieces,
+        divergence_gradient_kernel, g.rows * g.pieces(LANES * TILES),
         (rows, g.V, *g.strides, g_stride, *of_x.transform(), *of_y.transform(), w_x, w_y),
-        num_warps=max(1, LANES // threads_per_warp()), MIXTURE=options.direction == "jsd",
+        num_warps=layout.warps(LANES), MIXTURE=options.direction == "jsd",
         FIRST=of_teacher == (options.direction == "forward"),
         X_SOFTCAP=of_x.softcap is not None, Y_SOFTCAP=of_y.softcap is not None, **g.constexprs,
         LANES=LANES, TILES=TILES,

@@ -1,5 +1,6 @@
 """How rows lie in memory, and how many programs and threads walk one."""
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
@@ -40,6 +41,40 @@ def row_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int,
     return (shape[0], 0, strides[0]) if len(shape) == 2 else (1, 0, 0)
 
 
+Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and bytes an element: what a plan is made of
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    return tuple(tensor.shape), tensor.stride(), tensor.element_size()
+
+
+class Geometry:
+    """How a kernel walks the rows of tensors of one shape in step: columns are counted from an aligned address at or
+    before each row of the first, with 16 bytes a thread of the narrowest.
+
+    Attributes:
+        strides: ``inner_rows`` and then, for every tensor, its outer and inner stride.
+        constexprs: ``ALIGN``, whether rows of the first may start off an aligned address; ``SAME_PHASE``, whether
+            those of the others lie as far off; ``VEC``, elements a thread.
+    """
+
+    def __init__(self, *tensors: Layout) -> None:
+        shape = tensors[0][0]
+        self.V, self.rows = shape[-1], math.prod(shape[:-1])
+        self.VEC = 16 // min(size for _, _, size in tensors)
+        where = [row_strides(shape, strides) for _, strides, _ in tensors]
+        self.strides = where[0] + tuple(s for w in where[1:] for s in w[1:])
+        first = where[0][1:]
+        self.align = any(s % self.VEC for s in first)
+        same_phase = not any((a - b) % self.VEC for w in where[1:] for a, b in zip(first, w[1:]))
+        phase = {"SAME_PHASE": same_phase} if len(tensors) > 1 else {}
+        self.constexprs = {"ALIGN": self.align, **phase, "VEC": self.VEC}  # in the order of the kernels' signatures
+
+    def pieces(self, threads: int) -> int:
+        """Of ``threads`` vectors each, that cover a row."""
+        return -(-(self.V + self.VEC - 1 if self.align else self.V) // (threads * self.VEC))
+
+
 def flat_rows(tensor: torch.Tensor | None, rows: slice, per_row: int = 1) -> torch.Tensor | None:
     """The part of a contiguous row vector (or ``(rows, per_row)`` matrix) that belongs to a group of rows."""
     if tensor is None or rows.start == 0:
@@ -58,6 +93,10 @@ def programs_for(rows: int, vocab: int, vec: int, device: torch.device, most: in
     lanes = lanes_for(vocab, vec, min(MAX_LANES_OF_FEW_ROWS, max(most, power_of_two(threads))))
     wanted = min(threads // lanes, vocab // (4 * lanes * vec), MAX_SPLITS)
     return lanes, 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
+
+
+def warps(lanes: int) -> int:
+    return max(1, lanes // threads_per_warp())
 
 
 def power_of_two(n: int) -> int:

@@ -13,15 +13,15 @@ and ``dL/dx_j = dL/dz_j·dz_j/dx_j`` for the transform ``z(x)``. Bytes moved: th
 may be the logits themselves. Rows that are masked, or whose upstream gradients are all 0, are written but not read.
 """
 
-import math
 from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
+from onepass.kernels import layout
 from onepass.kernels.launch import Plan, launch, plan
-from onepass.kernels.layout import flat_rows, lanes_for, power_of_two, row_groups, row_strides, threads_per_warp
+from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, power_of_two, row_groups
 from onepass.kernels.online_softmax import FLOOR, LOG2E, transform_and_slope
 from onepass.kernels.softmax_statistics import (
     EXPECTED_LOGIT,
@@ -180,32 +180,18 @@ def softmax_gradient_kernel(
 
 
 @lru_cache(maxsize=1024)
-def plan_for(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    out_strides: tuple[int, ...],
-    gradient_strides: tuple[int, ...],
-    itemsize: int,
-    rows: int,
-    K: int,
-    options: Options,
-) -> Plan:
+def plan_for(x: Layout, out: Layout, gradient_strides: tuple[int, ...], rows: int, K: int, options: Options) -> Plan:
     """The launch for one group of the ``rows``."""
-    V, here = shape[-1], math.prod(shape[:-1])
-    VEC = 16 // itemsize
-    LANES = lanes_for(V, VEC)
-    where, out_where = row_strides(shape, strides), row_strides(shape, out_strides)
-    ALIGN = any(s % VEC for s in where[1:])
-    pieces = -(-(V + VEC - 1 if ALIGN else V) // (LANES * VEC * TILES))
+    g = Geometry(x, out)
+    LANES = layout.lanes_for(g.V, g.VEC)
     return plan(
-        softmax_gradient_kernel, here * pieces,
-        (rows, V, K, *where, *out_where[1:], *gradient_strides, *options.transform(), options.class_weight,
+        softmax_gradient_kernel, g.rows * g.pieces(LANES * TILES),
+        (rows, g.V, K, *g.strides, *gradient_strides, *options.transform(), options.class_weight,
          options.sharpness, options.ignore_index or 0),
-        num_warps=max(1, LANES // threads_per_warp()),
+        num_warps=layout.warps(LANES),
         SOFTCAP=options.softcap is not None, IGNORE=options.ignore_index is not None,
-        LOG_PROBS=options.wants("log_probs"), ENTROPY=options.wants("entropy"),
-        ALIGN=ALIGN, SAME_PHASE=not any((a - b) % VEC for a, b in zip(where[1:], out_where[1:])),
-        VEC=VEC, LANES=LANES, TILES=TILES, BLOCK_K=power_of_two(K), SOME_K=min(power_of_two(K), 16),
+        LOG_PROBS=options.wants("log_probs"), ENTROPY=options.wants("entropy"), **g.constexprs,
+        LANES=LANES, TILES=TILES, BLOCK_K=power_of_two(K), SOME_K=min(power_of_two(K), 16),
     )  # fmt: skip
 
 
@@ -234,7 +220,7 @@ def softmax_gradient(
     gradient_strides = tuple(0 if g is None else g.stride(0) for g in (n, e, w, t, s))
     gradient_strides = (*gradient_strides[:4], gradient_strides[4] * K)
     for group, (x, g) in row_groups(logits, out) if rows else ():
-        p = plan_for(x.shape, x.stride(), g.stride(), gradient_strides, x.element_size(), rows, K, options)
+        p = plan_for(layout_of(x), layout_of(g), gradient_strides, rows, K, options)
         launch(
             softmax_gradient_kernel, p, (x, class_weights, g),
             (flat_rows(index, group, K), flat_rows(row_mask, group), flat_rows(packed, group), flat_rows(n, group),

@@ -5,7 +5,6 @@ keeps a state per lane, so that the loop has no traffic between threads; lanes a
 row is split, the program that arrives last merges the pieces, always in the same order.
 """
 
-import math
 from functools import lru_cache
 
 import torch
@@ -14,7 +13,7 @@ import triton.language as tl
 
 from onepass.kernels import layout
 from onepass.kernels.launch import Plan, launch, plan
-from onepass.kernels.layout import flat_rows, power_of_two, row_groups, row_strides, threads_per_warp
+from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, power_of_two, row_groups
 from onepass.kernels.online_softmax import LOWEST, merge, transform, update
 from onepass.options import PACKED, Options, Results, empty_results
 
@@ -206,33 +205,23 @@ def softmax_statistics_kernel(
 
 
 @lru_cache(maxsize=1024)
-def plan_for(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    itemsize: int,
-    device: torch.device,
-    rows: int,
-    K: int,
-    options: Options,
-) -> Plan:
+def plan_for(x: Layout, device: torch.device, rows: int, K: int, options: Options) -> Plan:
     """The launch for one group of the ``rows``."""
-    V, here = shape[-1], math.prod(shape[:-1])
-    VEC = 16 // itemsize
+    g = Geometry(x)
+    LANES, SPLITS = layout.programs_for(g.rows, g.V, g.VEC, device)
     TEMPERED = options.wants("log_sum_sq_probs") or options.wants("tempered_log_normalizer")
-    LANES, SPLITS = layout.programs_for(here, V, VEC, device)
-    where = row_strides(shape, strides)
     return plan(
-        softmax_statistics_kernel, here * SPLITS,
-        (rows, V, K, *where, *options.transform(), options.class_weight, options.sharpness,
+        softmax_statistics_kernel, g.rows * SPLITS,
+        (rows, g.V, K, *g.strides, *options.transform(), options.class_weight, options.sharpness,
          options.ignore_index or 0),
-        num_warps=max(1, LANES // threads_per_warp()),
+        num_warps=layout.warps(LANES),
         SOFTCAP=options.softcap is not None, IGNORE=options.ignore_index is not None,
         LOG_PROBS=options.wants("log_probs"),
         EXPECTED=options.wants("expected_logit") or options.wants("entropy"), WEIGHTED=options.wants("weighted_logit"),
-        TEMPERED=TEMPERED, MEAN=options.wants("mean_logit"),
-        ALIGN=any(s % VEC for s in where[1:]), VEC=VEC, LANES=LANES,
+        TEMPERED=TEMPERED, MEAN=options.wants("mean_logit"), **g.constexprs, LANES=LANES,
         UNROLL=1 if TEMPERED else 2,  # registers are short with that state too
-        SPLITS=SPLITS, BLOCK_K=1 if K == 1 else max(power_of_two(K), LANES),  # no index is read by two threads
+        SPLITS=SPLITS,
+        BLOCK_K=1 if K == 1 else max(power_of_two(K), LANES),  # no index is read by two threads
     )  # fmt: skip
 
 
@@ -248,7 +237,7 @@ def softmax_statistics(
     rows = logits.shape[:-1].numel()
     K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
     for group, (x,) in row_groups(logits) if rows else ():
-        p = plan_for(x.shape, x.stride(), x.element_size(), x.device, rows, K, options)
+        p = plan_for(layout_of(x), x.device, rows, K, options)
         SPLITS = p.constexprs["SPLITS"]
         # The states of the pieces, and behind them how many pieces of each row have arrived.
         size = rows * (STATE.value * SPLITS + 1)
