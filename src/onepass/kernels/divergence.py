@@ -28,7 +28,6 @@ from onepass.kernels.online_softmax import LOG2E, LOWEST, transform, transform_a
 from onepass.kernels.softmax_statistics import row_start, softmax_statistics
 from onepass.options import PairOptions, empty_pair_numbers
 
-LN2 = tl.constexpr(0.6931471805599453)
 STATE = tl.constexpr(5)  # numbers in a state
 SHIFT, LOG_NORMALIZER, MEAN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # places in a tensor's numbers
 LANES_OF_MANY_ROWS = 512  # wider than of one tensor: two loads a tile, and more states to keep
@@ -93,8 +92,24 @@ def log_ratios(log_p, log_q, w_p, w_q):
     """``P, log(P/M), Q, log(Q/M)`` of the mixture ``M = w_p·P + w_q·Q``; the logarithms are 0 where P or Q is."""
     p = tl.exp2(log_p * LOG2E)
     q = tl.exp2(log_q * LOG2E)
-    log_m = tl.log2(w_p * p + w_q * q) * LN2
-    return p, tl.where(p > 0, log_p - log_m, 0.0), q, tl.where(q > 0, log_q - log_m, 0.0)
+    # log(P/M) = -log(w_p + w_q·Q/P) = logsigmoid(x) - log w_p: no mixture that underflows, and no logarithm an element.
+    log_w_p, log_w_q = tl.log(w_p), tl.log(w_q)
+    x = (log_p - log_q) + (log_w_p - log_w_q)
+    e = tl.exp2(tl.abs(x) * -LOG2E)
+    # Minimax fit of log(1 + e) / e over [0, 1].
+    poly = 0.005232504466139768
+    poly = poly * e - 0.029504480290833024
+    poly = poly * e + 0.07822472076128542
+    poly = poly * e - 0.136631417893597
+    poly = poly * e + 0.19105958128843514
+    poly = poly * e - 0.24842969888962083
+    poly = poly * e + 0.33319095281079464
+    poly = poly * e - 0.4999949306961083
+    poly = poly * e + 0.9999999698748331
+    log1p = poly * e
+    of_p = tl.minimum(x, 0.0) - log1p - log_w_p
+    of_q = -tl.maximum(x, 0.0) - log1p - log_w_q
+    return p, tl.where(p > 0, of_p, 0.0), q, tl.where(q > 0, of_q, 0.0)
 
 
 @triton.jit
