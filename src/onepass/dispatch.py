@@ -28,7 +28,10 @@ def _kernels() -> Any:
 def is_plain(*tensors: Tensor) -> bool:
     """Plain tensors in eager mode skip the dispatcher, which costs more than a small kernel; everything that traces or
     wraps (torch.compile, export, fake tensors, tensor subclasses) goes through the registered operations."""
-    return all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors) and not torch.compiler.is_compiling()
+    for t in tensors:
+        if type(t) not in (Tensor, torch.nn.Parameter):
+            return False
+    return not torch.compiler.is_compiling()
 
 
 def empty_gradient(logits: Tensor) -> Tensor:

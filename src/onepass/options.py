@@ -1,5 +1,6 @@
 """What both paths and the registered operations share: the fields a row can leave behind, and how it is read."""
 
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -16,11 +17,12 @@ PACKED = (
     "tempered_log_normalizer",  # log Σ exp(sharpness·(z - shift)): the normaliser at a second temperature
     "kept",  # 1 for a row that was read, 0 for one that is masked or ignored
 )
+PLACES = {name: place for place, name in enumerate(PACKED)}
 # Fields with one value per index. The two share a place: a caller asks for one of them, as for one of `expected_logit`
 # and `entropy`. The normalised ones spare most losses two small kernels each way, which counts where the host is the
 # limit.
 CHOSEN = ("selected", "log_probs")
-NOT_DIFFERENTIABLE = ("shift", "log_sum_sq_probs", "mean_logit", "kept", "is_top1")
+NOT_DIFFERENTIABLE = frozenset(("shift", "log_sum_sq_probs", "mean_logit", "kept", "is_top1"))
 
 
 class Options(NamedTuple):
@@ -34,14 +36,23 @@ class Options(NamedTuple):
     sharpness: float = 2.0  # one over the second temperature; 2 is that of `log_sum_sq_probs`
     ignore_index: int | None = None  # rows with this index (one a row) are masked
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return _names(self.fields)
+
     def wants(self, name: str) -> bool:
-        return name in self.fields.split()
+        return name in self.names
 
     def transform(self) -> tuple[float, float]:
         """``(inner, outer)`` of ``z = outer·tanh(inner·x)``, or of ``z = inner·x`` without a soft-cap."""
         if self.softcap is None:
             return self.logit_scale / self.temperature, 1.0
         return self.logit_scale / self.softcap, self.softcap / self.temperature
+
+
+@lru_cache
+def _names(fields: str) -> tuple[str, ...]:
+    return tuple(fields.split())
 
 
 T = TypeVar("T")
@@ -93,17 +104,13 @@ def empty_results(logits: torch.Tensor, index: torch.Tensor | None, options: Opt
     """Unwritten ``(len(PACKED), ...)`` numbers, and chosen values and `is_top1` of the shape of ``index``."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     packed = logits.new_empty((len(PACKED), *logits.shape[:-1]), dtype=dtype)
-    chosen = None if index is None else logits.new_empty(index.shape, dtype=dtype)
-    is_top1 = (
-        logits.new_empty(index.shape, dtype=torch.bool) if index is not None and options.wants("is_top1") else None
-    )
+    chosen = None if index is None else torch.empty_like(index, dtype=dtype)
+    is_top1 = torch.empty_like(index, dtype=torch.bool) if index is not None and options.wants("is_top1") else None
     return packed, chosen, is_top1
 
 
 def pick(results: Results, options: Options) -> tuple[torch.Tensor, ...]:
     """The fields that were asked for, in that order."""
     packed, chosen, is_top1 = results
-    fields = (
-        packed[PACKED.index(f)] if f in PACKED else chosen if f in CHOSEN else is_top1 for f in options.fields.split()
-    )
-    return tuple(fields)  # type: ignore[arg-type]
+    names = options.names
+    return tuple([packed[PLACES[f]] if f in PLACES else chosen if f in CHOSEN else is_top1 for f in names])  # type: ignore[misc]

@@ -169,13 +169,13 @@ def read(
         logits = logits.contiguous()
     index = None if index is None else index.contiguous()
     row_mask = None if row_mask is None else row_mask.contiguous()
-    if is_plain(logits):
+    if (DEBUG or logits.is_cpu) and is_plain(logits):
         _check_range(logits, index, row_mask, options, index_name)
     if torch.is_grad_enabled() and logits.requires_grad:
         results = _Statistics.apply(logits, index, row_mask, weights, options, inplace_backward)
     else:
         results = pick(_forward(logits, index, row_mask, weights, options), options)
-    return dict(zip(options.fields.split(), results))
+    return dict(zip(options.names, results))
 
 
 def gather_logits(logits: Tensor, index: Tensor, index_name: str = "index") -> Tensor:
@@ -223,7 +223,8 @@ class _Statistics(torch.autograd.Function):
         ctx.save_for_backward(logits, index, row_mask, class_weights, results[0])
         ctx.options, ctx.inplace = options, inplace
         fields = pick(results, options)
-        ctx.mark_non_differentiable(*[f for f, n in zip(fields, options.fields.split()) if n in NOT_DIFFERENTIABLE])
+        if not NOT_DIFFERENTIABLE.isdisjoint(options.names):
+            ctx.mark_non_differentiable(*[f for f, n in zip(fields, options.names) if n in NOT_DIFFERENTIABLE])
         ctx.set_materialize_grads(False)
         return fields
 
@@ -233,7 +234,7 @@ class _Statistics(torch.autograd.Function):
         if torch.is_grad_enabled() and not compiling:
             raise RuntimeError("onepass: second derivatives are not implemented, got create_graph=True")
         logits, *saved = ctx.saved_tensors
-        g = dict(zip(ctx.options.fields.split(), grads))
+        g = dict(zip(ctx.options.names, grads))
         upstream = (
             g.get("log_normalizer"),
             g.get("entropy" if "entropy" in g else "expected_logit"),

@@ -23,9 +23,10 @@ import triton.language as tl
 
 from onepass.kernels import layout
 from onepass.kernels.launch import Plan, launch, plan
-from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, row_groups
+from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, row_groups, workspace
 from onepass.kernels.online_softmax import LOG2E, LOWEST, transform, transform_and_slope
-from onepass.kernels.softmax_statistics import row_start, softmax_statistics
+from onepass.kernels.rows import arrives_last, row_start, write_zeros
+from onepass.kernels.softmax_statistics import softmax_statistics
 from onepass.options import PairOptions, empty_pair_numbers
 
 STATE = tl.constexpr(5)  # numbers in a state
@@ -181,8 +182,8 @@ def divergence_kernel(
             if low < head:
                 mp, sp, mq, sq, d = update(
                     mp, sp, mq, sq, d, p_base, q_base, low, head, high, p_shift, p_norm, q_shift, q_norm,
-                    w_p, w_q, p_inner, p_outer, q_inner, q_outer, MIXTURE, P_SOFTCAP, Q_SOFTCAP, LANES, VEC,
-                    True)  # fmt: skip
+                    w_p, w_q, p_inner, p_outer, q_inner, q_outer, MIXTURE, P_SOFTCAP, Q_SOFTCAP,
+                    LANES, VEC, True)  # fmt: skip
         full = begin + tl.maximum(high - begin, 0) // TILE * TILE
         for col in range(begin, full, TILE):
             mp, sp, mq, sq, d = update(
@@ -192,8 +193,8 @@ def divergence_kernel(
         if full < high:
             mp, sp, mq, sq, d = update(
                 mp, sp, mq, sq, d, p_base, q_base, full, head, high, p_shift, p_norm, q_shift, q_norm,
-                w_p, w_q, p_inner, p_outer, q_inner, q_outer, MIXTURE, P_SOFTCAP, Q_SOFTCAP, LANES, VEC,
-                    True)  # fmt: skip
+                w_p, w_q, p_inner, p_outer, q_inner, q_outer, MIXTURE, P_SOFTCAP, Q_SOFTCAP,
+                LANES, VEC, True)  # fmt: skip
         mp, sp, mq, sq, d = merge(mp, sp, mq, sq, d, MIXTURE)
         if SPLITS > 1:
             record = pieces + row * (STATE * SPLITS) + split
@@ -202,9 +203,7 @@ def divergence_kernel(
             tl.store(record + SPLITS * 2, mq)
             tl.store(record + SPLITS * 3, sq)
             tl.store(record + SPLITS * 4, d)
-            tl.debug_barrier()
-            arrived = (pieces + rows * (STATE * SPLITS)).to(tl.pointer_type(tl.int32), bitcast=True) + row
-            last = tl.atomic_add(arrived, 1, sem="acq_rel") == SPLITS - 1
+            last = arrives_last(pieces, rows, row, STATE, SPLITS)
             if last:
                 others = pieces + row * (STATE * SPLITS) + tl.arange(0, SPLITS)
                 mp, sp, mq, sq, d = merge(
@@ -300,13 +299,7 @@ def divergence_gradient_kernel(
                            w_x, w_y, x_inner, x_outer, y_inner, y_outer, MIXTURE, FIRST, X_SOFTCAP, Y_SOFTCAP,
                            LANES, VEC, True)  # fmt: skip
     else:
-        zeros = tl.zeros([LANES, VEC], out.dtype.element_ty)
-        for col0 in range(low, high, TILE):
-            col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
-            if (col0 >= head) & (col0 + TILE <= high):
-                tl.store(out_base + col, zeros)
-            else:
-                tl.store(out_base + col, zeros, mask=(col >= head) & (col < high))
+        write_zeros(out_base, low, high, head, LANES, VEC)
 
 
 @lru_cache(maxsize=1024)
@@ -338,13 +331,9 @@ def divergence(
         p, q = options.ordered(*pair)
         this = plan_for(layout_of(p), layout_of(q), p.device, rows, options)
         SPLITS = this.constexprs["SPLITS"]
-        size = rows * (STATE.value * SPLITS + 1)  # as in softmax_statistics
-        pieces = torch.zeros(size, dtype=torch.float32, device=p.device) if SPLITS > 1 else None
-        launch(
-            divergence_kernel, this, (p, q),
-            (flat_rows(row_mask, group), flat_rows(p_numbers, group), flat_rows(q_numbers, group),
-             flat_rows(packed[6], group), pieces),
-        )  # fmt: skip
+        pieces = workspace(rows, STATE.value, SPLITS, p.device)
+        tensors = flat_rows(group, (row_mask, p_numbers, q_numbers, packed[6]))
+        launch(divergence_kernel, this, (p, q), (*tensors, pieces))
     return packed
 
 
@@ -384,7 +373,4 @@ def divergence_gradient(
     for group, (s, t, g) in row_groups(student, teacher, out) if rows else ():
         x, y = (t, s) if of_teacher else (s, t)
         this = gradient_plan_for(layout_of(x), layout_of(y), layout_of(g), grad.stride(0), rows, of_teacher, options)
-        launch(
-            divergence_gradient_kernel, this, (x, y, g),
-            (flat_rows(row_mask, group), *[flat_rows(n, group) for n in numbers], flat_rows(grad, group)),
-        )  # fmt: skip
+        launch(divergence_gradient_kernel, this, (x, y, g), flat_rows(group, (row_mask, *numbers, grad)))

@@ -41,16 +41,18 @@ def launch(
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, plan, vectors, tensors)
+    pointers = [None if t is None else t.data_ptr() for t in (*vectors, *tensors)]
     key: tuple[Any, ...] = (
         device.index,
-        *[t is not None and (t.dtype, t.data_ptr() % 16) for t in vectors],
-        *[t is not None and t.dtype for t in tensors],
+        *[t is not None and t.dtype for t in (*vectors, *tensors)],
+        *[p is not None and p % 16 for p in pointers[: len(vectors)]],
     )
     if HIP:  # Triton compiles tensors below 2 GiB differently
         key += tuple(t is not None and t.untyped_storage().nbytes() < 2**31 for t in (*vectors, *tensors))
     compiled = plan.compiled.get(key)
     if compiled is not None:
-        compiled[(plan.programs, 1, 1)](*vectors, *tensors, *plan.numbers, *plan.constexprs.values())
+        # Of a tensor, Triton's launcher would ask the driver where it lies.
+        compiled[(plan.programs, 1, 1)](*pointers, *plan.numbers, *plan.constexprs.values())
         return
     compiled = kernel[(plan.programs,)](*vectors, *tensors, *plan.numbers, **plan.constexprs, num_warps=plan.num_warps)
     if isinstance(kernel, JITFunction):  # and not the interpreter

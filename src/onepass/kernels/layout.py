@@ -75,11 +75,14 @@ class Geometry:
         return -(-(self.V + self.VEC - 1 if self.align else self.V) // (threads * self.VEC))
 
 
-def flat_rows(tensor: torch.Tensor | None, rows: slice, per_row: int = 1) -> torch.Tensor | None:
-    """The part of a contiguous row vector (or ``(rows, per_row)`` matrix) that belongs to a group of rows."""
-    if tensor is None or rows.start == 0:
-        return tensor
-    return tensor.view(-1)[rows.start * per_row :]
+def flat_rows(
+    rows: slice, tensors: Sequence[torch.Tensor | None], per_row: Sequence[int] = ()
+) -> Sequence[torch.Tensor | None]:
+    """The parts of contiguous tensors, of ``per_row`` elements a row (1 where not given), of a group of rows."""
+    if rows.start == 0:
+        return tensors
+    counts = per_row or [1] * len(tensors)
+    return [None if t is None else t.view(-1)[rows.start * n :] for t, n in zip(tensors, counts)]
 
 
 def lanes_for(vocab: int, vec: int, most: int = MAX_LANES) -> int:
@@ -93,6 +96,11 @@ def programs_for(rows: int, vocab: int, vec: int, device: torch.device, most: in
     lanes = lanes_for(vocab, vec, min(MAX_LANES_OF_FEW_ROWS, max(most, power_of_two(threads))))
     wanted = min(threads // lanes, vocab // (4 * lanes * vec), MAX_SPLITS)
     return lanes, 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
+
+
+def workspace(rows: int, state: int, splits: int, device: torch.device) -> torch.Tensor | None:
+    """Where programs that share a row publish their states, and behind these how many of each row have arrived."""
+    return torch.zeros(rows * (state * splits + 1), dtype=torch.float32, device=device) if splits > 1 else None
 
 
 def warps(lanes: int) -> int:

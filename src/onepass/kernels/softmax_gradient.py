@@ -23,13 +23,8 @@ from onepass.kernels import layout
 from onepass.kernels.launch import Plan, launch, plan
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, power_of_two, row_groups
 from onepass.kernels.online_softmax import FLOOR, LOG2E, transform_and_slope
-from onepass.kernels.softmax_statistics import (
-    EXPECTED_LOGIT,
-    LOG_NORMALIZER,
-    SHIFT,
-    TEMPERED_LOG_NORMALIZER,
-    row_start,
-)
+from onepass.kernels.rows import row_start, write_zeros
+from onepass.kernels.softmax_statistics import EXPECTED_LOGIT, LOG_NORMALIZER, SHIFT, TEMPERED_LOG_NORMALIZER
 from onepass.options import Options
 
 TILES = 4  # tiles a program writes: the fewest at which the card's bandwidth is reached
@@ -170,13 +165,7 @@ def softmax_gradient_kernel(
             tl.debug_barrier()
             tl.store(out + out_start + chosen, chosen_gradient.to(out.dtype.element_ty), mask=mine)
     else:
-        zeros = tl.zeros([LANES, VEC], out.dtype.element_ty)
-        for col0 in range(low, high, TILE):
-            col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
-            if (col0 >= head) & (col0 + TILE <= high):
-                tl.store(g_base + col, zeros)
-            else:
-                tl.store(g_base + col, zeros, mask=(col >= head) & (col < high))
+        write_zeros(g_base, low, high, head, LANES, VEC)
 
 
 @lru_cache(maxsize=1024)
@@ -212,17 +201,11 @@ def softmax_gradient(
     """Launch the backward kernel; ``out`` has the shape and dtype of ``logits`` and may be the same tensor."""
     rows = logits.shape[:-1].numel()
     K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
-    n, e, w, t, s = (
-        None if g is None else g if g.dim() == 1 else g.reshape(-1)
-        for g in (grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected)
-    )
+    of_rows = (grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected)
+    n, e, w, t, s = [g if g is None or g.dim() == 1 else g.reshape(-1) for g in of_rows]
     s = s if s is None or K == 1 else s.contiguous()
-    gradient_strides = tuple(0 if g is None else g.stride(0) for g in (n, e, w, t, s))
-    gradient_strides = (*gradient_strides[:4], gradient_strides[4] * K)
+    gradient_strides = (*[0 if g is None else g.stride(0) for g in (n, e, w, t)], 0 if s is None else s.stride(0) * K)
     for group, (x, g) in row_groups(logits, out) if rows else ():
         p = plan_for(layout_of(x), layout_of(g), gradient_strides, rows, K, options)
-        launch(
-            softmax_gradient_kernel, p, (x, class_weights, g),
-            (flat_rows(index, group, K), flat_rows(row_mask, group), flat_rows(packed, group), flat_rows(n, group),
-             flat_rows(e, group), flat_rows(w, group), flat_rows(t, group), flat_rows(s, group, K)),
-        )  # fmt: skip
+        tensors = flat_rows(group, (index, row_mask, packed, n, e, w, t, s), (K, 1, 1, 1, 1, 1, 1, K))
+        launch(softmax_gradient_kernel, p, (x, class_weights, g), tensors)

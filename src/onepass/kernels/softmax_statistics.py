@@ -13,8 +13,9 @@ import triton.language as tl
 
 from onepass.kernels import layout
 from onepass.kernels.launch import Plan, launch, plan
-from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, power_of_two, row_groups
+from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, power_of_two, row_groups, workspace
 from onepass.kernels.online_softmax import LOWEST, merge, transform, update
+from onepass.kernels.rows import arrives_last, row_start
 from onepass.options import PACKED, Options, Results, empty_results
 
 # The fields' places in the packed result; those that were not asked for are not written.
@@ -28,13 +29,6 @@ TEMPERED_LOG_NORMALIZER = tl.constexpr(PACKED.index("tempered_log_normalizer"))
 MEAN_LOGIT = tl.constexpr(PACKED.index("mean_logit"))
 KEPT = tl.constexpr(PACKED.index("kept"))
 STATE = tl.constexpr(7)  # numbers in a state
-
-
-@triton.jit
-def row_start(row, inner_rows, outer_stride, inner_stride):
-    """Element offset of a row in a tensor whose row dimensions collapse to (outer, inner)."""
-    row = row.to(tl.int64)
-    return (row // inner_rows) * outer_stride + (row % inner_rows) * inner_stride
 
 
 @triton.jit
@@ -95,14 +89,8 @@ def softmax_statistics_kernel(
     if IGNORE:
         active = tl.load(index + row) != ignore_index
     last = split == SPLITS - 1
-    shift, log_normalizer, expected_logit, weighted_logit, tempered_log_normalizer, mean_logit = (
-        0.0,
-        0.0,
-        0.0,
-        0.0,
-        0.0,
-        0.0,
-    )
+    shift, log_normalizer, expected_logit = 0.0, 0.0, 0.0
+    weighted_logit, tempered_log_normalizer, mean_logit = 0.0, 0.0, 0.0
     relative = tl.zeros([BLOCK_K], tl.float32)
     top1 = relative > 0
     if active:
@@ -129,8 +117,8 @@ def softmax_statistics_kernel(
             if low < head:
                 m, s, t, w, c, q, u = read_tile(
                     m, s, t, w, c, q, u, base, class_weights, low, head, high, inner, outer, class_weight,
-                    sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN, LANES, VEC,
-                    True)  # fmt: skip
+                    sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN,
+                    LANES, VEC, True)  # fmt: skip
         full = begin + tl.maximum(high - begin, 0) // TILE * TILE
         for col in tl.range(begin, full, TILE, loop_unroll_factor=UNROLL):
             m, s, t, w, c, q, u = read_tile(
@@ -139,8 +127,7 @@ def softmax_statistics_kernel(
         if full < high:
             m, s, t, w, c, q, u = read_tile(
                 m, s, t, w, c, q, u, base, class_weights, full, head, high, inner, outer, class_weight,
-                sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN, LANES, VEC,
-                    True)  # fmt: skip
+                sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN, LANES, VEC, True)  # fmt: skip
         m, s, t, w, c, q, u = merge(m, s, t, w, c, q, u, sharpness, EXPECTED, WEIGHTED, TEMPERED, MEAN)
 
         if SPLITS > 1:
@@ -153,9 +140,7 @@ def softmax_statistics_kernel(
             tl.store(record + SPLITS * 4, c)
             tl.store(record + SPLITS * 5, q)
             tl.store(record + SPLITS * 6, u)
-            tl.debug_barrier()
-            arrived = (pieces + rows * (STATE * SPLITS)).to(tl.pointer_type(tl.int32), bitcast=True) + row
-            last = tl.atomic_add(arrived, 1, sem="acq_rel") == SPLITS - 1
+            last = arrives_last(pieces, rows, row, STATE, SPLITS)
             if last:
                 others = pieces + row * (STATE * SPLITS) + tl.arange(0, SPLITS)
                 m, s, t, w, c, q, u = merge(
@@ -239,12 +224,7 @@ def softmax_statistics(
     for group, (x,) in row_groups(logits) if rows else ():
         p = plan_for(layout_of(x), x.device, rows, K, options)
         SPLITS = p.constexprs["SPLITS"]
-        # The states of the pieces, and behind them how many pieces of each row have arrived.
-        size = rows * (STATE.value * SPLITS + 1)
-        pieces = torch.zeros(size, dtype=torch.float32, device=x.device) if SPLITS > 1 else None
-        launch(
-            softmax_statistics_kernel, p, (x, class_weights),
-            (flat_rows(index, group, K), flat_rows(row_mask, group), flat_rows(packed, group),
-             flat_rows(chosen, group, K), flat_rows(is_top1, group, K), pieces),
-        )  # fmt: skip
+        pieces = workspace(rows, STATE.value, SPLITS, x.device)
+        tensors = flat_rows(group, (index, row_mask, packed, chosen, is_top1), (K, 1, 1, K, K))
+        launch(softmax_statistics_kernel, p, (x, class_weights), (*tensors, pieces))
     return results
