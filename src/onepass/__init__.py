@@ -2,8 +2,18 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from onepass.head import LinearLogits, gather_parameters
 from onepass.losses.cross_entropy import CrossEntropyLoss, cross_entropy
 from onepass.losses.distillation import KLDivLoss, TopKKLDivLoss, distillation_loss, kl_div, topk_kl_div
+from onepass.losses.linear import (
+    LinearCrossEntropyLoss,
+    linear_cross_entropy,
+    linear_kl_div,
+    linear_loss,
+    linear_selective_log_softmax_and_entropy,
+    linear_softmax_statistics,
+    linear_topk_kl_div,
+)
 from onepass.losses.log_probs import entropy_from_logits, selective_log_softmax, selective_log_softmax_and_entropy
 from onepass.statistics import SoftmaxStatistics, softmax_statistics
 
@@ -15,12 +25,21 @@ except PackageNotFoundError:  # a source tree on PYTHONPATH
 __all__ = [
     "CrossEntropyLoss",
     "KLDivLoss",
+    "LinearCrossEntropyLoss",
+    "LinearLogits",
     "SoftmaxStatistics",
     "TopKKLDivLoss",
     "cross_entropy",
     "distillation_loss",
     "entropy_from_logits",
+    "gather_parameters",
     "kl_div",
+    "linear_cross_entropy",
+    "linear_kl_div",
+    "linear_loss",
+    "linear_selective_log_softmax_and_entropy",
+    "linear_softmax_statistics",
+    "linear_topk_kl_div",
     "selective_log_softmax",
     "selective_log_softmax_and_entropy",
     "softmax_statistics",

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from onepass.options import Logits, LogitsSource
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -14,14 +16,16 @@ def described(value: Any) -> str:
     return f"{value!r} ({type(value).__name__})"
 
 
-def check_logits(logits: torch.Tensor, name: str = "logits") -> None:
+def check_logits(logits: Logits, name: str = "logits") -> None:
+    if isinstance(logits, LogitsSource):
+        return  # which checks itself
     if not isinstance(logits, torch.Tensor) or logits.dtype not in FLOATS:
         raise TypeError(f"{name}: expected a float16, bfloat16, float32 or float64 tensor, got {described(logits)}")
     if logits.dim() < 1 or not 0 < logits.shape[-1] < 2**31:
         raise ValueError(f"{name}: expected shape (..., V) with 1 <= V < 2**31, got {tuple(logits.shape)}")
 
 
-def check_index(index: torch.Tensor, logits: torch.Tensor, name: str = "index", many: bool = True) -> None:
+def check_index(index: torch.Tensor, logits: Logits, name: str = "index", many: bool = True) -> None:
     if not isinstance(index, torch.Tensor) or index.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: expected an int32 or int64 tensor, got {described(index)}")
     rows = logits.shape[:-1]
@@ -33,7 +37,7 @@ def check_index(index: torch.Tensor, logits: torch.Tensor, name: str = "index", 
     check_device(index, logits, name)
 
 
-def check_row_mask(row_mask: torch.Tensor, logits: torch.Tensor, name: str = "row_mask") -> None:
+def check_row_mask(row_mask: torch.Tensor, logits: Logits, name: str = "row_mask") -> None:
     if not isinstance(row_mask, torch.Tensor) or row_mask.dtype.is_floating_point or row_mask.dtype.is_complex:
         raise TypeError(f"{name}: expected a bool (or 0/1 integer) tensor, got {described(row_mask)}")
     if row_mask.shape != logits.shape[:-1]:
@@ -41,7 +45,7 @@ def check_row_mask(row_mask: torch.Tensor, logits: torch.Tensor, name: str = "ro
     check_device(row_mask, logits, name)
 
 
-def check_class_weights(weights: torch.Tensor, logits: torch.Tensor, name: str) -> None:
+def check_class_weights(weights: torch.Tensor, logits: Logits, name: str) -> None:
     if not isinstance(weights, torch.Tensor) or weights.dtype not in FLOATS:
         raise TypeError(f"{name}: expected a floating-point tensor, got {described(weights)}")
     if weights.shape != logits.shape[-1:]:
@@ -50,7 +54,7 @@ def check_class_weights(weights: torch.Tensor, logits: torch.Tensor, name: str) 
 
 
 def check_teacher(
-    ids: torch.Tensor, log_probs: torch.Tensor, mask: torch.Tensor | None, student_logits: torch.Tensor
+    ids: torch.Tensor, log_probs: torch.Tensor, mask: torch.Tensor | None, student_logits: Logits
 ) -> None:
     if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"teacher_ids: expected an int32 or int64 tensor, got {described(ids)}")
@@ -75,7 +79,7 @@ def check_teacher(
         check_device(mask, student_logits, "mask")
 
 
-def check_pair(student: torch.Tensor, teacher: torch.Tensor, vocab_size: int | None) -> None:
+def check_pair(student: Logits, teacher: Logits, vocab_size: int | None) -> None:
     if student.shape[:-1] != teacher.shape[:-1]:
         raise ValueError(f"teacher_logits: expected the rows of the student, {tuple(student.shape[:-1])}, "
                          f"got {tuple(teacher.shape[:-1])}")  # fmt: skip
@@ -97,7 +101,7 @@ def check_transform(temperature: Any, softcap: Any, logit_scale: Any = 1.0, pref
         check_number(softcap, f"{prefix}softcap", 0)
 
 
-def check_device(tensor: torch.Tensor, logits: torch.Tensor, name: str) -> None:
+def check_device(tensor: Logits, logits: Logits, name: str) -> None:
     if tensor.device != logits.device:
         raise ValueError(f"{name}: expected device {logits.device}, that of the logits, got {tensor.device}")
 

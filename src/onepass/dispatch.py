@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from onepass import eager
+from onepass.options import Logits
 
 
-def path_of(*logits: Tensor) -> Any:
+def path_of(*logits: Logits) -> Any:
     """The module that computes: Triton on CUDA and ROCm (or in its interpreter), `eager` for the rest."""
     for x in logits:
         if x.dtype == torch.float64 or not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):

@@ -183,6 +183,10 @@ def softmax_gradient(
         g_out.copy_(g.masked_fill_(idle[group], 0.0))
 
 
+def scale_(x: torch.Tensor, scale: torch.Tensor) -> None:
+    x.mul_(scale)
+
+
 def log_ratio(p: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """``log(p/q)``, and 0 where p is 0."""
     return torch.where(p == 0, 0.0, log_p - log_q)  # NaN stays

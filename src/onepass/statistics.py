@@ -24,7 +24,7 @@ from onepass.checks import (
 )
 from onepass.dispatch import empty_gradient, is_plain, path_of
 from onepass.inplace import mark_overwritten
-from onepass.options import NOT_DIFFERENTIABLE, Options, Results, empty_results, pick
+from onepass.options import NOT_DIFFERENTIABLE, Logits, Options, Results, empty_results, pick
 
 METRICS = ("is_top1", "log_sum_sq_probs", "mean_logit")
 DEBUG = os.environ.get("ONEPASS_DEBUG") == "1"
@@ -80,7 +80,7 @@ class SoftmaxStatistics:
 
 
 def softmax_statistics(
-    logits: Tensor,
+    logits: Logits,
     index: Tensor | None = None,
     *,
     temperature: float = 1.0,
@@ -99,7 +99,7 @@ def softmax_statistics(
 
     Args:
         logits: ``(..., V)``, float16, bfloat16, float32 or float64. Any strides; only a last dimension that is not
-            contiguous is copied.
+            contiguous is copied. Or `onepass.LinearLogits`, here and in all losses.
         index: classes to select, ``(...)`` or ``(..., K)``, int32 or int64; may repeat a class.
         temperature: :math:`T > 0`, divides the logits after the soft-cap.
         softcap: the cap > 0, as in Gemma 2; None for none.
@@ -127,23 +127,36 @@ def softmax_statistics(
         s = onepass.softmax_statistics(logits, labels)
         loss = -s.log_probs.mean() + 1e-4 * s.logsumexp.square().mean() - 0.01 * s.entropy.mean()
     """
+    options = wanted(index, class_weights, metrics, expected_logit, logit_scale, softcap, temperature)
+    check_logits(logits)
+    if index is not None:
+        check_index(index, logits)
+    return SoftmaxStatistics(**read(logits, index, row_mask, options, class_weights=class_weights))
+
+
+def wanted(
+    index: Tensor | None,
+    class_weights: Tensor | float | None,
+    metrics: Sequence[str],
+    expected_logit: bool,
+    logit_scale: float,
+    softcap: float | None,
+    temperature: float,
+) -> Options:
+    """The fields of `SoftmaxStatistics` that these arguments of `softmax_statistics` ask for."""
     for metric in metrics:
         check_choice(metric, "metrics", METRICS)
     if "is_top1" in metrics and index is None:
         raise ValueError("metrics: expected an index with 'is_top1', got index=None")
-    check_logits(logits)
-    if index is not None:
-        check_index(index, logits)
     fields = ["shift", "log_normalizer"]
     fields += ["expected_logit"] if expected_logit else []
     fields += ["selected"] if index is not None else []
     fields += ["weighted_logit"] if class_weights is not None else []
-    options = Options(" ".join([*fields, *metrics]), logit_scale, softcap, temperature)
-    return SoftmaxStatistics(**read(logits, index, row_mask, options, class_weights=class_weights))
+    return Options(" ".join([*fields, *metrics]), logit_scale, softcap, temperature)
 
 
 def read(
-    logits: Tensor,
+    logits: Logits,
     index: Tensor | None,
     row_mask: Tensor | None,
     options: Options,
@@ -153,8 +166,34 @@ def read(
     index_name: str = "index",
 ) -> dict[str, Tensor]:
     """The fields of ``options``, differentiable: what every loss is made of. Logits and index are checked already."""
+    if isinstance(logits, Tensor) and logits.stride(-1) != 1 and logits.shape[-1] > 1 and not inplace_backward:
+        logits = logits.contiguous()
+    arguments = checked(logits, index, row_mask, options, class_weights=class_weights, index_name=index_name)
+    options = arguments[-1]
+    if inplace_backward:
+        check_inplace(logits)
+    if not isinstance(logits, Tensor):
+        results = logits.statistics(*arguments)
+    elif torch.is_grad_enabled() and logits.requires_grad:
+        results = _Statistics.apply(logits, *arguments, inplace_backward)
+    else:
+        results = pick(_forward(logits, *arguments), options)
+    return dict(zip(options.names, results))
+
+
+def checked(
+    logits: Logits,
+    index: Tensor | None,
+    row_mask: Tensor | None,
+    options: Options,
+    *,
+    class_weights: Tensor | float | None = None,
+    index_name: str = "index",
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Options]:
+    """Index, mask, class weights and options as the two operations take them."""
     if row_mask is not None:
         check_row_mask(row_mask, logits)
+        row_mask = row_mask.contiguous()
     check_transform(options.temperature, options.softcap, options.logit_scale)
     weights = None
     if isinstance(class_weights, Tensor):
@@ -163,19 +202,10 @@ def read(
     elif class_weights is not None:
         check_number(class_weights, "class_weights", -float("inf"))
         options = options._replace(class_weight=float(class_weights))
-    if inplace_backward:
-        check_inplace(logits)
-    if logits.stride(-1) != 1 and logits.shape[-1] > 1:
-        logits = logits.contiguous()
     index = None if index is None else index.contiguous()
-    row_mask = None if row_mask is None else row_mask.contiguous()
-    if (DEBUG or logits.is_cpu) and is_plain(logits):
+    if (DEBUG or logits.is_cpu) and (is_plain(logits) if isinstance(logits, Tensor) else logits.takes_row_losses):
         _check_range(logits, index, row_mask, options, index_name)
-    if torch.is_grad_enabled() and logits.requires_grad:
-        results = _Statistics.apply(logits, index, row_mask, weights, options, inplace_backward)
-    else:
-        results = pick(_forward(logits, index, row_mask, weights, options), options)
-    return dict(zip(options.names, results))
+    return index, row_mask, weights, options
 
 
 def gather_logits(logits: Tensor, index: Tensor, index_name: str = "index") -> Tensor:
@@ -188,7 +218,9 @@ def gather_logits(logits: Tensor, index: Tensor, index_name: str = "index") -> T
     return chosen.to(torch.promote_types(chosen.dtype, torch.float32)).masked_fill_(inside != index, float("nan"))
 
 
-def check_inplace(logits: Tensor) -> None:
+def check_inplace(logits: Logits) -> None:
+    if not isinstance(logits, Tensor):
+        raise ValueError(f"inplace_backward: expected a tensor of logits, got {type(logits).__name__}")
     if any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape)):
         raise ValueError("inplace_backward: expected logits of which no two elements share memory, got expanded logits")
     if logits.stride(-1) != 1 and logits.shape[-1] > 1:
@@ -196,7 +228,7 @@ def check_inplace(logits: Tensor) -> None:
 
 
 def _check_range(
-    logits: Tensor, index: Tensor | None, row_mask: Tensor | None, options: Options, name: str = "index"
+    logits: Logits, index: Tensor | None, row_mask: Tensor | None, options: Options, name: str = "index"
 ) -> None:
     """Where a look costs no synchronisation, or debugging asks for it; elsewhere the row becomes NaN."""
     if index is None or not (DEBUG or (logits.is_cpu and path_of(logits) is eager)):
@@ -206,6 +238,17 @@ def _check_range(
     if bad.any():
         row, k = bad.nonzero()[0].tolist()
         raise IndexError(f"{name}: expected values in [0, {logits.shape[-1]}), got {int(rows[row, k])} in row {row}")
+
+
+def upstream_of(g: dict[str, Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The gradients of fields, in the order in which `softmax_gradient` takes them."""
+    return (
+        g.get("log_normalizer"),
+        g.get("entropy" if "entropy" in g else "expected_logit"),
+        g.get("weighted_logit"),
+        g.get("tempered_log_normalizer"),
+        g.get("log_probs" if "log_probs" in g else "selected"),
+    )
 
 
 class _Statistics(torch.autograd.Function):
@@ -234,14 +277,7 @@ class _Statistics(torch.autograd.Function):
         if torch.is_grad_enabled() and not compiling:
             raise RuntimeError("onepass: second derivatives are not implemented, got create_graph=True")
         logits, *saved = ctx.saved_tensors
-        g = dict(zip(ctx.options.names, grads))
-        upstream = (
-            g.get("log_normalizer"),
-            g.get("entropy" if "entropy" in g else "expected_logit"),
-            g.get("weighted_logit"),
-            g.get("tempered_log_normalizer"),
-            g.get("log_probs" if "log_probs" in g else "selected"),
-        )
+        upstream = upstream_of(dict(zip(ctx.options.names, grads)))
         if ctx.inplace and not compiling:
             grad = logits.detach()
             path_of(logits).softmax_gradient(logits, *saved, *upstream, ctx.options, grad)

@@ -1,7 +1,8 @@
 """Triton kernels and their launchers. Nothing here knows about users, losses or autograd."""
 
 from onepass.kernels.divergence import divergence, divergence_gradient
+from onepass.kernels.scale import scale_
 from onepass.kernels.softmax_gradient import softmax_gradient
 from onepass.kernels.softmax_statistics import softmax_statistics
 
-__all__ = ["divergence", "divergence_gradient", "softmax_gradient", "softmax_statistics"]
+__all__ = ["divergence", "divergence_gradient", "scale_", "softmax_gradient", "softmax_statistics"]

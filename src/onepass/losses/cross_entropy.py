@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 
 from onepass.checks import check_choice, check_class_weights, check_index, check_logits, check_number
-from onepass.options import Options
-from onepass.statistics import read
+from onepass.options import Logits, LogitsSource, Options
+from onepass.row_loss import StatisticsLoss
+from onepass.statistics import checked, read
 
 
 def cross_entropy(
-    logits: Tensor,
+    logits: Logits,
     target: Tensor,
     weight: Tensor | None = None,
     ignore_index: int = -100,
@@ -63,25 +64,50 @@ def cross_entropy(
         class_weights = weight if weight is not None else 1.0 / logits.shape[-1]
     if label_smoothing or z_loss_weight:
         fields += " shift log_normalizer"
-    s = read(
-        logits, target, None, Options(fields, logit_scale, softcap, temperature, ignore_index=ignore_index),
-        class_weights=class_weights, inplace_backward=inplace_backward, index_name="target",
-    )  # fmt: skip
-    # The fields of ignored rows are 0, and so is all that follows. Signs are turned once, at the end.
-    score = s["log_probs"]
-    count = kept = s["kept"]
+    options = Options(fields, logit_scale, softcap, temperature, ignore_index=ignore_index)
     if weight is not None:
-        weight = weight.detach().to(score.dtype)
-        count = weight[target.where(target != ignore_index, 0)] * kept
-        score = score * count
-    if label_smoothing:
-        total, share = (1.0, 1.0) if weight is None else (weight.sum(), 1.0 / logits.shape[-1])
-        smooth = s["weighted_logit"] - total * s["log_normalizer"]  # Σ_j c_j log p_j
-        score = (1 - label_smoothing) * score + label_smoothing * share * smooth
-    z_loss = z_loss_weight * (s["shift"] + s["log_normalizer"]).square() if z_loss_weight else None
+        weight = weight.detach().to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+
+    def count_of(target: Tensor, kept: Tensor) -> Tensor:
+        return kept if weight is None else weight[target.where(kept != 0, 0)] * kept
+
+    def terms(s: dict[str, Tensor], target: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        # The fields of ignored rows are 0, and so is all that follows. Signs are turned once, at the end.
+        score, count = s["log_probs"], count_of(target, s["kept"])
+        if weight is not None:
+            score = score * count
+        if label_smoothing:
+            total, share = (1.0, 1.0) if weight is None else (weight.sum(), 1.0 / logits.shape[-1])
+            smooth = s["weighted_logit"] - total * s["log_normalizer"]  # Σ_j c_j log p_j
+            score = (1 - label_smoothing) * score + label_smoothing * share * smooth
+        z_loss = z_loss_weight * (s["shift"] + s["log_normalizer"]).square() if z_loss_weight else None
+        return score, z_loss, count
+
+    if isinstance(logits, LogitsSource) and reduction != "none" and logits.takes_row_losses:
+        kept = target != ignore_index
+        count = count_of(target, kept).sum()
+        share_of_z = count / kept.sum() if reduction == "mean" else 1.0
+
+        def loss_of_rows(s: dict[str, Tensor], target: Tensor) -> Tensor:
+            score, z_loss, _ = terms(s, target)
+            return -score if z_loss is None else z_loss * share_of_z - score
+
+        _, _, weights, options = checked(
+            logits, target, None, options, class_weights=class_weights, index_name="target"
+        )
+        options = options._replace(ignore_index=None)  # such rows are masked
+        index = target.reshape(-1)
+        row_loss = StatisticsLoss(loss_of_rows, options, logits.dtype, index, weights, (index,))
+        return logits.loss(row_loss, kept, count if reduction == "mean" else 1.0, (index,))
+
+    s = read(
+        logits, target, None, options, class_weights=class_weights, inplace_backward=inplace_backward,
+        index_name="target",
+    )  # fmt: skip
+    score, z_loss, count = terms(s, target)
     if reduction == "mean":
         mean = score.sum() / -count.sum()
-        return mean if z_loss is None else mean + z_loss.sum() / kept.sum()
+        return mean if z_loss is None else mean + z_loss.sum() / s["kept"].sum()
     loss = -score if z_loss is None else z_loss - score
     return loss.sum() if reduction == "sum" else loss
 
@@ -118,7 +144,7 @@ class CrossEntropyLoss(torch.nn.Module):
         self.temperature = temperature
         self.inplace_backward = inplace_backward
 
-    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+    def forward(self, logits: Logits, target: Tensor) -> Tensor:
         return cross_entropy(
             logits,
             target,

@@ -18,14 +18,16 @@ from onepass.checks import (
     check_transform,
 )
 from onepass.divergence import divergence
-from onepass.options import Options, PairOptions
+from onepass.losses.reduction import divisor_of, reduced
+from onepass.options import Logits, LogitsSource, Options, PairOptions
+from onepass.row_loss import DivergenceLoss
 from onepass.statistics import gather_logits, read
 
 DIRECTIONS = ("forward", "reverse", "jsd")
 
 
 def topk_kl_div(
-    student_logits: Tensor,
+    student_logits: Logits,
     teacher_ids: Tensor,
     teacher_log_probs: Tensor,
     mask: Tensor | None = None,
@@ -77,17 +79,18 @@ def topk_kl_div(
     check_logits(student_logits, "student_logits")
     check_number(temperature, "temperature", 0)
     teacher = Teacher(student_logits, teacher_ids, teacher_log_probs, mask, renormalize)
-    if renormalize:
+    if renormalize and isinstance(student_logits, Tensor):
         z = gather_logits(student_logits, teacher.ids, "teacher_ids")
         student = teacher.normalized(z if temperature == 1.0 else z / temperature)
     else:
-        options = Options("log_probs", temperature=temperature)
-        student = read(student_logits, teacher.ids, teacher.rows, options, index_name="teacher_ids")["log_probs"]
+        options = Options("selected" if renormalize else "log_probs", temperature=temperature)
+        s = read(student_logits, teacher.ids, teacher.rows, options, index_name="teacher_ids")
+        student = teacher.normalized(s["selected"]) if renormalize else s["log_probs"]
     return teacher.loss(student, direction, beta, reduction, num_items)
 
 
 def distillation_loss(
-    student_logits: Tensor,
+    student_logits: Logits,
     labels: Tensor,
     teacher_ids: Tensor,
     teacher_log_probs: Tensor,
@@ -140,8 +143,8 @@ def distillation_loss(
 
 
 def kl_div(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
+    student_logits: Logits,
+    teacher_logits: Logits,
     mask: Tensor | None = None,
     *,
     direction: str = "forward",
@@ -170,6 +173,7 @@ def kl_div(
     Args:
         student_logits: ``(..., V)``, float16, bfloat16, float32 or float64, any strides.
         teacher_logits: ``(..., V)``, likewise; differentiable too, which costs nothing unless it requires a gradient.
+            Of a student that is `onepass.LinearLogits`, a constant: logits, or LinearLogits too.
         mask: ``(...)``, bool or 0/1. Rows where it is 0 are not read; their loss and gradient are 0.
         direction: ``"forward"``, ``"reverse"`` or ``"jsd"``.
         beta: weight of the teacher in ``"jsd"``, in [0, 1].
@@ -201,8 +205,17 @@ def kl_div(
     check_transform(temperature, softcap)
     check_transform(teacher_temperature, teacher_softcap, prefix="teacher_")
     options = PairOptions(direction, beta, temperature, softcap, teacher_temperature, teacher_softcap)
-    loss = divergence(student_logits, teacher_logits, mask, options, vocab_size)
-    return reduced(loss, loss.numel() if mask is None else mask != 0, reduction, num_items)
+    rows = student_logits.shape[:-1].numel() if mask is None else mask != 0
+    if isinstance(student_logits, Tensor) and isinstance(teacher_logits, Tensor):
+        return reduced(
+            divergence(student_logits, teacher_logits, mask, options, vocab_size), rows, reduction, num_items
+        )
+    if not isinstance(student_logits, LogitsSource):
+        raise TypeError("teacher_logits: expected a tensor for a student that is a tensor, got LinearLogits")
+    if torch.is_grad_enabled() and teacher_logits.requires_grad:
+        raise ValueError("teacher_logits: expected no gradient for a student that is a linear head; detach them")
+    row_loss = DivergenceLoss(student_logits, teacher_logits, options, vocab_size)
+    return student_logits.loss(row_loss, mask, divisor_of(rows, reduction, num_items))
 
 
 class Teacher:
@@ -215,7 +228,7 @@ class Teacher:
     """
 
     def __init__(
-        self, student_logits: Tensor, ids: Tensor, log_probs: Tensor, mask: Tensor | None, renormalize: bool
+        self, student_logits: Logits, ids: Tensor, log_probs: Tensor, mask: Tensor | None, renormalize: bool
     ) -> None:
         check_teacher(ids, log_probs, mask, student_logits)
         self.rows: Tensor | None = None
@@ -276,18 +289,6 @@ def resolved(direction: str, beta: float) -> str:
     return direction
 
 
-def reduced(loss: Tensor, rows: Tensor | int, reduction: str, num_items: float | Tensor | None) -> Tensor:
-    """The sum over ``num_items``, the mean over ``rows`` (a mask, or how many; 0 if none), the sum, or the loss."""
-    check_choice(reduction, "reduction", ("sum", "mean", "none"))
-    if num_items is not None:
-        if reduction == "none":
-            raise ValueError(f"num_items: expected None with reduction='none', got {num_items!r}")
-        return loss.sum() / num_items
-    if reduction == "mean":
-        return loss.sum() / (rows.sum().clamp(min=1) if isinstance(rows, Tensor) else max(rows, 1))
-    return loss.sum() if reduction == "sum" else loss
-
-
 class TopKKLDivLoss(torch.nn.Module):
     """`topk_kl_div` as a module, with the same options (see there)."""
 
@@ -311,7 +312,7 @@ class TopKKLDivLoss(torch.nn.Module):
 
     def forward(
         self,
-        student_logits: Tensor,
+        student_logits: Logits,
         teacher_ids: Tensor,
         teacher_log_probs: Tensor,
         mask: Tensor | None = None,
@@ -352,8 +353,8 @@ class KLDivLoss(torch.nn.Module):
 
     def forward(
         self,
-        student_logits: Tensor,
-        teacher_logits: Tensor,
+        student_logits: Logits,
+        teacher_logits: Logits,
         mask: Tensor | None = None,
         num_items: float | Tensor | None = None,
     ) -> Tensor:

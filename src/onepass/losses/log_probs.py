@@ -3,15 +3,17 @@
 from torch import Tensor
 
 from onepass.checks import check_index, check_logits
-from onepass.options import Options
+from onepass.options import Logits, Options
 from onepass.statistics import read
 
 
 def selective_log_softmax(
-    logits: Tensor,
+    logits: Logits,
     index: Tensor,
     *,
     temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
     row_mask: Tensor | None = None,
     inplace_backward: bool = False,
 ) -> Tensor:
@@ -20,7 +22,7 @@ def selective_log_softmax(
     Args:
         logits: ``(..., V)``, float16, bfloat16, float32 or float64, any strides.
         index: ``(...)`` or ``(..., K)``, int32 or int64.
-        temperature: :math:`T > 0`.
+        temperature, softcap, logit_scale: the transform of the logits, see `onepass.softmax_statistics`.
         row_mask: ``(...)``, bool or 0/1. Rows where it is False are not read; their results and gradients are 0.
         inplace_backward: write the gradient over the logits instead of allocating one. A later use of those logits,
             or a second backward, is an error. Without effect under `torch.compile`, which plans memory itself.
@@ -33,12 +35,18 @@ def selective_log_softmax(
     """
     check_logits(logits)
     check_index(index, logits)
-    options = Options("log_probs", temperature=temperature)
+    options = Options("log_probs", logit_scale, softcap, temperature)
     return read(logits, index, row_mask, options, inplace_backward=inplace_backward)["log_probs"]
 
 
 def entropy_from_logits(
-    logits: Tensor, *, temperature: float = 1.0, row_mask: Tensor | None = None, inplace_backward: bool = False
+    logits: Logits,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    row_mask: Tensor | None = None,
+    inplace_backward: bool = False,
 ) -> Tensor:
     r"""Entropy in nats of :math:`p = \mathrm{softmax}(x / T)`, :math:`-\sum_j p_j \log p_j`, in one read.
 
@@ -46,15 +54,17 @@ def entropy_from_logits(
     Classes of probability 0 contribute 0.
     """
     check_logits(logits)
-    options = Options("entropy", temperature=temperature)
+    options = Options("entropy", logit_scale, softcap, temperature)
     return read(logits, None, row_mask, options, inplace_backward=inplace_backward)["entropy"]
 
 
 def selective_log_softmax_and_entropy(
-    logits: Tensor,
+    logits: Logits,
     index: Tensor,
     *,
     temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
     row_mask: Tensor | None = None,
     inplace_backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -65,6 +75,6 @@ def selective_log_softmax_and_entropy(
     """
     check_logits(logits)
     check_index(index, logits)
-    options = Options("log_probs entropy", temperature=temperature)
+    options = Options("log_probs entropy", logit_scale, softcap, temperature)
     s = read(logits, index, row_mask, options, inplace_backward=inplace_backward)
     return s["log_probs"], s["entropy"]
