@@ -2,7 +2,8 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from onepass.head import LinearLogits, gather_parameters
+from onepass.head.gather import gather_parameters
+from onepass.head.logits import LinearLogits
 from onepass.losses.cross_entropy import CrossEntropyLoss, cross_entropy
 from onepass.losses.distillation import KLDivLoss, TopKKLDivLoss, distillation_loss, kl_div, topk_kl_div
 from onepass.losses.linear import (

@@ -38,3 +38,8 @@ def is_plain(*tensors: Tensor) -> bool:
 def empty_gradient(logits: Tensor) -> Tensor:
     out = torch.empty_like(logits)
     return out if out.stride(-1) == 1 else logits.new_empty(logits.shape)  # of expanded logits
+
+
+def refuse_second_derivatives() -> None:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("onepass: second derivatives are not implemented, got create_graph=True")

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.dispatch import empty_gradient, is_plain, path_of
+from onepass.dispatch import empty_gradient, is_plain, path_of, refuse_second_derivatives
 from onepass.options import PAIR_NUMBERS, PairOptions, empty_pair_numbers
 
 LOSS = PAIR_NUMBERS.index("divergence")
@@ -36,8 +36,7 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError("onepass: second derivatives are not implemented, got create_graph=True")
+        refuse_second_derivatives()
         grads = (
             _gradient(*ctx.saved_tensors, grad, of_teacher, ctx.options, ctx.vocab) if needed else None
             for of_teacher, needed in zip((False, True), ctx.needs_input_grad)

@@ -139,8 +139,8 @@ class LogitsSource:
         raise NotImplementedError
 
     @property
-    def head(self) -> Any:
-        """The `tiles.Head` that makes the logits."""
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Hidden states ``(N, H)``, weight ``(V, H)`` and bias ``(V,)``."""
         raise NotImplementedError
 
     def loss(

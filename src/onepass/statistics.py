@@ -22,7 +22,7 @@ from onepass.checks import (
     check_row_mask,
     check_transform,
 )
-from onepass.dispatch import empty_gradient, is_plain, path_of
+from onepass.dispatch import empty_gradient, is_plain, path_of, refuse_second_derivatives
 from onepass.inplace import mark_overwritten
 from onepass.options import NOT_DIFFERENTIABLE, Logits, Options, Results, empty_results, pick
 
@@ -273,12 +273,10 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        compiling = torch.compiler.is_compiling()
-        if torch.is_grad_enabled() and not compiling:
-            raise RuntimeError("onepass: second derivatives are not implemented, got create_graph=True")
+        refuse_second_derivatives()
         logits, *saved = ctx.saved_tensors
         upstream = upstream_of(dict(zip(ctx.options.names, grads)))
-        if ctx.inplace and not compiling:
+        if ctx.inplace and not torch.compiler.is_compiling():
             grad = logits.detach()
             path_of(logits).softmax_gradient(logits, *saved, *upstream, ctx.options, grad)
             mark_overwritten(logits)

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from onepass.checks import check_choice, check_class_weights, check_index, check_logits, check_number
+from onepass.head.row_loss import StatisticsLoss
 from onepass.options import Logits, LogitsSource, Options
-from onepass.row_loss import StatisticsLoss
 from onepass.statistics import checked, read
 
 

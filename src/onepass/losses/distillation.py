@@ -18,9 +18,9 @@ from onepass.checks import (
     check_transform,
 )
 from onepass.divergence import divergence
+from onepass.head.row_loss import DivergenceLoss
 from onepass.losses.reduction import divisor_of, reduced
 from onepass.options import Logits, LogitsSource, Options, PairOptions
-from onepass.row_loss import DivergenceLoss
 from onepass.statistics import gather_logits, read
 
 DIRECTIONS = ("forward", "reverse", "jsd")

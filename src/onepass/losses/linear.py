@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from onepass.checks import check_device, check_index, described
-from onepass.head import LinearLogits
+from onepass.head.logits import LinearLogits
+from onepass.head.row_loss import StatisticsLoss
 from onepass.losses.cross_entropy import cross_entropy
 from onepass.losses.distillation import kl_div, topk_kl_div
 from onepass.losses.log_probs import selective_log_softmax_and_entropy
 from onepass.losses.reduction import divisor_of, reduced
-from onepass.row_loss import StatisticsLoss
 from onepass.statistics import SoftmaxStatistics, checked, read, softmax_statistics, wanted
 
 

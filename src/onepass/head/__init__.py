@@ -1,0 +1,1 @@
+"""Losses of ``hidden @ weight.T + bias``, whose logits are computed in tiles wherever they are read."""

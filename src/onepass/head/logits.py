@@ -1,0 +1,110 @@
+"""`LinearLogits`: what stands for logits in any loss, and is a linear head."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onepass.checks import FLOATS, described
+from onepass.dispatch import is_plain
+from onepass.head.gather import whole
+from onepass.head.loss import row_losses
+from onepass.head.row_loss import RowLoss
+from onepass.head.statistics import statistics
+from onepass.options import LogitsSource, Options
+
+
+class LinearLogits(LogitsSource):
+    """The logits ``hidden @ weight.T + bias``, for any function of onepass that takes logits; they are never all there.
+
+    Args:
+        hidden: ``(..., H)``, float16, bfloat16, float32 or float64. Hidden states whose rows are not evenly spaced
+            (``hidden[:, :-1]``) are copied.
+        weight: ``(V, H)``, any strides; the dtype of ``hidden``, or any under autocast, whose dtype the products have
+            then. A DTensor is gathered once.
+        bias: ``(V,)`` or None, likewise.
+        max_memory: bytes of workspace, beyond inputs, results and gradients. None: about 0.3 GiB, where a gradient of
+            the weight is taken up to 2.5 GiB, and never more than half of what is free.
+
+    All three are differentiable; what needs no gradient costs neither time nor memory for one. Gradients of the weight
+    are summed over tiles in float32 and rounded once. The logits have the dtype of the products, as a linear layer's.
+
+    Rows that are masked or ignored take part in no product. (How many are left is read from the device, once a call,
+    unless a CUDA graph is being captured: then they do take part.)
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape or device.
+
+    Example::
+
+        logits = onepass.LinearLogits(hidden, lm_head.weight)
+        log_probs, entropy = onepass.selective_log_softmax_and_entropy(logits, labels)
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, max_memory: int | None = None
+    ) -> None:
+        for value, name in ((hidden, "hidden"), (weight, "weight"), (bias, "bias")):
+            if (value is not None or name != "bias") and (not isinstance(value, Tensor) or value.dtype not in FLOATS):
+                raise TypeError(f"{name}: expected a floating-point tensor, got {described(value)}")
+        weight, bias = whole(weight), None if bias is None else whole(bias)
+        shape = tuple(getattr(weight, "ds_shape", weight.shape))  # ZeRO-3's are empty where they are not gathered
+        if hidden.dim() < 1 or len(shape) != 2 or 0 in shape or hidden.shape[-1] != shape[1]:
+            raise ValueError(
+                "weight: expected shape (V, H) for hidden states (..., H), "
+                f"got {shape} for hidden states of shape {tuple(hidden.shape)}"
+            )
+        if bias is not None and tuple(getattr(bias, "ds_shape", bias.shape)) != shape[:1]:
+            raise ValueError(f"bias: expected shape {shape[:1]}, got {tuple(bias.shape)}")
+        kind = hidden.device.type
+        self.dtype = hidden.dtype
+        if hidden.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+            self.dtype = torch.get_autocast_dtype(kind)
+        for value, name in ((weight, "weight"), (bias, "bias")):
+            if value is None:
+                continue
+            if value.device != hidden.device:
+                raise ValueError(f"{name}: expected device {hidden.device}, that of hidden, got {value.device}")
+            if value.dtype != hidden.dtype and not torch.is_autocast_enabled(kind):
+                raise TypeError(f"{name}: expected {hidden.dtype}, the dtype of hidden, got {value.dtype}")
+        if max_memory is not None and (isinstance(max_memory, bool) or not isinstance(max_memory, int)):
+            raise TypeError(f"max_memory: expected a number of bytes or None, got {described(max_memory)}")
+        self.hidden, self.weight, self.bias, self.max_memory = hidden, weight, bias, max_memory
+        self.shape = torch.Size((*hidden.shape[:-1], shape[0]))
+        self.device = hidden.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(t is not None and t.requires_grad for t in (self.hidden, self.weight, self.bias))
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Rows of hidden states, weight and bias."""
+        return self.hidden.reshape(-1, self.hidden.shape[-1]), self.weight, self.bias
+
+    @property
+    def takes_row_losses(self) -> bool:
+        return is_plain(*[t for t in (self.hidden, self.weight, self.bias) if t is not None])
+
+    def statistics(
+        self, index: Tensor | None, row_mask: Tensor | None, class_weights: Tensor | None, options: Options
+    ) -> tuple[Tensor, ...]:
+        """The fields of ``options`` of every row, differentiable. Arguments are checked already."""
+        rows = self.shape[:-1]
+        index = None if index is None else index.reshape(rows.numel(), *index.shape[len(rows) :])
+        row_mask = None if row_mask is None else row_mask.reshape(-1)
+        fields = statistics(*self.parts, index, row_mask, class_weights, options, self.dtype, self.max_memory)
+        return tuple([f.reshape(*rows, *f.shape[1:]) for f in fields])
+
+    def loss(
+        self, row_loss: RowLoss, row_mask: Tensor | None, divisor: Tensor | float | None, inputs: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """``Σ row_loss / divisor`` over the rows that are not masked or, without a divisor, the loss of every row.
+
+        ``inputs``, ``(N, ...)``, are those of ``row_loss``; the loss is differentiable with respect to them too.
+        """
+        row_mask = None if row_mask is None else row_mask.reshape(-1) != 0
+        if divisor is not None:
+            divisor = torch.as_tensor(divisor, dtype=row_loss.dtype, device=self.device).detach().reshape(())
+        loss = row_losses(self.parts, row_mask, row_loss, divisor, inputs, self.dtype, self.max_memory)
+        return loss.reshape(self.shape[:-1]) if divisor is None else loss

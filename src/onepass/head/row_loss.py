@@ -1,0 +1,146 @@
+"""The loss of a row of logits, on a tile of rows: its value and, in place, the gradient of the tile."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from onepass.dispatch import path_of
+from onepass.head.tiles import INDEX, ROW, Rows
+from onepass.options import NOT_DIFFERENTIABLE, PAIR_NUMBERS, Logits, LogitsSource, Options, PairOptions, pick
+from onepass.statistics import DEBUG, upstream_of
+
+Found = tuple[Tensor, Sequence[Tensor | None]]
+
+
+class RowLoss(Protocol):
+    """
+    Attributes:
+        dtype: of the losses.
+        sources: whose logits it takes besides the first ones.
+        row_bytes: of its own work on a row.
+    """
+
+    dtype: torch.dtype
+    sources: Sequence[LogitsSource]
+    row_bytes: int
+
+    def __call__(self, logits: Sequence[Tensor], rows: Rows, row_mask: Tensor | None, scale: Tensor | None) -> Found:
+        """The loss of ``rows``, ``(n,)``. With ``scale``, one number or one a row, also the gradients of
+        ``Σ scale·loss``: that of the first logits is written over them, those of the loss's own inputs are returned.
+        """
+
+
+class StatisticsLoss:
+    """``loss_fn(fields, *inputs)`` of the row vectors that a read leaves behind, differentiated by autograd."""
+
+    sources: Sequence[LogitsSource] = ()
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Tensor],
+        options: Options,
+        dtype: torch.dtype,
+        index: Tensor | None,
+        class_weights: Tensor | None = None,
+        inputs: Sequence[Tensor] = (),
+    ) -> None:
+        self.loss_fn, self.options, self.index = loss_fn, options, index
+        self.class_weights, self.inputs = class_weights, inputs
+        self.dtype = torch.promote_types(dtype, torch.float32)
+        numbers = sum(i[:1].numel() for i in inputs) + (index[:1].numel() if index is not None else 1)
+        self.row_bytes = ROW + INDEX * numbers
+        self.checked = False
+
+    def __call__(self, logits: Sequence[Tensor], rows: Rows, row_mask: Tensor | None, scale: Tensor | None) -> Found:
+        x = logits[0]
+        path, options = path_of(x), self.options
+        index = None if self.index is None else rows.take(self.index)
+        results = path.softmax_statistics(x, index, row_mask, self.class_weights, options)
+        fields = dict(zip(options.names, pick(results, options)))
+        inputs = [rows.take(i).detach() for i in self.inputs]
+        if scale is None:
+            with torch.no_grad():
+                loss = self.rows(self.loss_fn(fields, *inputs), rows.n)
+            return loss if row_mask is None else loss.masked_fill(~row_mask, 0.0), ()
+        leaves = [n for n in options.names if n not in NOT_DIFFERENTIABLE]
+        for name in leaves:
+            fields[name] = fields[name].detach().requires_grad_()
+        for part, whole in zip(inputs, self.inputs):
+            part.requires_grad_(whole.requires_grad)
+        variables = [fields[n] for n in leaves] + [i for i in inputs if i.requires_grad]
+        with torch.enable_grad():
+            loss = self.rows(self.loss_fn(fields, *inputs), rows.n)
+        if row_mask is not None:
+            loss = loss.masked_fill(~row_mask, 0.0)
+        grads: Sequence[Tensor | None] = [None] * len(variables)
+        if loss.requires_grad:
+            self.check(loss, variables)
+            grads = torch.autograd.grad(loss, variables, scale.expand_as(loss), allow_unused=True)
+        upstream = upstream_of(dict(zip(leaves, grads)))
+        path.softmax_gradient(x, index, row_mask, self.class_weights, results[0], *upstream, options, x)
+        rest = iter(grads[len(leaves) :])
+        return loss.detach(), [next(rest) if i.requires_grad else None for i in inputs]
+
+    def rows(self, loss: Any, count: int) -> Tensor:
+        if not isinstance(loss, Tensor) or loss.shape != (count,):
+            got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"loss_fn: expected a loss of every row, shape ({count},), got {got}")
+        return loss
+
+    def check(self, loss: Tensor, variables: Sequence[Tensor]) -> None:
+        """Of the first tile: nothing may be differentiated that is not an argument, nor any row depend on another."""
+        if self.checked:
+            return
+        self.checked = True
+        known = {id(v) for v in variables}
+        nodes, seen = [loss.grad_fn], set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in known:
+                raise ValueError(
+                    "loss_fn: expected tensors that require a gradient among row_inputs, "
+                    f"got one of shape {tuple(leaf.shape)} that the function closes over"
+                )
+            nodes += [following for following, _ in node.next_functions]
+        if (DEBUG or loss.is_cpu) and len(loss) > 1:
+            first = torch.zeros_like(loss).index_fill_(0, torch.zeros(1, dtype=torch.long, device=loss.device), 1.0)
+            found = torch.autograd.grad(loss, variables, first, retain_graph=True, allow_unused=True)
+            if any(g is not None and (g[1:] != 0).any() for g in found):
+                raise ValueError(
+                    "loss_fn: expected a loss of each row alone, got one whose first row depends on others; "
+                    "take linear_softmax_statistics for losses that couple rows"
+                )
+
+
+class DivergenceLoss:
+    """The divergence of rows of logits and a teacher's: logits that are there, or a head of its own."""
+
+    sources: Sequence[LogitsSource] = ()
+
+    def __init__(self, student: LogitsSource, teacher: Logits, options: PairOptions, vocab: int | None) -> None:
+        self.options, self.vocab = options, vocab or student.shape[-1]
+        self.dtype = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
+        self.row_bytes = ROW
+        self.teacher: Tensor | None = None
+        if isinstance(teacher, Tensor):
+            self.teacher = teacher.detach().reshape(-1, teacher.shape[-1])
+        else:
+            self.sources = (teacher,)
+
+    def __call__(self, logits: Sequence[Tensor], rows: Rows, row_mask: Tensor | None, scale: Tensor | None) -> Found:
+        x = logits[0]
+        teacher = logits[1] if self.teacher is None else rows.take(self.teacher)
+        student, teacher = x[:, : self.vocab], teacher[:, : self.vocab]
+        path = path_of(student, teacher)
+        packed = path.divergence(student, teacher, row_mask, self.options)
+        if scale is not None:
+            grad = scale.expand(rows.n)
+            path.divergence_gradient(student, teacher, row_mask, packed, grad, False, self.options, student)
+            x[:, self.vocab :] = 0
+        return packed[PAIR_NUMBERS.index("divergence")], ()

@@ -1,0 +1,255 @@
+"""``hidden @ weight.T + bias`` in tiles of rows: how many rows a tile has, its products, the gradients they add up to.
+
+A tile of logits comes from the vendor's matrix product, is read by the core's kernels, is turned into its own gradient
+in place, and gives way to the next. All products have one dtype, that of autocast or of the inputs; what is summed over
+tiles is summed in float32.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepass.dispatch import path_of
+
+GIB = 1 << 30
+# The workspace where nobody says otherwise. Products are fastest in one tile, and a gradient of the weight pays for
+# each of several with a pass over a float32 sum, which is workspace too. Where the weight is frozen, memory is short.
+ONE_TILE, TRAINED, FROZEN = int(2.5 * GIB), int(1.25 * GIB), int(0.585 * GIB)
+ON_CPU = 1 << 27
+EAGER_BLOCKS = 1 << 26  # that `eager` walks rows in
+ROW, INDEX = 512, 64  # bytes for the numbers of a row, and of each of its indices, and for what a loss makes of them
+ALIGNED = 16  # bytes to which rows are padded: matrix products are slow where an odd vocabulary leaves them unaligned
+
+
+class Head:
+    """What logits are made of: hidden ``(N, H)``, weight ``(V, H)``, bias ``(V,)`` or None, dtype of the products."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        self.hidden, self.weight, self.bias, self.dtype = hidden, weight, bias, dtype
+        self.vocab = weight.shape[0]
+        step = max(1, ALIGNED // dtype.itemsize)
+        self.padded_vocab = -(-self.vocab // step) * step
+
+    def cast(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias for the products."""
+        return self.weight.to(self.dtype), None if self.bias is None else self.bias.to(self.dtype)
+
+    def row_bytes(self, gathered: bool) -> int:
+        hidden = self.hidden.shape[1] * (self.dtype.itemsize + self.hidden.dtype.itemsize)
+        return self.padded_vocab * self.dtype.itemsize + hidden * (gathered or self.hidden.dtype != self.dtype)
+
+    def cast_bytes(self) -> int:
+        return sum(
+            t.numel() * self.dtype.itemsize for t in (self.weight, self.bias) if t is not None and t.dtype != self.dtype
+        )
+
+    @property
+    def upcasts(self) -> bool:
+        """Whether a product in float32 needs its factors in float32: out_dtype is there on CUDA alone."""
+        return self.dtype.itemsize < 4 and (self.weight.device.type != "cuda" or torch.version.hip is not None)
+
+
+class Rows(NamedTuple):
+    """The rows of a tile: a slice of all, or ids."""
+
+    ids: slice | Tensor
+    n: int
+
+    def take(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        if isinstance(self.ids, slice):
+            return tensor.narrow(dim, self.ids.start, self.n)
+        return tensor.index_select(dim, self.ids)
+
+    def put(self, tensor: Tensor, values: Tensor, dim: int = 0) -> None:
+        if isinstance(self.ids, slice):
+            tensor.narrow(dim, self.ids.start, self.n).copy_(values)
+        else:
+            tensor.index_copy_(dim, self.ids, values.to(tensor.dtype))
+
+
+class Plan(NamedTuple):
+    """The rows that are computed, and how they are cut."""
+
+    kept: Tensor | None  # ids; None for all
+    n: int
+    rows: int  # of a tile
+
+    def cut(self) -> Iterator[Rows]:
+        for first in range(0, self.n, self.rows):
+            part = slice(first, min(first + self.rows, self.n))
+            yield Rows(part if self.kept is None else self.kept[part], part.stop - first)
+
+
+def plan(
+    heads: Sequence[Head], kept: Tensor | None, trained: bool, max_memory: int | None, row_bytes: int = ROW + INDEX
+) -> Plan:
+    """Equal tiles of as many rows as the workspace allows.
+
+    The workspace is all that is alive at any time besides inputs, results and gradients: a tile of each head, what is
+    gathered or cast, the numbers of its rows, the float32 sum of the weight's gradient (``trained``). That of the
+    products themselves, which torch keeps for each stream, is not ours to bound.
+
+    Raises:
+        ValueError: ``max_memory`` is less than a tile of one row needs.
+    """
+    head = heads[0]
+    count = head.hidden.shape[0] if kept is None else kept.shape[0]
+    per_row = row_bytes + sum(h.row_bytes(kept is not None) for h in heads)
+    fixed = (1 << 17) + sum(h.cast_bytes() for h in heads) + (0 if kept is None else 9 * head.hidden.shape[0])
+    total = 0  # float32 is the gradient itself
+    if trained and head.weight.dtype.itemsize < 4:
+        total = 4 * head.weight.numel()
+    if head.hidden.device.type == "cpu":
+        fixed += EAGER_BLOCKS
+        per_row += 4 * (head.vocab + head.hidden.shape[1]) * (trained and head.upcasts)
+        total += 4 * head.weight.numel() * (trained and head.upcasts)
+    one_tile = fixed + count * per_row + (total if needs_sum(head, 1) else 0)
+    limit = max_memory
+    if limit is None:
+        frozen = head.hidden.requires_grad and not trained
+        limit = default_memory(head, fixed + total, per_row, one_tile, trained, frozen)
+    rows = count if one_tile <= limit else (limit - fixed - total) // per_row
+    if count and rows < 1:
+        least = min(one_tile, fixed + total + per_row)
+        raise ValueError(f"max_memory: expected at least {least} bytes, for one row at a time, got {max_memory}")
+    return Plan(kept, count, equal(count, rows))
+
+
+def equal(count: int, most: int) -> int:
+    """Rows of a tile, at most ``most``: as many in each, in whole blocks of the matrix product."""
+    if count <= most:
+        return max(count, 1)
+    block = 1024 if most >= 1024 else 128 if most >= 128 else 1
+    tiles = -(-count // most)
+    return min(-(-count // (tiles * block)) * block, most // block * block)
+
+
+def default_memory(head: Head, fixed: int, per_row: int, one_tile: int, trained: bool, frozen: bool) -> int:
+    """Our own choice of a workspace: at most half of what is free once the gradients have their place."""
+    if head.hidden.device.type != "cuda":
+        return fixed + max(ON_CPU, per_row)
+    if one_tile - fixed <= ONE_TILE and not frozen:
+        wanted = one_tile
+    else:
+        wanted = fixed + (FROZEN if frozen else TRAINED if trained else ONE_TILE)
+    gradients = sum(t.numel() * t.element_size() for t in (head.hidden, head.weight))
+    room = (free_memory(head.hidden.device) - gradients * trained) // 2
+    return max(min(wanted, room), fixed + per_row)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated: what the card has, and what torch's allocator holds but does not use."""
+    allocated = torch.cuda.memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    fraction = getattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _: 1.0)(device)
+    return min(free + torch.cuda.memory_reserved(device), int(fraction * total)) - allocated
+
+
+def needs_sum(head: Head, tiles: int) -> bool:
+    """Whether the weight's gradient is a float32 sum first: of several products, or of what float16 cannot hold."""
+    return tiles > 1 or head.dtype == torch.float16
+
+
+def tiles(heads: Sequence[Head], plan: Plan) -> Iterator[tuple[Rows, Tensor, list[Tensor]]]:
+    """Rows, the first head's hidden states, every head's logits, which are the caller's until the next tile."""
+    weights = [h.cast() for h in heads]
+    count = min(plan.rows, plan.n)
+    buffers = [empty_logits(h, count) for h in heads]
+    for rows in plan.cut():
+        hidden = [rows.take(h.hidden).to(h.dtype) for h in heads]
+        logits = [buffer[: rows.n] for buffer in buffers]
+        for x, (weight, bias), out in zip(hidden, weights, logits):
+            if bias is None:
+                torch.mm(x, weight.t(), out=out)
+            else:
+                torch.addmm(bias, x, weight.t(), out=out)
+        yield rows, hidden[0], logits
+
+
+def selection(row_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Ids of the rows that are kept (None for all), and the mask that is left to be seen to within the tiles.
+
+    How many are kept is read from the device, which a CUDA graph that is being captured forbids.
+    """
+    if row_mask is None:
+        return None, None
+    if row_mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None, row_mask
+    kept = row_mask.nonzero().squeeze(-1)
+    return (None if kept.shape[0] == row_mask.shape[0] else kept), None
+
+
+def empty_logits(head: Head, rows: int) -> Tensor:
+    padded = head.hidden.new_empty((rows, head.padded_vocab), dtype=head.dtype)
+    padded[:, head.vocab :] = 0  # products of bfloat16 on a CPU multiply it by 0, which must not be NaN
+    return padded[:, : head.vocab]
+
+
+class Gradients:
+    """Of hidden, weight and bias, each where ``needed``, from tiles that hold the gradient of their logits."""
+
+    def __init__(self, head: Head, plan: Plan, needed: Sequence[bool]) -> None:
+        self.head, self.needed = head, needed
+        self.cast_weight = head.cast()[0]
+        self.summed = needs_sum(head, -(-plan.n // plan.rows))
+        new = torch.empty_like if plan.kept is None else torch.zeros_like
+        self.hidden = new(head.hidden, memory_format=torch.contiguous_format) if needed[0] else None
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        # Kept apart from the parameters, which may be partitioned again by the time of the backward.
+        self.shapes = head.hidden.shape, head.weight.shape, head.weight.shape[:1]
+
+    def add(self, rows: Rows, hidden: Tensor, gradient: Tensor) -> None:
+        if self.hidden is not None:
+            if isinstance(rows.ids, slice) and self.hidden.dtype == gradient.dtype:
+                torch.mm(gradient, self.cast_weight, out=rows.take(self.hidden))
+            else:
+                rows.put(self.hidden, self.product(gradient, self.cast_weight, self.hidden.dtype))
+        sum_dtype = torch.promote_types(self.head.dtype, torch.float32)
+        if self.needed[1]:
+            if self.weight is None:
+                dtype = sum_dtype if self.summed else self.head.weight.dtype
+                self.weight = self.product(gradient.t(), hidden, dtype)
+            elif self.head.upcasts:
+                self.weight.addmm_(gradient.t().float(), hidden.float())
+            elif self.weight.dtype == gradient.dtype:
+                self.weight.addmm_(gradient.t(), hidden)
+            else:
+                torch.addmm(self.weight, gradient.t(), hidden, out_dtype=sum_dtype, out=self.weight)
+        if self.needed[2]:
+            total = gradient.sum(0, dtype=sum_dtype)
+            self.bias = total if self.bias is None else self.bias.add_(total)
+
+    def product(self, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+        """In ``dtype``, and rounded to it once."""
+        if dtype == a.dtype:
+            return torch.mm(a, b)
+        if self.head.upcasts:
+            return torch.mm(a.float(), b.float()).to(dtype)
+        if a.dtype.itemsize >= 4:
+            return torch.mm(a, b).to(dtype)
+        return torch.mm(a, b, out_dtype=torch.float32).to(dtype)
+
+    def scaled(self, scale: Tensor | None) -> list[Tensor | None]:
+        """All three times ``scale``, rounded once to the dtypes of what they are the gradients of.
+
+        The memory is given away: this can be called once.
+        """
+        results: list[Tensor | None] = []
+        like = (self.head.hidden, self.head.weight, self.head.bias)
+        for value, of, shape, needed in zip((self.hidden, self.weight, self.bias), like, self.shapes, self.needed):
+            if not needed or of is None:
+                results.append(None)
+            elif value is None:  # there was no tile
+                results.append(torch.zeros(shape, dtype=of.dtype, device=of.device))
+            elif value.dtype != of.dtype:
+                out = torch.empty_like(value, dtype=of.dtype)
+                results.append(out.copy_(value) if scale is None else torch.mul(value, scale, out=out))
+            else:
+                if scale is not None:
+                    path_of(value).scale_(value, scale)
+                results.append(value)
+        self.hidden = self.weight = self.bias = None
+        return results
