@@ -9,20 +9,33 @@ mkdir -p "$out"
 python=${PYTHON:-python3}
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 large=(--shape 8192x151936 --shape 8192x128256 --shape 16384x32000)
-bench() { "$python" -W ignore -m onepass bench --out "$out" "$@" 2>&1 | tee "$out/${*: -1}.log"; }
+measure() { "$python" -W ignore -m onepass "$1" --out "$out" "${@:2}" 2>&1 | tee "$out/${*: -1}.log"; }
+bench() { measure bench "$@"; }
+part=${2:-all}
+wants() { [[ $part == all || $part == "$1" ]]; }
+frozen_or_not=(--op linear_cross_entropy --op linear_cross_entropy_frozen)
 
-bench --op log_probs_and_entropy --op cross_entropy --masked 0.5 --no-compile --no-peers --shape 8192x151936 --name half-masked
-bench --op cross_entropy --op log_probs_and_entropy --shape 64x151936 --milliseconds 100 --name few-rows
-bench --op log_probs_and_entropy --no-compile "${large[@]}" --name log-probs-entropy
-bench --op cross_entropy "${large[@]}" --name cross-entropy
-bench --op log_probs --op topk_kl_div --op topk_kl_div_renormalized --no-compile --shape 8192x151936 --name topk-distillation
-bench --op kl_div --op kl_div_reverse --op jsd --shape 4096x151936 --name kl-div
-"$python" -m pytest tests -m gpu -n 12 -p no:cacheprovider 2>&1 | tee "$out/tests.log" | tail -n 3
-"$python" tests/test_accuracy.py | tee "$out/accuracy.log" | tail -n 5
-# Kernels are compiled by now. Only ours are instrumented: torch's would take hours.
-memcheck() { # kernels, test files
-  compute-sanitizer --tool memcheck --kernel-name "kernel_substring=$1" "$python" -m pytest "${@:2}" -m gpu \
-    -p no:cacheprovider -k "not more_than_2_to_the_31" 2>&1 | tee "$out/memcheck-$1.log" | tail -n 3
-}
-memcheck softmax_ tests/test_statistics.py tests/test_losses.py tests/test_distillation.py
-memcheck divergence tests/test_distillation.py
+if wants logits; then
+  bench --op log_probs_and_entropy --op cross_entropy --masked 0.5 --no-compile --no-peers --shape 8192x151936 --name half-masked
+  bench --op cross_entropy --op log_probs_and_entropy --shape 64x151936 --milliseconds 100 --name few-rows
+  bench --op log_probs_and_entropy --no-compile "${large[@]}" --name log-probs-entropy
+  bench --op cross_entropy "${large[@]}" --name cross-entropy
+  bench --op log_probs --op topk_kl_div --op topk_kl_div_renormalized --no-compile --shape 8192x151936 --name topk-distillation
+  bench --op kl_div --op kl_div_reverse --op jsd --shape 4096x151936 --name kl-div
+fi
+if wants heads; then
+  measure bench-head --no-compile --shape 8192x4096x151936 --name linear-head
+  measure bench-head --no-compile "${frozen_or_not[@]}" --shape 32768x2048x151936 --no-peers --name linear-head-memory
+  measure bench-head --no-compile "${frozen_or_not[@]}" --shape 32768x2048x151936 --no-peers --masked 0.5 --name linear-head-masked
+fi
+if wants checks; then
+  "$python" -m pytest tests -m gpu -n 12 -p no:cacheprovider 2>&1 | tee "$out/tests.log" | tail -n 3
+  "$python" tests/test_accuracy.py | tee "$out/accuracy.log" | tail -n 5
+  # Kernels are compiled by now. Only ours are instrumented: torch's would take hours.
+  memcheck() { # kernels, test files
+    compute-sanitizer --tool memcheck --kernel-name "kernel_substring=$1" "$python" -m pytest "${@:2}" -m gpu \
+      -p no:cacheprovider -k "not more_than_2_to_the_31" 2>&1 | tee "$out/memcheck-$1.log" | tail -n 3
+  }
+  memcheck softmax_ tests/test_statistics.py tests/test_losses.py tests/test_distillation.py
+  memcheck divergence tests/test_distillation.py
+fi

@@ -1,15 +1,19 @@
-"""Write docs/measured.md and the README's summary from what `onepass bench` wrote: `python benchmarks/table.py`."""
+"""Write docs/measured.md and the README's summaries from what `onepass bench` and `onepass bench-head` wrote.
+
+Run as `python benchmarks/table.py`.
+"""
 
 import json
 from itertools import groupby
 from pathlib import Path
 
 HERE = Path(__file__).parent
-BEGIN, END = "<!-- summary: benchmarks/table.py -->\n", "<!-- end of summary -->\n"
+SUMMARY = "<!-- summary: benchmarks/table.py -->\n", "<!-- end of summary -->\n"
+LINEAR_HEAD = "<!-- linear head: benchmarks/table.py -->\n", "<!-- end of linear head -->\n"
 INTRODUCTION = """# Measured
 
 Every implementation of an operation in one run, beside a copy of the same card, medians; written by
-`benchmarks/table.py` from the files in `benchmarks/results/`, which `onepass bench` wrote.
+`benchmarks/table.py` from the files in `benchmarks/results/`, which `onepass bench` and `onepass bench-head` wrote.
 
 - "Of copy" is the bytes that cannot be avoided over the time, against the copy's bandwidth. `kl_div` reads two tensors,
   `jsd` each of them twice; `topk_kl_div` has 64 tokens a row; blank where no tensor need be read.
@@ -18,12 +22,14 @@ Every implementation of an operation in one run, beside a copy of the same card,
 - Cross-entropy is the mean with `ignore_index`. Liger's cross-entropy and fla's kernel overwrite their logits; fla's
   forward has its gradient in it. Liger's divergences take log-probs: the softmax before them is counted. axolotl's
   entropy has no gradient: its backward is that of the log-probs alone.
+- Linear heads take hidden states: all implementations of a case, and its bare GEMMs on whole tensors and all rows, are
+  timed in turns. "Extra GiB" is the peak that forward + backward allocate beyond the gradients that come out.
 """
 
 
 def size(r: dict) -> str:
     masked = f", {r['masked']:.0%} masked" if r["masked"] else ""
-    return f"{r['rows']} × {r['vocab']}{masked}"
+    return " × ".join(str(r[k]) for k in ("rows", "hidden", "vocab") if k in r) + masked
 
 
 def share(r: dict) -> str:
@@ -71,6 +77,41 @@ def table(results: list[dict]) -> str:
     return grid(["", "rows × vocabulary", *head, "extra MB"], rows)
 
 
+def gib(r: dict) -> str:
+    return "" if r["extra_bytes"] is None else f"{r['extra_bytes'] / 2**30:.2f}"
+
+
+def named(r: dict) -> str:
+    return r["implementation"] if r["implementation"] == "onepass" else f"{r['implementation']} {r['version']}"
+
+
+def head_table(results: list[dict]) -> str:
+    rows = []
+    for _, group in groupby(results, key=size):
+        for r in sorted(group, key=lambda r: r["ms"]):
+            mark = "**" if r["implementation"] == "onepass" else ""
+            row = [named(r), size(r), f"{r['ms']:.2f}", f"{r['ratio']:.3f}", gib(r)]
+            rows.append([f"{mark}{cell}{mark}" if cell else "" for cell in row])
+    return grid(["", "rows × hidden × vocabulary", "ms", "× bare GEMMs", "extra GiB"], rows)
+
+
+def head_summary(reports: dict[Path, dict]) -> str:
+    """Of every case: ours, the fastest peer, and torch."""
+    rows = []
+    for report in reports.values():
+        for (operation, shape), group in groupby(report["results"], key=lambda r: (r["operation"], size(r))):
+            found = {r["implementation"]: r for r in group if r["error"] is not None}  # the bare GEMMs have none
+            ours, torch = found.pop("onepass"), [found.pop(n, None) for n in ("torch.compile", "torch eager")]
+            best = min(found.values(), key=lambda r: r["ms"], default=None)
+            peer = f"{best['ms']:.1f}, {gib(best)} GiB ({named(best)})" if best else ""
+            times = [f"{r['ms']:.1f}" if r else "" for r in torch]
+            rows.append(
+                [f"`{operation}`", shape, f"**{ours['ms']:.1f}**", f"{ours['ratio']:.3f}", gib(ours), peer, *times]
+            )
+    columns = ["onepass", "× bare GEMMs", "extra GiB", "best peer", "torch.compile", "eager"]
+    return grid(["ms", "rows × hidden × vocabulary", *columns], rows) if rows else ""
+
+
 def where(path: Path, report: dict) -> str:
     here = report["environment"]
     return (
@@ -97,14 +138,22 @@ def summary(reports: dict[Path, dict]) -> str:
     return grid(head, rows)
 
 
+def between(text: str, marks: tuple[str, str], inside: str) -> str:
+    begin, end = marks
+    before, rest = text.split(begin)
+    return before + begin + "\n" + inside + "\n" * bool(inside) + end + rest.split(end)[1]
+
+
 if __name__ == "__main__":
     reports = {path: json.loads(path.read_text()) for path in sorted((HERE / "results").glob("*.json"))}
+    heads = {path: report for path, report in reports.items() if "hidden" in report["results"][0]}
     text = [INTRODUCTION]
     for path, report in reports.items():
         text.append(f"## {path.stem}\n\n{where(path, report)}\n\n`{report['command']}`\n")
         for operation, results in groupby(report["results"], key=lambda r: r["operation"]):
-            text += [f"`{operation}`:\n", table(list(results))]
+            text += [f"`{operation}`:\n", (head_table if path in heads else table)(list(results))]
     (HERE.parent / "docs" / "measured.md").write_text("\n".join(text))
     readme = HERE.parent / "README.md"
-    before, rest = readme.read_text().split(BEGIN)
-    readme.write_text(before + BEGIN + "\n" + summary(reports) + "\n" + END + rest.split(END)[1])
+    logits = {path: report for path, report in reports.items() if path not in heads}
+    written = between(readme.read_text(), SUMMARY, summary(logits))
+    readme.write_text(between(written, LINEAR_HEAD, head_summary(heads)))

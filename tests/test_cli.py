@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def run(*arguments):
 def test_help_lists_the_commands():
     result = run("--help")
     assert result.exit_code == 0
-    assert all(command in result.output for command in ("demo", "bench", "doctor"))
+    assert all(command in result.output for command in ("demo", "bench", "bench-head", "doctor"))
 
 
 @pytest.mark.parametrize("path", ["", "1"], ids=["eager", "interpreter"])
@@ -53,9 +54,24 @@ def test_bench_writes_what_it_measured(tmp_path, monkeypatch):
     assert (tmp_path / "bench.png").stat().st_size > 10_000
 
 
+def test_bench_head_writes_what_it_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "")
+    alone = "--no-compile", "--no-peers", "--rounds", 1, "--masked", 0.5
+    result = run("bench-head", "--op", "linear_policy_loss", "--shape", "40x16x100", *alone, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "bench-head.json").read_text())
+    bare, ours, eager = report["results"]
+    assert [r["implementation"] for r in (bare, ours, eager)] == ["three bare GEMMs", "onepass", "torch eager"]
+    assert [ours[k] for k in ("rows", "hidden", "vocab", "masked")] == [40, 16, 100, 0.5]
+    assert bare["ratio"] == 1 and bare["error"] is None
+    assert all(r["ms"] == r["runs"][0] > 0 and r["error"] < 1e-4 for r in (ours, eager))
+    assert report["not_run"] == {} and (tmp_path / "bench-head.png").stat().st_size > 5_000
+
+
+@pytest.mark.parametrize("command", ["bench", "bench-head"])
 @pytest.mark.parametrize("arguments", [("--shape", "8192"), ("--op", "softmax"), ("--dtype", "int8")])
-def test_bench_refuses_what_it_does_not_know(arguments):
-    result = run("bench", *arguments)
+def test_bench_refuses_what_it_does_not_know(command, arguments):
+    result = run(command, *arguments)
     assert result.exit_code == 2 and "expected" in result.output
 
 
@@ -64,6 +80,17 @@ def test_demo_trains_the_same_curve(tmp_path, monkeypatch):
     result = run("demo", "--steps", 3, "--device", "cpu", "--out", tmp_path / "curves.png")
     assert result.exit_code == 0, result.output
     assert "largest difference" in result.output and "over 3 steps" in result.output
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_demo_trains_the_same_curves_from_hidden_states(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "")
+    arguments = "--head", "linear", "--steps", 3, "--vocab", 512, "--device", "cpu"
+    result = run("demo", *arguments, "--out", tmp_path / "curves.png")
+    assert result.exit_code == 0, result.output
+    for series in "training loss", "mean entropy":
+        verdict = rf"largest difference of the {series} \S+ over 3 steps \(below 1e-03\)"
+        assert re.search(verdict, result.output), result.output
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 

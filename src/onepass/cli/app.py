@@ -3,10 +3,12 @@
 import typer
 
 from onepass.cli.bench import bench
+from onepass.cli.bench_head import bench_head
 from onepass.cli.demo import demo
 from onepass.cli.doctor import doctor
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_show_locals=False)
 app.command()(demo)
 app.command()(bench)
+app.command()(bench_head)
 app.command()(doctor)

@@ -48,20 +48,8 @@ def bench(
         if value not in choices:
             raise typer.BadParameter(f"{value!r}: expected one of {', '.join(choices)}")
     console = Console(width=None if sys.stdout.isatty() else 160)
-    copy = copy_bandwidth(device)
-    here = environment()
-    console.print(f"{here['gpu'] or here['machine']}, torch {here['torch']}, triton {here['triton']}, "
-                  f"copy {copy:.0f} GB/s", highlight=False)  # fmt: skip
-    results: list[dict[str, Any]] = []
-    missing: dict[str, str] = {}
-    report = {
-        "command": command(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "environment": here,
-        "copy_gb_per_s": copy,
-        "results": results,
-        "not_run": missing,
-    }
+    report = new_report(console, device)
+    copy, results, missing = report["copy_gb_per_s"], report["results"], report["not_run"]
     out.mkdir(parents=True, exist_ok=True)
     for operation, size, kind in itertools.product(
         op or OPERATIONS, shapes, dtype or (["bf16"] if device.type == "cuda" else ["fp32"])
@@ -78,7 +66,7 @@ def bench(
                 try:
                     records, again = measure(implementation, case, device, copy, milliseconds)
                 except Exception as error:  # a peer may run out of memory, fail to compile, ...
-                    missing[f"{implementation.name} {operation} {size}"] = str(error).split("\n")[0][:200]
+                    missing[f"{implementation.name} {operation} {size}"] = first_line(error)
                     continue
                 measured += records
                 runs += again if rows <= FEW_ROWS else ()
@@ -91,10 +79,33 @@ def bench(
         results += [case | m for m in measured]
         console.print(table(case, measured))
         (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")  # whatever comes after
-    for who, why in missing.items():
-        console.print(f"[dim]not run: {who}: {why}[/dim]", highlight=False)
     plot(report, out / f"{name}.png")
-    console.print(f"wrote {out / name}.json and .png", highlight=False)
+    conclude(console, report, out / name)
+
+
+def new_report(console: Console, device: torch.device) -> dict[str, Any]:
+    """What the JSON of a run begins with; what it was run on is printed."""
+    here, copy = environment(), copy_bandwidth(device)
+    console.print(f"{here['gpu'] or here['machine']}, torch {here['torch']}, triton {here['triton']}, "
+                  f"copy {copy:.0f} GB/s", highlight=False)  # fmt: skip
+    return {
+        "command": command(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "environment": here,
+        "copy_gb_per_s": copy,
+        "results": [],
+        "not_run": {},
+    }
+
+
+def conclude(console: Console, report: dict[str, Any], path: Path) -> None:
+    for who, why in report["not_run"].items():
+        console.print(f"[dim]not run: {who}: {why}[/dim]", highlight=False)
+    console.print(f"wrote {path}.json and .png", highlight=False)
+
+
+def first_line(error: Exception) -> str:
+    return str(error).split("\n")[0][:200]
 
 
 def command() -> str:
@@ -274,32 +285,42 @@ def table(case: dict[str, Any], measured: list[dict[str, Any]]) -> Table:
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """One panel a case: the time of every implementation, and the time that a copy of as many bytes takes."""
+    key = lambda r: (r["operation"], r["pass"], r["rows"], r["vocab"], r["dtype"])  # noqa: E731
+    panels = []
+    for (operation, name, rows, vocab, dtype), group in itertools.groupby(sorted(report["results"], key=key), key=key):
+        fastest = min(found := list(group), key=lambda r: r["ms"])
+        title = f"{operation}, {name}\n{rows} x {vocab}, {dtype}"
+        panels.append((title, found, fastest["ms"] * fastest["share_of_copy"]))
+    bars(panels, "ms (dotted: at copy bandwidth)", report["environment"], path)
+
+
+def bars(
+    panels: list[tuple[str, list[dict[str, Any]], float]], label: str, environment: dict[str, Any], path: Path
+) -> None:
+    """A panel for each title, its results and the time at its dotted line; none where nothing is compared."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    key = lambda r: (r["operation"], r["pass"], r["rows"], r["vocab"], r["dtype"])  # noqa: E731
-    cases = [(k, list(group)) for k, group in itertools.groupby(sorted(report["results"], key=key), key=key)]
-    cases = [(k, group) for k, group in cases if len(group) > 1]
-    if not cases:
+    panels = [panel for panel in panels if len(panel[1]) > 1]
+    if not panels:
         return
-    across = min(4, len(cases))
-    down = -(-len(cases) // across)
+    across = min(4, len(panels))
+    down = -(-len(panels) // across)
     figure, axes = plt.subplots(down, across, figsize=(4.2 * across, 2.6 * down), squeeze=False, layout="constrained")
-    for axis in axes.flat[len(cases) :]:
+    for axis in axes.flat[len(panels) :]:
         axis.remove()
-    for axis, ((operation, name, rows, vocab, dtype), group) in zip(axes.flat, cases):
-        group.sort(key=lambda r: -r["ms"])
+    for axis, (title, results, dotted) in zip(axes.flat, panels):
+        group = sorted(results, key=lambda r: -r["ms"])
         ours = ["#c44e52" if r["implementation"] == "onepass" else "#8c8c8c" for r in group]
-        bars = axis.barh([r["implementation"] for r in group], [r["ms"] for r in group], color=ours)
-        axis.bar_label(bars, fmt="%.3g", padding=2, fontsize=7)
-        axis.axvline(group[-1]["ms"] * group[-1]["share_of_copy"], color="black", linestyle=":", linewidth=1)
-        axis.set_title(f"{operation}, {name}\n{rows} x {vocab}, {dtype}", fontsize=8)
+        times = axis.barh([r["implementation"] for r in group], [r["ms"] for r in group], color=ours)
+        axis.bar_label(times, fmt="%.3g", padding=2, fontsize=7)
+        axis.axvline(dotted, color="black", linestyle=":", linewidth=1)
+        axis.set_title(title, fontsize=8)
         axis.tick_params(labelsize=7)
-        axis.set_xlabel("ms (dotted: at copy bandwidth)", fontsize=7)
+        axis.set_xlabel(label, fontsize=7)
         axis.margins(x=0.15)
-    environment = report["environment"]
     figure.suptitle(f"{environment['gpu'] or environment['machine']}, torch {environment['torch']}", fontsize=9)
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -16,14 +16,11 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-import onepass
+from onepass.cli.demo_head import HEADS, Head, Loss, mixed_precision
 from onepass.cli.environment import environment
 
-BOUND = 1e-4  # on the difference of the two curves, where both are float32
 LEARNING_RATE = 1e-3
 ROWS_SHOWN = 10
-
-Loss = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> scalar
 
 
 @dataclass(frozen=True)
@@ -42,26 +39,20 @@ SIZES = {
     "cuda": Size(vocab=151936, hidden=512, layers=4, batch=8, length=512),
 }
 TEACHER = Size(vocab=2048, hidden=128, layers=2, batch=8, length=128)  # of --distill
-STEPS, DISTILL_STEPS = 80, 300
+DISTILL_STEPS = 300
+DEFAULT_STEPS = ", ".join(f"{head.steps} with --head {name}" for name, head in HEADS.items())
+DEFAULT_STEPS += f", {DISTILL_STEPS} with --distill"
 DEFAULT_VOCABS = ", ".join(f"{size.vocab} on {device}" for device, size in SIZES.items())
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One training run: its losses, and what the loss and its gradient cost apart from the model."""
+    """One training run: what it recorded at each step, and what its head cost apart from the model."""
 
     name: str
-    losses: Tensor
+    series: dict[str, Tensor]
     milliseconds: float
     memory: int
-
-
-def torch_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """As transformers computes it: upcast (nothing to do in float32), because torch rounds to the logits' dtype."""
-    return torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
-
-
-LOSSES: dict[str, Loss] = {"torch": torch_loss, "onepass": onepass.cross_entropy}
 
 
 def load_text() -> str:
@@ -107,11 +98,11 @@ def build_model(size: Size, seed: int) -> Any:
     return LlamaForCausalLM(config)
 
 
-def loss_and_gradient(loss: Loss, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def loss_and_gradients(loss: Loss, inputs: tuple[Tensor, ...], labels: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """All that differs between the runs."""
-    logits = logits.detach().requires_grad_()
-    value = loss(logits, labels)
-    return value.detach(), torch.autograd.grad(value, logits)[0]
+    inputs = tuple([x.detach().requires_grad_() for x in inputs])
+    value = loss(*inputs, labels)
+    return value.detach(), torch.autograd.grad(value, inputs)
 
 
 def clock(device: torch.device) -> float:
@@ -138,73 +129,83 @@ def peak_memory(call: Callable[[], Any], device: torch.device) -> int:
     return peak
 
 
-def train(name: str, loss: Loss, model: Any, windows: Tensor, console: Console) -> Curve:
+def train(name: str, head: Head, model: Any, windows: Tensor, console: Console) -> Curve:
     """AdamW over the batches. The loss head runs apart from the model, so that it can be measured alone."""
     device = windows.device
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    losses, seconds, memory = [], 0.0, 0
+    losses, entropies, seconds, memory = [], [], 0.0, 0
     for step, window in enumerate(track(windows, description=f"{name:>8}", total=len(windows), console=console)):
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        labels = window[:, 1:]
+        with mixed_precision(device):
             # Shifted before the model and not after it: torch's loss would have to copy `logits[:, :-1]`.
-            logits = model(window[:, :-1]).logits
-        head = partial(loss_and_gradient, loss, logits, window[:, 1:])
+            inputs = head.inputs(model, window[:, :-1])
+        call = partial(loss_and_gradients, head.losses[name], inputs, labels)
         if step == 0:  # an extra call, which also compiles kernels before anything is timed
-            memory = peak_memory(head, device)
+            memory = peak_memory(call, device)
         start = clock(device)
-        value, gradient = head()
+        value, gradients = call()
         seconds += clock(device) - start
         losses.append(value)
+        if head.entropies:
+            with torch.no_grad():
+                entropies.append(head.entropies[name](*inputs, labels))
         optimizer.zero_grad()
-        logits.backward(gradient)
+        torch.autograd.backward(inputs, gradients)  # the head's weight is the embedding: its gradients add up
         optimizer.step()
-    return Curve(name, torch.stack(losses).double().cpu(), 1e3 * seconds / len(losses), memory)
+    recorded = {"training loss": losses, "mean entropy": entropies}
+    series = {title: torch.stack(values).double().cpu() for title, values in recorded.items() if values}
+    return Curve(name, series, 1e3 * seconds / len(losses), memory)
 
 
-def report(reference: Curve, curve: Curve, console: Console) -> None:
-    """Both curves at a few steps, and what the loss head of each took."""
-    difference = curve.losses - reference.losses
-    table = Table("step", reference.name, curve.name, "difference", title="training loss")
-    for step in torch.linspace(0, len(difference) - 1, min(ROWS_SHOWN, len(difference))).round().int().tolist():
-        losses = f"{reference.losses[step]:.6f}", f"{curve.losses[step]:.6f}"
-        table.add_row(str(step + 1), *losses, f"{difference[step]:+.1e}")
-    console.print(table)
-    table = Table("loss and its gradient, without the model", reference.name, curve.name)
+def report(head: Head, reference: Curve, curve: Curve, console: Console) -> None:
+    """Both curves at a few steps, and what the head of each took."""
+    for title, ours in curve.series.items():
+        theirs = reference.series[title]
+        table = Table("step", reference.name, curve.name, "difference", title=title)
+        for step in torch.linspace(0, len(ours) - 1, min(ROWS_SHOWN, len(ours))).round().int().tolist():
+            difference = f"{ours[step] - theirs[step]:+.1e}"
+            table.add_row(str(step + 1), f"{theirs[step]:.6f}", f"{ours[step]:.6f}", difference)
+        console.print(table)
+    table = Table(f"{head.part}, without the model", reference.name, curve.name)
     table.add_row("time, mean of all steps, ms", f"{reference.milliseconds:.2f}", f"{curve.milliseconds:.2f}")
     memory = (f"{c.memory / 2**20:.1f}" for c in (reference, curve))
-    table.add_row("peak of tensor memory beyond the logits, one call, MiB", *memory)
+    table.add_row(f"peak of tensor memory beyond {head.given}, one call, MiB", *memory)
     console.print(table)
 
 
-def plot(reference: Curve, curve: Curve, path: Path) -> None:
-    """The curves one over the other, and their difference."""
+def plot(head: Head, reference: Curve, curve: Curve, path: Path) -> None:
+    """The curves one over the other, and their differences."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6), layout="constrained")
-    steps = range(1, len(curve.losses) + 1)
-    top.plot(steps, reference.losses, label=reference.name, linewidth=4, alpha=0.4)
-    top.plot(steps, curve.losses, label=curve.name, linewidth=1.5, color="black", linestyle="--")
-    top.set(ylabel="training loss", title="One model, one seed, two implementations of cross-entropy")
-    top.legend()
-    difference = (curve.losses - reference.losses).abs()
-    bottom.semilogy(steps, difference.where(difference > 0, math.nan), ".", color="black")
-    bottom.axhline(BOUND, color="tab:red", linewidth=1, label="bound in float32")
+    panels = len(curve.series) + 1
+    figure, (*tops, bottom) = pyplot.subplots(panels, 1, sharex=True, figsize=(7, 3 * panels), layout="constrained")
+    for axes, color, (title, ours) in zip(tops, ("black", "tab:blue"), curve.series.items()):
+        theirs, steps = reference.series[title], range(1, len(ours) + 1)
+        axes.plot(steps, theirs, label=reference.name, linewidth=4, alpha=0.4)
+        axes.plot(steps, ours, label=curve.name, linewidth=1.5, color="black", linestyle="--")
+        axes.set(ylabel=title)
+        axes.legend()
+        difference = (ours - theirs).abs()
+        label = title if len(tops) > 1 else None
+        bottom.semilogy(steps, difference.where(difference > 0, math.nan), ".", color=color, label=label)
+    tops[0].set(title=head.title)
+    bottom.axhline(head.bound, color="tab:red", linewidth=1, label="bound in float32")
     bottom.legend()
     bottom.set(xlabel="step", ylabel="|difference| (0 is not drawn)")
-    for axes in (top, bottom):
+    for axes in (*tops, bottom):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 
 
 def demo(
+    head: Annotated[str, typer.Option(help="What is compared: a loss of logits, or one of a linear head.")] = "logits",
     distill: Annotated[bool, typer.Option("--distill", help="Instead, a student learns from a teacher.")] = False,
     steps: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Training steps (of the students).", show_default=f"{STEPS}, {DISTILL_STEPS} with --distill"
-        ),
+        typer.Option(min=1, help="Training steps (of the students).", show_default=DEFAULT_STEPS),
     ] = None,
     vocab: Annotated[
         int | None,
@@ -220,10 +221,13 @@ def demo(
     places = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     if device is not None and device not in places:
         raise typer.BadParameter(f"expected {' or '.join(places)}, got {device!r}", param_hint="--device")
-    place = device or places[0]
+    if head not in HEADS or (distill and head != "logits"):
+        expected = "logits with --distill" if distill else " or ".join(HEADS)
+        raise typer.BadParameter(f"expected {expected}, got {head!r}", param_hint="--head")
+    place, kind = device or places[0], HEADS[head]
     size = TEACHER if distill else SIZES[place]
     size = replace(size, vocab=vocab or size.vocab)
-    steps = steps or (DISTILL_STEPS if distill else STEPS)
+    steps = steps or (DISTILL_STEPS if distill else kind.steps)
     out.parent.mkdir(parents=True, exist_ok=True)
     console = Console()
     here = environment()
@@ -244,18 +248,22 @@ def demo(
     console.print(f"vocabulary: {size.vocab}" + (f", {padded}" if tokenizer.get_vocab_size() < size.vocab else ""))
 
     def curve(name: str) -> Curve:
-        return train(name, LOSSES[name], build_model(size, seed).to(place), windows, console)
+        return train(name, kind, build_model(size, seed).to(place), windows, console)
 
     console.print(f"model: Llama, {size.layers} layers of {size.hidden}; {steps} steps of {size.batch} x {size.length}")
     reference, ours = curve("torch"), curve("onepass")
-    report(reference, ours, console)
-    plot(reference, ours, out)
+    report(kind, reference, ours, console)
+    plot(kind, reference, ours, out)
     console.print(f"curves: {out}")
 
-    largest = (reference.losses - ours.losses).abs().max().item()
     exact = place == "cpu"  # float32; in bfloat16 the gradients are rounded, and not alike
-    passed = largest < BOUND  # not so for NaN
-    verdict = f"{'' if passed else 'not '}below {BOUND:.0e}" if exact else "bfloat16: not bounded"
-    console.print(f"largest difference {largest:.1e} over {steps} steps ({verdict})")
+    passed = True
+    for title, series in ours.series.items():
+        largest = (reference.series[title] - series).abs().max().item()
+        below = largest < kind.bound  # not so for NaN
+        passed = passed and below
+        verdict = f"{'' if below else 'not '}below {kind.bound:.0e}" if exact else "bfloat16: not bounded"
+        of = f" of the {title}" if len(ours.series) > 1 else ""
+        console.print(f"largest difference{of} {largest:.1e} over {steps} steps ({verdict})")
     if exact and not passed:
         raise typer.Exit(1)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 import onepass
-from onepass.cli.peers import PEERS, Forward, Implementation
+from onepass.cli.peers import PEERS, Forward, Implementation, Peer
 
 TOP_K = 64
 
@@ -126,15 +126,20 @@ OPERATIONS: dict[str, Operation] = {
 def implementations(name: str, compiled: bool) -> tuple[list[Implementation], dict[str, str]]:
     """The implementations of an operation that are here, and why each of the others is not."""
     operation = OPERATIONS[name]
+    return available(operation.ours, operation.definition, operation.masks, PEERS.get(name, ()), compiled)
+
+
+def available(
+    ours: Forward, definition: Forward, masks: bool, peers: Sequence[Peer], compiled: bool
+) -> tuple[list[Implementation], dict[str, str]]:
     found = [
-        Implementation("onepass", "onepass", operation.ours),
-        Implementation("torch eager", "torch", operation.definition, masks=operation.masks),
+        Implementation("onepass", "onepass", ours),
+        Implementation("torch eager", "torch", definition, masks=masks),
     ]
     if compiled:
-        definition = torch.compile(operation.definition, dynamic=False)
-        found.append(Implementation("torch.compile", "torch", definition, masks=operation.masks))
+        found.append(Implementation("torch.compile", "torch", torch.compile(definition, dynamic=False), masks=masks))
     missing = {}
-    for peer, package, load in PEERS.get(name, ()):
+    for peer, package, load in peers:
         try:
             found.append(load(peer, package))
         except Exception as error:  # a peer may fail to import in any way; the table says so and goes on

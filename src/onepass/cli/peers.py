@@ -139,7 +139,8 @@ def fla_kl_div(name: str, package: str) -> Implementation:
     return Implementation(name, package, lambda x, t, m: (KLDiv.apply(x, t),), masks=False)
 
 
-PEERS: dict[str, list[tuple[str, str, Callable[[str, str], Implementation]]]] = {
+Peer = tuple[str, str, Callable[[str, str], Implementation]]  # its name, its package, its loader
+PEERS: dict[str, list[Peer]] = {
     "log_probs_and_entropy": [
         ("TRL", "trl", trl_pair),
         ("axolotl (entropy without gradient)", "axolotl", axolotl_pair),

@@ -62,8 +62,7 @@ class StatisticsLoss:
         inputs = [rows.take(i).detach() for i in self.inputs]
         if scale is None:
             with torch.no_grad():
-                loss = self.rows(self.loss_fn(fields, *inputs), rows.n)
-            return loss if row_mask is None else loss.masked_fill(~row_mask, 0.0), ()
+                return self.rows(fields, inputs, rows.n, row_mask), ()
         leaves = [n for n in options.names if n not in NOT_DIFFERENTIABLE]
         for name in leaves:
             fields[name] = fields[name].detach().requires_grad_()
@@ -71,9 +70,7 @@ class StatisticsLoss:
             part.requires_grad_(whole.requires_grad)
         variables = [fields[n] for n in leaves] + [i for i in inputs if i.requires_grad]
         with torch.enable_grad():
-            loss = self.rows(self.loss_fn(fields, *inputs), rows.n)
-        if row_mask is not None:
-            loss = loss.masked_fill(~row_mask, 0.0)
+            loss = self.rows(fields, inputs, rows.n, row_mask)
         grads: Sequence[Tensor | None] = [None] * len(variables)
         if loss.requires_grad:
             self.check(loss, variables)
@@ -83,11 +80,12 @@ class StatisticsLoss:
         rest = iter(grads[len(leaves) :])
         return loss.detach(), [next(rest) if i.requires_grad else None for i in inputs]
 
-    def rows(self, loss: Any, count: int) -> Tensor:
+    def rows(self, fields: dict[str, Tensor], inputs: Sequence[Tensor], count: int, row_mask: Tensor | None) -> Tensor:
+        loss: Any = self.loss_fn(fields, *inputs)
         if not isinstance(loss, Tensor) or loss.shape != (count,):
             got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn: expected a loss of every row, shape ({count},), got {got}")
-        return loss
+        return loss if row_mask is None else loss.masked_fill(~row_mask, 0.0)
 
     def check(self, loss: Tensor, variables: Sequence[Tensor]) -> None:
         """Of the first tile: nothing may be differentiated that is not an argument, nor any row depend on another."""
@@ -130,6 +128,9 @@ class DivergenceLoss:
         self.teacher: Tensor | None = None
         if isinstance(teacher, Tensor):
             self.teacher = teacher.detach().reshape(-1, teacher.shape[-1])
+            if self.teacher.stride(-1) != 1:
+                self.teacher = self.teacher.contiguous()
+            self.row_bytes += teacher.shape[-1] * teacher.element_size()  # where rows are left out
         else:
             self.sources = (teacher,)
 

@@ -6,6 +6,7 @@ tiles is summed in float32.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ GIB = 1 << 30
 # The workspace where nobody says otherwise. Products are fastest in one tile, and a gradient of the weight pays for
 # each of several with a pass over a float32 sum, which is workspace too. Where the weight is frozen, memory is short.
 ONE_TILE, TRAINED, FROZEN = int(2.5 * GIB), int(1.25 * GIB), int(0.585 * GIB)
-ON_CPU = 1 << 27
+ON_CPU = 1 << 25
+SMALL = 1 << 24  # that need not be asked for: to ask takes as long as to launch
 EAGER_BLOCKS = 1 << 26  # that `eager` walks rows in
 ROW, INDEX = 512, 64  # bytes for the numbers of a row, and of each of its indices, and for what a loss makes of them
 ALIGNED = 16  # bytes to which rows are padded: matrix products are slow where an odd vocabulary leaves them unaligned
@@ -32,6 +34,7 @@ class Head:
         step = max(1, ALIGNED // dtype.itemsize)
         self.padded_vocab = -(-self.vocab // step) * step
 
+    @cached_property
     def cast(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias for the products."""
         return self.weight.to(self.dtype), None if self.bias is None else self.bias.to(self.dtype)
@@ -105,10 +108,11 @@ def plan(
         fixed += EAGER_BLOCKS
         per_row += 4 * (head.vocab + head.hidden.shape[1]) * (trained and head.upcasts)
         total += 4 * head.weight.numel() * (trained and head.upcasts)
+    fixed += 4 * head.hidden.numel() * (head.dtype == torch.float16)  # see `Gradients`
     one_tile = fixed + count * per_row + (total if needs_sum(head, 1) else 0)
     limit = max_memory
     if limit is None:
-        frozen = head.hidden.requires_grad and not trained
+        frozen = head.hidden.requires_grad and not head.weight.requires_grad
         limit = default_memory(head, fixed + total, per_row, one_tile, trained, frozen)
     rows = count if one_tile <= limit else (limit - fixed - total) // per_row
     if count and rows < 1:
@@ -134,6 +138,8 @@ def default_memory(head: Head, fixed: int, per_row: int, one_tile: int, trained:
         wanted = one_tile
     else:
         wanted = fixed + (FROZEN if frozen else TRAINED if trained else ONE_TILE)
+    if wanted <= SMALL:
+        return wanted
     gradients = sum(t.numel() * t.element_size() for t in (head.hidden, head.weight))
     room = (free_memory(head.hidden.device) - gradients * trained) // 2
     return max(min(wanted, room), fixed + per_row)
@@ -154,13 +160,13 @@ def needs_sum(head: Head, tiles: int) -> bool:
 
 def tiles(heads: Sequence[Head], plan: Plan) -> Iterator[tuple[Rows, Tensor, list[Tensor]]]:
     """Rows, the first head's hidden states, every head's logits, which are the caller's until the next tile."""
-    weights = [h.cast() for h in heads]
     count = min(plan.rows, plan.n)
     buffers = [empty_logits(h, count) for h in heads]
     for rows in plan.cut():
         hidden = [rows.take(h.hidden).to(h.dtype) for h in heads]
         logits = [buffer[: rows.n] for buffer in buffers]
-        for x, (weight, bias), out in zip(hidden, weights, logits):
+        for head, x, out in zip(heads, hidden, logits):
+            weight, bias = head.cast
             if bias is None:
                 torch.mm(x, weight.t(), out=out)
             else:
@@ -192,10 +198,10 @@ class Gradients:
 
     def __init__(self, head: Head, plan: Plan, needed: Sequence[bool]) -> None:
         self.head, self.needed = head, needed
-        self.cast_weight = head.cast()[0]
         self.summed = needs_sum(head, -(-plan.n // plan.rows))
-        new = torch.empty_like if plan.kept is None else torch.zeros_like
-        self.hidden = new(head.hidden, memory_format=torch.contiguous_format) if needed[0] else None
+        new = torch.empty if plan.kept is None else torch.zeros
+        dtype = torch.float32 if head.dtype == torch.float16 else head.hidden.dtype  # float16 is rounded once, scaled
+        self.hidden = new(head.hidden.shape, dtype=dtype, device=head.hidden.device) if needed[0] else None
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         # Kept apart from the parameters, which may be partitioned again by the time of the backward.
@@ -204,9 +210,9 @@ class Gradients:
     def add(self, rows: Rows, hidden: Tensor, gradient: Tensor) -> None:
         if self.hidden is not None:
             if isinstance(rows.ids, slice) and self.hidden.dtype == gradient.dtype:
-                torch.mm(gradient, self.cast_weight, out=rows.take(self.hidden))
+                torch.mm(gradient, self.head.cast[0], out=rows.take(self.hidden))
             else:
-                rows.put(self.hidden, self.product(gradient, self.cast_weight, self.hidden.dtype))
+                rows.put(self.hidden, self.product(gradient, self.head.cast[0], self.hidden.dtype))
         sum_dtype = torch.promote_types(self.head.dtype, torch.float32)
         if self.needed[1]:
             if self.weight is None:

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 8192
+BLOCK = 4096
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -19,4 +19,4 @@ def scale_kernel(x, scale, n: tl.int64, BLOCK: tl.constexpr):
 def scale_(x: torch.Tensor, scale: torch.Tensor) -> None:
     """``x *= scale`` for a contiguous ``x`` and a ``scale`` of one element."""
     if x.numel():
-        scale_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, scale, x.numel(), BLOCK=BLOCK, num_warps=8)
+        scale_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, scale, x.numel(), BLOCK=BLOCK)
