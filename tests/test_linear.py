@@ -132,8 +132,8 @@ def test_masks_that_only_the_kernels_see_to(device, tile, monkeypatch, loss):
     """As while a CUDA graph is captured, when nobody can say how many rows are kept."""
     hidden, weight, bias, target = batch(device)
     expected = LOSSES[loss](onepass.LinearLogits(hidden, weight, bias), target)
-    for module in (head_loss, head_statistics):
-        monkeypatch.setattr(module, "selection", lambda row_mask: (None, row_mask))
+    for module in (head_loss, head_statistics, tiles):
+        monkeypatch.setattr(module, "defers", lambda row_mask: True)
     got = LOSSES[loss](onepass.LinearLogits(hidden, weight, bias), target)
     assert_all_close([got.detach()], [expected.detach()], "loss")
     parts = hidden, weight, bias

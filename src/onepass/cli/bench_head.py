@@ -24,7 +24,7 @@ from onepass.cli.peers import Forward
 from onepass.cli.peers_head import HEAD_PEERS
 
 DEFAULT = [name for name in HEAD_OPERATIONS if name != "linear_kl_div"]
-HEAT_MS = 150  # of matrix products before every turn
+WARMUP_MS, CALLS = 200, 4  # of every turn
 COLUMNS = ["implementation", "ms", "× bare GEMMs", "extra GiB", "max error"]
 
 
@@ -104,9 +104,9 @@ def measure(
             else:
                 measured.append({"implementation": implementation.name, "version": implementation.version, **record})
                 runs.append(lambda forward=implementation.forward: batch.call(forward))  # type: ignore[misc]
-        heat = math.ceil(HEAT_MS / turn(runs[0], runs[0], 0, device))
+        warmups = [math.ceil(WARMUP_MS / turn(run, 1, device)) for run in runs]
         times = [
-            [turn(run, runs[0], heat, device) for run in runs]
+            [turn(run, warmup, device) for run, warmup in zip(runs, warmups)]
             for _ in progress.track(range(rounds), description="rounds")
         ]
     for record, of_run in zip(measured, zip(*times)):
@@ -133,26 +133,23 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def turn(run: Callable[[], Any], bare: Callable[[], Any], heat: int, device: torch.device) -> float:
-    """Milliseconds of a call: of two, after one that is not timed; between device events, on a CPU the wall time.
-
-    A card that has just multiplied matrices is slower than one that waited for memory: all start as hot as it gets.
-    """
-    for _ in range(heat if device.type == "cuda" else 0):
-        bare()
-    run()
+def turn(run: Callable[[], Any], warmup: int, device: torch.device) -> float:
+    """Milliseconds of a call: of ``CALLS``, after ``warmup`` that are not timed; between device events, on a CPU the
+    wall time. Until then a card's clock still follows the power that the one before took."""
+    for _ in range(warmup):
+        run()
     if device.type != "cuda":
         start = time.perf_counter()
-        run()
-        run()
-        return (time.perf_counter() - start) / 2 * 1e3
+        for _ in range(CALLS):
+            run()
+        return (time.perf_counter() - start) / CALLS * 1e3
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     before.record()
-    run()
-    run()
+    for _ in range(CALLS):
+        run()
     after.record()
     after.synchronize()
-    return before.elapsed_time(after) / 2
+    return before.elapsed_time(after) / CALLS
 
 
 def title(case: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 from onepass.dispatch import refuse_second_derivatives
 from onepass.head.gather import gathered
 from onepass.head.row_loss import RowLoss
-from onepass.head.tiles import Gradients, Head, plan, selection, tiles
+from onepass.head.tiles import Gradients, Head, defers, plan, tiles
 
 Parts = tuple[Any, Any, Any]  # rows of hidden states, weight, bias or None
 
@@ -51,8 +51,8 @@ def walk(
     parameters = [p for source in row_loss.sources for p in source.parts[1:]]
     with gathered(*parts[1:], *parameters), torch.autocast(hidden.device.type, enabled=False):
         heads = [Head(*parts, dtype), *[Head(*source.parts, source.dtype) for source in row_loss.sources]]
-        kept, row_mask = selection(row_mask)
-        cut = plan(heads, kept, needed[1], max_memory, row_loss.row_bytes)
+        cut = plan(heads, row_mask, needed[1], max_memory, row_loss.row_bytes)
+        row_mask = row_mask if defers(row_mask) else None
         losses = hidden.new_zeros(hidden.shape[0], dtype=row_loss.dtype)
         gradients = None if scale is None else Gradients(heads[0], cut, needed)
         for rows, states, logits in tiles(heads, cut):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from onepass.dispatch import is_plain, path_of, refuse_second_derivatives
 from onepass.head.gather import gathered
-from onepass.head.tiles import INDEX, ROW, Gradients, Head, plan, selection, tiles
+from onepass.head.tiles import INDEX, ROW, Gradients, Head, defers, plan, tiles
 from onepass.options import NOT_DIFFERENTIABLE, Options, Results, empty_results, pick
 from onepass.statistics import upstream_of
 
@@ -81,12 +81,13 @@ def linear_statistics(
         head = Head(hidden, weight, bias, dtype)
         results = empty_linear_results(hidden, index, dtype, options)
         row_mask, options = mask_of(index, row_mask, options)
-        kept, row_mask = selection(row_mask)
-        if kept is not None:
+        cut = plan([head], row_mask, False, max_memory, row_bytes(index))
+        row_mask = row_mask if defers(row_mask) else None
+        if cut.kept is not None:
             for result in results:
                 if result is not None:
                     result.zero_()
-        for rows, _, (logits,) in tiles([head], plan([head], kept, False, max_memory, row_bytes(index))):
+        for rows, _, (logits,) in tiles([head], cut):
             of_rows = [None if t is None else rows.take(t) for t in (index, row_mask)]
             of_tile = path_of(logits).softmax_statistics(logits, *of_rows, class_weights, options)
             for result, part, dim in zip(results, of_tile, (1, 0, 0)):
@@ -129,8 +130,8 @@ def linear_gradient(
     with gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
         head = Head(hidden, weight, bias, dtype)
         row_mask, options = mask_of(index, row_mask, options)
-        kept, row_mask = selection(row_mask)
-        cut = plan([head], kept, needed[1], max_memory, row_bytes(index))
+        cut = plan([head], row_mask, needed[1], max_memory, row_bytes(index))
+        row_mask = row_mask if defers(row_mask) else None
         gradients = Gradients(head, cut, needed)
         for rows, states, (logits,) in tiles([head], cut):
             of_rows = [None if t is None else rows.take(t) for t in (index, row_mask)]

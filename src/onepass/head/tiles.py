@@ -19,7 +19,6 @@ GIB = 1 << 30
 # each of several with a pass over a float32 sum, which is workspace too. Where the weight is frozen, memory is short.
 ONE_TILE, TRAINED, FROZEN = int(2.5 * GIB), int(1.25 * GIB), int(0.585 * GIB)
 ON_CPU = 1 << 25
-SMALL = 1 << 24  # that need not be asked for: to ask takes as long as to launch
 EAGER_BLOCKS = 1 << 26  # that `eager` walks rows in
 ROW, INDEX = 512, 64  # bytes for the numbers of a row, and of each of its indices, and for what a loss makes of them
 ALIGNED = 16  # bytes to which rows are padded: matrix products are slow where an odd vocabulary leaves them unaligned
@@ -86,7 +85,11 @@ class Plan(NamedTuple):
 
 
 def plan(
-    heads: Sequence[Head], kept: Tensor | None, trained: bool, max_memory: int | None, row_bytes: int = ROW + INDEX
+    heads: Sequence[Head],
+    row_mask: Tensor | None,
+    trained: bool,
+    max_memory: int | None,
+    row_bytes: int = ROW + INDEX,
 ) -> Plan:
     """Equal tiles of as many rows as the workspace allows.
 
@@ -98,6 +101,9 @@ def plan(
         ValueError: ``max_memory`` is less than a tile of one row needs.
     """
     head = heads[0]
+    # Asked for before the device is waited for, which has nothing to do from then until the first product.
+    free = free_memory(head.hidden.device) if max_memory is None and head.hidden.is_cuda else 0
+    kept = kept_rows(row_mask)
     count = head.hidden.shape[0] if kept is None else kept.shape[0]
     per_row = row_bytes + sum(h.row_bytes(kept is not None) for h in heads)
     fixed = (1 << 17) + sum(h.cast_bytes() for h in heads) + (0 if kept is None else 9 * head.hidden.shape[0])
@@ -113,12 +119,25 @@ def plan(
     limit = max_memory
     if limit is None:
         frozen = head.hidden.requires_grad and not head.weight.requires_grad
-        limit = default_memory(head, fixed + total, per_row, one_tile, trained, frozen)
+        limit = default_memory(head, fixed + total, per_row, one_tile, trained, frozen, free)
     rows = count if one_tile <= limit else (limit - fixed - total) // per_row
     if count and rows < 1:
         least = min(one_tile, fixed + total + per_row)
         raise ValueError(f"max_memory: expected at least {least} bytes, for one row at a time, got {max_memory}")
     return Plan(kept, count, equal(count, rows))
+
+
+def kept_rows(row_mask: Tensor | None) -> Tensor | None:
+    """Ids of the rows that are kept, None for all. How many these are is read from the device."""
+    if row_mask is None or defers(row_mask):
+        return None
+    kept = row_mask.nonzero().squeeze(-1)
+    return None if kept.shape[0] == row_mask.shape[0] else kept
+
+
+def defers(row_mask: Tensor | None) -> bool:
+    """Whether masked rows are left to the kernels: a CUDA graph that is being captured cannot be read from."""
+    return row_mask is not None and row_mask.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def equal(count: int, most: int) -> int:
@@ -130,7 +149,7 @@ def equal(count: int, most: int) -> int:
     return min(-(-count // (tiles * block)) * block, most // block * block)
 
 
-def default_memory(head: Head, fixed: int, per_row: int, one_tile: int, trained: bool, frozen: bool) -> int:
+def default_memory(head: Head, fixed: int, per_row: int, one_tile: int, trained: bool, frozen: bool, free: int) -> int:
     """Our own choice of a workspace: at most half of what is free once the gradients have their place."""
     if head.hidden.device.type != "cuda":
         return fixed + max(ON_CPU, per_row)
@@ -138,10 +157,8 @@ def default_memory(head: Head, fixed: int, per_row: int, one_tile: int, trained:
         wanted = one_tile
     else:
         wanted = fixed + (FROZEN if frozen else TRAINED if trained else ONE_TILE)
-    if wanted <= SMALL:
-        return wanted
     gradients = sum(t.numel() * t.element_size() for t in (head.hidden, head.weight))
-    room = (free_memory(head.hidden.device) - gradients * trained) // 2
+    room = (free - gradients * trained) // 2
     return max(min(wanted, room), fixed + per_row)
 
 
@@ -172,19 +189,6 @@ def tiles(heads: Sequence[Head], plan: Plan) -> Iterator[tuple[Rows, Tensor, lis
             else:
                 torch.addmm(bias, x, weight.t(), out=out)
         yield rows, hidden[0], logits
-
-
-def selection(row_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Ids of the rows that are kept (None for all), and the mask that is left to be seen to within the tiles.
-
-    How many are kept is read from the device, which a CUDA graph that is being captured forbids.
-    """
-    if row_mask is None:
-        return None, None
-    if row_mask.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None, row_mask
-    kept = row_mask.nonzero().squeeze(-1)
-    return (None if kept.shape[0] == row_mask.shape[0] else kept), None
 
 
 def empty_logits(head: Head, rows: int) -> Tensor:
