@@ -51,9 +51,9 @@ def walk(
     parameters = [p for source in row_loss.sources for p in source.parts[1:]]
     with gathered(*parts[1:], *parameters), torch.autocast(hidden.device.type, enabled=False):
         heads = [Head(*parts, dtype), *[Head(*source.parts, source.dtype) for source in row_loss.sources]]
+        losses = hidden.new_zeros(hidden.shape[0], dtype=row_loss.dtype)
         cut = plan(heads, row_mask, needed[1], max_memory, row_loss.row_bytes)
         row_mask = row_mask if defers(row_mask) else None
-        losses = hidden.new_zeros(hidden.shape[0], dtype=row_loss.dtype)
         gradients = None if scale is None else Gradients(heads[0], cut, needed)
         for rows, states, logits in tiles(heads, cut):
             mask = None if row_mask is None else rows.take(row_mask)

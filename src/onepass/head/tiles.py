@@ -101,9 +101,8 @@ def plan(
         ValueError: ``max_memory`` is less than a tile of one row needs.
     """
     head = heads[0]
-    # Asked for before the device is waited for, which has nothing to do from then until the first product.
     free = free_memory(head.hidden.device) if max_memory is None and head.hidden.is_cuda else 0
-    kept = kept_rows(row_mask)
+    kept = kept_rows(row_mask)  # waits for the device, which has nothing to do from here to the first product
     count = head.hidden.shape[0] if kept is None else kept.shape[0]
     per_row = row_bytes + sum(h.row_bytes(kept is not None) for h in heads)
     fixed = (1 << 17) + sum(h.cast_bytes() for h in heads) + (0 if kept is None else 9 * head.hidden.shape[0])
@@ -131,8 +130,9 @@ def kept_rows(row_mask: Tensor | None) -> Tensor | None:
     """Ids of the rows that are kept, None for all. How many these are is read from the device."""
     if row_mask is None or defers(row_mask):
         return None
-    kept = row_mask.nonzero().squeeze(-1)
-    return None if kept.shape[0] == row_mask.shape[0] else kept
+    if int(row_mask.count_nonzero()) == row_mask.shape[0]:
+        return None
+    return row_mask.nonzero().squeeze(-1)
 
 
 def defers(row_mask: Tensor | None) -> bool:
@@ -193,7 +193,8 @@ def tiles(heads: Sequence[Head], plan: Plan) -> Iterator[tuple[Rows, Tensor, lis
 
 def empty_logits(head: Head, rows: int) -> Tensor:
     padded = head.hidden.new_empty((rows, head.padded_vocab), dtype=head.dtype)
-    padded[:, head.vocab :] = 0  # products of bfloat16 on a CPU multiply it by 0, which must not be NaN
+    if head.padded_vocab > head.vocab:
+        padded[:, head.vocab :] = 0  # products of bfloat16 on a CPU multiply it by 0, which must not be NaN
     return padded[:, : head.vocab]
 
 
