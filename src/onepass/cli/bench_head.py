@@ -38,7 +38,7 @@ def bench_head(
     masked: Annotated[float, typer.Option(min=0, max=0.99, help="Share of rows that are masked.")] = 0.0,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Run torch.compile too.")] = True,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Run the installed peers too.")] = True,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each implementation has its turn.")] = 7,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each implementation has its turn.")] = 5,
     out: Annotated[Path, typer.Option(help="Folder for the JSON and the PNG.")] = Path(".bench"),
     name: Annotated[str, typer.Option(help="Their name.")] = "bench-head",
 ) -> None:
