@@ -21,7 +21,7 @@ Every implementation of an operation in one run, beside a copy of the same card,
 - Up to 1024 rows the host is the limit: "wall" is one call until the device is idle, timed in turns with all others.
 - Cross-entropy is the mean with `ignore_index`. Liger's cross-entropy and fla's kernel overwrite their logits; fla's
   forward has its gradient in it. Liger's divergences take log-probs: the softmax before them is counted. axolotl's
-  entropy has no gradient: its backward is that of the log-probs alone.
+  entropy has no gradient.
 - Linear heads take hidden states: all implementations of a case, and its bare GEMMs on whole tensors and all rows, are
   timed in turns. "Extra GiB" is the peak that forward + backward allocate beyond the gradients that come out.
 """

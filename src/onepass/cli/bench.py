@@ -144,15 +144,16 @@ def measure(
         error = max((o - e).abs().max().item() for o, e in zip(forward(), expected))
         passes: dict[str, Callable[[], Any]] = {"forward": torch.no_grad()(forward)}
         found = {"forward": extra_memory(passes["forward"], logits)}
-    logits.requires_grad_()
-    passes["forward+backward"] = both
-    both()
-    logits.grad = None
-    found["forward+backward"] = extra_memory(both, logits)
-    if implementation.package == "onepass":
-        graph = forward()
-        gradients = [torch.ones_like(g) for g in graph]
-        passes["backward"] = lambda: torch.autograd.grad(graph, logits, gradients, retain_graph=True)
+    if implementation.backward:
+        logits.requires_grad_()
+        passes["forward+backward"] = both
+        both()
+        logits.grad = None
+        found["forward+backward"] = extra_memory(both, logits)
+        if implementation.package == "onepass":
+            graph = forward()
+            gradients = [torch.ones_like(g) for g in graph]
+            passes["backward"] = lambda: torch.autograd.grad(graph, logits, gradients, retain_graph=True)
     measured = []
     for name, run in passes.items():
         ms = median_ms(run, device, milliseconds)

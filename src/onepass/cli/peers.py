@@ -24,6 +24,7 @@ class Implementation:
     name: str
     package: str
     forward: Forward
+    backward: bool = True  # whether all outputs are differentiable
     masks: bool = True  # whether it can leave rows out
 
     @property
@@ -64,7 +65,7 @@ def axolotl_pair(name: str, package: str) -> Implementation:
     select = attribute("axolotl.monkeypatch.trainer.utils", "selective_log_softmax")
     entropy = attribute("axolotl.monkeypatch.trainer.utils", "entropy_from_logits")
     forward: Forward = lambda x, t, m: (select(x, t), entropy(x))  # noqa: E731
-    return Implementation(name, package, forward, masks=False)
+    return Implementation(name, package, forward, backward=False, masks=False)
 
 
 def axolotl_log_probs(name: str, package: str) -> Implementation:
@@ -143,7 +144,7 @@ Peer = tuple[str, str, Callable[[str, str], Implementation]]  # its name, its pa
 PEERS: dict[str, list[Peer]] = {
     "log_probs_and_entropy": [
         ("TRL", "trl", trl_pair),
-        ("axolotl (entropy without gradient)", "axolotl", axolotl_pair),
+        ("axolotl", "axolotl", axolotl_pair),
     ],
     "log_probs": [("TRL", "trl", trl_log_probs), ("axolotl", "axolotl", axolotl_log_probs)],
     "cross_entropy": [
