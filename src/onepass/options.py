@@ -108,6 +108,8 @@ class LogitsSource:
     dtype: torch.dtype
     device: torch.device
 
+    max_memory: int | None
+
     def dim(self) -> int:
         return len(self.shape)
 

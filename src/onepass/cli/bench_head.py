@@ -3,10 +3,8 @@
 import gc
 import itertools
 import json
-import math
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,14 +15,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from onepass.cli.bench import DTYPES, bars, conclude, extra_memory, first_line, new_report
+from onepass.cli.bench import DTYPES, bars, conclude, extra_memory, first_line, median_ms, new_report
 from onepass.cli.implementations import available
 from onepass.cli.implementations_head import HEAD_OPERATIONS, Batch
 from onepass.cli.peers import Forward
 from onepass.cli.peers_head import HEAD_PEERS
 
 DEFAULT = [name for name in HEAD_OPERATIONS if name != "linear_kl_div"]
-WARMUP_MS, CALLS = 200, 4  # of every turn
 COLUMNS = ["implementation", "ms", "× bare GEMMs", "extra GiB", "max error"]
 
 
@@ -39,6 +36,7 @@ def bench_head(
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Run torch.compile too.")] = True,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Run the installed peers too.")] = True,
     rounds: Annotated[int, typer.Option(min=1, help="How often each implementation has its turn.")] = 5,
+    milliseconds: Annotated[int, typer.Option(help="Time spent on each turn.")] = 200,
     out: Annotated[Path, typer.Option(help="Folder for the JSON and the PNG.")] = Path(".bench"),
     name: Annotated[str, typer.Option(help="Their name.")] = "bench-head",
 ) -> None:
@@ -55,7 +53,7 @@ def bench_head(
     out.mkdir(parents=True, exist_ok=True)
     for operation, (rows, hidden, vocab) in itertools.product(op or DEFAULT, sizes):
         case = {"operation": operation, "rows": rows, "hidden": hidden, "vocab": vocab, "dtype": kind, "masked": masked}
-        measured = measure(case, compiled, peers, rounds, device, console, report["not_run"])
+        measured = measure(case, compiled, peers, rounds, milliseconds, device, console, report["not_run"])
         torch._dynamo.reset()
         report["results"] += [case | m for m in measured]
         console.print(table(case, measured))
@@ -76,6 +74,7 @@ def measure(
     compiled: bool,
     peers: bool,
     rounds: int,
+    milliseconds: int,
     device: torch.device,
     console: Console,
     missing: dict[str, str],
@@ -104,9 +103,9 @@ def measure(
             else:
                 measured.append({"implementation": implementation.name, "version": implementation.version, **record})
                 runs.append(lambda forward=implementation.forward: batch.call(forward))  # type: ignore[misc]
-        warmups = [math.ceil(WARMUP_MS / turn(run, 1, device)) for run in runs]
+        # The clock of a card that multiplies matrices follows its temperature: what is compared takes turns.
         times = [
-            [turn(run, warmup, device) for run, warmup in zip(runs, warmups)]
+            [median_ms(run, device, milliseconds) for run in runs]
             for _ in progress.track(range(rounds), description="rounds")
         ]
     for record, of_run in zip(measured, zip(*times)):
@@ -131,25 +130,6 @@ def free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def turn(run: Callable[[], Any], warmup: int, device: torch.device) -> float:
-    """Milliseconds of a call: of ``CALLS``, after ``warmup`` that are not timed; between device events, on a CPU the
-    wall time. Until then a card's clock still follows the power that the one before took."""
-    for _ in range(warmup):
-        run()
-    if device.type != "cuda":
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            run()
-        return (time.perf_counter() - start) / CALLS * 1e3
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    before.record()
-    for _ in range(CALLS):
-        run()
-    after.record()
-    after.synchronize()
-    return before.elapsed_time(after) / CALLS
 
 
 def title(case: dict[str, Any]) -> str:

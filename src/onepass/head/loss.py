@@ -14,7 +14,6 @@ from onepass.head.tiles import Gradients, Head, defers, plan, tiles
 Parts = tuple[Any, Any, Any]  # rows of hidden states, weight, bias or None
 
 
-@torch.compiler.disable  # tiles are a loop of Python, and how many rows are kept is data
 def row_losses(
     parts: Parts,
     row_mask: Tensor | None,
@@ -48,9 +47,9 @@ def walk(
     Those of the inputs of ``row_loss`` are written into ``of_inputs``.
     """
     hidden = parts[0]
-    parameters = [p for source in row_loss.sources for p in source.parts[1:]]
+    parameters = [p for of_head, _ in row_loss.heads for p in of_head[1:]]
     with gathered(*parts[1:], *parameters), torch.autocast(hidden.device.type, enabled=False):
-        heads = [Head(*parts, dtype), *[Head(*source.parts, source.dtype) for source in row_loss.sources]]
+        heads = [Head(*parts, dtype), *[Head(*of_head, kind) for of_head, kind in row_loss.heads]]
         losses = hidden.new_zeros(hidden.shape[0], dtype=row_loss.dtype)
         cut = plan(heads, row_mask, needed[1], max_memory, row_loss.row_bytes)
         row_mask = row_mask if defers(row_mask) else None

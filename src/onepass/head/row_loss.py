@@ -8,9 +8,11 @@ from torch import Tensor
 
 from onepass.dispatch import path_of
 from onepass.head.tiles import INDEX, ROW, Rows
-from onepass.options import NOT_DIFFERENTIABLE, PAIR_NUMBERS, Logits, LogitsSource, Options, PairOptions, pick
+from onepass.options import NOT_DIFFERENTIABLE, PAIR_NUMBERS, Options, PairOptions, pick
 from onepass.statistics import DEBUG, upstream_of
 
+# Hidden states ``(N, H)``, weight, bias and the dtype of their products; or logits ``(N, V)``, None and None.
+Source = tuple[tuple[Any, Any, Any], torch.dtype]
 Found = tuple[Tensor, Sequence[Tensor | None]]
 
 
@@ -18,12 +20,12 @@ class RowLoss(Protocol):
     """
     Attributes:
         dtype: of the losses.
-        sources: whose logits it takes besides the first ones.
+        heads: what makes the logits that it takes besides the first ones.
         row_bytes: of its own work on a row.
     """
 
     dtype: torch.dtype
-    sources: Sequence[LogitsSource]
+    heads: Sequence[Source]
     row_bytes: int
 
     def __call__(self, logits: Sequence[Tensor], rows: Rows, row_mask: Tensor | None, scale: Tensor | None) -> Found:
@@ -35,7 +37,7 @@ class RowLoss(Protocol):
 class StatisticsLoss:
     """``loss_fn(fields, *inputs)`` of the row vectors that a read leaves behind, differentiated by autograd."""
 
-    sources: Sequence[LogitsSource] = ()
+    heads: Sequence[Source] = ()
 
     def __init__(
         self,
@@ -119,20 +121,19 @@ class StatisticsLoss:
 class DivergenceLoss:
     """The divergence of rows of logits and a teacher's: logits that are there, or a head of its own."""
 
-    sources: Sequence[LogitsSource] = ()
+    heads: Sequence[Source] = ()
 
-    def __init__(self, student: LogitsSource, teacher: Logits, options: PairOptions, vocab: int | None) -> None:
-        self.options, self.vocab = options, vocab or student.shape[-1]
-        self.dtype = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
+    def __init__(self, dtype: torch.dtype, teacher: Source, options: PairOptions, vocab: int) -> None:
+        (logits, weight, _), teacher_dtype = teacher
+        self.options, self.vocab = options, vocab
+        self.dtype = torch.promote_types(torch.promote_types(dtype, teacher_dtype), torch.float32)
         self.row_bytes = ROW
         self.teacher: Tensor | None = None
-        if isinstance(teacher, Tensor):
-            self.teacher = teacher.detach().reshape(-1, teacher.shape[-1])
-            if self.teacher.stride(-1) != 1:
-                self.teacher = self.teacher.contiguous()
-            self.row_bytes += teacher.shape[-1] * teacher.element_size()  # where rows are left out
+        if weight is None:
+            self.teacher = logits if logits.stride(-1) == 1 else logits.contiguous()
+            self.row_bytes += logits.shape[-1] * logits.element_size()  # where rows are left out
         else:
-            self.sources = (teacher,)
+            self.heads = (teacher,)
 
     def __call__(self, logits: Sequence[Tensor], rows: Rows, row_mask: Tensor | None, scale: Tensor | None) -> Found:
         x = logits[0]

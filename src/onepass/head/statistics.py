@@ -8,7 +8,7 @@ from torch import Tensor
 
 from onepass.dispatch import is_plain, path_of, refuse_second_derivatives
 from onepass.head.gather import gathered
-from onepass.head.tiles import INDEX, ROW, Gradients, Head, defers, plan, tiles
+from onepass.head.tiles import INDEX, ROW, Gradients, Head, defers, empty_gradients, plan, tiles
 from onepass.options import NOT_DIFFERENTIABLE, Options, Results, empty_results, pick
 from onepass.statistics import upstream_of
 
@@ -220,9 +220,4 @@ def _gradient_op(
 
 @_gradient_op.register_fake
 def _(hidden, weight, bias, *arguments):
-    needed = arguments[9]
-    of = (hidden, weight, bias)
-    return [
-        torch.empty_like(t, memory_format=torch.contiguous_format) if n else hidden.new_empty(0)
-        for t, n in zip(of, needed)
-    ]
+    return empty_gradients((hidden, weight, bias), arguments[9])

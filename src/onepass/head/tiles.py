@@ -264,3 +264,12 @@ class Gradients:
                 results.append(value)
         self.hidden = self.weight = self.bias = None
         return results
+
+
+def empty_gradients(parts: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor]:
+    """What an operation returns of them: empty tensors for what is not needed."""
+    of = zip(parts, needed)
+    return [
+        parts[0].new_empty(0) if t is None or not n else torch.empty_like(t, memory_format=torch.contiguous_format)  # type: ignore[union-attr]
+        for t, n in of
+    ]

@@ -18,7 +18,7 @@ from onepass.checks import (
     check_transform,
 )
 from onepass.divergence import divergence
-from onepass.head.row_loss import DivergenceLoss
+from onepass.head.divergence import linear_divergence
 from onepass.losses.reduction import divisor_of, reduced
 from onepass.options import Logits, LogitsSource, Options, PairOptions
 from onepass.statistics import gather_logits, read
@@ -214,8 +214,8 @@ def kl_div(
         raise TypeError("teacher_logits: expected a tensor for a student that is a tensor, got LinearLogits")
     if torch.is_grad_enabled() and teacher_logits.requires_grad:
         raise ValueError("teacher_logits: expected no gradient for a student that is a linear head; detach them")
-    row_loss = DivergenceLoss(student_logits, teacher_logits, options, vocab_size)
-    return student_logits.loss(row_loss, mask, divisor_of(rows, reduction, num_items))
+    vocab, divisor = vocab_size or student_logits.shape[-1], divisor_of(rows, reduction, num_items)
+    return linear_divergence(student_logits, teacher_logits, mask, options, vocab, divisor)
 
 
 class Teacher:
