@@ -27,6 +27,13 @@ Every implementation of an operation in one run, beside a copy of the same card,
 """
 
 
+HEADS = """From hidden states (`linear_*`), forward and backward (`_forward`: alone) against the matrix products that each
+cannot do without, of all rows, each one cuBLAS call on whole tensors; "extra GiB" is the peak beyond inputs and
+gradients.
+
+"""
+
+
 def size(r: dict) -> str:
     masked = f", {r['masked']:.0%} masked" if r["masked"] else ""
     return " × ".join(str(r[k]) for k in ("rows", "hidden", "vocab") if k in r) + masked
@@ -109,7 +116,7 @@ def head_summary(reports: dict[Path, dict]) -> str:
                 [f"`{operation}`", shape, f"**{ours['ms']:.1f}**", f"{ours['ratio']:.3f}", gib(ours), peer, *times]
             )
     columns = ["onepass", "× bare GEMMs", "extra GiB", "best peer", "torch.compile", "eager"]
-    return grid(["ms", "rows × hidden × vocabulary", *columns], rows) if rows else ""
+    return HEADS + grid(["ms", "rows × hidden × vocabulary", *columns], rows) if rows else ""
 
 
 def where(path: Path, report: dict) -> str:
