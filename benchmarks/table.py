@@ -27,9 +27,9 @@ Every implementation of an operation in one run, beside a copy of the same card,
 """
 
 
-HEADS = """From hidden states (`linear_*`), forward and backward (`_forward`: alone) against the matrix products that each
-cannot do without, of all rows, each one cuBLAS call on whole tensors; "extra GiB" is the peak beyond inputs and
-gradients.
+HEADS = """\
+From hidden states (`linear_*`), forward and backward (`_forward`: alone) against the matrix products that each cannot
+do without, of all rows, each one cuBLAS call on whole tensors; "extra GiB" is the peak beyond inputs and gradients.
 
 """
 
