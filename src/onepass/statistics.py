@@ -305,7 +305,7 @@ def _gradient(logits: Tensor, *arguments: Any) -> Tensor:
     return torch.ops.onepass.softmax_gradient(logits, *tensors, *options)
 
 
-def _tensors(results: Results) -> tuple[Tensor, Tensor, Tensor]:
+def tensors_of(results: Results) -> tuple[Tensor, Tensor, Tensor]:
     """An operation returns tensors only: empty ones for what was not asked for."""
     packed, chosen, is_top1 = results
     none = packed.new_empty(0)
@@ -328,12 +328,12 @@ def _statistics_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     options = Options(fields, logit_scale, softcap, temperature, class_weight, sharpness, ignore_index)
     _check_range(logits, index, row_mask, options)
-    return _tensors(path_of(logits).softmax_statistics(logits, index, row_mask, class_weights, options))
+    return tensors_of(path_of(logits).softmax_statistics(logits, index, row_mask, class_weights, options))
 
 
 @_statistics_op.register_fake
 def _(logits, index, row_mask, class_weights, *options):
-    return _tensors(empty_results(logits, index, Options(*options)))
+    return tensors_of(empty_results(logits, index, Options(*options)))
 
 
 @torch.library.custom_op("onepass::softmax_gradient", mutates_args=())

@@ -10,7 +10,7 @@ from onepass.dispatch import is_plain, path_of, refuse_second_derivatives
 from onepass.head.gather import gathered
 from onepass.head.tiles import INDEX, ROW, Gradients, Head, defers, empty_gradients, plan, tiles
 from onepass.options import NOT_DIFFERENTIABLE, Options, Results, empty_results, pick
-from onepass.statistics import upstream_of
+from onepass.statistics import tensors_of, upstream_of
 
 
 def statistics(hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
@@ -170,18 +170,14 @@ def _statistics_op(
     ignore_index: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     options = Options(fields, logit_scale, softcap, temperature, class_weight, sharpness, ignore_index)
-    return _tensors(linear_statistics(hidden, weight, bias, index, row_mask, class_weights, options, dtype, max_memory))
-
-
-def _tensors(results: Results) -> tuple[Tensor, Tensor, Tensor]:
-    packed, chosen, is_top1 = results
-    none = packed.new_empty(0)
-    return packed, none if chosen is None else chosen, none.clone() if is_top1 is None else is_top1
+    return tensors_of(
+        linear_statistics(hidden, weight, bias, index, row_mask, class_weights, options, dtype, max_memory)
+    )
 
 
 @_statistics_op.register_fake
 def _(hidden, weight, bias, index, row_mask, class_weights, dtype, max_memory, *options):
-    return _tensors(empty_linear_results(hidden, index, dtype, Options(*options)))
+    return tensors_of(empty_linear_results(hidden, index, dtype, Options(*options)))
 
 
 @torch.library.custom_op("onepass::linear_gradient", mutates_args=())
