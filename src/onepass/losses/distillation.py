@@ -1,6 +1,7 @@
 """Distillation: from a teacher's K best log-probs a token, gathered from one read, or from its whole logits."""
 
 import math
+from copy import copy
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from onepass.checks import (
 )
 from onepass.divergence import divergence
 from onepass.head.divergence import linear_divergence
+from onepass.head.row_loss import StatisticsLoss
 from onepass.losses.reduction import divisor_of, reduced
 from onepass.options import Logits, LogitsSource, Options, PairOptions
-from onepass.statistics import gather_logits, read
+from onepass.statistics import checked, gather_logits, read
 
 DIRECTIONS = ("forward", "reverse", "jsd")
 
@@ -82,11 +84,26 @@ def topk_kl_div(
     if renormalize and isinstance(student_logits, Tensor):
         z = gather_logits(student_logits, teacher.ids, "teacher_ids")
         student = teacher.normalized(z if temperature == 1.0 else z / temperature)
-    else:
-        options = Options("selected" if renormalize else "log_probs", temperature=temperature)
-        s = read(student_logits, teacher.ids, teacher.rows, options, index_name="teacher_ids")
-        student = teacher.normalized(s["selected"]) if renormalize else s["log_probs"]
-    return teacher.loss(student, direction, beta, reduction, num_items)
+        return teacher.loss(student, direction, beta, reduction, num_items)
+
+    def student_of(s: dict[str, Tensor], teacher: Teacher) -> Tensor:
+        return teacher.normalized(s["selected"]) if renormalize else s["log_probs"]
+
+    options = Options("selected" if renormalize else "log_probs", temperature=temperature)
+    if isinstance(student_logits, LogitsSource) and student_logits.takes_row_losses:
+        rows = student_logits.shape[:-1].numel()
+        divisor = divisor_of(rows if teacher.rows is None else teacher.rows, reduction, num_items)
+        ids, log_probs = (t.reshape(rows, t.shape[-1]) for t in (teacher.ids, teacher.log_probs))
+
+        def loss_of_rows(s: dict[str, Tensor], log_probs: Tensor) -> Tensor:
+            part = teacher.of(log_probs)
+            return part.terms(student_of(s, part), direction, beta).sum(-1)
+
+        checked(student_logits, teacher.ids, teacher.rows, options, index_name="teacher_ids")
+        row_loss = StatisticsLoss(loss_of_rows, options, student_logits.dtype, ids, None, (log_probs,))
+        return student_logits.loss(row_loss, teacher.rows, divisor, (log_probs,))
+    s = read(student_logits, teacher.ids, teacher.rows, options, index_name="teacher_ids")
+    return teacher.loss(student_of(s, teacher), direction, beta, reduction, num_items)
 
 
 def distillation_loss(
@@ -245,6 +262,12 @@ class Teacher:
         self.ids, self.log_probs = ids, log_probs
         if renormalize:  # a row without any token would be NaN
             self.log_probs = log_probs.log_softmax(-1).masked_fill_(self.absent, -float("inf"))
+
+    def of(self, log_probs: Tensor) -> "Teacher":
+        """The same of some rows, as they were left here."""
+        part = copy(self)
+        part.log_probs = log_probs
+        return part
 
     @property
     def absent(self) -> Tensor:

@@ -104,7 +104,7 @@ def linear_topk_kl_div(
     max_memory: int | None = None,
     **options: Any,
 ) -> Tensor:
-    """`topk_kl_div` of a student given by its linear head, with the ``options`` of `topk_kl_div` (four products)."""
+    """`topk_kl_div` of a student given by its linear head, with the ``options`` of `topk_kl_div`: three products."""
     logits = LinearLogits(hidden, weight, bias, max_memory=max_memory)
     return topk_kl_div(logits, teacher_ids, teacher_log_probs, mask, **options)
 
