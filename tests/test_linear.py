@@ -772,6 +772,9 @@ BAD_ARGUMENTS = {
     "inplace_backward: expected a tensor of logits": lambda: onepass.entropy_from_logits(
         linear(), inplace_backward=True
     ),
+    "inplace_backward: expected a tensor of logits, got LinearLogits": lambda: onepass.cross_entropy(
+        linear(), torch.zeros(N, dtype=torch.long), inplace_backward=True
+    ),
     "teacher_logits: expected no gradient": lambda: onepass.kl_div(linear(), linear()),
     "teacher_logits: expected a tensor": lambda: onepass.kl_div(torch.ones(N, V), linear()),
     "num_items: expected None": lambda: onepass.linear_loss(

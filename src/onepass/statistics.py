@@ -251,6 +251,15 @@ def upstream_of(g: dict[str, Tensor | None]) -> tuple[Tensor | None, ...]:
     )
 
 
+def returned(ctx: Any, results: Results, options: Options) -> tuple[Tensor, ...]:
+    """The fields, as an autograd function returns them."""
+    fields = pick(results, options)
+    if not NOT_DIFFERENTIABLE.isdisjoint(options.names):
+        ctx.mark_non_differentiable(*[f for f, n in zip(fields, options.names) if n in NOT_DIFFERENTIABLE])
+    ctx.set_materialize_grads(False)
+    return fields
+
+
 class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -265,11 +274,7 @@ class _Statistics(torch.autograd.Function):
         results = _forward(logits, index, row_mask, class_weights, options)
         ctx.save_for_backward(logits, index, row_mask, class_weights, results[0])
         ctx.options, ctx.inplace = options, inplace
-        fields = pick(results, options)
-        if not NOT_DIFFERENTIABLE.isdisjoint(options.names):
-            ctx.mark_non_differentiable(*[f for f, n in zip(fields, options.names) if n in NOT_DIFFERENTIABLE])
-        ctx.set_materialize_grads(False)
-        return fields
+        return returned(ctx, results, options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

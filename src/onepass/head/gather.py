@@ -15,7 +15,8 @@ def gather_parameters(gather: Gather | None) -> None:
 
     FSDP2's (DTensor) need nothing: they are gathered once a call, and their gradients are scattered. Nor do DeepSpeed's
     ZeRO-3, for which `deepspeed.zero.GatheredParameters` is used. For any other: ``gather(parameters)`` returns a
-    context manager within which they are whole; None takes it back.
+    context manager within which they are whole; None takes it back. Their ``shape``, or a ``ds_shape`` as ZeRO-3's
+    have, must be that of the whole at any time.
     """
     global _gather
     _gather = gather

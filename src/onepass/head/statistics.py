@@ -9,8 +9,8 @@ from torch import Tensor
 from onepass.dispatch import is_plain, path_of, refuse_second_derivatives
 from onepass.head.gather import gathered
 from onepass.head.tiles import INDEX, ROW, Gradients, Head, defers, empty_gradients, plan, tiles
-from onepass.options import NOT_DIFFERENTIABLE, Options, Results, empty_results, pick
-from onepass.statistics import tensors_of, upstream_of
+from onepass.options import Options, Results, empty_results, pick
+from onepass.statistics import returned, tensors_of, upstream_of
 
 
 def statistics(hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
@@ -32,11 +32,7 @@ class _LinearStatistics(torch.autograd.Function):
         results = _forward(*arguments)
         ctx.save_for_backward(*tensors, results[0])
         ctx.options, ctx.settings = options, (dtype, max_memory)
-        fields = pick(results, options)
-        if not NOT_DIFFERENTIABLE.isdisjoint(options.names):
-            ctx.mark_non_differentiable(*[f for f, n in zip(fields, options.names) if n in NOT_DIFFERENTIABLE])
-        ctx.set_materialize_grads(False)
-        return fields
+        return returned(ctx, results, options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -6,7 +6,7 @@ from torch import Tensor
 from onepass.checks import check_choice, check_class_weights, check_index, check_logits, check_number
 from onepass.head.row_loss import StatisticsLoss
 from onepass.options import Logits, LogitsSource, Options
-from onepass.statistics import checked, read
+from onepass.statistics import check_inplace, checked, read
 
 
 def cross_entropy(
@@ -84,6 +84,8 @@ def cross_entropy(
         return score, z_loss, count
 
     if isinstance(logits, LogitsSource) and reduction != "none" and logits.takes_row_losses:
+        if inplace_backward:
+            check_inplace(logits)
         kept = target != ignore_index
         count = count_of(target, kept).sum()
         share_of_z = count / kept.sum() if reduction == "mean" else 1.0
