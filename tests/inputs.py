@@ -1,10 +1,8 @@
 """Inputs that are hard, and how rows lie and are shared."""
 
-import importlib
-
 import torch
 
-from onepass.kernels import layout
+from onepass.kernels import launch, layout
 
 INF = float("inf")
 
@@ -18,10 +16,8 @@ def moved(tensor, device):
 def split_rows(monkeypatch, splits):
     """Have ``splits`` programs share a row."""
     monkeypatch.setattr(layout, "programs_for", lambda _, vocab, vec, *__: (layout.lanes_for(vocab, vec), splits))
-    # Plans are remembered; this test's must not be, nor any that was made before.
-    for name in ("softmax_statistics", "divergence"):
-        kernel = importlib.import_module(f"onepass.kernels.{name}")
-        monkeypatch.setattr(kernel, "plan_for", kernel.plan_for.__wrapped__)
+    # Launches are remembered; this test's must not be, nor any that was made before.
+    monkeypatch.setattr(launch, "_launches", {})
 
 
 HARD = {

@@ -165,12 +165,23 @@ def empty_results(logits: torch.Tensor, index: torch.Tensor | None, options: Opt
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     packed = logits.new_empty((len(PACKED), *logits.shape[:-1]), dtype=dtype)
     chosen = None if index is None else torch.empty_like(index, dtype=dtype)
-    is_top1 = torch.empty_like(index, dtype=torch.bool) if index is not None and options.wants("is_top1") else None
+    is_top1 = torch.empty_like(index, dtype=torch.bool) if index is not None and "is_top1" in options.fields else None
     return packed, chosen, is_top1
 
 
 def pick(results: Results, options: Options) -> tuple[torch.Tensor, ...]:
     """The fields that were asked for, in that order."""
-    packed, chosen, is_top1 = results
-    names = options.names
-    return tuple([packed[PLACES[f]] if f in PLACES else chosen if f in CHOSEN else is_top1 for f in names])  # type: ignore[misc]
+    packed = results[0]
+    return tuple([packed[place] if place >= 0 else results[place] for place in _places(options.fields)])  # type: ignore[misc]
+
+
+@lru_cache
+def _places(fields: str) -> tuple[int, ...]:
+    """In the packed numbers or, counted from the end, in the results."""
+    return tuple(PLACES.get(f, -2 if f in CHOSEN else -1) for f in _names(fields))
+
+
+@lru_cache
+def not_differentiable(fields: str) -> tuple[int, ...]:
+    """Which of the fields are not."""
+    return tuple(n for n, f in enumerate(_names(fields)) if f in NOT_DIFFERENTIABLE)

@@ -24,7 +24,7 @@ from onepass.checks import (
 )
 from onepass.dispatch import empty_gradient, is_plain, path_of, refuse_second_derivatives
 from onepass.inplace import mark_overwritten
-from onepass.options import NOT_DIFFERENTIABLE, Logits, Options, Results, empty_results, pick
+from onepass.options import Logits, Options, Results, empty_results, not_differentiable, pick
 
 METRICS = ("is_top1", "log_sum_sq_probs", "mean_logit")
 DEBUG = os.environ.get("ONEPASS_DEBUG") == "1"
@@ -254,8 +254,8 @@ def upstream_of(g: dict[str, Tensor | None]) -> tuple[Tensor | None, ...]:
 def returned(ctx: Any, results: Results, options: Options) -> tuple[Tensor, ...]:
     """The fields, as an autograd function returns them."""
     fields = pick(results, options)
-    if not NOT_DIFFERENTIABLE.isdisjoint(options.names):
-        ctx.mark_non_differentiable(*[f for f, n in zip(fields, options.names) if n in NOT_DIFFERENTIABLE])
+    if silent := not_differentiable(options.fields):
+        ctx.mark_non_differentiable(*[fields[n] for n in silent])
     ctx.set_materialize_grads(False)
     return fields
 

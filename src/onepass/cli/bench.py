@@ -25,7 +25,7 @@ from onepass.cli.peers import Forward, Implementation
 PASSES = ("forward", "backward", "forward+backward")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FEW_ROWS = 1024  # up to here calls are bound by the host: the kernels' own time is shown too
-ROUNDS = 7
+ROUNDS = 35
 
 
 def bench(
@@ -71,8 +71,8 @@ def bench(
                 measured += records
                 runs += again if rows <= FEW_ROWS else ()
                 del again  # holds the tensors, which may be large
-        # The host drifts by more than the implementations differ, so that few rows are timed in turns.
-        walls = [[wall_ms(run, device, milliseconds) for run in runs] for _ in range(ROUNDS)] if runs else []
+        # The host drifts by more than the implementations differ, so that few rows are timed in short turns.
+        walls = [[wall_ms(run, device, milliseconds // 5) for run in runs] for _ in range(ROUNDS)] if runs else []
         for record, times in zip(measured, zip(*walls)):
             record["wall_ms"] = statistics.median(times)
         torch._dynamo.reset()

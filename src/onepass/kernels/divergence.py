@@ -15,14 +15,12 @@ Gradients: of KL with respect to p, ``P·(log P - log Q - KL)``, to q, ``Q - P``
 Bytes moved: both tensors in (twice for JSD); backward both in, one gradient out.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 
 from onepass.kernels import layout
-from onepass.kernels.launch import Plan, launch, plan
+from onepass.kernels.launch import Plan, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, row_groups, workspace
 from onepass.kernels.online_softmax import LOG2E, LOWEST, transform, transform_and_slope
 from onepass.kernels.rows import arrives_last, row_start, write_zeros
@@ -302,18 +300,19 @@ def divergence_gradient_kernel(
         write_zeros(out_base, low, high, head, LANES, VEC)
 
 
-@lru_cache(maxsize=1024)
 def plan_for(p: Layout, q: Layout, device: torch.device, rows: int, options: PairOptions) -> Plan:
     """The launch for one group of the ``rows``."""
     g = Geometry(p, q)
     LANES, SPLITS = layout.programs_for(g.rows, g.V, g.VEC, device, LANES_OF_MANY_ROWS)
     of_p, of_q = options.ordered(options.student, options.teacher)
-    return plan(
-        divergence_kernel, g.rows * SPLITS,
-        (rows, g.V, *g.strides, *of_p.transform(), *of_q.transform(), *options.weights),
-        num_warps=layout.warps(LANES), MIXTURE=options.direction == "jsd",
-        P_SOFTCAP=of_p.softcap is not None, Q_SOFTCAP=of_q.softcap is not None, **g.constexprs,
-        LANES=LANES, SPLITS=SPLITS,
+    constexprs = dict(
+        MIXTURE=options.direction == "jsd", P_SOFTCAP=of_p.softcap is not None, Q_SOFTCAP=of_q.softcap is not None,
+        **g.constexprs, LANES=LANES, SPLITS=SPLITS,
+    )  # fmt: skip
+    numbers = (rows, g.V, *g.strides, *of_p.transform(), *of_q.transform(), *options.weights)
+    return Plan(
+        divergence_kernel, g.rows * SPLITS, numbers, constexprs, layout.warps(LANES),
+        workspace(rows, STATE.value, SPLITS),
     )  # fmt: skip
 
 
@@ -327,17 +326,13 @@ def divergence(
         for x, numbers, of_x in zip((student, teacher), (packed[:2], packed[3:5]), (options.student, options.teacher)):
             numbers.copy_(softmax_statistics(x, None, row_mask, None, of_x)[0][:2])
     p_numbers, q_numbers = options.ordered(packed[:3], packed[3:6])
-    for group, pair in row_groups(student, teacher) if rows else ():
+    for first, pair in row_groups(student, teacher) if rows else ():
         p, q = options.ordered(*pair)
-        this = plan_for(layout_of(p), layout_of(q), p.device, rows, options)
-        SPLITS = this.constexprs["SPLITS"]
-        pieces = workspace(rows, STATE.value, SPLITS, p.device)
-        tensors = flat_rows(group, (row_mask, p_numbers, q_numbers, packed[6]))
-        launch(divergence_kernel, this, (p, q), (*tensors, pieces))
+        tensors = flat_rows(first, (row_mask, p_numbers, q_numbers, packed[6]))
+        launch(plan_for, (layout_of(p), layout_of(q), p.device, rows, options), (p, q), tensors)
     return packed
 
 
-@lru_cache(maxsize=1024)
 def gradient_plan_for(
     x: Layout, y: Layout, out: Layout, g_stride: int, rows: int, of_teacher: bool, options: PairOptions
 ) -> Plan:
@@ -346,14 +341,14 @@ def gradient_plan_for(
     LANES = layout.lanes_for(g.V, g.VEC)
     of_x, of_y = (options.teacher, options.student) if of_teacher else (options.student, options.teacher)
     w_x, w_y = options.weights if of_teacher else options.weights[::-1]
-    return plan(
-        divergence_gradient_kernel, g.rows * g.pieces(LANES * TILES),
-        (rows, g.V, *g.strides, g_stride, *of_x.transform(), *of_y.transform(), w_x, w_y),
-        num_warps=layout.warps(LANES), MIXTURE=options.direction == "jsd",
-        FIRST=of_teacher == (options.direction == "forward"),
+    constexprs = dict(
+        MIXTURE=options.direction == "jsd", FIRST=of_teacher == (options.direction == "forward"),
         X_SOFTCAP=of_x.softcap is not None, Y_SOFTCAP=of_y.softcap is not None, **g.constexprs,
         LANES=LANES, TILES=TILES,
     )  # fmt: skip
+    numbers = (rows, g.V, *g.strides, g_stride, *of_x.transform(), *of_y.transform(), w_x, w_y)
+    programs = g.rows * g.pieces(LANES * TILES)
+    return Plan(divergence_gradient_kernel, programs, numbers, constexprs, layout.warps(LANES))
 
 
 def divergence_gradient(
@@ -370,7 +365,8 @@ def divergence_gradient(
     rows = packed[0].numel()
     grad = grad if grad.dim() == 1 else grad.reshape(-1)
     numbers = (packed[3:6], packed[:3]) if of_teacher else (packed[:3], packed[3:6])
-    for group, (s, t, g) in row_groups(student, teacher, out) if rows else ():
+    for first, (s, t, g) in row_groups(student, teacher, out) if rows else ():
         x, y = (t, s) if of_teacher else (s, t)
-        this = gradient_plan_for(layout_of(x), layout_of(y), layout_of(g), grad.stride(0), rows, of_teacher, options)
-        launch(divergence_gradient_kernel, this, (x, y, g), flat_rows(group, (row_mask, *numbers, grad)))
+        about = layout_of(x), layout_of(y), layout_of(g), grad.stride(0), rows, of_teacher, options
+        tensors = flat_rows(first, (row_mask, *numbers, grad))
+        launch(gradient_plan_for, about, (x, y, g), tensors)

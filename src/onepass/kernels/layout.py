@@ -1,7 +1,7 @@
 """How rows lie in memory, and how many programs and threads walk one."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -15,23 +15,20 @@ MAX_LANES = 256
 MAX_LANES_OF_FEW_ROWS = 1024
 
 
-def row_groups(*tensors: torch.Tensor) -> Iterator[tuple[slice, Sequence[torch.Tensor]]]:
+def row_groups(*tensors: torch.Tensor) -> list[tuple[int, Sequence[torch.Tensor]]]:
     """Cut tensors of one shape ``(..., V)`` into groups of rows that two strides a tensor describe; nothing is copied.
 
-    Nearly every tensor is one group: at most two row dimensions, or more that merge.
+    Every group comes with the number of its first row. Nearly every tensor is one group: at most two row dimensions,
+    or more that merge.
     """
     shape = tensors[0].shape
-    if len(shape) > 3:
-        try:
-            tensors = tuple(t.view(-1, shape[-1]) for t in tensors)
-        except RuntimeError:  # the rows of some tensor are not evenly spaced
-            first = 0
-            for parts in zip(*tensors):
-                for rows, group in row_groups(*parts):
-                    yield slice(first + rows.start, first + rows.stop), group
-                first += parts[0][..., 0].numel()
-            return
-    yield slice(0, shape[:-1].numel()), tensors
+    if len(shape) <= 3:
+        return [(0, tensors)]
+    try:
+        return [(0, tuple(t.view(-1, shape[-1]) for t in tensors))]
+    except RuntimeError:  # the rows of some tensor are not evenly spaced
+        each = shape[1:-1].numel()
+        return [(n * each + first, group) for n, part in enumerate(zip(*tensors)) for first, group in row_groups(*part)]
 
 
 def row_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int]:
@@ -45,7 +42,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and byte
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    return tuple(tensor.shape), tensor.stride(), tensor.element_size()
+    return tensor.shape, tensor.stride(), tensor.element_size()
 
 
 class Geometry:
@@ -76,13 +73,13 @@ class Geometry:
 
 
 def flat_rows(
-    rows: slice, tensors: Sequence[torch.Tensor | None], per_row: Sequence[int] = ()
+    first: int, tensors: Sequence[torch.Tensor | None], per_row: Sequence[int] = ()
 ) -> Sequence[torch.Tensor | None]:
-    """The parts of contiguous tensors, of ``per_row`` elements a row (1 where not given), of a group of rows."""
-    if rows.start == 0:
+    """The parts of contiguous tensors, of ``per_row`` elements a row (1 where not given), from row ``first`` on."""
+    if first == 0:
         return tensors
     counts = per_row or [1] * len(tensors)
-    return [None if t is None else t.view(-1)[rows.start * n :] for t, n in zip(tensors, counts)]
+    return [None if t is None else t.view(-1)[first * n :] for t, n in zip(tensors, counts)]
 
 
 def lanes_for(vocab: int, vec: int, most: int = MAX_LANES) -> int:
@@ -98,9 +95,9 @@ def programs_for(rows: int, vocab: int, vec: int, device: torch.device, most: in
     return lanes, 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
 
 
-def workspace(rows: int, state: int, splits: int, device: torch.device) -> torch.Tensor | None:
-    """Where programs that share a row publish their states, and behind these how many of each row have arrived."""
-    return torch.zeros(rows * (state * splits + 1), dtype=torch.float32, device=device) if splits > 1 else None
+def workspace(rows: int, state: int, splits: int) -> int:
+    """Numbers: where programs that share a row publish their states, and behind these how many of each have arrived."""
+    return rows * (state * splits + 1) if splits > 1 else 0
 
 
 def warps(lanes: int) -> int:

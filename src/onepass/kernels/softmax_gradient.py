@@ -13,14 +13,12 @@ and ``dL/dx_j = dL/dz_j·dz_j/dx_j`` for the transform ``z(x)``. Bytes moved: th
 may be the logits themselves. Rows that are masked, or whose upstream gradients are all 0, are written but not read.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 
 from onepass.kernels import layout
-from onepass.kernels.launch import Plan, launch, plan
+from onepass.kernels.launch import Plan, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, power_of_two, row_groups
 from onepass.kernels.online_softmax import FLOOR, LOG2E, transform_and_slope
 from onepass.kernels.rows import row_start, write_zeros
@@ -168,19 +166,20 @@ def softmax_gradient_kernel(
         write_zeros(g_base, low, high, head, LANES, VEC)
 
 
-@lru_cache(maxsize=1024)
 def plan_for(x: Layout, out: Layout, gradient_strides: tuple[int, ...], rows: int, K: int, options: Options) -> Plan:
     """The launch for one group of the ``rows``."""
     g = Geometry(x, out)
     LANES = layout.lanes_for(g.V, g.VEC)
-    return plan(
-        softmax_gradient_kernel, g.rows * g.pieces(LANES * TILES),
-        (rows, g.V, K, *g.strides, *gradient_strides, *options.transform(), options.class_weight,
-         options.sharpness, options.ignore_index or 0),
-        num_warps=layout.warps(LANES),
+    constexprs = dict(
         SOFTCAP=options.softcap is not None, IGNORE=options.ignore_index is not None,
         LOG_PROBS=options.wants("log_probs"), ENTROPY=options.wants("entropy"), **g.constexprs,
         LANES=LANES, TILES=TILES, BLOCK_K=power_of_two(K), SOME_K=min(power_of_two(K), 16),
+    )  # fmt: skip
+    return Plan(
+        softmax_gradient_kernel, g.rows * g.pieces(LANES * TILES),
+        (rows, g.V, K, *g.strides, *gradient_strides, *options.transform(), options.class_weight,
+         options.sharpness, options.ignore_index or 0),
+        constexprs, layout.warps(LANES),
     )  # fmt: skip
 
 
@@ -205,7 +204,7 @@ def softmax_gradient(
     n, e, w, t, s = [g if g is None or g.dim() == 1 else g.reshape(-1) for g in of_rows]
     s = s if s is None or K == 1 else s.contiguous()
     gradient_strides = (*[0 if g is None else g.stride(0) for g in (n, e, w, t)], 0 if s is None else s.stride(0) * K)
-    for group, (x, g) in row_groups(logits, out) if rows else ():
-        p = plan_for(layout_of(x), layout_of(g), gradient_strides, rows, K, options)
-        tensors = flat_rows(group, (index, row_mask, packed, n, e, w, t, s), (K, 1, 1, 1, 1, 1, 1, K))
-        launch(softmax_gradient_kernel, p, (x, class_weights, g), tensors)
+    for first, (x, g) in row_groups(logits, out) if rows else ():
+        tensors = flat_rows(first, (index, row_mask, packed, n, e, w, t, s), (K, 1, 1, 1, 1, 1, 1, K))
+        about = layout_of(x), layout_of(g), gradient_strides, rows, K, options
+        launch(plan_for, about, (x, class_weights, g), tensors)

@@ -5,14 +5,12 @@ keeps a state per lane, so that the loop has no traffic between threads; lanes a
 row is split, the program that arrives last merges the pieces, always in the same order.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 
 from onepass.kernels import layout
-from onepass.kernels.launch import Plan, launch, plan
+from onepass.kernels.launch import Plan, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, power_of_two, row_groups, workspace
 from onepass.kernels.online_softmax import LOWEST, merge, transform, update
 from onepass.kernels.rows import arrives_last, row_start
@@ -189,17 +187,12 @@ def softmax_statistics_kernel(
                 tl.store(is_top1 + row * K + k, top1, mask=k < K)
 
 
-@lru_cache(maxsize=1024)
 def plan_for(x: Layout, device: torch.device, rows: int, K: int, options: Options) -> Plan:
     """The launch for one group of the ``rows``."""
     g = Geometry(x)
     LANES, SPLITS = layout.programs_for(g.rows, g.V, g.VEC, device)
     TEMPERED = options.wants("log_sum_sq_probs") or options.wants("tempered_log_normalizer")
-    return plan(
-        softmax_statistics_kernel, g.rows * SPLITS,
-        (rows, g.V, K, *g.strides, *options.transform(), options.class_weight, options.sharpness,
-         options.ignore_index or 0),
-        num_warps=layout.warps(LANES),
+    constexprs = dict(
         SOFTCAP=options.softcap is not None, IGNORE=options.ignore_index is not None,
         LOG_PROBS=options.wants("log_probs"),
         EXPECTED=options.wants("expected_logit") or options.wants("entropy"), WEIGHTED=options.wants("weighted_logit"),
@@ -207,6 +200,12 @@ def plan_for(x: Layout, device: torch.device, rows: int, K: int, options: Option
         UNROLL=1 if TEMPERED else 2,  # registers are short with that state too
         SPLITS=SPLITS,
         BLOCK_K=1 if K == 1 else max(power_of_two(K), LANES),  # no index is read by two threads
+    )  # fmt: skip
+    return Plan(
+        softmax_statistics_kernel, g.rows * SPLITS,
+        (rows, g.V, K, *g.strides, *options.transform(), options.class_weight, options.sharpness,
+         options.ignore_index or 0),
+        constexprs, layout.warps(LANES), workspace(rows, STATE.value, SPLITS),
     )  # fmt: skip
 
 
@@ -221,10 +220,8 @@ def softmax_statistics(
     packed, chosen, is_top1 = results = empty_results(logits, index, options)
     rows = logits.shape[:-1].numel()
     K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
-    for group, (x,) in row_groups(logits) if rows else ():
-        p = plan_for(layout_of(x), x.device, rows, K, options)
-        SPLITS = p.constexprs["SPLITS"]
-        pieces = workspace(rows, STATE.value, SPLITS, x.device)
-        tensors = flat_rows(group, (index, row_mask, packed, chosen, is_top1), (K, 1, 1, K, K))
-        launch(softmax_statistics_kernel, p, (x, class_weights), (*tensors, pieces))
+    for first, (x,) in row_groups(logits) if rows else ():
+        tensors = flat_rows(first, (index, row_mask, packed, chosen, is_top1), (K, 1, 1, K, K))
+        about = layout_of(x), x.device, rows, K, options
+        launch(plan_for, about, (x, class_weights), tensors)
     return results
