@@ -115,6 +115,14 @@ def launch(case: Case, dtype: torch.dtype) -> None:
         chosen,
     )
     kernels.softmax_gradient(*arguments, packed, *upstream, options, out)
+    fields = [n for n in options.names if n in ("selected", "log_probs", "weighted_logit")]
+    of_loss = options._replace(fields=" ".join(fields), ignore_index=None)
+    whole_vectors, one = (
+        empty(case.rows, -(-case.vocab // 8) * 8, dtype=dtype)[:, : case.vocab],
+        index.view(-1)[: case.rows],
+    )
+    assert kernels.takes(whole_vectors, one, of_loss)
+    kernels.softmax_loss(whole_vectors, one, *arguments[2:], grad, None, upstream[2], None, grad, of_loss)
     kernels.scale_(out, empty((), dtype=torch.float32))
 
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from onepass import eager
 from onepass.dispatch import path_of
 from onepass.head.tiles import INDEX, ROW, Rows
 from onepass.options import NOT_DIFFERENTIABLE, PAIR_NUMBERS, Options, PairOptions, pick
@@ -35,7 +36,10 @@ class RowLoss(Protocol):
 
 
 class StatisticsLoss:
-    """``loss_fn(fields, *inputs)`` of the row vectors that a read leaves behind, differentiated by autograd."""
+    """``loss_fn(fields, *inputs)`` of the row vectors that a read leaves behind, differentiated by autograd.
+
+    ``linear`` says that it is in the fields: then its gradient is known before the tile is read, which is read once.
+    """
 
     heads: Sequence[Source] = ()
 
@@ -47,8 +51,9 @@ class StatisticsLoss:
         index: Tensor | None,
         class_weights: Tensor | None = None,
         inputs: Sequence[Tensor] = (),
+        linear: bool = False,
     ) -> None:
-        self.loss_fn, self.options, self.index = loss_fn, options, index
+        self.loss_fn, self.options, self.index, self.linear = loss_fn, options, index, linear
         self.class_weights, self.inputs = class_weights, inputs
         self.dtype = torch.promote_types(dtype, torch.float32)
         numbers = sum(i[:1].numel() for i in inputs) + (index[:1].numel() if index is not None else 1)
@@ -59,28 +64,47 @@ class StatisticsLoss:
         x = logits[0]
         path, options = path_of(x), self.options
         index = None if self.index is None else rows.take(self.index)
-        results = path.softmax_statistics(x, index, row_mask, self.class_weights, options)
-        fields = dict(zip(options.names, pick(results, options)))
+        given = x, index, row_mask, self.class_weights
         inputs = [rows.take(i).detach() for i in self.inputs]
-        if scale is None:
+        in_one = scale is not None and self.linear and path is not eager and path.takes(x, index, options)
+        if in_one:
+            kept = x.new_ones(rows.n, dtype=self.dtype) if row_mask is None else row_mask.to(self.dtype)
+            anywhere = {n: kept if n == "kept" else torch.zeros_like(kept) for n in options.names}
+            _, upstream, _ = self.differentiated(anywhere, inputs, rows.n, row_mask, scale)
+            results = path.softmax_loss(*given, *upstream, options)
+        else:
+            results = path.softmax_statistics(*given, options)
+        fields = dict(zip(options.names, pick(results, options)))
+        if scale is None or in_one:
             with torch.no_grad():
                 return self.rows(fields, inputs, rows.n, row_mask), ()
-        leaves = [n for n in options.names if n not in NOT_DIFFERENTIABLE]
-        for name in leaves:
-            fields[name] = fields[name].detach().requires_grad_()
+        loss, upstream, of_inputs = self.differentiated(fields, inputs, rows.n, row_mask, scale)
+        path.softmax_gradient(*given, results[0], *upstream, options, x)
+        return loss, of_inputs
+
+    def differentiated(
+        self,
+        fields: dict[str, Tensor],
+        inputs: Sequence[Tensor],
+        count: int,
+        row_mask: Tensor | None,
+        scale: Any,
+    ) -> tuple[Tensor, Sequence[Tensor | None], Sequence[Tensor | None]]:
+        """The losses, and the gradients of ``Σ scale·loss`` with respect to the fields and to the inputs."""
+        leaves = [n for n in fields if n not in NOT_DIFFERENTIABLE]
+        fields |= {name: fields[name].detach().requires_grad_() for name in leaves}
         for part, whole in zip(inputs, self.inputs):
             part.requires_grad_(whole.requires_grad)
         variables = [fields[n] for n in leaves] + [i for i in inputs if i.requires_grad]
         with torch.enable_grad():
-            loss = self.rows(fields, inputs, rows.n, row_mask)
+            loss = self.rows(fields, inputs, count, row_mask)
         grads: Sequence[Tensor | None] = [None] * len(variables)
         if loss.requires_grad:
             self.check(loss, variables)
             grads = torch.autograd.grad(loss, variables, scale.expand_as(loss), allow_unused=True)
-        upstream = upstream_of(dict(zip(leaves, grads)))
-        path.softmax_gradient(x, index, row_mask, self.class_weights, results[0], *upstream, options, x)
         rest = iter(grads[len(leaves) :])
-        return loss.detach(), [next(rest) if i.requires_grad else None for i in inputs]
+        of_inputs = [next(rest) if i.requires_grad else None for i in inputs]
+        return loss.detach(), upstream_of(dict(zip(leaves, grads))), of_inputs
 
     def rows(self, fields: dict[str, Tensor], inputs: Sequence[Tensor], count: int, row_mask: Tensor | None) -> Tensor:
         loss: Any = self.loss_fn(fields, *inputs)

@@ -20,7 +20,7 @@ GIB = 1 << 30
 ONE_TILE, TRAINED, FROZEN = int(2.5 * GIB), int(1.25 * GIB), int(0.585 * GIB)
 ON_CPU = 1 << 25
 EAGER_BLOCKS = 1 << 26  # that `eager` walks rows in
-ROW, INDEX = 512, 64  # bytes for the numbers of a row, and of each of its indices, and for what a loss makes of them
+ROW, INDEX = 1536, 64  # bytes for the numbers of a row and what its programs share, and of each of its indices
 ALIGNED = 16  # bytes to which rows are padded: matrix products are slow where an odd vocabulary leaves them unaligned
 
 
@@ -100,12 +100,29 @@ def plan(
     Raises:
         ValueError: ``max_memory`` is less than a tile of one row needs.
     """
-    head = heads[0]
+    head, total_rows = heads[0], heads[0].hidden.shape[0]
     free = free_memory(head.hidden.device) if max_memory is None and head.hidden.is_cuda else 0
+    settings = heads, trained, max_memory, row_bytes, free
+    of_all = tile_rows(total_rows, False, *settings)
     kept = kept_rows(row_mask)  # waits for the device, which has nothing to do from here to the first product
-    count = head.hidden.shape[0] if kept is None else kept.shape[0]
-    per_row = row_bytes + sum(h.row_bytes(kept is not None) for h in heads)
-    fixed = (1 << 17) + sum(h.cast_bytes() for h in heads) + (0 if kept is None else 9 * head.hidden.shape[0])
+    if kept is None:
+        return Plan(None, total_rows, of_all)
+    return Plan(kept, len(kept), tile_rows(len(kept), True, *settings))
+
+
+def tile_rows(
+    count: int,
+    gathered: bool,
+    heads: Sequence[Head],
+    trained: bool,
+    max_memory: int | None,
+    row_bytes: int,
+    free: int,
+) -> int:
+    """Rows of a tile where ``count`` are computed, which are ``gathered`` if they are not all."""
+    head = heads[0]
+    per_row = row_bytes + sum(h.row_bytes(gathered) for h in heads)
+    fixed = (1 << 17) + sum(h.cast_bytes() for h in heads) + 9 * head.hidden.shape[0] * gathered
     total = 0  # float32 is the gradient itself
     if trained and head.weight.dtype.itemsize < 4:
         total = 4 * head.weight.numel()
@@ -123,7 +140,7 @@ def plan(
     if count and rows < 1:
         least = min(one_tile, fixed + total + per_row)
         raise ValueError(f"max_memory: expected at least {least} bytes, for one row at a time, got {max_memory}")
-    return Plan(kept, count, equal(count, rows))
+    return equal(count, rows)
 
 
 def kept_rows(row_mask: Tensor | None) -> Tensor | None:

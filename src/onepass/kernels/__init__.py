@@ -3,6 +3,15 @@
 from onepass.kernels.divergence import divergence, divergence_gradient
 from onepass.kernels.scale import scale_
 from onepass.kernels.softmax_gradient import softmax_gradient
+from onepass.kernels.softmax_loss import softmax_loss, takes
 from onepass.kernels.softmax_statistics import softmax_statistics
 
-__all__ = ["divergence", "divergence_gradient", "scale_", "softmax_gradient", "softmax_statistics"]
+__all__ = [
+    "divergence",
+    "divergence_gradient",
+    "scale_",
+    "softmax_gradient",
+    "softmax_loss",
+    "softmax_statistics",
+    "takes",
+]

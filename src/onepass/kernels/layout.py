@@ -100,6 +100,11 @@ def workspace(rows: int, state: int, splits: int) -> int:
     return rows * (state * splits + 1) if splits > 1 else 0
 
 
+def one_at_a_time() -> bool:
+    """Whether programs run one after the other, as the interpreter's do."""
+    return bool(triton.knobs.runtime.interpret)
+
+
 def warps(lanes: int) -> int:
     return max(1, lanes // threads_per_warp())
 
@@ -111,7 +116,7 @@ def power_of_two(n: int) -> int:
 
 @lru_cache
 def threads_per_warp() -> int:
-    if triton.knobs.runtime.interpret:
+    if one_at_a_time():
         return 32
     return triton.runtime.driver.active.get_current_target().warp_size
 

@@ -1,4 +1,4 @@
-"""Device functions that the kernels share: where a row starts, a row that several programs share, a row of zeros."""
+"""Device functions that the kernels share: where a row starts, how programs share a row, a row of zeros."""
 
 import triton
 import triton.language as tl
@@ -20,6 +20,27 @@ def arrives_last(pieces, rows, row, STATE: tl.constexpr, SPLITS: tl.constexpr):
     tl.debug_barrier()
     arrived = (pieces + rows * (STATE * SPLITS)).to(tl.pointer_type(tl.int32), bitcast=True) + row
     return tl.atomic_add(arrived, 1, sem="acq_rel") == SPLITS - 1
+
+
+@triton.jit
+def wait_for_all(pieces, rows, row, STATE: tl.constexpr, SPLITS: tl.constexpr):
+    """As `arrives_last`, but every program goes on, once all have published."""
+    tl.debug_barrier()
+    arrived = (pieces + rows * (STATE * SPLITS)).to(tl.pointer_type(tl.int32), bitcast=True) + row
+    count = tl.atomic_add(arrived, 1, sem="acq_rel") + 1
+    while count < SPLITS:
+        count = tl.atomic_add(arrived, 0, sem="acquire")
+
+
+@triton.jit
+def take_turn(pieces, rows, STATE: tl.constexpr, SPLITS: tl.constexpr):
+    """A number for every program, in the order in which they begin to run.
+
+    Programs that wait for others must not keep these from starting. By this number a row's programs begin one after
+    the other, so that all that can be waiting belong to rows of which the first is complete or has the next turn.
+    """
+    turns = (pieces + rows * (STATE * SPLITS + 1)).to(tl.pointer_type(tl.int32), bitcast=True)
+    return tl.atomic_add(turns, 1, sem="relaxed")
 
 
 @triton.jit

@@ -99,7 +99,9 @@ def cross_entropy(
         )
         options = options._replace(ignore_index=None)  # such rows are masked
         index = target.reshape(-1)
-        row_loss = StatisticsLoss(loss_of_rows, options, logits.dtype, index, weights, (index,))
+        row_loss = StatisticsLoss(
+            loss_of_rows, options, logits.dtype, index, weights, (index,), linear=not z_loss_weight
+        )
         return logits.loss(row_loss, kept, count if reduction == "mean" else 1.0, (index,))
 
     s = read(

@@ -1,0 +1,175 @@
+"""Statistics and gradient of a row in one launch, for losses whose gradient is known before the row is read.
+
+Cross-entropy is one: its gradient with respect to the statistics does not depend on them. Bytes moved: the logits in,
+the gradient out over them; the two kernels apart read the logits twice. Several programs share a row, wait for its
+normaliser, and read their pieces again while these are still in the card's cache.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from onepass.kernels import layout
+from onepass.kernels.launch import Plan, launch
+from onepass.kernels.layout import Layout, layout_of, power_of_two
+from onepass.kernels.online_softmax import LOWEST, merge, transform
+from onepass.kernels.rows import take_turn, wait_for_all, write_zeros
+from onepass.kernels.softmax_gradient import gradient, write_tile
+from onepass.kernels.softmax_statistics import KEPT, LOG_NORMALIZER, SHIFT, WEIGHTED_LOGIT, read_tile
+from onepass.options import Options, Results, empty_results
+
+FIELDS = {"log_probs", "selected", "kept", "shift", "log_normalizer", "weighted_logit"}  # those that the kernel has
+STATE = tl.constexpr(4)  # numbers in a state
+# A piece is short, so that those of all programs that run stay in the cache, but not so short that waiting shows.
+MOST_LANES, TILES = 256, 5
+
+
+@triton.jit(
+    do_not_specialize=["rows", "V", "row_stride", "n_stride", "w_stride", "s_stride"],
+    do_not_specialize_on_alignment=[
+        "index", "row_mask", "packed", "chosen", "grad_log_normalizer", "grad_weighted_logit", "grad_selected",
+        "pieces",
+    ],
+)  # fmt: skip
+def softmax_loss_kernel(
+    logits, class_weights, index, row_mask, packed, chosen, grad_log_normalizer, grad_weighted_logit, grad_selected,
+    pieces,
+    rows, V, row_stride: tl.int64, n_stride, w_stride, s_stride, inner, outer, class_weight,
+    SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, WEIGHTED: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
+    UNROLL: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    TILE: tl.constexpr = LANES * VEC
+    turn = tl.program_id(0)
+    if SPLITS > 1:
+        turn = take_turn(pieces, rows, STATE, SPLITS)
+    row = (turn // SPLITS).to(tl.int64)
+    split = turn % SPLITS
+    piece = tl.cdiv(V, TILE * SPLITS) * TILE
+    low = split * piece
+    high = tl.minimum(V, low + piece)
+    full = low + tl.maximum(high - low, 0) // TILE * TILE
+    x = logits + row * row_stride // VEC * VEC  # as `takes` has seen; this is for the compiler to know
+    active = True
+    if row_mask is not None:
+        active = tl.load(row_mask + row) != 0
+    shift, log_normalizer, weighted_logit, z_chosen = 0.0, 0.0, 0.0, 0.0
+    column = tl.load(index + row)
+    inside = (column >= 0) & (column < V)
+    # Read before the row's last program has arrived, and so before any of them writes.
+    x_chosen = tl.load(x + column, mask=inside & active, other=0.0)
+    a, d, w = 0.0, 0.0, 0.0
+    if active:
+        if grad_log_normalizer is not None:
+            a = tl.load(grad_log_normalizer + row * n_stride)
+        if grad_weighted_logit is not None:
+            d = tl.load(grad_weighted_logit + row * w_stride)
+        if grad_selected is not None:
+            w = tl.load(grad_selected + row * s_stride)
+    needed = (a != 0.0) | (d != 0.0) | (w != 0.0)
+    a -= w if LOG_PROBS else 0.0
+    if active:
+        zero = tl.zeros([LANES], tl.float32)
+        m, s, v, c = zero + LOWEST, zero, zero, zero
+        for col in tl.range(low, full, TILE, loop_unroll_factor=UNROLL):
+            m, s, _, v, c, _, _ = read_tile(
+                m, s, zero, v, c, zero, zero, x, class_weights, col, 0, high, inner, outer, class_weight, 0.0, 0.0,
+                SOFTCAP, False, WEIGHTED, False, False, LANES, VEC, False)  # fmt: skip
+        if full < high:
+            m, s, _, v, c, _, _ = read_tile(
+                m, s, zero, v, c, zero, zero, x, class_weights, full, 0, high, inner, outer, class_weight, 0.0, 0.0,
+                SOFTCAP, False, WEIGHTED, False, False, LANES, VEC, True)  # fmt: skip
+        m, s, _, v, c, _, _ = merge(m, s, s, v, c, s, s, 0.0, False, WEIGHTED, False, False)
+        if SPLITS > 1:
+            record = pieces + row * (STATE * SPLITS)
+            tl.store(record + split, m)
+            tl.store(record + split + SPLITS, s)
+            if WEIGHTED:
+                tl.store(record + split + SPLITS * 2, v)
+                tl.store(record + split + SPLITS * 3, c)
+            wait_for_all(pieces, rows, row, STATE, SPLITS)
+            record += tl.arange(0, SPLITS)
+            ms, ss = tl.load(record, volatile=True), tl.load(record + SPLITS, volatile=True)
+            vs, cs = ss, ss
+            if WEIGHTED:
+                vs = tl.load(record + SPLITS * 2, volatile=True)
+                cs = tl.load(record + SPLITS * 3, volatile=True)
+            m, s, _, v, c, _, _ = merge(ms, ss, ss, vs, cs, ss, ss, 0.0, False, WEIGHTED, False, False)
+        # As in the kernel of the statistics: NaN for an index outside the vocabulary and for what is no distribution.
+        s = tl.where(inside & (s > 0), s, float("nan"))
+        shift = m + (s - s)
+        log_normalizer = tl.log(s)
+        weighted_logit = v + (s - s)
+        z_chosen = transform(x_chosen, inner, outer, SOFTCAP) - shift - (log_normalizer if LOG_PROBS else 0.0)
+
+    if split == 0:
+        packed += row
+        tl.store(packed + KEPT * rows, tl.where(active, 1.0, 0.0))
+        tl.store(packed + SHIFT * rows, shift)
+        tl.store(packed + LOG_NORMALIZER * rows, log_normalizer)
+        if WEIGHTED:
+            tl.store(packed + WEIGHTED_LOGIT * rows, weighted_logit)
+        tl.store(chosen + row, z_chosen)
+    if needed:
+        for col in tl.range(low, full, TILE):
+            write_tile(x, x, class_weights, col, 0, high, shift, log_normalizer, 0.0, a, 0.0, d, 0.0, inner, outer,
+                       0.0, class_weight, SOFTCAP, False, WEIGHTED, False, LANES, VEC, False)  # fmt: skip
+        if full < high:
+            write_tile(x, x, class_weights, full, 0, high, shift, log_normalizer, 0.0, a, 0.0, d, 0.0, inner, outer,
+                       0.0, class_weight, SOFTCAP, False, WEIGHTED, False, LANES, VEC, True)  # fmt: skip
+        mine = (column >= low) & (column < high)
+        weight = class_weight
+        if class_weights is not None:
+            weight = tl.load(class_weights + column, mask=mine, other=0.0).to(tl.float32)
+        g, slope = gradient(x_chosen, weight, shift, log_normalizer, 0.0, a, 0.0, d, 0.0, inner, outer, 0.0,
+                            SOFTCAP, False, WEIGHTED, False)  # fmt: skip
+        tl.debug_barrier()
+        tl.store(x + column, ((g + w) * slope).to(x.dtype.element_ty), mask=mine)
+    else:
+        write_zeros(x, low, high, 0, LANES, VEC)
+
+
+def plan_for(x: Layout, gradient_strides: tuple[int, ...], options: Options) -> Plan:
+    (rows, V), (row_stride, _), size = x
+    VEC = 16 // size
+    lanes = layout.lanes_for(V, VEC, MOST_LANES)
+    # Programs that wait for each other must run at the same time, which those of the interpreter do not.
+    SPLITS = 1 if layout.one_at_a_time() else power_of_two(-(-V // (lanes * VEC * TILES)))
+    plain = options.softcap is None and not options.wants("weighted_logit")
+    constexprs = dict(
+        SOFTCAP=options.softcap is not None, LOG_PROBS=options.wants("log_probs"),
+        WEIGHTED=options.wants("weighted_logit"), VEC=VEC, LANES=lanes, UNROLL=2 if plain else 1, SPLITS=SPLITS,
+    )  # fmt: skip
+    return Plan(
+        softmax_loss_kernel, rows * SPLITS,
+        (rows, V, row_stride, *gradient_strides, *options.transform(), options.class_weight),
+        constexprs, layout.warps(lanes), rows * (STATE.value * SPLITS + 1) + 1 if SPLITS > 1 else 0,
+    )  # fmt: skip
+
+
+def takes(logits: torch.Tensor, index: torch.Tensor | None, options: Options) -> bool:
+    """Whether the kernel can: ``(rows, V)`` logits in rows of whole vectors, one index a row, some of the fields."""
+    one = index is not None and index.dim() == 1 and options.ignore_index is None
+    aligned = not (logits.stride(0) * logits.element_size() % 16 or logits.data_ptr() % 16)
+    return one and aligned and FIELDS.issuperset(options.names)
+
+
+def softmax_loss(
+    logits: torch.Tensor,
+    index: torch.Tensor | None,
+    row_mask: torch.Tensor | None,
+    class_weights: torch.Tensor | None,
+    grad_log_normalizer: torch.Tensor | None,
+    grad_expected_logit: torch.Tensor | None,
+    grad_weighted_logit: torch.Tensor | None,
+    grad_tempered: torch.Tensor | None,
+    grad_selected: torch.Tensor | None,
+    options: Options,
+) -> Results:
+    """`softmax_statistics` of the logits and then, over them, their `softmax_gradient`, where `takes` says yes."""
+    packed, chosen, _ = results = empty_results(logits, index, options)
+    if len(logits):
+        grads = grad_log_normalizer, grad_weighted_logit, grad_selected
+        strides = tuple([0 if g is None else g.stride(0) for g in grads])
+        about = layout_of(logits), strides, options
+        launch(plan_for, about, (logits, class_weights), (index, row_mask, packed, chosen, *grads))
+    return results

@@ -1,0 +1,140 @@
+"""Statistics and gradient in one launch, against the definition: what a linear head's cross-entropy runs on."""
+
+import pytest
+import torch
+
+from definition import assert_close, assert_gradient_close, statistics
+from inputs import HARD
+from onepass import eager, kernels
+from onepass.dispatch import path_of
+from onepass.options import Options, pick
+
+ROWS = 7
+
+
+@pytest.fixture(autouse=True)
+def only_kernels(device):
+    if path_of(torch.empty(0, device=device)) is eager:
+        pytest.skip("eager has no such function")
+
+
+def check(logits, *, transforms=None, weights=None, row_mask=None, fields="log_probs kept"):
+    """Fields and gradient for random upstream gradients, of which a row has none."""
+    transforms = transforms or {}
+    device, vocab = logits.device, logits.shape[-1]
+    generator = torch.Generator().manual_seed(0)
+    index = torch.randint(vocab, (ROWS,), generator=generator).to(device)
+    options = Options(fields, *[transforms.get(n, d) for n, d in
+                                (("logit_scale", 1.0), ("softcap", None), ("temperature", 1.0))])  # fmt: skip
+    names = [n for n in options.names if n not in ("kept", "shift")]
+    upstream = {n: torch.randn(ROWS, generator=generator).to(device) for n in names}
+    for value in upstream.values():
+        value[-1] = 0.0
+    exact = logits.double().requires_grad_()
+    expected = statistics(exact, index, row_mask=row_mask, class_weights=weights, **transforms)
+    given = logits.clone(memory_format=torch.preserve_format)
+    assert kernels.takes(given, index, options)
+    grads = (upstream.get("log_normalizer"), None, upstream.get("weighted_logit"), None,
+             upstream.get("log_probs", upstream.get("selected")))  # fmt: skip
+    got = dict(
+        zip(options.names, pick(kernels.softmax_loss(given, index, row_mask, weights, *grads, options), options))
+    )
+    magnitude = expected["shift"].abs().nan_to_num(0, 0, 0).max().item()
+    for name in [n for n in options.names if n != "kept"]:
+        assert_close(got[name], expected[name].detach(), scale=max(1.0, magnitude), name=name)
+    kept = torch.ones(ROWS, device=device) if row_mask is None else row_mask.float()
+    assert torch.equal(got["kept"], kept)
+    outputs = [torch.where(expected[n].isinf(), 0.0, expected[n]) for n in names]
+    upstreams = [torch.where(expected[n].isinf(), 0.0, upstream[n].double()) for n in names]
+    (gradient,) = torch.autograd.grad(outputs, exact, upstreams)
+    gradient[-1] = 0.0  # also where the row is NaN
+    slope = abs(transforms.get("logit_scale", 1.0)) / transforms.get("temperature", 1.0)
+    finite = torch.stack([e.isfinite() | e.isnan() for e in (expected[n].detach() for n in names)]).all(0)
+    assert_gradient_close(given[finite], gradient[finite], upstream=6.0 * slope * (1 + magnitude / 16))
+
+
+def random(device, vocab, dtype=torch.float32):
+    return (torch.randn(ROWS, vocab, generator=torch.Generator().manual_seed(1)) * 3).to(dtype).to(device)
+
+
+def sizes(device):
+    """One program a row and, where programs run side by side, several."""
+    return (264, 50264, 151936) if device.type == "cuda" else (8, 264, 1000)
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_hard_inputs(device, name):
+    for vocab in sizes(device)[1:]:
+        check(HARD[name](random("cpu", vocab)).to(device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dtypes(device, dtype):
+    for vocab in sizes(device):
+        check(random(device, vocab, dtype))
+
+
+def test_options(device):
+    everything = "selected kept shift log_normalizer weighted_logit"
+    for vocab in sizes(device):
+        logits = random(device, vocab)
+        weights = torch.rand(vocab, generator=torch.Generator().manual_seed(2)).to(device)
+        mask = torch.arange(ROWS, device=device) % 3 != 1
+        check(logits, transforms={"softcap": 5.0, "temperature": 0.7, "logit_scale": -0.5})
+        check(logits, weights=weights, fields=everything, row_mask=mask)
+        check(logits, weights=weights, fields=everything.replace("selected", "log_probs"), transforms={"softcap": 9.0})
+
+
+def test_rows_apart(device):
+    vocab = sizes(device)[1]
+    padded = torch.full((ROWS, vocab + 8), float("nan"), device=device)
+    padded[:, :vocab] = random(device, vocab)
+    logits = padded[:, :vocab]
+    check(logits)
+    index = torch.zeros(ROWS, dtype=torch.long, device=device)
+    kernels.softmax_loss(
+        logits, index, None, None, None, None, None, None, torch.ones(ROWS, device=device), Options("log_probs kept")
+    )
+    assert padded[:, vocab:].isnan().all() and logits.isfinite().all()
+
+
+def test_an_index_outside_is_nan(device):
+    logits = random(device, sizes(device)[1])
+    index = torch.tensor([0, -1, 2, logits.shape[-1], 4, 5, 6], device=device)
+    _, log_probs, _ = kernels.softmax_loss(
+        logits, index, None, None, None, None, None, None, torch.ones(ROWS, device=device), Options("log_probs kept")
+    )
+    bad = torch.tensor([1, 3], device=device)
+    good = torch.tensor([0, 2, 4, 5, 6], device=device)
+    assert log_probs[bad].isnan().all() and logits[bad].isnan().all()
+    assert log_probs[good].isfinite().all() and logits[good].isfinite().all()
+
+
+def test_what_it_does_not_take(device):
+    index = torch.zeros(ROWS, dtype=torch.long, device=device)
+    options = Options("log_probs kept")
+    assert kernels.takes(random(device, 264), index, options)
+    assert not kernels.takes(random(device, 263), index, options)
+    assert not kernels.takes(random(device, 264), None, options)
+    assert not kernels.takes(random(device, 264), index.unsqueeze(-1), options)
+    assert not kernels.takes(random(device, 264), index, options._replace(ignore_index=-100))
+    assert not kernels.takes(random(device, 264), index, options._replace(fields="log_probs entropy"))
+
+
+@pytest.mark.gpu
+def test_many_rows_are_the_same_every_time():
+    """More rows than run at once, so that programs wait for others that start later."""
+    logits = torch.randn(3000, 50264, device="cuda", dtype=torch.bfloat16)
+    index = torch.randint(50264, (3000,), device="cuda")
+    ones = torch.ones(3000, device="cuda")
+    runs = []
+    for _ in range(3):
+        given = logits.clone()
+        results = kernels.softmax_loss(
+            given, index, None, None, None, None, None, None, ones, Options("log_probs kept")
+        )
+        runs.append((given, results[1]))
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0]))
+    expected = torch.log_softmax(logits.float(), -1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(runs[0][1], expected)
