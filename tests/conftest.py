@@ -6,6 +6,8 @@ import os
 import pytest
 import torch
 
+from linear_cases import tiles_of
+
 if not torch.cuda.is_available():
     # Triton decides at decoration whether a kernel is interpreted.
     os.environ["TRITON_INTERPRET"] = "1"
@@ -43,3 +45,18 @@ def device(request, monkeypatch):
 def raises_index_error(device):
     """Whether an index outside the vocabulary is an error on this path (else the row is NaN)."""
     return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+@pytest.fixture
+def uninitialised_memory_is_nan():
+    if torch.cuda.is_available():
+        yield  # where not all of torch is deterministic
+        return
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=(1, 4, 1000), ids=lambda n: f"tiles of {n}")
+def tile(request, monkeypatch):
+    return tiles_of(monkeypatch, request.param)

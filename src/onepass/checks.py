@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from onepass.options import Logits, LogitsSource
+from onepass.source import Logits, LogitsSource
 
 INF = float("inf")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

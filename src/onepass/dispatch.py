@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onepass import eager
-from onepass.options import Logits
+from onepass.source import Logits
 
 
 def path_of(*logits: Logits) -> Any:

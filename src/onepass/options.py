@@ -1,8 +1,7 @@
 """What both paths and the registered operations share: the fields a row can leave behind, and how it is read."""
 
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -98,65 +97,6 @@ def empty_pair_numbers(student: torch.Tensor, teacher: torch.Tensor) -> torch.Te
     return student.new_empty((len(PAIR_NUMBERS), *student.shape[:-1]), dtype=dtype)
 
 
-class LogitsSource:
-    """What can stand for a tensor of logits: they are computed where they are read. `head.LinearLogits` is one.
-
-    Has of a tensor what checks look at.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    max_memory: int | None
-
-    def dim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def requires_grad(self) -> bool:
-        raise NotImplementedError
-
-    @property
-    def is_cpu(self) -> bool:
-        return self.device.type == "cpu"
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-    def statistics(
-        self,
-        index: torch.Tensor | None,
-        row_mask: torch.Tensor | None,
-        class_weights: torch.Tensor | None,
-        options: Options,
-    ) -> tuple[torch.Tensor, ...]:
-        """The fields of ``options``, differentiable."""
-        raise NotImplementedError
-
-    @property
-    def takes_row_losses(self) -> bool:
-        """Whether `loss` can be used here (it is Python, which cannot be traced)."""
-        raise NotImplementedError
-
-    @property
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Hidden states ``(N, H)``, weight ``(V, H)`` and bias ``(V,)``."""
-        raise NotImplementedError
-
-    def loss(
-        self,
-        row_loss: Any,
-        row_mask: torch.Tensor | None,
-        divisor: torch.Tensor | float | None,
-        inputs: Sequence[torch.Tensor] = (),
-    ) -> torch.Tensor:
-        """``Σ row_loss / divisor`` over the rows that are not masked, or the loss of every row."""
-        raise NotImplementedError
-
-
-Logits = torch.Tensor | LogitsSource
 Results = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 

@@ -24,7 +24,8 @@ from onepass.checks import (
 )
 from onepass.dispatch import empty_gradient, is_plain, path_of, refuse_second_derivatives
 from onepass.inplace import mark_overwritten
-from onepass.options import Logits, Options, Results, empty_results, not_differentiable, pick
+from onepass.options import Options, Results, empty_results, not_differentiable, pick
+from onepass.source import Logits
 
 METRICS = ("is_top1", "log_sum_sq_probs", "mean_logit")
 DEBUG = os.environ.get("ONEPASS_DEBUG") == "1"

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import json
+import random
 import statistics
 import sys
 from collections.abc import Callable
@@ -35,7 +36,7 @@ def bench_head(
     masked: Annotated[float, typer.Option(min=0, max=0.99, help="Share of rows that are masked.")] = 0.0,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Run torch.compile too.")] = True,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Run the installed peers too.")] = True,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each implementation has its turn.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each implementation has its turn.")] = 7,
     milliseconds: Annotated[int, typer.Option(help="Time spent on each turn.")] = 200,
     out: Annotated[Path, typer.Option(help="Folder for the JSON and the PNG.")] = Path(".bench"),
     name: Annotated[str, typer.Option(help="Their name.")] = "bench-head",
@@ -103,13 +104,15 @@ def measure(
             else:
                 measured.append({"implementation": implementation.name, "version": implementation.version, **record})
                 runs.append(lambda forward=implementation.forward: batch.call(forward))  # type: ignore[misc]
-        # The clock of a card that multiplies matrices follows its temperature: what is compared takes turns.
-        times = [
-            [median_ms(run, device, milliseconds) for run in runs]
-            for _ in progress.track(range(rounds), description="rounds")
-        ]
-    for record, of_run in zip(measured, zip(*times)):
-        record["runs"], record["ms"] = list(of_run), statistics.median(of_run)
+        # The clock of a card that multiplies matrices follows what it did in the last seconds: what is compared takes
+        # turns, in an order that changes, so that none comes always after one that left the card cool.
+        times: list[list[float]] = [[] for _ in runs]
+        order = random.Random(0)
+        for _ in progress.track(range(rounds), description="rounds"):
+            for turn in order.sample(range(len(runs)), len(runs)):
+                times[turn].append(median_ms(runs[turn], device, milliseconds))
+    for record, of_run in zip(measured, times):
+        record["runs"], record["ms"] = of_run, statistics.median(of_run)
         record["baseline_ms"] = measured[0]["ms"]
         record["ratio"] = record["ms"] / record["baseline_ms"]
     return measured

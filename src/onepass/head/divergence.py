@@ -10,7 +10,8 @@ from onepass.dispatch import refuse_second_derivatives
 from onepass.head.loss import walk
 from onepass.head.row_loss import DivergenceLoss, Source
 from onepass.head.tiles import empty_gradients
-from onepass.options import Logits, LogitsSource, PairOptions
+from onepass.options import PairOptions
+from onepass.source import Logits, LogitsSource
 
 
 def linear_divergence(
@@ -28,7 +29,7 @@ def linear_divergence(
     else:
         source = teacher.parts, teacher.dtype
     if student.takes_row_losses:
-        return student.loss(DivergenceLoss(student.dtype, source, options, vocab), row_mask, divisor)
+        return student.loss_of_rows(DivergenceLoss(student.dtype, source, options, vocab), row_mask, divisor)
     row_mask = None if row_mask is None else row_mask.reshape(-1) != 0
     settings = vocab, student.dtype, source[1], student.max_memory
     loss: Tensor = _Divergence.apply(*student.parts, *source[0], row_mask, settings, options)

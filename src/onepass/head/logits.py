@@ -1,6 +1,6 @@
 """`LinearLogits`: what stands for logits in any loss, and is a linear head."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -9,9 +9,10 @@ from onepass.checks import FLOATS, described
 from onepass.dispatch import is_plain
 from onepass.head.gather import whole
 from onepass.head.loss import row_losses
-from onepass.head.row_loss import RowLoss
+from onepass.head.row_loss import RowLoss, StatisticsLoss
 from onepass.head.statistics import statistics
-from onepass.options import LogitsSource, Options
+from onepass.options import Options
+from onepass.source import LogitsSource
 
 
 class LinearLogits(LogitsSource):
@@ -97,12 +98,27 @@ class LinearLogits(LogitsSource):
         return tuple([f.reshape(*rows, *f.shape[1:]) for f in fields])
 
     def loss(
+        self,
+        loss_fn: Callable[..., Tensor],
+        options: Options,
+        index: Tensor | None,
+        row_mask: Tensor | None,
+        class_weights: Tensor | None,
+        inputs: Sequence[Tensor],
+        divisor: Tensor | float | None,
+        linear: bool = False,
+    ) -> Tensor:
+        """See `LogitsSource.loss`; differentiable with respect to ``inputs`` too."""
+        rows = self.shape[:-1]
+        index = None if index is None else index.reshape(rows.numel(), *index.shape[len(rows) :])
+        inputs = [i.reshape(rows.numel(), *i.shape[len(rows) :]) for i in inputs]
+        row_loss = StatisticsLoss(loss_fn, options, self.dtype, index, class_weights, inputs, linear)
+        return self.loss_of_rows(row_loss, row_mask, divisor, inputs)
+
+    def loss_of_rows(
         self, row_loss: RowLoss, row_mask: Tensor | None, divisor: Tensor | float | None, inputs: Sequence[Tensor] = ()
     ) -> Tensor:
-        """``Σ row_loss / divisor`` over the rows that are not masked or, without a divisor, the loss of every row.
-
-        ``inputs``, ``(N, ...)``, are those of ``row_loss``; the loss is differentiable with respect to them too.
-        """
+        """See `LogitsSource.loss_of_rows`."""
         row_mask = None if row_mask is None else row_mask.reshape(-1) != 0
         if divisor is not None:
             divisor = torch.as_tensor(divisor, dtype=row_loss.dtype, device=self.device).detach().reshape(())

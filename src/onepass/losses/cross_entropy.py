@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from onepass.checks import check_choice, check_class_weights, check_index, check_logits, check_number
-from onepass.head.row_loss import StatisticsLoss
-from onepass.options import Logits, LogitsSource, Options
+from onepass.options import Options
+from onepass.source import Logits, LogitsSource
 from onepass.statistics import check_inplace, checked, read
 
 
@@ -98,11 +98,8 @@ def cross_entropy(
             logits, target, None, options, class_weights=class_weights, index_name="target"
         )
         options = options._replace(ignore_index=None)  # such rows are masked
-        index = target.reshape(-1)
-        row_loss = StatisticsLoss(
-            loss_of_rows, options, logits.dtype, index, weights, (index,), linear=not z_loss_weight
-        )
-        return logits.loss(row_loss, kept, count if reduction == "mean" else 1.0, (index,))
+        divisor = count if reduction == "mean" else 1.0
+        return logits.loss(loss_of_rows, options, target, kept, weights, (target,), divisor, linear=not z_loss_weight)
 
     s = read(
         logits, target, None, options, class_weights=class_weights, inplace_backward=inplace_backward,

@@ -20,9 +20,9 @@ from onepass.checks import (
 )
 from onepass.divergence import divergence
 from onepass.head.divergence import linear_divergence
-from onepass.head.row_loss import StatisticsLoss
 from onepass.losses.reduction import divisor_of, reduced
-from onepass.options import Logits, LogitsSource, Options, PairOptions
+from onepass.options import Options, PairOptions
+from onepass.source import Logits, LogitsSource
 from onepass.statistics import checked, gather_logits, read
 
 DIRECTIONS = ("forward", "reverse", "jsd")
@@ -93,15 +93,15 @@ def topk_kl_div(
     if isinstance(student_logits, LogitsSource) and student_logits.takes_row_losses:
         rows = student_logits.shape[:-1].numel()
         divisor = divisor_of(rows if teacher.rows is None else teacher.rows, reduction, num_items)
-        ids, log_probs = (t.reshape(rows, t.shape[-1]) for t in (teacher.ids, teacher.log_probs))
 
         def loss_of_rows(s: dict[str, Tensor], log_probs: Tensor) -> Tensor:
             part = teacher.of(log_probs)
             return part.terms(student_of(s, part), direction, beta).sum(-1)
 
         checked(student_logits, teacher.ids, teacher.rows, options, index_name="teacher_ids")
-        row_loss = StatisticsLoss(loss_of_rows, options, student_logits.dtype, ids, None, (log_probs,))
-        return student_logits.loss(row_loss, teacher.rows, divisor, (log_probs,))
+        return student_logits.loss(
+            loss_of_rows, options, teacher.ids, teacher.rows, None, (teacher.log_probs,), divisor
+        )
     s = read(student_logits, teacher.ids, teacher.rows, options, index_name="teacher_ids")
     return teacher.loss(student_of(s, teacher), direction, beta, reduction, num_items)
 

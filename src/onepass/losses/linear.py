@@ -8,7 +8,6 @@ from torch import Tensor
 
 from onepass.checks import check_device, check_index, described
 from onepass.head.logits import LinearLogits
-from onepass.head.row_loss import StatisticsLoss
 from onepass.losses.cross_entropy import cross_entropy
 from onepass.losses.distillation import kl_div, topk_kl_div
 from onepass.losses.log_probs import selective_log_softmax_and_entropy
@@ -200,14 +199,11 @@ def linear_loss(
         loss = loss if row_mask is None else torch.where(row_mask != 0, loss, 0.0)
         return reduced(loss, rows, reduction, num_items)
     index, row_mask, weights, options = checked(logits, index, row_mask, options, class_weights=class_weights)
-    flat = shape.numel()
-    inputs = [t.reshape(flat, *t.shape[len(shape) :]) for t in row_inputs]
-    index = None if index is None else index.reshape(flat, *index.shape[len(shape) :])
-    row_loss = StatisticsLoss(
+    divisor = divisor_of(rows, reduction, num_items)
+    return logits.loss(
         lambda fields, *parts: loss_fn(SoftmaxStatistics(**fields), *parts),
-        options, logits.dtype, index, weights, inputs,
+        options, index, row_mask, weights, row_inputs, divisor,
     )  # fmt: skip
-    return logits.loss(row_loss, row_mask, divisor_of(rows, reduction, num_items), inputs)
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):

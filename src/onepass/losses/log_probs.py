@@ -3,7 +3,8 @@
 from torch import Tensor
 
 from onepass.checks import check_index, check_logits
-from onepass.options import Logits, Options
+from onepass.options import Options
+from onepass.source import Logits
 from onepass.statistics import read
 
 

@@ -1,0 +1,205 @@
+"""What a linear head costs: products only of what is needed, and no more memory than is allowed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import onepass
+from linear_cases import LOSSES, H, V, assert_all_close, batch, exact, gradients
+from onepass.cli.demo import peak_memory
+from onepass.head.tiles import INDEX, ROW, Head, plan
+
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
+
+
+# What is not needed costs nothing.
+
+
+class Products(TorchDispatchMode):
+    """Counts the multiplications of matrix products, and the rows of what has as many columns as logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.multiplications, self.rows = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            a, b = args[-2:]
+            self.multiplications += a.shape[0] * a.shape[1] * b.shape[1]
+        if isinstance(result, torch.Tensor) and result.dim() == 2 and V <= result.shape[1] < V + 16:
+            self.rows = max(self.rows, result.shape[0])
+        return result
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "pair, masked", "kl_div", "topk_kl_div"])
+def test_rows_left_out_take_part_in_no_product(device, tile, loss):
+    rows = 40
+    hidden, weight, bias, target = batch(device, rows=(rows,))
+    kept = int((target != -100).sum())
+    assert kept < rows
+    with Products() as products:
+        gradients(LOSSES[loss](onepass.LinearLogits(hidden, weight, bias), target).sum(), (hidden, weight, bias))
+    count = 4 if loss == "pair, masked" else 3
+    assert products.multiplications == count * kept * H * V
+    if tile < rows and loss != "kl_div":  # which makes its teacher here
+        assert products.rows <= H < rows  # the logits never exist; H × V is the weight, turned
+
+
+@pytest.mark.parametrize("frozen", ["weight", "hidden", "bias"])
+@pytest.mark.parametrize("loss", ["cross_entropy", "pair", "kl_div, none"])
+def test_what_is_frozen_has_no_product(device, frozen, loss):
+    parts = dict(zip(("hidden", "weight", "bias"), batch(device)[:3]))
+    target = batch(device)[3].abs() % V
+    parts[frozen].requires_grad_(False)
+    with Products() as products:
+        LOSSES[loss](onepass.LinearLogits(**parts), target).sum().backward()
+    reads = 1 if loss == "cross_entropy" else 2
+    kept = (target != -100).sum()
+    assert products.multiplications == (reads + 1 + (frozen == "bias")) * kept * H * V
+    reference = dict(zip(parts, exact(*parts.values())))
+    LOSSES[loss](F.linear(*reference.values()), target).sum().backward()
+    for name, part in parts.items():
+        if name == frozen:
+            assert part.grad is None
+        else:
+            assert_all_close([part.grad], [reference[name].grad], name)
+
+
+@pytest.mark.parametrize("rows", [(0,), (2, 0), (1,)])
+@pytest.mark.parametrize("width, vocab", [(1, 1), (3, 2), (19, 5)])
+def test_small_shapes(device, rows, width, vocab):
+    hidden, weight, bias, _ = batch(device, rows=rows, width=width, vocab=vocab)
+    target = torch.zeros(rows, dtype=torch.long, device=device)
+    got = onepass.linear_cross_entropy(hidden, weight, target, bias=bias, reduction="sum")
+    parts = exact(hidden, weight, bias)
+    expected = F.cross_entropy(F.linear(*parts).view(-1, vocab), target.view(-1), reduction="sum")
+    assert_all_close([got.detach()], [expected.detach()], "loss")
+    assert_all_close(gradients(got, (hidden, weight, bias)), gradients(expected, parts))
+
+
+def test_all_rows_ignored(device):
+    hidden, weight, bias, target = batch(device)
+    target[:] = -100
+    assert onepass.linear_cross_entropy(hidden, weight, target, bias=bias).isnan()  # as in torch
+    total = onepass.linear_cross_entropy(hidden, weight, target, bias=bias, reduction="sum")
+    assert total == 0
+    for gradient, part in zip(gradients(total, (hidden, weight, bias)), (hidden, weight, bias)):
+        assert gradient.shape == part.shape and (gradient == 0).all()
+
+
+def test_any_layout(device):
+    hidden, weight, bias, target = batch(device, rows=(3, 5))
+    h, w, b = exact(hidden, weight, bias)
+    columns = weight.detach().t().contiguous().t().requires_grad_()
+    got = onepass.linear_cross_entropy(hidden[:, :-1], columns, target[:, 1:], bias=bias)
+    expected = F.cross_entropy(F.linear(h[:, :-1], w, b).flatten(0, 1), target[:, 1:].flatten())
+    assert_all_close(gradients(got, (hidden, columns, bias)), gradients(expected, (h, w, b)))
+
+
+# Memory.
+
+SHAPES = [(1, 64, 50257), (300, 64, 50257), (1000, 127, 5003), (4096, 256, 1000), (64, 1024, 32000), (777, 65, 151936)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_plans_keep_to_the_memory(shape, trained):
+    rows, width, vocab = shape
+    with torch.device("meta"):
+        head = Head(torch.empty(rows, width, dtype=torch.bfloat16), torch.empty(vocab, width, dtype=torch.bfloat16),
+                    None, torch.bfloat16)  # fmt: skip
+    for megabytes in (40, 100, 400, 4000):
+        total = 4 * vocab * width * trained
+        try:
+            cut = plan([head], None, trained, megabytes * 10**6)
+        except ValueError as error:
+            assert "max_memory: expected at least" in str(error)
+            least = int(str(error).split()[4])
+            assert least > megabytes * 10**6 and plan([head], None, trained, least).rows == 1
+            continue
+        several = cut.rows < rows
+        assert cut.rows * (head.padded_vocab * 2) + total * several <= megabytes * 10**6
+        assert sum(r.n for r in cut.cut()) == rows
+        if several:  # tiles are as large as they may be, or as equal tiles of whole blocks are
+            assert -(-rows // cut.rows) <= 2 * -(
+                -rows * (head.padded_vocab * 2 + ROW + INDEX) // (megabytes * 10**6 - total - 2**17)
+            )
+
+
+@pytest.mark.parametrize("shape", [(300, 64, 5003), (64, 256, 32000)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("loss", ["cross_entropy", "pair", "kl_div"])
+def test_max_memory_is_kept_on_a_cpu(monkeypatch, shape, dtype, loss):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    rows, width, vocab = shape
+    hidden, weight, _, target = batch("cpu", dtype, (rows,), width, vocab)
+    target = target.abs() % vocab
+    least = 2**26 + 2**18 + 8 * vocab * width * (dtype == torch.bfloat16)
+    for max_memory in (least + 2**21, least + 2**25, None):
+        x = onepass.LinearLogits(hidden, weight, max_memory=max_memory)
+
+        def step(x=x):
+            hidden.grad = weight.grad = None
+            step_of(loss, x, target)
+
+        step()
+        peak = peak_memory(step, torch.device("cpu"))  # before or after there are gradients
+        assert peak <= (max_memory or 2**27) + hidden.nbytes + weight.nbytes, (peak, max_memory)
+
+
+def step_of(loss, x, target):
+    if loss == "kl_div":
+        onepass.kl_div(x, onepass.LinearLogits(x.hidden.detach(), x.weight.detach())).backward()
+    elif loss == "pair":
+        torch.stack(onepass.selective_log_softmax_and_entropy(x, target)).sum().backward()
+    else:
+        onepass.cross_entropy(x, target).backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("loss", ["cross_entropy", "pair", "kl_div", "masked"])
+def test_max_memory_is_kept(shape, trained, loss):
+    rows, width, vocab = shape
+    hidden, weight, _, target = batch("cuda", torch.bfloat16, (rows,), width, vocab)
+    target = target.abs() % vocab
+    if loss == "masked":
+        target[::2] = -100
+    weight.requires_grad_(trained)
+    least = 4 * vocab * width * trained
+    for max_memory in (least + 3 * 2**20, least + 40 * 2**20, least + 400 * 2**20, None):
+        x = onepass.LinearLogits(hidden, weight, max_memory=max_memory)
+
+        def step(x=x):
+            step_of(loss, x, target)
+
+        step()  # compiles, and makes the products' own workspace
+        hidden.grad = weight.grad = None
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        gradient_bytes = sum(p.grad.numel() * 2 for p in (hidden, weight) if p.grad is not None)
+        extra = torch.cuda.max_memory_allocated() - before - gradient_bytes
+        hidden.grad = weight.grad = None
+        assert extra <= (max_memory or 2**32), (extra, max_memory)
+
+
+@pytest.mark.gpu
+def test_our_own_choice_fits_what_is_free():
+    """Where little is left the tiles get smaller: here the default workspace alone would be more than there is."""
+    vocab = 151936
+    hidden, weight, _, target = batch("cuda", torch.bfloat16, (8192,), 512, vocab)
+    target = target.abs() % vocab
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(hidden.device).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1.6 * 2**30) / total)
+    try:
+        loss = onepass.linear_cross_entropy(hidden, weight, target)
+        loss.backward()
+        assert loss.isfinite()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -1,0 +1,208 @@
+"""How torch uses a linear head, and parameters as people have them."""
+
+import contextlib
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+from linear_cases import (
+    LOSSES,
+    N,
+    V,
+    assert_all_close,
+    batch,
+    exact,
+    gradients,
+    teacher_logits,
+)
+from onepass.head import gather
+from onepass.options import Options, PairOptions
+
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
+
+
+# Parameters as people have them.
+
+
+def test_tied_embeddings(device):
+    _, weight, _, target = batch(device)
+    ids = torch.arange(N, device=device)
+    (w,) = exact(weight)
+    loss = onepass.linear_cross_entropy(F.embedding(ids, weight).tanh(), weight, target)
+    expected = F.cross_entropy(F.embedding(ids, w).tanh() @ w.t(), target)
+    loss.backward()
+    assert_all_close([weight.grad], gradients(expected, (w,)))
+
+
+def test_gradients_accumulate(device):
+    hidden, weight, bias, target = batch(device)
+    for _ in range(2):
+        onepass.linear_cross_entropy(hidden, weight, target, bias=bias).backward()
+    parts = exact(hidden, weight, bias)
+    expected = gradients(2 * F.cross_entropy(F.linear(*parts), target), parts)
+    assert_all_close([hidden.grad, weight.grad, bias.grad], expected)
+
+
+def test_sharded_weights_are_gathered_once():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    hidden, weight, bias, target = batch("cpu")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
+        loss = onepass.linear_cross_entropy(hidden, sharded, target, bias=bias)
+        loss.backward()
+        expected = gradients(onepass.linear_cross_entropy(hidden, weight, target, bias=bias), (weight,))
+        assert isinstance(sharded.grad, DTensor) and sharded.grad.placements == (Shard(0),)
+        assert_all_close([sharded.grad.full_tensor()], expected)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "pair", "kl_div, none"])
+def test_parameters_that_are_whole_only_while_they_are_used(device, monkeypatch, loss):
+    """As ZeRO-3's: their data is empty outside of a context."""
+    hidden, weight, bias, target = batch(device)
+    target = target.abs() % V
+    parts = exact(hidden, weight, bias)
+    data, used = weight.detach().clone(), []
+    accumulator = weight.expand_as(weight).grad_fn.next_functions[0][
+        0
+    ]  # ZeRO-3 has hooks on it, made while it was whole
+    weight.data, weight.ds_shape, weight.ds_id = torch.empty(0, device=device), data.shape, 0
+
+    @contextlib.contextmanager
+    def whole(parameters):
+        (weight,) = [p for p in parameters if hasattr(p, "ds_id")]
+        used.append(weight)
+        weight.data = data
+        yield
+        weight.data = torch.empty(0, device=device)
+
+    zero = types.SimpleNamespace(GatheredParameters=whole)
+    monkeypatch.setitem(__import__("sys").modules, "deepspeed", types.SimpleNamespace(zero=zero))
+    monkeypatch.setitem(__import__("sys").modules, "deepspeed.zero", zero)
+    expected = gradients(LOSSES[loss](F.linear(*parts), target).sum(), parts)
+    for hook in (None, whole):
+        onepass.gather_parameters(hook)
+        try:
+            got = LOSSES[loss](onepass.LinearLogits(hidden, weight, bias), target).sum()
+            found = gradients(got, (hidden, weight, bias))
+        finally:
+            onepass.gather_parameters(None)
+        assert_all_close(found, expected)
+    assert accumulator is not None and used and gather._gather is None
+
+
+# How torch uses it.
+
+TRACED = [
+    "cross_entropy",
+    "cross_entropy, every option",
+    "pair, masked",
+    "topk_kl_div",
+    "policy",
+    "kl_div, logits",
+    "kl_div, none",
+]
+
+
+def traced(loss, hidden, weight, bias, target):
+    if loss == "policy":
+        return onepass.linear_loss(
+            hidden, weight, target, lambda s: s.entropy - s.log_probs, bias=bias, row_mask=target != -100
+        )
+    if loss.startswith("kl_div"):
+        teacher = onepass.LinearLogits(hidden.detach(), weight.detach().flip(0))
+        teacher = F.linear(hidden, weight.flip(0)).detach() if "logits" in loss else teacher
+        reduction = "none" if "none" in loss else "mean"
+        return onepass.linear_kl_div(hidden, weight, teacher, target != -100, bias=bias, reduction=reduction).sum()
+    return LOSSES[loss](onepass.LinearLogits(hidden, weight, bias), target).sum()
+
+
+@pytest.mark.parametrize("loss", TRACED)
+def test_compile_without_graph_breaks(device, loss):
+    torch._dynamo.reset()
+    *parts, target = batch(device)
+    backend = "inductor" if device.type == "cuda" else "aot_eager"
+    compiled = torch.compile(traced, fullgraph=True, backend=backend)
+    expected, got = traced(loss, *parts, target), compiled(loss, *parts, target)
+    assert_all_close([got.detach()], [expected.detach()], "loss")
+    assert_all_close(gradients(got, parts), gradients(expected, parts))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_operations_are_well_formed(device, dtype):
+    hidden, weight, bias, target = (x.detach() for x in batch(device, dtype))
+    options = Options(
+        "selected log_normalizer expected_logit entropy weighted_logit kept shift is_top1 log_sum_sq_probs "
+        "tempered_log_normalizer mean_logit"
+    )
+    arguments = (hidden, weight, bias, target % V, target != -100, None)
+    settings = (dtype, None, *options)
+    torch.library.opcheck(torch.ops.onepass.linear_statistics.default, (*arguments, *settings))
+    packed, _, _ = torch.ops.onepass.linear_statistics(*arguments, *settings)
+    row = torch.randn_like(packed[0])
+    upstream = (packed, row, row, row, row, row)
+    for needed in ((True, True, True), (False, True, False)):
+        torch.library.opcheck(
+            torch.ops.onepass.linear_gradient.default, (*arguments, *upstream, list(needed), *settings)
+        )
+
+
+@pytest.mark.parametrize("own_head", [False, True], ids=["logits", "a head"])
+def test_divergences_are_well_formed(device, own_head):
+    hidden, weight, bias, target = (x.detach() for x in batch(device, torch.bfloat16))
+    teacher = (hidden[:, :7], weight[:, :7], None) if own_head else (teacher_logits(target), None, None)
+    kinds = torch.bfloat16, teacher[0].dtype
+    settings = (V - 3, *kinds, None, *PairOptions("jsd", 0.3, softcap=5.0))
+    tensors = (hidden, weight, bias, *teacher, target != -100)
+    torch.library.opcheck(torch.ops.onepass.linear_divergence.default, (*tensors, *settings))
+    grad = torch.rand(N, device=device)
+    for needed in ((True, True, True), (False, True, False)):
+        arguments = (*tensors, grad, list(needed), *settings)
+        torch.library.opcheck(torch.ops.onepass.linear_divergence_gradient.default, arguments)
+
+
+def test_inference_mode_and_checkpointing(device):
+    hidden, weight, bias, target = batch(device)
+    call = lambda h: onepass.linear_cross_entropy(h, weight, target, bias=bias)  # noqa: E731
+    with torch.inference_mode():
+        value = call(hidden)
+    loss = checkpoint(call, hidden, use_reentrant=False)
+    assert_all_close([value], [loss.detach()], "loss")
+    assert_all_close(gradients(loss, (hidden, weight)), gradients(call(hidden), (hidden, weight)))
+
+
+@pytest.mark.gpu
+def test_cuda_graph():
+    hidden, weight, bias, target = batch("cuda", rows=(64,), width=64, vocab=1000)
+    static = [hidden.detach().requires_grad_(), weight, bias]
+
+    def step():
+        for p in static:
+            p.grad = None
+        onepass.linear_cross_entropy(static[0], weight, target, bias=bias).backward()
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for seed in (1, 2):
+        others = batch("cuda", rows=(64,), width=64, vocab=1000, seed=seed)
+        static[0].data.copy_(others[0])
+        target.copy_(others[3])
+        graph.replay()
+        parts = exact(*static)
+        expected = gradients(F.cross_entropy(F.linear(*parts), target), parts)
+        assert_all_close([p.grad for p in static], expected)
