@@ -36,6 +36,6 @@ if wants checks; then
     compute-sanitizer --tool memcheck --kernel-name "kernel_substring=$1" "$python" -m pytest "${@:2}" -m gpu \
       -p no:cacheprovider -k "not more_than_2_to_the_31" 2>&1 | tee "$out/memcheck-$1.log" | tail -n 3
   }
-  memcheck softmax_ tests/test_statistics.py tests/test_losses.py tests/test_distillation.py
+  memcheck softmax_ tests/test_statistics.py tests/test_losses.py tests/test_softmax_loss.py tests/test_distillation.py
   memcheck divergence tests/test_distillation.py
 fi
