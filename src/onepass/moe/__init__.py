@@ -1,0 +1,5 @@
+"""Mixture of experts: routing."""
+
+from onepass.moe.routing import Routing, load_balancing_loss, route, router_z_loss, sigmoid_topk, softmax_topk
+
+__all__ = ["Routing", "load_balancing_loss", "route", "router_z_loss", "sigmoid_topk", "softmax_topk"]
