@@ -26,8 +26,10 @@ def route(
         prob_sums = p.sum(0)
     if token_mask is not None:
         weights = weights.masked_fill((token_mask == 0).unsqueeze(-1), 0.0)
-    counted = experts if token_mask is None else experts[token_mask != 0]
-    counts = torch.bincount(counted.flatten(), minlength=logits.shape[-1]).int()
+    one = torch.ones_like(experts, dtype=torch.int32)
+    if token_mask is not None:
+        one = one.masked_fill((token_mask == 0).unsqueeze(-1), 0)
+    counts = logits.new_zeros(logits.shape[-1], dtype=torch.int32).scatter_add_(0, experts.flatten(), one.flatten())
     return weights, experts, counts, prob_sums, logsumexp
 
 
