@@ -23,6 +23,9 @@ if wants logits; then
   bench --op log_probs --op topk_kl_div --op topk_kl_div_renormalized --no-compile --shape 8192x151936 --name topk-distillation
   bench --op kl_div --op kl_div_reverse --op jsd --shape 4096x151936 --name kl-div
 fi
+if wants routers; then
+  bench --op softmax_topk --op sigmoid_topk --name routers
+fi
 if wants heads; then
   measure bench-head --no-compile --shape 8192x4096x151936 --name linear-head
   measure bench-head --no-compile "${frozen_or_not[@]}" --shape 32768x2048x151936 --no-peers --name linear-head-memory
@@ -38,4 +41,5 @@ if wants checks; then
   }
   memcheck softmax_ tests/test_statistics.py tests/test_losses.py tests/test_softmax_loss.py tests/test_distillation.py
   memcheck divergence tests/test_distillation.py
+  memcheck routing tests/test_routing.py
 fi
