@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that is claimed of a GPU, in the order in which it matters: benchmarks against the installed peers, the
-# GPU suite, accuracy, and compute-sanitizer over the suite. Results go to the folder $1 (default .bench).
-# About 7 minutes on an H100. Without a .git here, say ONEPASS_COMMIT=<commit>.
+# GPU suite, accuracy, and compute-sanitizer over the suite. Results go to the folder $1 (default .bench); $2 names a
+# part: logits, routers, heads or checks (default all). About 15 minutes on an H100. Without a .git here, say
+# ONEPASS_COMMIT=<commit>.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-.bench}

@@ -314,6 +314,7 @@ def test_cuda_graph():
 BAD = {
     "router_logits: expected a float16": lambda x: route(x.long(), 2),
     "router_logits: expected at most 1024 experts, got 1025": lambda x: route(torch.zeros(1, 1025), 2),
+    "router_logits: expected a tensor, got [[1.0]]": lambda x: route([[1.0]], 1),
     "k: expected 1 to 8 for 8 experts, got 9": lambda x: route(x, 9),
     "k: expected 1 to 8 for 8 experts, got 0": lambda x: route(x, 0),
     "k: expected an int, got 2.0": lambda x: route(x, 2.0),

@@ -84,6 +84,8 @@ def route(
     options = RouterOptions(
         k, score, n_group, topk_group, group_score, renormalize, scale, eps, score_after_topk, softcap, losses
     )
+    if not isinstance(router_logits, Tensor):
+        raise TypeError(f"router_logits: expected a tensor, got {described(router_logits)}")
     check_logits(router_logits, "router_logits")
     check_options(options, router_logits.shape[-1])
     tokens, E = router_logits.shape[:-1], router_logits.shape[-1]
@@ -136,7 +138,7 @@ def sigmoid_topk(
 
 
 def load_balancing_loss(routing: Routing | Sequence[Routing]) -> Tensor:
-    r"""How unevenly tokens are spread, of one layer or of all: :math:`E \sum_e f_e P_e`, at least k for softmax top-k.
+    r"""How unevenly tokens are spread, of one layer or of all: :math:`E \sum_e f_e P_e`; k where all experts have the same.
 
     :math:`f_e` is the share of tokens that take expert e (of k shares a token), :math:`P_e` the mean probability,
     both over the tokens of all layers that are not masked. As transformers' ``load_balancing_loss_func``.
@@ -150,9 +152,8 @@ def load_balancing_loss(routing: Routing | Sequence[Routing]) -> Tensor:
     Reference: Fedus et al., "Switch Transformers", arXiv:2101.03961, equations 4 to 6.
     """
     layers = _layers(routing)
-    counts = sum(r.counts for r in layers)
-    probs = sum(r.prob_sums for r in layers)  # type: ignore[misc]
-    assert isinstance(counts, Tensor) and isinstance(probs, Tensor)
+    counts = torch.stack([r.counts for r in layers]).sum(0)
+    probs = torch.stack([r.prob_sums for r in layers]).sum(0)  # type: ignore[misc]
     tokens = counts.sum() / layers[0].experts.shape[-1]
     return (counts * probs).sum() * (len(counts) / tokens.square())
 
