@@ -138,7 +138,7 @@ def sigmoid_topk(
 
 
 def load_balancing_loss(routing: Routing | Sequence[Routing]) -> Tensor:
-    r"""How unevenly tokens are spread, of one layer or of all: :math:`E \sum_e f_e P_e`; k where all experts have the same.
+    r"""How unevenly tokens are spread: :math:`E \sum_e f_e P_e`, which is k where all experts have the same.
 
     :math:`f_e` is the share of tokens that take expert e (of k shares a token), :math:`P_e` the mean probability,
     both over the tokens of all layers that are not masked. As transformers' ``load_balancing_loss_func``.
