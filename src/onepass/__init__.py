@@ -2,7 +2,6 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from onepass import moe
 from onepass.head.gather import gather_parameters
 from onepass.head.logits import LinearLogits
 from onepass.losses.cross_entropy import CrossEntropyLoss, cross_entropy
@@ -42,7 +41,6 @@ __all__ = [
     "linear_selective_log_softmax_and_entropy",
     "linear_softmax_statistics",
     "linear_topk_kl_div",
-    "moe",
     "selective_log_softmax",
     "selective_log_softmax_and_entropy",
     "softmax_statistics",
