@@ -121,8 +121,8 @@ def launch(case: Case, dtype: torch.dtype) -> None:
         empty(case.rows, -(-case.vocab // 8) * 8, dtype=dtype)[:, : case.vocab],
         index.view(-1)[: case.rows],
     )
-    assert kernels.takes(whole_vectors, one, of_loss)
-    kernels.softmax_loss(whole_vectors, one, *arguments[2:], grad, None, upstream[2], None, grad, of_loss)
+    assert kernels.takes_in_one(whole_vectors, one, of_loss)
+    kernels.softmax_loss(whole_vectors, one, *arguments[2:], (grad, None, upstream[2], None, grad), of_loss)
     kernels.scale_(out, empty((), dtype=torch.float32))
 
 

@@ -33,12 +33,10 @@ def check(logits, *, transforms=None, weights=None, row_mask=None, fields="log_p
     exact = logits.double().requires_grad_()
     expected = statistics(exact, index, row_mask=row_mask, class_weights=weights, **transforms)
     given = logits.clone(memory_format=torch.preserve_format)
-    assert kernels.takes(given, index, options)
+    assert kernels.takes_in_one(given, index, options)
     grads = (upstream.get("log_normalizer"), None, upstream.get("weighted_logit"), None,
              upstream.get("log_probs", upstream.get("selected")))  # fmt: skip
-    got = dict(
-        zip(options.names, pick(kernels.softmax_loss(given, index, row_mask, weights, *grads, options), options))
-    )
+    got = dict(zip(options.names, pick(kernels.softmax_loss(given, index, row_mask, weights, grads, options), options)))
     magnitude = expected["shift"].abs().nan_to_num(0, 0, 0).max().item()
     for name in [n for n in options.names if n != "kept"]:
         assert_close(got[name], expected[name].detach(), scale=max(1.0, magnitude), name=name)
@@ -93,7 +91,7 @@ def test_rows_apart(device):
     check(logits)
     index = torch.zeros(ROWS, dtype=torch.long, device=device)
     kernels.softmax_loss(
-        logits, index, None, None, None, None, None, None, torch.ones(ROWS, device=device), Options("log_probs kept")
+        logits, index, None, None, (None, None, None, None, torch.ones(ROWS, device=device)), Options("log_probs kept")
     )
     assert padded[:, vocab:].isnan().all() and logits.isfinite().all()
 
@@ -102,7 +100,7 @@ def test_an_index_outside_is_nan(device):
     logits = random(device, sizes(device)[1])
     index = torch.tensor([0, -1, 2, logits.shape[-1], 4, 5, 6], device=device)
     _, log_probs, _ = kernels.softmax_loss(
-        logits, index, None, None, None, None, None, None, torch.ones(ROWS, device=device), Options("log_probs kept")
+        logits, index, None, None, (None, None, None, None, torch.ones(ROWS, device=device)), Options("log_probs kept")
     )
     bad = torch.tensor([1, 3], device=device)
     good = torch.tensor([0, 2, 4, 5, 6], device=device)
@@ -113,12 +111,12 @@ def test_an_index_outside_is_nan(device):
 def test_what_it_does_not_take(device):
     index = torch.zeros(ROWS, dtype=torch.long, device=device)
     options = Options("log_probs kept")
-    assert kernels.takes(random(device, 264), index, options)
-    assert not kernels.takes(random(device, 263), index, options)
-    assert not kernels.takes(random(device, 264), None, options)
-    assert not kernels.takes(random(device, 264), index.unsqueeze(-1), options)
-    assert not kernels.takes(random(device, 264), index, options._replace(ignore_index=-100))
-    assert not kernels.takes(random(device, 264), index, options._replace(fields="log_probs entropy"))
+    assert kernels.takes_in_one(random(device, 264), index, options)
+    assert not kernels.takes_in_one(random(device, 263), index, options)
+    assert not kernels.takes_in_one(random(device, 264), None, options)
+    assert not kernels.takes_in_one(random(device, 264), index.unsqueeze(-1), options)
+    assert not kernels.takes_in_one(random(device, 264), index, options._replace(ignore_index=-100))
+    assert not kernels.takes_in_one(random(device, 264), index, options._replace(fields="log_probs entropy"))
 
 
 @pytest.mark.gpu

@@ -1,8 +1,10 @@
 """Which path computes, and whether a call goes through torch's dispatcher."""
 
+import inspect
 import os
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -33,6 +35,38 @@ def is_plain(*tensors: Tensor) -> bool:
         if type(t) not in (Tensor, torch.nn.Parameter):
             return False
     return not torch.compiler.is_compiling()
+
+
+def operation(name: str, like: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make ``function(tensor, ..., options)`` an operation registered with torch, used unless all tensors are plain.
+
+    The operation takes the fields of the options, a named tuple, as flat arguments. ``like`` takes what the function
+    takes and returns its results unwritten, for what traces.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+        *first, last = signature.parameters.values()
+        kind, count = last.annotation, len(first)
+        fields = [last.replace(name=field, annotation=of) for field, of in get_type_hints(kind).items()]
+
+        def flat(take: Callable[..., Any]) -> Any:
+            return lambda *arguments: take(*arguments[:count], kind(*arguments[count:]))
+
+        prototype = flat(function)
+        prototype.__signature__ = signature.replace(parameters=[*first, *fields])
+        registered = torch.library.custom_op(name, prototype, mutates_args=())
+        registered.register_fake(flat(like))
+
+        @wraps(function)
+        def call(*arguments: Any) -> Any:
+            if is_plain(*[a for a in arguments if isinstance(a, Tensor)]):
+                return function(*arguments)
+            return registered(*arguments[:-1], *arguments[-1])
+
+        return call
+
+    return register
 
 
 def empty_gradient(logits: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.dispatch import empty_gradient, is_plain, path_of, refuse_second_derivatives
+from onepass.dispatch import empty_gradient, operation, path_of, refuse_second_derivatives
 from onepass.options import PAIR_NUMBERS, PairOptions, empty_pair_numbers
 
 LOSS = PAIR_NUMBERS.index("divergence")
@@ -21,7 +21,7 @@ def divergence(
     if torch.is_grad_enabled() and (student.requires_grad or teacher.requires_grad):
         loss: Tensor = _Divergence.apply(student, teacher, row_mask, options, vocab)
         return loss
-    return _forward(student, teacher, row_mask, options, vocab)[LOSS]
+    return _forward(student, teacher, row_mask, vocab, options)[LOSS]
 
 
 class _Divergence(torch.autograd.Function):
@@ -29,7 +29,7 @@ class _Divergence(torch.autograd.Function):
     def forward(
         ctx: Any, student: Tensor, teacher: Tensor, row_mask: Tensor | None, options: PairOptions, vocab: int
     ) -> Tensor:
-        packed = _forward(student, teacher, row_mask, options, vocab)
+        packed = _forward(student, teacher, row_mask, vocab, options)
         ctx.save_for_backward(student, teacher, row_mask, packed)
         ctx.options, ctx.vocab = options, vocab
         return packed[LOSS]
@@ -38,60 +38,25 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         grads = (
-            _gradient(*ctx.saved_tensors, grad, of_teacher, ctx.options, ctx.vocab) if needed else None
+            _gradient(*ctx.saved_tensors, grad, of_teacher, ctx.vocab, ctx.options) if needed else None
             for of_teacher, needed in zip((False, True), ctx.needs_input_grad)
         )
         return *grads, None, None, None
 
 
-def _forward(student: Tensor, teacher: Tensor, row_mask: Tensor | None, options: PairOptions, vocab: int) -> Tensor:
-    if not is_plain(student, teacher):
-        packed: Tensor = torch.ops.onepass.divergence(student, teacher, row_mask, vocab, *options)
-        return packed
-    packed = path_of(student, teacher).divergence(student[..., :vocab], teacher[..., :vocab], row_mask, options)
+@operation("onepass::divergence", lambda student, teacher, *arguments: empty_pair_numbers(student, teacher))
+def _forward(student: Tensor, teacher: Tensor, row_mask: Tensor | None, vocab: int, options: PairOptions) -> Tensor:
+    packed: Tensor = path_of(student, teacher).divergence(student[..., :vocab], teacher[..., :vocab], row_mask, options)
     return packed
 
 
-def _gradient(student: Tensor, teacher: Tensor, *arguments: Any) -> Tensor:
-    row_mask, packed, grad, of_teacher, options, vocab = arguments
-    if not is_plain(student, teacher):
-        out: Tensor = torch.ops.onepass.divergence_gradient(
-            student, teacher, row_mask, packed, grad, of_teacher, vocab, *options
-        )
-        return out
-    out = empty_gradient(teacher if of_teacher else student)
-    path_of(student, teacher).divergence_gradient(
-        student[..., :vocab], teacher[..., :vocab], row_mask, packed, grad, of_teacher, options, out[..., :vocab]
-    )
-    if vocab < out.shape[-1]:
-        out[..., vocab:] = 0
-    return out
-
-
-@torch.library.custom_op("onepass::divergence", mutates_args=())
-def _divergence_op(
-    student: Tensor,
-    teacher: Tensor,
-    row_mask: Tensor | None,
-    vocab: int,
-    direction: str,
-    beta: float,
-    temperature: float,
-    softcap: float | None,
-    teacher_temperature: float,
-    teacher_softcap: float | None,
-) -> Tensor:
-    options = PairOptions(direction, beta, temperature, softcap, teacher_temperature, teacher_softcap)
-    return _forward(student, teacher, row_mask, options, vocab)
-
-
-@_divergence_op.register_fake
-def _(student, teacher, *arguments):
-    return empty_pair_numbers(student, teacher)
-
-
-@torch.library.custom_op("onepass::divergence_gradient", mutates_args=())
-def _gradient_op(
+@operation(
+    "onepass::divergence_gradient",
+    lambda student, teacher, mask, packed, grad, of_teacher, *arguments: empty_gradient(
+        teacher if of_teacher else student
+    ),
+)
+def _gradient(
     student: Tensor,
     teacher: Tensor,
     row_mask: Tensor | None,
@@ -99,17 +64,12 @@ def _gradient_op(
     grad: Tensor,
     of_teacher: bool,
     vocab: int,
-    direction: str,
-    beta: float,
-    temperature: float,
-    softcap: float | None,
-    teacher_temperature: float,
-    teacher_softcap: float | None,
+    options: PairOptions,
 ) -> Tensor:
-    options = PairOptions(direction, beta, temperature, softcap, teacher_temperature, teacher_softcap)
-    return _gradient(student, teacher, row_mask, packed, grad, of_teacher, options, vocab)
-
-
-@_gradient_op.register_fake
-def _(student, teacher, row_mask, packed, grad, of_teacher, *options):
-    return empty_gradient(teacher if of_teacher else student)
+    out = empty_gradient(teacher if of_teacher else student)
+    path_of(student, teacher).divergence_gradient(
+        student[..., :vocab], teacher[..., :vocab], row_mask, packed, grad, of_teacher, options, out[..., :vocab]
+    )
+    if vocab < out.shape[-1]:
+        out[..., vocab:] = 0
+    return out

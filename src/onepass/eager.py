@@ -183,6 +183,11 @@ def softmax_gradient(
         g_out.copy_(g.masked_fill_(idle[group], 0.0))
 
 
+def takes_in_one(logits: torch.Tensor, index: torch.Tensor | None, options: Options) -> bool:
+    """There is no `softmax_loss` here: two reads cost no more than one."""
+    return False
+
+
 def scale_(x: torch.Tensor, scale: torch.Tensor) -> None:
     x.mul_(scale)
 

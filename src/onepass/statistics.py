@@ -22,7 +22,7 @@ from onepass.checks import (
     check_row_mask,
     check_transform,
 )
-from onepass.dispatch import empty_gradient, is_plain, path_of, refuse_second_derivatives
+from onepass.dispatch import empty_gradient, is_plain, operation, path_of, refuse_second_derivatives
 from onepass.inplace import mark_overwritten
 from onepass.options import Options, Results, empty_results, not_differentiable, pick
 from onepass.source import Logits
@@ -291,7 +291,7 @@ class _Statistics(torch.autograd.Function):
         return grad, None, None, None, None, None
 
 
-# The registered operations: see `dispatch.is_plain` for when they are used.
+# The operations. That of the forward is called around, because a call of few rows is bound by the host.
 
 
 def _forward(
@@ -299,16 +299,7 @@ def _forward(
 ) -> Results:
     if is_plain(logits):
         return path_of(logits).softmax_statistics(logits, index, row_mask, class_weights, options)
-    return torch.ops.onepass.softmax_statistics(logits, index, row_mask, class_weights, *options)
-
-
-def _gradient(logits: Tensor, *arguments: Any) -> Tensor:
-    *tensors, options = arguments
-    if is_plain(logits):
-        out = empty_gradient(logits)
-        path_of(logits).softmax_gradient(logits, *tensors, options, out)
-        return out
-    return torch.ops.onepass.softmax_gradient(logits, *tensors, *options)
+    return softmax_statistics_op(logits, index, row_mask, class_weights, options)
 
 
 def tensors_of(results: Results) -> tuple[Tensor, Tensor, Tensor]:
@@ -318,32 +309,19 @@ def tensors_of(results: Results) -> tuple[Tensor, Tensor, Tensor]:
     return packed, none if chosen is None else chosen, none.clone() if is_top1 is None else is_top1
 
 
-@torch.library.custom_op("onepass::softmax_statistics", mutates_args=())
-def _statistics_op(
-    logits: Tensor,
-    index: Tensor | None,
-    row_mask: Tensor | None,
-    class_weights: Tensor | None,
-    fields: str,
-    logit_scale: float,
-    softcap: float | None,
-    temperature: float,
-    class_weight: float,
-    sharpness: float,
-    ignore_index: int | None,
+@operation(
+    "onepass::softmax_statistics",
+    lambda logits, index, mask, weights, options: tensors_of(empty_results(logits, index, options)),
+)
+def softmax_statistics_op(
+    logits: Tensor, index: Tensor | None, row_mask: Tensor | None, class_weights: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    options = Options(fields, logit_scale, softcap, temperature, class_weight, sharpness, ignore_index)
     _check_range(logits, index, row_mask, options)
     return tensors_of(path_of(logits).softmax_statistics(logits, index, row_mask, class_weights, options))
 
 
-@_statistics_op.register_fake
-def _(logits, index, row_mask, class_weights, *options):
-    return tensors_of(empty_results(logits, index, Options(*options)))
-
-
-@torch.library.custom_op("onepass::softmax_gradient", mutates_args=())
-def _gradient_op(
+@operation("onepass::softmax_gradient", lambda logits, *arguments: empty_gradient(logits))
+def _gradient(
     logits: Tensor,
     index: Tensor | None,
     row_mask: Tensor | None,
@@ -354,23 +332,9 @@ def _gradient_op(
     grad_weighted_logit: Tensor | None,
     grad_tempered: Tensor | None,
     grad_selected: Tensor | None,
-    fields: str,
-    logit_scale: float,
-    softcap: float | None,
-    temperature: float,
-    class_weight: float,
-    sharpness: float,
-    ignore_index: int | None,
+    options: Options,
 ) -> Tensor:
-    options = Options(fields, logit_scale, softcap, temperature, class_weight, sharpness, ignore_index)
+    upstream = grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected
     out = empty_gradient(logits)
-    path_of(logits).softmax_gradient(
-        logits, index, row_mask, class_weights, packed,
-        grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected, options, out,
-    )  # fmt: skip
+    path_of(logits).softmax_gradient(logits, index, row_mask, class_weights, packed, *upstream, options, out)
     return out
-
-
-@_gradient_op.register_fake
-def _(logits, *arguments):
-    return empty_gradient(logits)

@@ -201,13 +201,16 @@ def exact(
     return tuple(outputs)
 
 
-def median_ms(run: Callable[[], Any], device: torch.device, milliseconds: int) -> float:
-    """Between device events, with a cold cache (`triton.testing.do_bench`); on a CPU the wall time."""
+def median_ms(run: Callable[[], Any], device: torch.device, milliseconds: int, warmup: int | None = None) -> float:
+    """Between device events, with a cold cache (`triton.testing.do_bench`); on a CPU the wall time.
+
+    ``warmup``: milliseconds before the measured ones, a quarter of them unless said otherwise.
+    """
     if device.type != "cuda":
         return wall_ms(run, device, milliseconds)
     from triton.testing import do_bench
 
-    return do_bench(run, warmup=milliseconds // 4, rep=milliseconds, return_mode="median")
+    return do_bench(run, warmup=milliseconds // 4 if warmup is None else warmup, rep=milliseconds, return_mode="median")
 
 
 def wall_ms(run: Callable[[], Any], device: torch.device, milliseconds: int) -> float:

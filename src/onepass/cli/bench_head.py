@@ -36,8 +36,8 @@ def bench_head(
     masked: Annotated[float, typer.Option(min=0, max=0.99, help="Share of rows that are masked.")] = 0.0,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Run torch.compile too.")] = True,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Run the installed peers too.")] = True,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each implementation has its turn.")] = 7,
-    milliseconds: Annotated[int, typer.Option(help="Time spent on each turn.")] = 200,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each implementation has its turn.")] = 9,
+    milliseconds: Annotated[int, typer.Option(help="Measured of each turn, after as long a start.")] = 200,
     out: Annotated[Path, typer.Option(help="Folder for the JSON and the PNG.")] = Path(".bench"),
     name: Annotated[str, typer.Option(help="Their name.")] = "bench-head",
 ) -> None:
@@ -104,13 +104,14 @@ def measure(
             else:
                 measured.append({"implementation": implementation.name, "version": implementation.version, **record})
                 runs.append(lambda forward=implementation.forward: batch.call(forward))  # type: ignore[misc]
-        # The clock of a card that multiplies matrices follows what it did in the last seconds: what is compared takes
-        # turns, in an order that changes, so that none comes always after one that left the card cool.
+        # The clock of a card that multiplies matrices is bound by power, and follows what the card did in the last few
+        # hundred milliseconds: what is compared takes turns, in an order that changes, and what a turn begins with is
+        # not measured.
         times: list[list[float]] = [[] for _ in runs]
         order = random.Random(0)
         for _ in progress.track(range(rounds), description="rounds"):
             for turn in order.sample(range(len(runs)), len(runs)):
-                times[turn].append(median_ms(runs[turn], device, milliseconds))
+                times[turn].append(median_ms(runs[turn], device, milliseconds, milliseconds))
     for record, of_run in zip(measured, times):
         record["runs"], record["ms"] = of_run, statistics.median(of_run)
         record["baseline_ms"] = measured[0]["ms"]

@@ -1,15 +1,14 @@
 """The divergence of a linear head from a teacher: three products, or operations registered with torch (four)."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onepass.dispatch import refuse_second_derivatives
+from onepass.dispatch import operation, refuse_second_derivatives
 from onepass.head.loss import walk
 from onepass.head.row_loss import DivergenceLoss, Source
-from onepass.head.tiles import empty_gradients
+from onepass.head.tiles import empty_gradients, filled
 from onepass.options import PairOptions
 from onepass.source import Logits, LogitsSource
 
@@ -41,19 +40,25 @@ class _Divergence(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *tensors, settings, options = arguments
         ctx.save_for_backward(*tensors)
-        ctx.settings = (*settings, *options)
-        loss: Tensor = torch.ops.onepass.linear_divergence(*tensors, *ctx.settings)
+        ctx.settings = (*settings, options)
+        loss: Tensor = _forward(*tensors, *ctx.settings)
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         needed = ctx.needs_input_grad[:3]
-        found = torch.ops.onepass.linear_divergence_gradient(*ctx.saved_tensors, grad, list(needed), *ctx.settings)
+        found = _gradient(*ctx.saved_tensors, grad, list(needed), *ctx.settings)
         return *[g if need else None for g, need in zip(found, needed)], *[None] * 6
 
 
-def walked(
+@operation(
+    "onepass::linear_divergence",
+    lambda hidden, *arguments: hidden.new_empty(
+        hidden.shape[0], dtype=torch.promote_types(torch.promote_types(*arguments[7:9]), torch.float32)
+    ),
+)
+def _forward(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -65,53 +70,17 @@ def walked(
     dtype: torch.dtype,
     teacher_dtype: torch.dtype,
     max_memory: int | None,
-    options: Sequence[Any],
-    needed: Sequence[bool] = (False, False, False),
-    grad: Tensor | None = None,
-) -> Any:
-    source = (teacher, teacher_weight, teacher_bias), teacher_dtype
-    row_loss = DivergenceLoss(dtype, source, PairOptions(*options), vocab)
-    return walk((hidden, weight, bias), row_mask, row_loss, dtype, max_memory, needed, grad)
-
-
-@torch.library.custom_op("onepass::linear_divergence", mutates_args=())
-def _divergence_op(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    teacher: Tensor,
-    teacher_weight: Tensor | None,
-    teacher_bias: Tensor | None,
-    row_mask: Tensor | None,
-    vocab: int,
-    dtype: torch.dtype,
-    teacher_dtype: torch.dtype,
-    max_memory: int | None,
-    direction: str,
-    beta: float,
-    temperature: float,
-    softcap: float | None,
-    teacher_temperature: float,
-    teacher_softcap: float | None,
+    options: PairOptions,
 ) -> Tensor:
-    options = direction, beta, temperature, softcap, teacher_temperature, teacher_softcap
-    loss: Tensor = walked(
-        hidden, weight, bias, teacher, teacher_weight, teacher_bias, row_mask, vocab, dtype, teacher_dtype, max_memory,
-        options,
-    )[0]  # fmt: skip
-    return loss
+    source = (teacher, teacher_weight, teacher_bias), teacher_dtype
+    return walk((hidden, weight, bias), row_mask, DivergenceLoss(dtype, source, options, vocab), dtype, max_memory)[0]
 
 
-@_divergence_op.register_fake
-def _(hidden, *arguments):
-    dtype, teacher_dtype = arguments[7:9]
-    return hidden.new_empty(
-        hidden.shape[0], dtype=torch.promote_types(torch.promote_types(dtype, teacher_dtype), torch.float32)
-    )
-
-
-@torch.library.custom_op("onepass::linear_divergence_gradient", mutates_args=())
-def _gradient_op(
+@operation(
+    "onepass::linear_divergence_gradient",
+    lambda hidden, weight, bias, *arguments: empty_gradients((hidden, weight, bias), arguments[5]),
+)
+def _gradient(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -125,21 +94,9 @@ def _gradient_op(
     dtype: torch.dtype,
     teacher_dtype: torch.dtype,
     max_memory: int | None,
-    direction: str,
-    beta: float,
-    temperature: float,
-    softcap: float | None,
-    teacher_temperature: float,
-    teacher_softcap: float | None,
+    options: PairOptions,
 ) -> list[Tensor]:
-    options = direction, beta, temperature, softcap, teacher_temperature, teacher_softcap
-    gradients = walked(
-        hidden, weight, bias, teacher, teacher_weight, teacher_bias, row_mask, vocab, dtype, teacher_dtype, max_memory,
-        options, needed, grad,
-    )[1]  # fmt: skip
-    return [hidden.new_empty(0) if g is None else g for g in gradients.scaled(None)]
-
-
-@_gradient_op.register_fake
-def _(hidden, weight, bias, *arguments):
-    return empty_gradients((hidden, weight, bias), arguments[5])
+    source = (teacher, teacher_weight, teacher_bias), teacher_dtype
+    row_loss = DivergenceLoss(dtype, source, options, vocab)
+    gradients = walk((hidden, weight, bias), row_mask, row_loss, dtype, max_memory, needed, grad)[1]
+    return filled(gradients.scaled(None), hidden)  # type: ignore[union-attr]

@@ -6,7 +6,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from onepass import eager
 from onepass.dispatch import path_of
 from onepass.head.tiles import INDEX, ROW, Rows
 from onepass.options import NOT_DIFFERENTIABLE, PAIR_NUMBERS, Options, PairOptions, pick
@@ -66,12 +65,12 @@ class StatisticsLoss:
         index = None if self.index is None else rows.take(self.index)
         given = x, index, row_mask, self.class_weights
         inputs = [rows.take(i).detach() for i in self.inputs]
-        in_one = scale is not None and self.linear and path is not eager and path.takes(x, index, options)
+        in_one = scale is not None and self.linear and path.takes_in_one(x, index, options)
         if in_one:
             kept = x.new_ones(rows.n, dtype=self.dtype) if row_mask is None else row_mask.to(self.dtype)
             anywhere = {n: kept if n == "kept" else torch.zeros_like(kept) for n in options.names}
             _, upstream, _ = self.differentiated(anywhere, inputs, rows.n, row_mask, scale)
-            results = path.softmax_loss(*given, *upstream, options)
+            results = path.softmax_loss(*given, upstream, options)
         else:
             results = path.softmax_statistics(*given, options)
         fields = dict(zip(options.names, pick(results, options)))

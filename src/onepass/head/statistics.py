@@ -1,14 +1,13 @@
 """Numbers per row of a linear head, for any loss: four products, since the backward computes the tiles again."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onepass.dispatch import is_plain, path_of, refuse_second_derivatives
+from onepass.dispatch import operation, path_of, refuse_second_derivatives
 from onepass.head.gather import gathered
-from onepass.head.tiles import INDEX, ROW, Gradients, Head, defers, empty_gradients, plan, tiles
+from onepass.head.tiles import INDEX, ROW, Gradients, Head, defers, empty_gradients, filled, plan, tiles
 from onepass.options import Options, Results, empty_results, pick
 from onepass.statistics import returned, tensors_of, upstream_of
 
@@ -22,14 +21,15 @@ def statistics(hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: 
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias)):
         fields: tuple[Tensor, ...] = _LinearStatistics.apply(hidden, weight, bias, *arguments)
         return fields
-    return pick(_forward(hidden, weight, bias, *arguments), arguments[3])
+    *others, options, dtype, max_memory = arguments
+    return pick(linear_statistics(hidden, weight, bias, *others, dtype, max_memory, options), options)
 
 
 class _LinearStatistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         *tensors, options, dtype, max_memory = arguments
-        results = _forward(*arguments)
+        results = linear_statistics(*tensors, dtype, max_memory, options)
         ctx.save_for_backward(*tensors, results[0])
         ctx.options, ctx.settings = options, (dtype, max_memory)
         return returned(ctx, results, options)
@@ -38,29 +38,17 @@ class _LinearStatistics(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         upstream = upstream_of(dict(zip(ctx.options.names, grads)))
-        found = _gradient(*ctx.saved_tensors, *upstream, ctx.options, ctx.needs_input_grad[:3], *ctx.settings)
-        return (*found, *[None] * 6)
+        needed = ctx.needs_input_grad[:3]
+        found = linear_gradient(*ctx.saved_tensors, *upstream, list(needed), *ctx.settings, ctx.options)
+        return *[g if need else None for g, need in zip(found, needed)], *[None] * 6
 
 
-def _forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Results:
-    index, row_mask, class_weights, options, dtype, max_memory = arguments
-    others = index, row_mask, class_weights
-    if not is_plain(*[t for t in (hidden, weight, bias) if t is not None]):
-        return torch.ops.onepass.linear_statistics(hidden, weight, bias, *others, dtype, max_memory, *options)
-    return linear_statistics(hidden, weight, bias, *others, options, dtype, max_memory)
-
-
-def _gradient(hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Sequence[Tensor | None]:
-    others: Sequence[Any]
-    *others, options, needed, dtype, max_memory = arguments
-    if not is_plain(*[t for t in (hidden, weight, bias) if t is not None]):
-        found = torch.ops.onepass.linear_gradient(
-            hidden, weight, bias, *others, list(needed), dtype, max_memory, *options
-        )
-        return [g if need else None for g, need in zip(found, needed)]
-    return linear_gradient(hidden, weight, bias, *arguments)
-
-
+@operation(
+    "onepass::linear_statistics",
+    lambda hidden, *arguments: tensors_of(
+        empty_linear_results(hidden, arguments[2], dtype=arguments[5], options=arguments[7])
+    ),
+)
 def linear_statistics(
     hidden: Tensor,
     weight: Tensor,
@@ -68,10 +56,10 @@ def linear_statistics(
     index: Tensor | None,
     row_mask: Tensor | None,
     class_weights: Tensor | None,
-    options: Options,
     dtype: torch.dtype,
     max_memory: int | None,
-) -> Results:
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor]:
     """As `kernels.softmax_statistics`, of ``(N, V)`` logits."""
     with gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
         head = Head(hidden, weight, bias, dtype)
@@ -89,7 +77,7 @@ def linear_statistics(
             for result, part, dim in zip(results, of_tile, (1, 0, 0)):
                 if result is not None:
                     rows.put(result, part, dim)
-    return results
+    return tensors_of(results)
 
 
 def mask_of(index: Tensor | None, row_mask: Tensor | None, options: Options) -> tuple[Tensor | None, Options]:
@@ -103,81 +91,11 @@ def row_bytes(index: Tensor | None) -> int:
     return ROW + INDEX * (1 if index is None or index.dim() == 1 else index.shape[1])
 
 
+@operation(
+    "onepass::linear_gradient",
+    lambda hidden, weight, bias, *arguments: empty_gradients((hidden, weight, bias), arguments[9]),
+)
 def linear_gradient(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    index: Tensor | None,
-    row_mask: Tensor | None,
-    class_weights: Tensor | None,
-    packed: Tensor,
-    grad_log_normalizer: Tensor | None,
-    grad_expected_logit: Tensor | None,
-    grad_weighted_logit: Tensor | None,
-    grad_tempered: Tensor | None,
-    grad_selected: Tensor | None,
-    options: Options,
-    needed: Sequence[bool],
-    dtype: torch.dtype,
-    max_memory: int | None,
-) -> Sequence[Tensor | None]:
-    """Of hidden, weight and bias, each where ``needed``, from the gradients of the statistics."""
-    upstream = (grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected)
-    with gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
-        head = Head(hidden, weight, bias, dtype)
-        row_mask, options = mask_of(index, row_mask, options)
-        cut = plan([head], row_mask, needed[1], max_memory, row_bytes(index))
-        row_mask = row_mask if defers(row_mask) else None
-        gradients = Gradients(head, cut, needed)
-        for rows, states, (logits,) in tiles([head], cut):
-            of_rows = [None if t is None else rows.take(t) for t in (index, row_mask)]
-            of_tile = [None if g is None else rows.take(g) for g in upstream]
-            path_of(logits).softmax_gradient(
-                logits, *of_rows, class_weights, rows.take(packed, 1).contiguous(), *of_tile, options, logits
-            )
-            gradients.add(rows, states, logits)
-        return gradients.scaled(None)
-
-
-def empty_linear_results(hidden: Tensor, index: Tensor | None, dtype: torch.dtype, options: Options) -> Results:
-    """Of logits ``(N, V)``, of which only rows, device and dtype matter here."""
-    return empty_results(hidden.new_empty((hidden.shape[0], 0), dtype=dtype), index, options)
-
-
-# The registered operations: see `dispatch.is_plain` for when they are used.
-
-
-@torch.library.custom_op("onepass::linear_statistics", mutates_args=())
-def _statistics_op(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    index: Tensor | None,
-    row_mask: Tensor | None,
-    class_weights: Tensor | None,
-    dtype: torch.dtype,
-    max_memory: int | None,
-    fields: str,
-    logit_scale: float,
-    softcap: float | None,
-    temperature: float,
-    class_weight: float,
-    sharpness: float,
-    ignore_index: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    options = Options(fields, logit_scale, softcap, temperature, class_weight, sharpness, ignore_index)
-    return tensors_of(
-        linear_statistics(hidden, weight, bias, index, row_mask, class_weights, options, dtype, max_memory)
-    )
-
-
-@_statistics_op.register_fake
-def _(hidden, weight, bias, index, row_mask, class_weights, dtype, max_memory, *options):
-    return tensors_of(empty_linear_results(hidden, index, dtype, Options(*options)))
-
-
-@torch.library.custom_op("onepass::linear_gradient", mutates_args=())
-def _gradient_op(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -193,23 +111,26 @@ def _gradient_op(
     needed: list[bool],
     dtype: torch.dtype,
     max_memory: int | None,
-    fields: str,
-    logit_scale: float,
-    softcap: float | None,
-    temperature: float,
-    class_weight: float,
-    sharpness: float,
-    ignore_index: int | None,
+    options: Options,
 ) -> list[Tensor]:
-    options = Options(fields, logit_scale, softcap, temperature, class_weight, sharpness, ignore_index)
-    found = linear_gradient(
-        hidden, weight, bias, index, row_mask, class_weights, packed,
-        grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected,
-        options, needed, dtype, max_memory,
-    )  # fmt: skip
-    return [hidden.new_empty(0) if g is None else g for g in found]
+    """Of hidden, weight and bias, each where ``needed``, from the gradients of the statistics."""
+    upstream = (grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected)
+    with gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
+        head = Head(hidden, weight, bias, dtype)
+        row_mask, options = mask_of(index, row_mask, options)
+        cut = plan([head], row_mask, needed[1], max_memory, row_bytes(index))
+        row_mask = row_mask if defers(row_mask) else None
+        gradients = Gradients(head, cut, needed)
+        for rows, states, (logits,) in tiles([head], cut):
+            of_rows = [None if t is None else rows.take(t) for t in (index, row_mask)]
+            of_tile = [None if g is None else rows.take(g) for g in upstream]
+            path_of(logits).softmax_gradient(
+                logits, *of_rows, class_weights, rows.take(packed, 1).contiguous(), *of_tile, options, logits
+            )
+            gradients.add(rows, states, logits)
+        return filled(gradients.scaled(None), hidden)
 
 
-@_gradient_op.register_fake
-def _(hidden, weight, bias, *arguments):
-    return empty_gradients((hidden, weight, bias), arguments[9])
+def empty_linear_results(hidden: Tensor, index: Tensor | None, dtype: torch.dtype, options: Options) -> Results:
+    """Of logits ``(N, V)``, of which only rows, device and dtype matter here."""
+    return empty_results(hidden.new_empty((hidden.shape[0], 0), dtype=dtype), index, options)

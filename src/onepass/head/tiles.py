@@ -290,3 +290,8 @@ def empty_gradients(parts: Sequence[Tensor | None], needed: Sequence[bool]) -> l
         parts[0].new_empty(0) if t is None or not n else torch.empty_like(t, memory_format=torch.contiguous_format)  # type: ignore[union-attr]
         for t, n in of
     ]
+
+
+def filled(gradients: Sequence[Tensor | None], hidden: Tensor) -> list[Tensor]:
+    """The same with the gradients."""
+    return [hidden.new_empty(0) if g is None else g for g in gradients]

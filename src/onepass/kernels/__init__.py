@@ -3,7 +3,7 @@
 from onepass.kernels.divergence import divergence, divergence_gradient
 from onepass.kernels.scale import scale_
 from onepass.kernels.softmax_gradient import softmax_gradient
-from onepass.kernels.softmax_loss import softmax_loss, takes
+from onepass.kernels.softmax_loss import softmax_loss, takes_in_one
 from onepass.kernels.softmax_statistics import softmax_statistics
 
 __all__ = [
@@ -13,5 +13,5 @@ __all__ = [
     "softmax_gradient",
     "softmax_loss",
     "softmax_statistics",
-    "takes",
+    "takes_in_one",
 ]

@@ -5,6 +5,8 @@ the gradient out over them; the two kernels apart read the logits twice. Several
 normaliser, and read their pieces again while these are still in the card's cache.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -48,7 +50,7 @@ def softmax_loss_kernel(
     low = split * piece
     high = tl.minimum(V, low + piece)
     full = low + tl.maximum(high - low, 0) // TILE * TILE
-    x = logits + row * row_stride // VEC * VEC  # as `takes` has seen; this is for the compiler to know
+    x = logits + row * row_stride // VEC * VEC  # as `takes_in_one` has seen; this is for the compiler to know
     active = True
     if row_mask is not None:
         active = tl.load(row_mask + row) != 0
@@ -146,7 +148,7 @@ def plan_for(x: Layout, gradient_strides: tuple[int, ...], options: Options) -> 
     )  # fmt: skip
 
 
-def takes(logits: torch.Tensor, index: torch.Tensor | None, options: Options) -> bool:
+def takes_in_one(logits: torch.Tensor, index: torch.Tensor | None, options: Options) -> bool:
     """Whether the kernel can: ``(rows, V)`` logits in rows of whole vectors, one index a row, some of the fields."""
     one = index is not None and index.dim() == 1 and options.ignore_index is None
     aligned = not (logits.stride(0) * logits.element_size() % 16 or logits.data_ptr() % 16)
@@ -158,17 +160,14 @@ def softmax_loss(
     index: torch.Tensor | None,
     row_mask: torch.Tensor | None,
     class_weights: torch.Tensor | None,
-    grad_log_normalizer: torch.Tensor | None,
-    grad_expected_logit: torch.Tensor | None,
-    grad_weighted_logit: torch.Tensor | None,
-    grad_tempered: torch.Tensor | None,
-    grad_selected: torch.Tensor | None,
+    upstream: Sequence[torch.Tensor | None],
     options: Options,
 ) -> Results:
-    """`softmax_statistics` of the logits and then, over them, their `softmax_gradient`, where `takes` says yes."""
+    """`softmax_statistics` of the logits and then, over them, their `softmax_gradient`: what `takes_in_one`."""
     packed, chosen, _ = results = empty_results(logits, index, options)
     if len(logits):
-        grads = grad_log_normalizer, grad_weighted_logit, grad_selected
+        of_normalizer, _, of_weighted, _, of_selected = upstream  # `FIELDS` has none of the others
+        grads = of_normalizer, of_weighted, of_selected
         strides = tuple([0 if g is None else g.stride(0) for g in grads])
         about = layout_of(logits), strides, options
         launch(plan_for, about, (logits, class_weights), (index, row_mask, packed, chosen, *grads))
