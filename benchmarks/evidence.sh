@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that is claimed of a GPU, in the order in which it matters: benchmarks against the installed peers, the
-# GPU suite, accuracy, and compute-sanitizer over the suite. Results go to the folder $1 (default .bench).
-# About 7 minutes on an H100. Without a .git here, say ONEPASS_COMMIT=<commit>.
+# GPU suite, accuracy, and compute-sanitizer over the suite. Results go to the folder $1 (default .bench); $2 names a
+# part: logits, routers, heads or checks (default all). About 15 minutes on an H100. Without a .git here, say
+# ONEPASS_COMMIT=<commit>.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-.bench}
@@ -23,6 +24,9 @@ if wants logits; then
   bench --op log_probs --op topk_kl_div --op topk_kl_div_renormalized --no-compile --shape 8192x151936 --name topk-distillation
   bench --op kl_div --op kl_div_reverse --op jsd --shape 4096x151936 --name kl-div
 fi
+if wants routers; then
+  bench --op softmax_topk --op sigmoid_topk --name routers
+fi
 if wants heads; then
   measure bench-head --no-compile --shape 8192x4096x151936 --name linear-head
   measure bench-head --no-compile "${frozen_or_not[@]}" --shape 32768x2048x151936 --no-peers --name linear-head-memory
@@ -38,4 +42,5 @@ if wants checks; then
   }
   memcheck softmax_ tests/test_statistics.py tests/test_losses.py tests/test_softmax_loss.py tests/test_distillation.py
   memcheck divergence tests/test_distillation.py
+  memcheck routing tests/test_routing.py
 fi

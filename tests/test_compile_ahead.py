@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import onepass
-from onepass.options import Options, PairOptions
+from onepass.options import Options, PairOptions, RouterOptions
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -55,22 +55,41 @@ class Case(NamedTuple):
     row_mask: bool = False
     K: int = 1
     pair: PairOptions = PairOptions("forward", 0.5)
+    tokens: int = 65536
+    experts: int = 256
+    router: RouterOptions = RouterOptions(8)
 
 
 EVERYTHING = "selected log_normalizer expected_logit weighted_logit is_top1 tempered_log_normalizer mean_logit"
 CASES = {
     # Over 2 GB, which AMD's buffer instructions do not reach.
     "log_probs_and_entropy": Case(16384, 128256, Options("log_probs entropy")),
-    "unaligned_rows": Case(4096, 50257, Options("log_probs entropy"), pair=PairOptions("jsd", 0.5)),
+    "unaligned_rows": Case(
+        4096,
+        50257,
+        Options("log_probs entropy"),
+        pair=PairOptions("jsd", 0.5),
+        experts=60,
+        router=RouterOptions(4, "softmax", renormalize=False, score_after_topk=True),
+    ),
     # Cross-entropy with label smoothing; one warp.
     "short_rows": Case(
         4096,
         256,
         Options("log_probs log_normalizer weighted_logit", class_weight=0.1, ignore_index=-100),
         pair=PairOptions("reverse", 0.5, softcap=30.0),
+        router=RouterOptions(8, "sigmoid", 8, 4),
     ),
     # Too few rows for the card, so that they are split; the gradient's rows lie otherwise than the logits'.
-    "few_rows": Case(1, 128256, Options("log_probs entropy"), pair=PairOptions("forward", 0.5, teacher_softcap=30.0)),
+    "few_rows": Case(
+        1,
+        128256,
+        Options("log_probs entropy"),
+        pair=PairOptions("forward", 0.5, teacher_softcap=30.0),
+        tokens=64,
+        router=RouterOptions(8, "sqrtsoftplus", 7, 3, "max"),
+        experts=63,
+    ),
     "everything": Case(
         1,
         128256,
@@ -79,6 +98,8 @@ CASES = {
         row_mask=True,
         K=64,
         pair=PairOptions("jsd", 0.5, softcap=30.0, teacher_softcap=30.0),
+        experts=1024,
+        router=RouterOptions(32, "sigmoid", 16, 4, softcap=30.0, sums=True),
     ),
 }
 # Constants that a launcher passes but does not choose by its arguments.
@@ -124,6 +145,11 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     assert kernels.takes_in_one(whole_vectors, one, of_loss)
     kernels.softmax_loss(whole_vectors, one, *arguments[2:], (grad, None, upstream[2], None, grad), of_loss)
     kernels.scale_(out, empty((), dtype=torch.float32))
+    routed = empty(case.tokens, case.experts, dtype=dtype)
+    bias, token_mask = (empty(case.experts), empty(case.tokens, dtype=torch.bool)) if case.router.sums else (None, None)
+    weights, experts, _, prob_sums, logsumexp = kernels.routing.route(routed, bias, token_mask, case.router)
+    grads = (weights, prob_sums, logsumexp) if case.router.sums else (weights, None, None)
+    kernels.routing.gradient(routed, experts, token_mask, *grads, case.router)
 
 
 def resources(kernel: Any) -> dict[str, Any]:

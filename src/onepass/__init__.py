@@ -2,6 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from onepass import moe
 from onepass.head.gather import gather_parameters
 from onepass.head.logits import LinearLogits
 from onepass.losses.cross_entropy import CrossEntropyLoss, cross_entropy
@@ -41,6 +42,7 @@ __all__ = [
     "linear_selective_log_softmax_and_entropy",
     "linear_softmax_statistics",
     "linear_topk_kl_div",
+    "moe",
     "selective_log_softmax",
     "selective_log_softmax_and_entropy",
     "softmax_statistics",

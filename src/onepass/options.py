@@ -125,3 +125,45 @@ def _places(fields: str) -> tuple[int, ...]:
 def not_differentiable(fields: str) -> tuple[int, ...]:
     """Which of the fields are not."""
     return tuple(n for n, f in enumerate(_names(fields)) if f in NOT_DIFFERENTIABLE)
+
+
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+GROUP_SCORES = ("top2_sum", "max")
+MAX_EXPERTS, MAX_K = 1024, 32
+
+
+class RouterOptions(NamedTuple):
+    """See `moe.route`; as flat arguments, those of the registered operations."""
+
+    k: int
+    score: str = "softmax"
+    n_group: int = 1
+    topk_group: int = 1
+    group_score: str = "top2_sum"
+    renormalize: bool = True
+    scale: float = 1.0
+    eps: float = 1e-20
+    score_after_topk: bool = False
+    softcap: float | None = None
+    sums: bool = False  # whether the sums for the losses are wanted
+
+    def transform(self) -> tuple[float, float]:
+        """``(inner, outer)`` of ``z = outer·tanh(inner·x)``, or of ``z = inner·x`` without a soft-cap."""
+        return (1.0, 1.0) if self.softcap is None else (1.0 / self.softcap, self.softcap)
+
+
+RoutingResults = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def empty_routing(logits: torch.Tensor, options: RouterOptions) -> RoutingResults:
+    """Unwritten weights ``(T, K)``, experts ``(T, K)``, counts ``(E,)``, summed probabilities ``(E,)`` and logsumexp
+    ``(T,)``; the last two are empty where they are not wanted."""
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    T, E = logits.shape
+    return (
+        logits.new_empty((T, options.k), dtype=dtype),
+        logits.new_empty((T, options.k), dtype=torch.int64),
+        logits.new_empty(E, dtype=torch.int32),
+        logits.new_empty(E if options.sums else 0, dtype=dtype),
+        logits.new_empty(T if options.sums else 0, dtype=dtype),
+    )

@@ -8,7 +8,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,13 +24,16 @@ from onepass.cli.peers import Forward, Implementation
 
 PASSES = ("forward", "backward", "forward+backward")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-FEW_ROWS = 1024  # up to here calls are bound by the host: the kernels' own time is shown too
+SMALL = 1 << 25  # logits up to which calls are bound by the host: the kernels' own time is shown too
 ROUNDS = 35
 
 
 def bench(
     op: Annotated[list[str] | None, typer.Option(help=f"Operations: {', '.join(OPERATIONS)}. Default: all.")] = None,
-    shape: Annotated[list[str] | None, typer.Option(help="ROWSxVOCABULARY, e.g. 8192x151936; repeatable.")] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="ROWSxVOCABULARY (of routers TOKENSxEXPERTS), e.g. 8192x151936; repeatable."),
+    ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16, fp32; repeatable.")] = None,
     masked: Annotated[float, typer.Option(min=0, max=0.99, help="Share of rows that are masked.")] = 0.0,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Run torch.compile too.")] = True,
@@ -41,9 +44,6 @@ def bench(
 ) -> None:
     """Time operations against torch and installed peers; write a table, a JSON and a PNG."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shapes = shape or (
-        ["8192x151936", "8192x128256", "16384x32000", "64x151936"] if device.type == "cuda" else ["256x32000"]
-    )
     for value, choices in [(v, OPERATIONS) for v in op or ()] + [(v, DTYPES) for v in dtype or ()]:
         if value not in choices:
             raise typer.BadParameter(f"{value!r}: expected one of {', '.join(choices)}")
@@ -51,9 +51,8 @@ def bench(
     report = new_report(console, device)
     copy, results, missing = report["copy_gb_per_s"], report["results"], report["not_run"]
     out.mkdir(parents=True, exist_ok=True)
-    for operation, size, kind in itertools.product(
-        op or OPERATIONS, shapes, dtype or (["bf16"] if device.type == "cuda" else ["fp32"])
-    ):
+    cases = [(o, s) for o in op or OPERATIONS for s in shape or shapes_of(o, device)]
+    for (operation, size), kind in itertools.product(cases, dtype or (["bf16"] if device.type == "cuda" else ["fp32"])):
         rows, vocab = parse_shape(size)
         found, absent = implementations(operation, compiled)
         missing |= absent
@@ -69,7 +68,7 @@ def bench(
                     missing[f"{implementation.name} {operation} {size}"] = first_line(error)
                     continue
                 measured += records
-                runs += again if rows <= FEW_ROWS else ()
+                runs += again if rows * vocab <= SMALL else ()
                 del again  # holds the tensors, which may be large
         # The host drifts by more than the implementations differ, so that few rows are timed in short turns.
         walls = [[wall_ms(run, device, milliseconds // 5) for run in runs] for _ in range(ROUNDS)] if runs else []
@@ -81,6 +80,11 @@ def bench(
         (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")  # whatever comes after
     plot(report, out / f"{name}.png")
     conclude(console, report, out / name)
+
+
+def shapes_of(operation: str, device: torch.device) -> Sequence[str]:
+    of = OPERATIONS[operation]
+    return of.shapes if device.type == "cuda" else [of.shape_on_cpu]
 
 
 def new_report(console: Console, device: torch.device) -> dict[str, Any]:
@@ -162,7 +166,7 @@ def measure(
             "implementation": implementation.name, "version": implementation.version, "pass": name, "ms": ms,
             "gb_per_s": traffic / ms / 1e6, "share_of_copy": traffic / ms / 1e6 / copy,
             "wall_ms": wall_ms(run, device, milliseconds),
-            "kernel_us": kernel_us(run, device) if case["rows"] <= FEW_ROWS else None,
+            "kernel_us": kernel_us(run, device) if logits.numel() <= SMALL else None,
             "extra_bytes": found.get(name), "error": error if name == "forward" else None,
         })  # fmt: skip
         logits.grad = None
@@ -195,7 +199,7 @@ def exact(
     outputs = []
     for output in zip(*parts):
         if output[0].dim():
-            outputs.append(output[0].new_zeros(count).index_copy(0, rows, torch.cat(output)))
+            outputs.append(output[0].new_zeros(count, *output[0].shape[1:]).index_copy(0, rows, torch.cat(output)))
         else:
             outputs.append(sum(o * len(b) for o, b in zip(output, blocks)) / len(rows))
     return tuple(outputs)

@@ -14,9 +14,12 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 import onepass
+from onepass.cli.implementations_moe import ROUTERS, no_inputs
 from onepass.cli.peers import PEERS, Forward, Implementation, Peer
 
 TOP_K = 64
+LOSS_SHAPES = ("8192x151936", "8192x128256", "16384x32000", "64x151936")
+ROUTER_SHAPES = ("65536x256", "8192x128", "64x256")  # tokens x experts
 
 
 def random_logits(shape: Sequence[int], dtype: torch.dtype, generator: Generator) -> Tensor:
@@ -46,6 +49,8 @@ class Operation:
     inputs: Callable[[Tensor, Tensor | None, Generator], tuple[Tensor, ...]] = targets
     reads: tuple[int, int] = (1, 1)  # of a tensor of the logits' size, forward and backward; the backward writes one
     masks: bool = True  # whether the definition can leave rows out
+    shapes: Sequence[str] = LOSS_SHAPES  # on a GPU, where none is asked for
+    shape_on_cpu: str = "256x32000"
 
 
 def log_softmax(logits: Tensor) -> Tensor:
@@ -120,7 +125,9 @@ OPERATIONS: dict[str, Operation] = {
     "kl_div": divergence("forward", reads=(2, 2)),
     "kl_div_reverse": divergence("reverse", reads=(2, 2)),
     "jsd": divergence("jsd", reads=(4, 2)),
-}
+    **{name: Operation(definition, ours, no_inputs, masks=False, shapes=ROUTER_SHAPES, shape_on_cpu="1024x64")
+       for name, (definition, ours) in ROUTERS.items()},
+}  # fmt: skip
 
 
 def implementations(name: str, compiled: bool) -> tuple[list[Implementation], dict[str, str]]:

@@ -140,6 +140,12 @@ def fla_kl_div(name: str, package: str) -> Implementation:
     return Implementation(name, package, lambda x, t, m: (KLDiv.apply(x, t),), masks=False)
 
 
+def quack_softmax_topk(name: str, package: str) -> Implementation:
+    """The softmax of the k largest logits, which is what softmax, top-k and renormalisation give; in their dtype."""
+    call = attribute("quack.topk", "topk")
+    return Implementation(name, package, lambda x, m: (call(x, 8, softmax=True)[0],), masks=False)
+
+
 Peer = tuple[str, str, Callable[[str, str], Implementation]]  # its name, its package, its loader
 PEERS: dict[str, list[Peer]] = {
     "log_probs_and_entropy": [
@@ -161,4 +167,5 @@ PEERS: dict[str, list[Peer]] = {
     ],
     "kl_div_reverse": [("Liger (JSD, beta 1)", "liger-kernel", liger_kl("LigerJSD", beta=1.0))],
     "jsd": [("Liger (JSD)", "liger-kernel", liger_kl("LigerJSD", beta=0.5))],
+    "softmax_topk": [("QuACK (bf16 weights, no counts)", "quack-kernels", quack_softmax_topk)],
 }

@@ -1,0 +1,6 @@
+"""Mixture of experts: routing."""
+
+from onepass.moe.families import route_block
+from onepass.moe.routing import Routing, load_balancing_loss, route, router_z_loss, sigmoid_topk, softmax_topk
+
+__all__ = ["Routing", "load_balancing_loss", "route", "route_block", "router_z_loss", "sigmoid_topk", "softmax_topk"]

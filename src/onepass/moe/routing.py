@@ -1,0 +1,310 @@
+"""Routing of tokens to experts: one description of every family's router, one kernel each way."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepass.checks import check_choice, check_device, check_logits, check_number, check_row_mask, described
+from onepass.dispatch import is_plain, path_of, refuse_second_derivatives
+from onepass.moe import eager
+from onepass.options import GROUP_SCORES, MAX_EXPERTS, MAX_K, SCORES, RouterOptions, RoutingResults, empty_routing
+
+
+class Routing(NamedTuple):
+    """Where tokens go. ``(...)`` are the tokens; E experts, of which each token takes K.
+
+    Attributes:
+        weights: ``(..., K)``, float32 (float64 for float64 logits), differentiable.
+        experts: ``(..., K)``, int64, best first.
+        counts: ``(E,)``, int32: how many tokens each expert gets.
+        prob_sums: ``(E,)``: softmax probabilities summed over tokens, differentiable; None without ``losses``.
+        logsumexp: ``(...)``: ``log Σ_e exp(z_e)``, differentiable; None without ``losses``.
+    """
+
+    weights: Tensor
+    experts: Tensor
+    counts: Tensor
+    prob_sums: Tensor | None = None
+    logsumexp: Tensor | None = None
+
+
+def route(
+    router_logits: Tensor,
+    k: int,
+    *,
+    score: str = "softmax",
+    selection_bias: Tensor | None = None,
+    n_group: int = 1,
+    topk_group: int = 1,
+    group_score: str = "top2_sum",
+    renormalize: bool = True,
+    scale: float = 1.0,
+    eps: float = 1e-20,
+    score_after_topk: bool = False,
+    softcap: float | None = None,
+    token_mask: Tensor | None = None,
+    losses: bool = False,
+) -> Routing:
+    r"""Choose ``k`` experts for every token, and their weights.
+
+    With :math:`z = \mathrm{cap}\cdot\tanh(x / \mathrm{cap})` (or :math:`z = x`), scores :math:`s = f(z)` and a
+    selection bias :math:`b`, the experts are those of the k largest :math:`s_e + b_e`, in descending order; of equal
+    ones the lower id comes first. Their weights are :math:`s_e`, divided by :math:`\sum s + \mathrm{eps}` where
+    ``renormalize``, times ``scale``. All in float32 (float64 for float64 logits).
+
+    Args:
+        router_logits: ``(..., E)``, float16, bfloat16, float32 or float64; E up to 1024.
+        k: experts a token, up to 32.
+        score: :math:`f`: ``"softmax"`` (over the experts), ``"sigmoid"`` or ``"sqrtsoftplus"``
+            (:math:`\sqrt{\log(1 + e^z)}`).
+        selection_bias: ``(E,)``, added for the selection and not in the weights (DeepSeek-V3's correction bias,
+            arXiv:2412.19437, section 2.1.2); not differentiable.
+        n_group, topk_group: only experts of the ``topk_group`` best of ``n_group`` equal groups can be chosen.
+        group_score: what a group is judged by: the sum of its two largest selection values, ``"top2_sum"``, or
+            ``"max"``.
+        renormalize, scale, eps: see above.
+        score_after_topk: choose by :math:`z_e + b_e`, and take the score of the k chosen logits alone (gpt-oss).
+        softcap: the cap > 0, or None for none.
+        token_mask: ``(...)``, bool or 0/1. Tokens where it is False have weights of 0, are not counted, take no part
+            in the sums, and have no gradient; their experts are valid ids.
+        losses: whether to return what `load_balancing_loss` and `router_z_loss` are made of, from the same read.
+
+    Returns:
+        `Routing`. Weights and sums are differentiable with respect to the logits, the choice is not.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
+
+    A logit of -inf turns an expert off: its score is 0, and it is chosen only where too few others are left. A token
+    with a NaN logit, and one whose scores are not finite or (softmax) not a distribution, has NaN weights and the
+    experts 0 … k - 1: no id is ever out of range.
+    """
+    options = RouterOptions(
+        k, score, n_group, topk_group, group_score, renormalize, scale, eps, score_after_topk, softcap, losses
+    )
+    if not isinstance(router_logits, Tensor):
+        raise TypeError(f"router_logits: expected a tensor, got {described(router_logits)}")
+    check_logits(router_logits, "router_logits")
+    check_options(options, router_logits.shape[-1])
+    tokens, E = router_logits.shape[:-1], router_logits.shape[-1]
+    if selection_bias is not None:
+        if not isinstance(selection_bias, Tensor) or not selection_bias.is_floating_point():
+            raise TypeError(f"selection_bias: expected a floating-point tensor, got {described(selection_bias)}")
+        if selection_bias.shape != (E,):
+            raise ValueError(f"selection_bias: expected shape ({E},), got {tuple(selection_bias.shape)}")
+        check_device(selection_bias, router_logits, "selection_bias")
+        selection_bias = (
+            selection_bias.detach().to(torch.promote_types(router_logits.dtype, torch.float32)).contiguous()
+        )
+    if token_mask is not None:
+        check_row_mask(token_mask, router_logits, "token_mask")
+        token_mask = token_mask.reshape(-1).contiguous()
+    logits = router_logits if router_logits.dim() == 2 else router_logits.reshape(-1, E)
+    logits = logits if logits.stride(-1) == 1 or E == 1 else logits.contiguous()
+    if torch.is_grad_enabled() and logits.requires_grad:
+        results: RoutingResults = _Route.apply(logits, selection_bias, token_mask, options)
+    else:
+        results = _forward(logits, selection_bias, token_mask, options)
+    weights, experts, counts, prob_sums, logsumexp = results
+    if router_logits.dim() != 2:
+        weights, experts = weights.view(*tokens, k), experts.view(*tokens, k)
+    if not losses:
+        return Routing(weights, experts, counts)
+    return Routing(weights, experts, counts, prob_sums, logsumexp.view(tokens))
+
+
+def softmax_topk(router_logits: Tensor, k: int, *, renormalize: bool = True, **options: Any) -> Routing:
+    """`route` as Mixtral, Qwen and OLMoE do: softmax over the experts, the k largest, renormalised or not."""
+    return route(router_logits, k, score="softmax", renormalize=renormalize, **options)
+
+
+def sigmoid_topk(
+    router_logits: Tensor,
+    k: int,
+    selection_bias: Tensor | None = None,
+    *,
+    n_group: int = 1,
+    topk_group: int = 1,
+    scale: float = 1.0,
+    **options: Any,
+) -> Routing:
+    """`route` as DeepSeek-V3 does: sigmoid, a correction bias for the selection, the best groups only."""
+    return route(
+        router_logits, k, score="sigmoid", selection_bias=selection_bias, n_group=n_group, topk_group=topk_group,
+        scale=scale, **options,
+    )  # fmt: skip
+
+
+def load_balancing_loss(routing: Routing | Sequence[Routing]) -> Tensor:
+    r"""How unevenly tokens are spread: :math:`E \sum_e f_e P_e`, which is k where all experts have the same.
+
+    :math:`f_e` is the share of tokens that take expert e (of k shares a token), :math:`P_e` the mean probability,
+    both over the tokens of all layers that are not masked. As transformers' ``load_balancing_loss_func``.
+
+    Args:
+        routing: from `route` with ``losses=True``, or one of every layer.
+
+    Returns:
+        A scalar, differentiable through the probabilities; NaN without any token.
+
+    Reference: Fedus et al., "Switch Transformers", arXiv:2101.03961, equations 4 to 6.
+    """
+    layers = _layers(routing)
+    counts = torch.stack([r.counts for r in layers]).sum(0)
+    probs = torch.stack([r.prob_sums for r in layers]).sum(0)  # type: ignore[misc]
+    tokens = counts.sum() / layers[0].experts.shape[-1]
+    return (counts * probs).sum() * (len(counts) / tokens.square())
+
+
+def router_z_loss(routing: Routing | Sequence[Routing]) -> Tensor:
+    r"""The mean of :math:`(\log \sum_e e^{z_e})^2` over tokens that are not masked, of one layer or of all.
+
+    Arguments and result are those of `load_balancing_loss`.
+
+    Reference: Zoph et al., "ST-MoE", arXiv:2202.08906, equation 5.
+    """
+    layers = _layers(routing)
+    tokens = torch.stack([r.counts.sum() for r in layers]).sum() / layers[0].experts.shape[-1]
+    return torch.stack([r.logsumexp.square().sum() for r in layers]).sum() / tokens  # type: ignore[union-attr]
+
+
+def _layers(routing: Routing | Sequence[Routing]) -> Sequence[Routing]:
+    layers = [routing] if isinstance(routing, Routing) else list(routing)
+    if not layers or any(r.prob_sums is None for r in layers):
+        raise ValueError("routing: expected one or more from route(..., losses=True), got none or one without")
+    return layers
+
+
+def check_options(o: RouterOptions, experts: int) -> None:
+    if experts > MAX_EXPERTS:
+        raise ValueError(f"router_logits: expected at most {MAX_EXPERTS} experts, got {experts}")
+    for value, name, most in (
+        (o.k, "k", min(MAX_K, experts)), (o.n_group, "n_group", experts), (o.topk_group, "topk_group", o.n_group),
+    ):  # fmt: skip
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}: expected an int, got {described(value)}")
+        if not 1 <= value <= most:
+            raise ValueError(f"{name}: expected 1 to {most} for {experts} experts, got {value}")
+    check_choice(o.score, "score", SCORES)
+    check_choice(o.group_score, "group_score", GROUP_SCORES)
+    check_number(o.scale, "scale", -float("inf"))
+    check_number(o.eps, "eps", 0, open_low=False)
+    if o.softcap is not None:
+        check_number(o.softcap, "softcap", 0)
+    if experts % o.n_group:
+        raise ValueError(f"n_group: expected a divisor of {experts} experts, got {o.n_group}")
+    size = experts // o.n_group
+    if o.n_group > 1 and o.group_score == "top2_sum" and size < 2:
+        raise ValueError("group_score: expected 'max' for groups of one expert, got 'top2_sum'")
+    if o.k > o.topk_group * size and o.n_group > 1:
+        raise ValueError(f"k: expected at most the {o.topk_group * size} experts of {o.topk_group} groups, got {o.k}")
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, options: RouterOptions
+    ) -> RoutingResults:
+        results = _forward(logits, selection_bias, token_mask, options)
+        ctx.save_for_backward(logits, results[1], token_mask)
+        ctx.options = options
+        ctx.mark_non_differentiable(results[1], results[2])
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        of_weights, _, _, of_probs, of_logsumexp = grads
+        wanted = of_weights, *((of_probs, of_logsumexp) if ctx.options.sums else (None, None))
+        return _gradient(*ctx.saved_tensors, *wanted, ctx.options), None, None, None
+
+
+def _path(logits: Tensor) -> Any:
+    from onepass import eager as core  # of which routing has its own
+
+    path = path_of(logits)
+    return eager if path is core else path.routing
+
+
+def _forward(
+    logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, options: RouterOptions
+) -> RoutingResults:
+    if is_plain(logits):
+        results: RoutingResults = _path(logits).route(logits, selection_bias, token_mask, options)
+        return results
+    found: RoutingResults = torch.ops.onepass.route(logits, selection_bias, token_mask, *options)
+    return found
+
+
+def _gradient(logits: Tensor, *arguments: Any) -> Tensor:
+    *tensors, options = arguments
+    if is_plain(logits):
+        out: Tensor = _path(logits).gradient(logits, *tensors, options)
+    else:
+        out = torch.ops.onepass.route_gradient(logits, *tensors, *options)
+    return out
+
+
+@torch.library.custom_op("onepass::route", mutates_args=())
+def _route_op(
+    logits: Tensor,
+    selection_bias: Tensor | None,
+    token_mask: Tensor | None,
+    k: int,
+    score: str,
+    n_group: int,
+    topk_group: int,
+    group_score: str,
+    renormalize: bool,
+    scale: float,
+    eps: float,
+    score_after_topk: bool,
+    softcap: float | None,
+    sums: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    options = RouterOptions(
+        k, score, n_group, topk_group, group_score, renormalize, scale, eps, score_after_topk, softcap, sums
+    )
+    results: RoutingResults = _path(logits).route(logits, selection_bias, token_mask, options)
+    return results
+
+
+@_route_op.register_fake
+def _(logits, selection_bias, token_mask, *options):
+    return empty_routing(logits, RouterOptions(*options))
+
+
+@torch.library.custom_op("onepass::route_gradient", mutates_args=())
+def _gradient_op(
+    logits: Tensor,
+    experts: Tensor,
+    token_mask: Tensor | None,
+    grad_weights: Tensor | None,
+    grad_prob_sums: Tensor | None,
+    grad_logsumexp: Tensor | None,
+    k: int,
+    score: str,
+    n_group: int,
+    topk_group: int,
+    group_score: str,
+    renormalize: bool,
+    scale: float,
+    eps: float,
+    score_after_topk: bool,
+    softcap: float | None,
+    sums: bool,
+) -> Tensor:
+    options = RouterOptions(
+        k, score, n_group, topk_group, group_score, renormalize, scale, eps, score_after_topk, softcap, sums
+    )
+    grads = grad_weights, grad_prob_sums, grad_logsumexp
+    out: Tensor = _path(logits).gradient(logits, experts, token_mask, *grads, options)
+    return out
+
+
+@_gradient_op.register_fake
+def _(logits, *arguments):
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)

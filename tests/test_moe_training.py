@@ -1,0 +1,82 @@
+"""MoE models of transformers, trained with their own routing and with ours: the same curve."""
+
+import os
+
+import pytest
+import torch
+
+from onepass.cli.demo import load_text
+from onepass.moe import load_balancing_loss, route_block
+
+transformers = pytest.importorskip("transformers")
+
+STEPS, BATCH, LENGTH, COEFFICIENT = 50, 4, 64, 0.05
+SIZE = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": LENGTH, "attn_implementation": "eager",
+}  # fmt: skip
+
+
+def mixtral():
+    config = transformers.MixtralConfig(
+        **SIZE, num_local_experts=8, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=COEFFICIENT
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+def deepseek_v3():
+    config = transformers.DeepseekV3Config(
+        **SIZE, n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2, first_k_dense_replace=0,
+        moe_intermediate_size=32, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16,
+        v_head_dim=32, n_shared_experts=1,
+    )  # fmt: skip
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+def use_ours(model, family, routings):
+    """Every block routes by `route_block`, which leaves its `Routing` in ``routings``."""
+    blocks = [layer.mlp for layer in model.model.layers]
+    for block in blocks:
+
+        def routed(hidden_states, block=block):
+            routing = route_block(block, hidden_states, losses=family is mixtral)
+            routings.append(routing)
+            return routing
+
+        # A gate returns logits, weights and experts of all tokens; the block uses the last two.
+        block.gate.forward = lambda h, routed=routed: (h, *routed(h.reshape(-1, h.shape[-1]))[:2])
+    assert len(blocks) == 2
+
+
+def train(family, ours, device):
+    text = torch.frombuffer(bytearray(load_text().encode()), dtype=torch.uint8).long()
+    torch.manual_seed(0)
+    model = family().to(device).train()
+    routings = []
+    if ours:
+        use_ours(model, family, routings)
+        model.config.output_router_logits = False
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    starts = torch.randint(len(text) - LENGTH, (STEPS, BATCH), generator=torch.Generator().manual_seed(1))
+    curve = []
+    for step in range(STEPS):
+        tokens = torch.stack([text[s : s + LENGTH] for s in starts[step]]).to(device)
+        routings.clear()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        if ours and family is mixtral:
+            loss = loss + COEFFICIENT * load_balancing_loss(routings)
+        assert not ours or len(routings) == 2
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        curve.append(loss.item())
+    return curve
+
+
+@pytest.mark.parametrize("family", [mixtral, deepseek_v3], ids=lambda f: f.__name__)
+def test_the_same_curve(device, family):
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("too long for the interpreter")
+    theirs, ours = (train(family, which, device) for which in (False, True))
+    assert theirs[-1] < theirs[0] - 0.5  # something was learnt
+    assert max(abs(a - b) for a, b in zip(theirs, ours)) < 1e-4

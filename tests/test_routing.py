@@ -1,0 +1,371 @@
+"""`route` against a definition that takes one token at a time: choice, weights, counts, gradients, losses."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import onepass
+from onepass.moe import Routing, load_balancing_loss, route, router_z_loss, sigmoid_topk, softmax_topk
+from onepass.options import RouterOptions
+
+INF = float("inf")
+
+
+def definition(x, k, *, score="softmax", selection_bias=None, n_group=1, topk_group=1, group_score="top2_sum",
+               renormalize=True, scale=1.0, eps=1e-20, score_after_topk=False, softcap=None):  # fmt: skip
+    """Experts and differentiable weights of one token, float64."""
+    E = len(x)
+    z = x if softcap is None else softcap * torch.tanh(x / softcap)
+    scores = {"softmax": lambda z: z.softmax(-1), "sigmoid": torch.sigmoid,
+              "sqrtsoftplus": lambda z: torch.log1p(z.exp()).sqrt()}[score]  # fmt: skip
+    s = scores(z)
+    value = ((z if score_after_topk else s) + (0 if selection_bias is None else selection_bias)).tolist()
+    ranked = sorted(range(E), key=lambda e: (z[e] == -INF, -value[e] if z[e] > -INF else 0, e))
+    size = E // n_group
+    if n_group > 1:
+        best = {g: sorted((value[e] for e in range(g * size, (g + 1) * size)), reverse=True) for g in range(n_group)}
+        judged = {g: v[0] + v[1] if group_score == "top2_sum" else v[0] for g, v in best.items()}
+        kept = sorted(range(n_group), key=lambda g: (-judged[g], g))[:topk_group]
+        ranked = [e for e in ranked if e // size in kept]
+    experts = torch.tensor(ranked[:k])
+    w = scores(z[experts]) if score_after_topk else s[experts]
+    if renormalize:
+        w = w / (w.sum() + eps)
+    return experts, w * scale
+
+
+CASES = {
+    "softmax": (16, 4, {}),
+    "softmax, as they are": (60, 4, {"renormalize": False, "scale": 2.5}),
+    "softmax, of the chosen": (32, 4, {"score_after_topk": True}),
+    "softmax, biased": (20, 3, {"selection_bias": True, "softcap": 4.0}),
+    "sigmoid, groups": (64, 6, {"score": "sigmoid", "selection_bias": True, "n_group": 8, "topk_group": 4,
+                                "scale": 2.5}),
+    "sigmoid, odd groups": (21, 4, {"score": "sigmoid", "n_group": 3, "topk_group": 2, "group_score": "max"}),
+    "sigmoid, biased logits": (12, 2, {"score": "sigmoid", "selection_bias": True, "score_after_topk": True}),
+    "sqrtsoftplus": (37, 5, {"score": "sqrtsoftplus", "selection_bias": True, "eps": 1e-6}),
+    "softmax, groups": (40, 6, {"n_group": 5, "topk_group": 2, "group_score": "max", "renormalize": False}),
+    "one expert": (1, 1, {}),
+    "all of them": (9, 9, {"score": "sigmoid"}),
+    "many": (1024, 32, {"score": "sigmoid"}),
+}  # fmt: skip
+
+
+def inputs(name, tokens, seed=0):
+    E, k, options = CASES[name]
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, E, generator=g, dtype=torch.float64) * 3
+    if E > 100:  # apart by more than float32 rounds scores to
+        x = x.argsort(-1) * (12 / E) - 6.0
+    options = dict(options)
+    if "selection_bias" in options:
+        options["selection_bias"] = torch.randn(E, generator=g) * 0.5 - 0.5  # selection values of both signs
+    return x, k, options
+
+
+def on(device, options):
+    return {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in options.items()}
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 700])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_definition(device, name, tokens):
+    if name == "many" and tokens > 33:
+        tokens = 40
+    x, k, options = inputs(name, tokens)
+    mine = x.float().to(device).requires_grad_()
+    routing = route(mine, k, **on(device, options))
+    exact = x.float().double().requires_grad_()
+    rows = [definition(row, k, **options) for row in exact]
+    experts, weights = torch.stack([e for e, _ in rows]), torch.stack([w for _, w in rows])
+    assert torch.equal(routing.experts.cpu(), experts)
+    torch.testing.assert_close(routing.weights.cpu().double(), weights.detach(), rtol=1e-6, atol=1e-6)
+    assert torch.equal(routing.counts.cpu(), torch.bincount(experts.flatten(), minlength=x.shape[-1]).int())
+    upstream = torch.randn(weights.shape, generator=torch.Generator().manual_seed(1))
+    (gradient,) = torch.autograd.grad(routing.weights, mine, upstream.to(device))
+    (expected,) = torch.autograd.grad(weights, exact, upstream.double())
+    torch.testing.assert_close(gradient.cpu().double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_dtypes(device, dtype):
+    x, k, options = inputs("sigmoid, groups", 50)
+    x = x.to(dtype)
+    routing = route(x.to(device).requires_grad_(), k, **on(device, options))
+    rows = [definition(row.double(), k, **options) for row in x]
+    assert routing.weights.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert torch.equal(routing.experts.cpu(), torch.stack([e for e, _ in rows]))
+    torch.testing.assert_close(routing.weights.detach().cpu().double(), torch.stack([w for _, w in rows]), rtol=1e-6,
+                               atol=1e-6)  # fmt: skip
+
+
+def test_ties_go_to_the_lower_id(device):
+    x = torch.zeros(3, 48, device=device)
+    x[1, 20:] = 1.0
+    x[2, 7] = x[2, 40] = 2.0
+    for score in ("softmax", "sigmoid", "sqrtsoftplus"):
+        experts = route(x, 4, score=score).experts
+        assert experts.tolist() == [[0, 1, 2, 3], [20, 21, 22, 23], [7, 40, 0, 1]]
+    grouped = sigmoid_topk(x, 4, n_group=4, topk_group=2)
+    assert grouped.experts.tolist() == [[0, 1, 2, 3], [20, 21, 22, 23], [7, 40, 0, 1]]
+
+
+def test_groups_that_are_not_kept_stay_out_though_all_scores_are_negative(device):
+    x = torch.tensor([[3.0, 2.0, 1.0, 0.0, -1.0, -2.0, -3.0, -4.0]], device=device)
+    bias = torch.full((8,), -5.0, device=device)
+    routing = sigmoid_topk(x, 2, bias, n_group=4, topk_group=1)
+    assert routing.experts.tolist() == [[0, 1]]
+    off = x.clone()
+    off[0, :1] = -INF  # one of two in the best group
+    assert sigmoid_topk(off + torch.tensor([0.0, 9, 0, 0, 0, 0, 0, 0], device=device), 2, bias, n_group=4,
+                        topk_group=1, group_score="max").experts.tolist() == [[1, 0]]  # fmt: skip
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_experts_that_are_off(device, score, after):
+    """-inf comes last, has weight 0 and no gradient; a large bias does not bring it back."""
+    x = torch.randn(6, 10, generator=torch.Generator().manual_seed(0)).to(device)
+    x[:, 3] = -INF
+    x[1, 2:] = -INF
+    x.requires_grad_()
+    bias = torch.zeros(10, device=device)
+    bias[3] = 100.0
+    routing = route(x, 4, score=score, selection_bias=bias, score_after_topk=after)
+    assert not (routing.experts[[0, 2, 3, 4, 5]] == 3).any()
+    assert set(routing.experts[1, :2].tolist()) == {0, 1} and routing.experts[1, 2:].tolist() == [2, 3]
+    assert (routing.weights[1, 2:] == 0).all() and routing.weights.isfinite().all()
+    (gradient,) = torch.autograd.grad((routing.weights * torch.rand(6, 4, device=device)).sum(), x)
+    assert gradient.isfinite().all() and (gradient[x == -INF] == 0).all() and (gradient[0] != 0).any()
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_tokens_without_an_answer(device, score):
+    x = torch.randn(5, 12, generator=torch.Generator().manual_seed(0)).to(device)
+    x[1, 4] = float("nan")
+    x[2] = -INF
+    x[3, 5] = INF
+    x.requires_grad_()
+    routing = route(x, 3, score=score, n_group=3, topk_group=2)
+    void = {"softmax": [1, 2, 3], "sigmoid": [1], "sqrtsoftplus": [1, 3]}[score]
+    assert routing.experts[void].tolist() == [[0, 1, 2]] * len(void)
+    assert routing.weights[void].isnan().all()
+    others = [t for t in range(5) if t not in void]
+    assert routing.weights[others].isfinite().all()
+    assert routing.counts.sum() == 15
+    (gradient,) = torch.autograd.grad(routing.weights[:, 0].sum(), x)
+    assert gradient[void].isnan().all() and gradient[others].isfinite().all()
+
+
+@pytest.mark.parametrize("tokens", [40, 900])
+def test_masked_tokens(device, tokens):
+    x, k, options = inputs("sigmoid, groups", tokens)
+    x = x.float().to(device)
+    mask = torch.arange(tokens, device=device) % 3 != 1
+    x[1] = float("nan")  # which is masked
+    x.requires_grad_()
+    got = route(x, k, token_mask=mask, losses=True, **on(device, options))
+    kept = route(x[mask], k, losses=True, **on(device, options))
+    for name in ("weights", "experts", "logsumexp"):
+        assert torch.equal(getattr(got, name)[mask], getattr(kept, name)), name
+    assert torch.equal(got.counts, kept.counts)
+    torch.testing.assert_close(got.prob_sums, kept.prob_sums)
+    assert (got.weights[~mask] == 0).all() and (got.experts[~mask] < x.shape[-1]).all()
+    total = (got.weights * 3).sum() + (got.logsumexp**2).sum() + (got.prob_sums**2).sum()
+    (gradient,) = torch.autograd.grad(total, x)
+    assert (gradient[~mask] == 0).all() and (gradient[mask] != 0).any(-1).all()
+
+
+def switch_loss(layers, k, mask):
+    """As transformers spells it: over one-hot experts of all layers, and an attention mask of each."""
+    p = torch.cat(layers).softmax(-1)
+    chosen = torch.nn.functional.one_hot(p.topk(k)[1], p.shape[-1]).double()
+    m = torch.ones(len(p)) if mask is None else mask.repeat(len(layers)).double()
+    share = (chosen * m[:, None, None]).sum(0) / m.sum()
+    return (share * ((p * m[:, None]).sum(0) / m.sum())).sum() * p.shape[-1]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("tokens", [20, 600])
+def test_losses(device, masked, tokens):
+    g = torch.Generator().manual_seed(3)
+    exact = [torch.randn(tokens, 24, generator=g, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    mask = torch.rand(tokens, generator=g) > 0.4 if masked else None
+    mine = [x.detach().float().to(device).requires_grad_() for x in exact]
+    layers = [softmax_topk(x, 4, losses=True, token_mask=None if mask is None else mask.to(device)) for x in mine]
+    kept = slice(None) if mask is None else mask
+    for got, expected in (
+        (load_balancing_loss(layers), switch_loss(exact, 4, mask)),
+        (load_balancing_loss(layers[0]), switch_loss(exact[:1], 4, mask)),
+        (router_z_loss(layers), torch.cat([x[kept] for x in exact]).logsumexp(-1).square().mean()),
+    ):
+        torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-5, atol=1e-6)
+        ours = torch.autograd.grad(got, mine, allow_unused=True, retain_graph=True)
+        for o, e in zip(ours, torch.autograd.grad(expected, exact, allow_unused=True)):
+            if e is not None:
+                torch.testing.assert_close(o.cpu().double(), e, rtol=1e-4, atol=1e-8)
+
+
+def test_losses_equal_those_of_transformers():
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    layers = tuple(torch.randn(2 * 30, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    mask = torch.ones(2, 30)
+    mask[1, 20:] = 0
+    for attention in (None, mask):
+        flat = None if attention is None else attention.view(-1)
+        ours = load_balancing_loss([softmax_topk(x, 2, losses=True, token_mask=None if flat is None else flat.bool())
+                                    for x in layers])  # fmt: skip
+        theirs = mixtral.load_balancing_loss_func(layers, 8, 2, attention)
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_shapes_and_layouts(device):
+    x = torch.randn(4, 6, 10, generator=torch.Generator().manual_seed(0)).to(device)
+    flat = route(x.reshape(24, 10), 3)
+    got = route(x, 3, losses=True)
+    assert got.weights.shape == got.experts.shape == (4, 6, 3) and got.logsumexp.shape == (4, 6)
+    assert torch.equal(got.experts.view(24, 3), flat.experts) and torch.equal(got.weights.view(24, 3), flat.weights)
+    for other in (x.transpose(0, 1), x[:, 1:], x[..., 1:9], x.transpose(1, 2).contiguous().transpose(1, 2), x[0, 0]):
+        view = other.detach().requires_grad_()
+        plain = other.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
+        a, b = route(view, 3), route(plain, 3)
+        assert torch.equal(a.experts, b.experts) and torch.equal(a.weights, b.weights)
+        assert torch.equal(*(torch.autograd.grad(r.weights.square().sum(), p)[0] for r, p in ((a, view), (b, plain))))
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (0, 3, 8), (3, 0, 8)])
+def test_no_tokens(device, shape):
+    x = torch.empty(shape, device=device, requires_grad=True)
+    routing = route(x, 2, losses=True)
+    assert routing.weights.shape == (*shape[:-1], 2) and (routing.counts == 0).all() and (routing.prob_sums == 0).all()
+    assert torch.autograd.grad(routing.weights.sum(), x)[0].shape == shape
+
+
+def test_upstream_of_any_layout(device):
+    x = torch.randn(50, 16, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
+    grads = []
+    for reduce in (lambda w: w.sum(), lambda w: w.mul(torch.ones_like(w)).sum(), lambda w: w.t().contiguous().sum()):
+        grads.append(torch.autograd.grad(reduce(route(x, 3, renormalize=False).weights), x)[0])
+    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+
+
+def test_the_same_every_time(device):
+    x = torch.randn(3000, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    a, b = (route(x, 6, losses=True) for _ in range(2))
+    assert all(torch.equal(p, q) for p, q in zip(a, b))
+
+
+def traced(x, bias, mask):
+    routing = sigmoid_topk(x, 3, bias, n_group=4, topk_group=2, scale=1.5, token_mask=mask, losses=True)
+    scale = routing.counts.float().mean() + routing.experts.float().mean()
+    return (routing.weights.square().sum() + router_z_loss(routing) + load_balancing_loss(routing)) * scale
+
+
+def test_compile_without_graph_breaks(device):
+    torch._dynamo.reset()
+    x = torch.randn(40, 16, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
+    bias, mask = torch.randn(16).to(device), (torch.arange(40) % 4 != 0).to(device)
+    backend = "inductor" if device.type == "cuda" else "aot_eager"
+    got = torch.compile(traced, fullgraph=True, backend=backend)(x, bias, mask)
+    expected = traced(x, bias, mask)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(v, x)[0] for v in (got, expected)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_operations_are_well_formed(device, dtype):
+    options = RouterOptions(3, "sigmoid", 4, 2, sums=True)
+    x = torch.randn(20, 16, device=device, dtype=dtype)
+    bias, mask = torch.randn(16, device=device), torch.arange(20, device=device) % 3 != 0
+    torch.library.opcheck(torch.ops.onepass.route, (x, bias, mask, *options))
+    weights, experts, _, prob_sums, logsumexp = torch.ops.onepass.route(x, bias, mask, *options)
+    torch.library.opcheck(torch.ops.onepass.route_gradient, (x, experts, mask, weights, prob_sums, logsumexp, *options))
+
+
+@pytest.mark.gpu
+def test_cuda_graph():
+    x = torch.randn(500, 64, device="cuda", requires_grad=True)
+    stream = torch.cuda.Stream()
+
+    def step():
+        x.grad = None
+        routing = sigmoid_topk(x, 6, n_group=8, topk_group=4, losses=True)
+        (routing.weights.square().sum() + router_z_loss(routing)).backward()
+        return routing
+
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = step()
+    gradient = x.grad
+    for seed in range(2):
+        x.data.copy_(torch.randn(500, 64, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        got = [t.clone() for t in (*held, gradient)]
+        assert all(torch.equal(a, b) for a, b in zip(got, (*step(), x.grad)))
+
+
+BAD = {
+    "router_logits: expected a float16": lambda x: route(x.long(), 2),
+    "router_logits: expected at most 1024 experts, got 1025": lambda x: route(torch.zeros(1, 1025), 2),
+    "router_logits: expected a tensor, got [[1.0]]": lambda x: route([[1.0]], 1),
+    "k: expected 1 to 8 for 8 experts, got 9": lambda x: route(x, 9),
+    "k: expected 1 to 8 for 8 experts, got 0": lambda x: route(x, 0),
+    "k: expected an int, got 2.0": lambda x: route(x, 2.0),
+    "k: expected at most the 2 experts of 1 groups, got 3": lambda x: route(x, 3, n_group=4, topk_group=1),
+    "n_group: expected a divisor of 8 experts, got 3": lambda x: route(x, 2, n_group=3),
+    "topk_group: expected 1 to 4 for 8 experts, got 5": lambda x: route(x, 2, n_group=4, topk_group=5),
+    "group_score: expected 'max' for groups of one expert": lambda x: route(x, 2, n_group=8, topk_group=4),
+    "group_score: expected one of 'top2_sum', 'max', got 'sum'": lambda x: route(x, 2, group_score="sum"),
+    "score: expected one of 'softmax', 'sigmoid', 'sqrtsoftplus', got 'relu'": lambda x: route(x, 2, score="relu"),
+    "selection_bias: expected shape (8,), got (7,)": lambda x: route(x, 2, selection_bias=torch.zeros(7)),
+    "selection_bias: expected a floating-point tensor": lambda x: route(x, 2, selection_bias=torch.arange(8)),
+    "token_mask: expected shape (4,), got (5,)": lambda x: route(x, 2, token_mask=torch.ones(5, dtype=torch.bool)),
+    "token_mask: expected a bool": lambda x: route(x, 2, token_mask=torch.ones(4)),
+    "softcap: expected a finite number above 0, got 0.0": lambda x: route(x, 2, softcap=0.0),
+    "eps: expected a number in [0, inf], got -1.0": lambda x: route(x, 2, eps=-1.0),
+    "scale: expected a number, got '1'": lambda x: route(x, 2, scale="1"),
+    "routing: expected one or more from route(..., losses=True)": lambda x: load_balancing_loss(route(x, 2)),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_one_clear_error(message):
+    with pytest.raises((TypeError, ValueError)) as error:
+        BAD[message](torch.randn(4, 8))
+    assert message in str(error.value)
+
+
+def test_random_descriptions(device):
+    """Every combination of what differs between families, on a few tokens."""
+    g = torch.Generator().manual_seed(0)
+    for score, groups, after, renormalize, biased in itertools.product(
+        ("softmax", "sigmoid", "sqrtsoftplus"), (1, 4), (False, True), (False, True), (False, True)
+    ):
+        E = 4 * int(torch.randint(2, 12, (), generator=g))
+        k = int(torch.randint(1, E // 2, (), generator=g))
+        options = {"score": score, "n_group": groups, "topk_group": math.ceil(groups / 2), "renormalize": renormalize,
+                   "score_after_topk": after}  # fmt: skip
+        x = torch.randn(5, E, generator=g)
+        bias = torch.randn(E, generator=g) if biased else None
+        got = route(x.to(device), k, selection_bias=None if bias is None else bias.to(device), **options)
+        rows = [definition(row.double(), k, selection_bias=bias, **options) for row in x]
+        assert torch.equal(got.experts.cpu(), torch.stack([e for e, _ in rows])), options
+        torch.testing.assert_close(got.weights.cpu().double(), torch.stack([w for _, w in rows]), rtol=2e-6, atol=1e-6)
+
+
+def test_the_shorthands():
+    x, bias = torch.randn(5, 8), torch.randn(8)
+    for a, b in (
+        (softmax_topk(x, 2, renormalize=False), route(x, 2, renormalize=False)),
+        (sigmoid_topk(x, 2, bias, n_group=4, topk_group=2, scale=2.0),
+         route(x, 2, score="sigmoid", selection_bias=bias, n_group=4, topk_group=2, scale=2.0)),
+    ):  # fmt: skip
+        assert isinstance(a, Routing) and torch.equal(a.weights, b.weights) and torch.equal(a.experts, b.experts)
+    assert onepass.moe.route is route
