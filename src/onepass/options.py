@@ -152,18 +152,18 @@ class RouterOptions(NamedTuple):
         return (1.0, 1.0) if self.softcap is None else (1.0 / self.softcap, self.softcap)
 
 
-RoutingResults = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+RoutingResults = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 def empty_routing(logits: torch.Tensor, options: RouterOptions) -> RoutingResults:
     """Unwritten weights ``(T, K)``, experts ``(T, K)``, counts ``(E,)``, summed probabilities ``(E,)`` and logsumexp
-    ``(T,)``; the last two are empty where they are not wanted."""
+    ``(T,)``; the last two are None where they are not wanted."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     T, E = logits.shape
     return (
         logits.new_empty((T, options.k), dtype=dtype),
         logits.new_empty((T, options.k), dtype=torch.int64),
         logits.new_empty(E, dtype=torch.int32),
-        logits.new_empty(E if options.sums else 0, dtype=dtype),
-        logits.new_empty(T if options.sums else 0, dtype=dtype),
+        logits.new_empty(E, dtype=dtype) if options.sums else None,
+        logits.new_empty(T, dtype=dtype) if options.sums else None,
     )

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 import onepass
-from onepass.cli.implementations_moe import ROUTERS, no_inputs
+from onepass.cli.implementations_moe import ROUTER_PEERS, ROUTERS, no_inputs
 from onepass.cli.peers import PEERS, Forward, Implementation, Peer
 
 TOP_K = 64
@@ -133,7 +133,8 @@ OPERATIONS: dict[str, Operation] = {
 def implementations(name: str, compiled: bool) -> tuple[list[Implementation], dict[str, str]]:
     """The implementations of an operation that are here, and why each of the others is not."""
     operation = OPERATIONS[name]
-    return available(operation.ours, operation.definition, operation.masks, PEERS.get(name, ()), compiled)
+    peers = [*ROUTER_PEERS.get(name, ()), *PEERS.get(name, ())]
+    return available(operation.ours, operation.definition, operation.masks, peers, compiled)
 
 
 def available(

@@ -6,7 +6,7 @@ import torch
 from torch import Generator, Tensor
 
 from onepass import moe
-from onepass.cli.peers import Forward
+from onepass.cli.peers import Forward, Implementation, Peer
 
 K, GROUPS, KEPT_GROUPS = 8, 8, 4
 
@@ -18,8 +18,8 @@ def no_inputs(logits: Tensor, mask: Tensor | None, generator: Generator) -> tupl
 def softmax_topk(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
     """As Mixtral and Qwen3-MoE in transformers."""
     p = logits.softmax(-1, dtype=None if logits.dtype == torch.float64 else torch.float32)
-    weights = p.topk(K, dim=-1)[0]
-    return (weights / weights.sum(-1, keepdim=True),)
+    weights, experts = p.topk(K, dim=-1)
+    return weights / weights.sum(-1, keepdim=True), experts
 
 
 @lru_cache
@@ -35,8 +35,27 @@ def sigmoid_topk(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
     groups = grouped.topk(2, dim=-1)[0].sum(-1).topk(KEPT_GROUPS, dim=-1, sorted=False)[1]
     kept = torch.zeros_like(grouped[..., 0]).scatter_(1, groups, 1)
     value = value.masked_fill(~kept.unsqueeze(-1).expand_as(grouped).reshape_as(value).bool(), float("-inf"))
-    weights = scores.gather(1, value.topk(K, dim=-1)[1])
-    return (weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5,)
+    experts = value.topk(K, dim=-1)[1]
+    weights = scores.gather(1, experts)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5, experts
+
+
+def uncounted(router: Forward) -> Forward:
+    """Its weights, which is less than `onepass.moe.route` returns."""
+    return lambda logits, mask: router(logits, mask)[:1]
+
+
+def counted(router: Forward) -> Forward:
+    """Its weights; how many tokens each expert gets is computed too, as transformers does for its grouped products."""
+
+    def call(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+        weights, experts = router(logits, mask)
+        count = logits.shape[-1]
+        ids = experts.float() if experts.is_cpu else experts.int()
+        torch.histc(ids, bins=count, min=0, max=count - 1)
+        return (weights,)
+
+    return call
 
 
 def our_softmax_topk(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
@@ -50,6 +69,20 @@ def our_sigmoid_topk(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
 
 
 ROUTERS: dict[str, tuple[Forward, Forward]] = {
-    "softmax_topk": (softmax_topk, our_softmax_topk),
-    "sigmoid_topk": (sigmoid_topk, our_sigmoid_topk),
+    "softmax_topk": (uncounted(softmax_topk), our_softmax_topk),
+    "sigmoid_topk": (uncounted(sigmoid_topk), our_sigmoid_topk),
+}
+
+
+def eager_with_counts(router: Forward) -> Peer:
+    return (
+        "torch eager, with counts",
+        "torch",
+        lambda name, package: Implementation(name, package, counted(router), masks=False),
+    )
+
+
+ROUTER_PEERS: dict[str, list[Peer]] = {
+    "softmax_topk": [eager_with_counts(softmax_topk)],
+    "sigmoid_topk": [eager_with_counts(sigmoid_topk)],
 }

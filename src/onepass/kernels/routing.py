@@ -1,11 +1,15 @@
 """Routing kernels: scores, the k best experts, their weights and everybody's counts from one read of the logits.
 
 Bytes moved: ``T·E`` logits in, ``O(T·K)`` out; backward, the logits in and their gradient out. A program holds all
-logits of some tokens. Experts lie in a tile group by group, each group padded to a power of two, so that a group's
-value is a reduction and the order of columns is that of ids.
+logits of some tokens. The forward is bound by the k searches for a maximum, and most by what threads have to tell
+each other: its experts come in chunks, tensors of their own, so that a thread has values of all chunks of few tokens.
 """
 
+# mypy: disable-error-code="assignment, var-annotated"
+# (a tuple that grows in a `static_range`)
+
 import math
+from functools import lru_cache
 
 import torch
 import triton
@@ -18,9 +22,12 @@ from onepass.kernels.online_softmax import LOG2E, LOWEST, transform, transform_a
 from onepass.options import RouterOptions, RoutingResults, empty_routing
 
 SOFTMAX, SIGMOID = tl.constexpr("softmax"), tl.constexpr("sigmoid")
-TILE = 2048  # logits of a program
+TILE, VECTORS = 1024, 4  # logits of a program of the backward; vectors of a thread, which has several tokens
 ONE_TILE = 16384  # the most that one program takes alone: then its counts are everybody's
-LOGITS_PER_THREAD, MOST_THREADS = 8, 1024
+# Of the forward: threads of a program, the least experts of a chunk, the most chunks.
+THREADS, CHUNK, MOST_CHUNKS = 128, 16, 4
+VALUES = 8  # of a thread that lie beside each other
+MOST_THREADS = 1024
 
 
 @triton.jit
@@ -38,22 +45,83 @@ def sqrtsoftplus(z):
 
 
 @triton.jit
-def columns(GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_J: tl.constexpr):
-    """The expert of every column, and whether there is one."""
-    i = tl.arange(0, BLOCK_G * BLOCK_J)
-    return i // BLOCK_J * PER_GROUP + i % BLOCK_J, (i // BLOCK_J < GROUPS) & (i % BLOCK_J < PER_GROUP)
+def only(there, x, WHOLE: tl.constexpr):
+    return x if WHOLE else tl.where(there, x, float("-inf"))
 
 
 @triton.jit
-def undefined(z, total, there, SCORE: tl.constexpr):
-    """Tokens without an answer: a NaN, an infinite score, or nothing to take a softmax of."""
+def largest(v, CHUNKS: tl.constexpr):
+    """Of all chunks ``(T, W)``, for every token: a thread's own values first."""
+    best = v[0]
+    for c in tl.static_range(1, CHUNKS):
+        best = tl.maximum(best, v[c])
+    return tl.max(best, axis=1)
+
+
+@triton.jit
+def first_equal(v, best, ids, NONE: tl.constexpr, CHUNKS: tl.constexpr):
+    """The lowest of ``ids`` where the value is ``best``."""
+    first = tl.where(v[0] == best[:, None], ids[0], NONE)
+    for c in tl.static_range(1, CHUNKS):
+        first = tl.minimum(first, tl.where(v[c] == best[:, None], ids[c], NONE))
+    return tl.min(first, axis=1)
+
+
+@triton.jit
+def without(v, first, ids, CHUNKS: tl.constexpr):
+    """All but one of ``ids`` for every token."""
+    left = ()
+    for c in tl.static_range(CHUNKS):
+        left = left + (tl.where(ids[c] == first[:, None], float("-inf"), v[c]),)
+    return left
+
+
+@triton.jit
+def stacked(v, ids, CHUNKS: tl.constexpr):
+    """Chunks sorted lane by lane: the largest values in the first, of equal ones those of lower id."""
+    for done in tl.static_range(CHUNKS - 1):
+        sorted_v, sorted_ids = (), ()
+        least, its_id = v[0], ids[0]
+        for c in tl.static_range(1, CHUNKS - done):
+            larger = v[c] > least
+            sorted_v = sorted_v + (tl.where(larger, v[c], least),)
+            sorted_ids = sorted_ids + (tl.where(larger, ids[c], its_id),)
+            least = tl.where(larger, least, v[c])
+            its_id = tl.where(larger, its_id, ids[c])
+        sorted_v, sorted_ids = sorted_v + (least,), sorted_ids + (its_id,)
+        for c in tl.static_range(CHUNKS - done, CHUNKS):
+            sorted_v, sorted_ids = sorted_v + (v[c],), sorted_ids + (ids[c],)
+        v, ids = sorted_v, sorted_ids
+    return v, ids
+
+
+@triton.jit
+def popped(v, ids, first, CHUNKS: tl.constexpr):
+    """`stacked` chunks without ``first``, which lies on top of its lane: what lies below it moves up."""
+    here = ids[0] == first[:, None]
+    left, left_ids = (), ()
+    for c in tl.static_range(1, CHUNKS):
+        left = left + (tl.where(here, v[c], v[c - 1]),)
+        left_ids = left_ids + (tl.where(here, ids[c], ids[c - 1]),)
+    return left + (tl.where(here, float("-inf"), v[CHUNKS - 1]),), left_ids + (ids[CHUNKS - 1],)
+
+
+@triton.jit
+def has_no_score(z, SCORE: tl.constexpr):
+    """NaN, or what would have an infinite score. (The normaliser tells of those of a softmax.)"""
+    odd = z != z
+    if SCORE != SIGMOID:
+        odd = odd | (z == float("inf"))
+    return odd
+
+
+@triton.jit
+def undefined(odd, total, SCORE: tl.constexpr):
+    """Tokens without an answer: a logit without a score, or nothing to take a softmax of."""
     if SCORE == SOFTMAX:
         bad = ((total > 0) & (total < float("inf"))) == 0
     else:
-        odd = z != z
-        if SCORE != SIGMOID:
-            odd = odd | (z == float("inf"))
-        bad = tl.sum((odd & there).to(tl.int32), axis=1) > 0
+        bad = tl.max(odd.to(tl.int32), axis=1) > 0
     return bad
 
 
@@ -83,87 +151,114 @@ def raw_scores(z, m, total, valid, SCORE: tl.constexpr, AFTER: tl.constexpr):
 def routing_kernel(
     logits, selection_bias, token_mask, weights, experts, counts, prob_sums, logsumexp,
     T, stride: tl.int64, inner, outer, scale, eps,
-    K: tl.constexpr, SCORE: tl.constexpr, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
     TOP2: tl.constexpr, RENORMALIZE: tl.constexpr, AFTER: tl.constexpr, SOFTCAP: tl.constexpr, ALONE: tl.constexpr,
-    VEC: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
+    VEC: tl.constexpr, CHUNKS: tl.constexpr, STEP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    E: tl.constexpr = GROUPS * PER_GROUP
+    GROUPS_OF_CHUNK: tl.constexpr = BLOCK_G // CHUNKS
+    W: tl.constexpr = GROUPS_OF_CHUNK * BLOCK_J
+    WHOLE: tl.constexpr = E == BLOCK_G * BLOCK_J  # no column without an expert
+    column = tl.arange(0, W)[None, :]
+    j = tl.arange(0, BLOCK_J)[None, None, :]
+    k = tl.arange(0, BLOCK_K)[None, :]
+    bins = tl.arange(0, BINS)
+    e, there, group = (), (), ()
+    for c in tl.static_range(CHUNKS):
+        first_group = c * GROUPS_OF_CHUNK
+        e_chunk = (first_group + column // BLOCK_J) * STEP + column % BLOCK_J
+        e = e + (e_chunk,)
+        there = there + ((column % BLOCK_J < STEP) & (e_chunk < E),)
+        group = group + (first_group + tl.arange(0, GROUPS_OF_CHUNK)[None, :],)
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    e, there = columns(GROUPS, PER_GROUP, BLOCK_G, BLOCK_J)
     start = logits + t * stride // VEC * VEC  # VEC divides the stride; this is for the compiler to know
     active = t < T
     if token_mask is not None:
         active = active & (tl.load(token_mask + t, mask=t < T, other=0) != 0)
-    x = tl.load(start[:, None] + e[None, :], mask=active[:, None] & there[None, :], other=0.0)
-    z = tl.where(there[None, :], transform(x, inner, outer, SOFTCAP), float("-inf"))
-    m = tl.maximum(tl.max(z, axis=1), LOWEST)
-    p = tl.exp2((z - m[:, None]) * LOG2E)
-    total = tl.sum(p, axis=1)
-    bad = undefined(z, total, there[None, :], SCORE)
+    z = ()
+    for c in tl.static_range(CHUNKS):
+        x = tl.load(start[:, None] + e[c], mask=active[:, None] if WHOLE else active[:, None] & there[c], other=0.0)
+        z = z + (only(there[c], transform(x, inner, outer, SOFTCAP), WHOLE),)
+    m = tl.zeros([BLOCK_T], tl.float32)
+    total = m + 1.0
+    p = z
     if SCORE == SOFTMAX or logsumexp is not None:
-        p = p / total[:, None]
-
-    v = z
-    if not AFTER:
-        if SCORE == SOFTMAX:
-            v = p
+        m = tl.maximum(largest(z, CHUNKS), LOWEST)
+        p = ()
+        p_sum = tl.zeros([BLOCK_T, W], tl.float32)
+        for c in tl.static_range(CHUNKS):
+            p = p + (tl.exp2((z[c] - m[:, None]) * LOG2E),)
+            p_sum += p[c]
+        total = tl.sum(p_sum, axis=1)
+    inverse = (1.0 / total)[:, None]
+    if logsumexp is not None:
+        for c in tl.static_range(CHUNKS):
+            prob_sum = tl.sum(tl.where(active[:, None], p[c] * inverse, 0.0), axis=0, keep_dims=True)
+            tl.store(prob_sums + tl.program_id(0).to(tl.int64) * E + e[c], prob_sum, mask=there[c])
+        void = total - total
+        tl.store(logsumexp + t, tl.where(active, m + tl.log(total) + void, 0.0), mask=t < T)
+    odd = tl.zeros([BLOCK_T, W], tl.int1)
+    v = ()
+    for c in tl.static_range(CHUNKS):
+        odd = odd | (has_no_score(z[c], SCORE) & there[c])
+        if AFTER:
+            value = z[c]
+        elif SCORE == SOFTMAX:
+            value = p[c] * inverse
         elif SCORE == SIGMOID:
-            v = sigmoid(z)
+            value = sigmoid(z[c])
         else:
-            v = sqrtsoftplus(z)
-    if selection_bias is not None:
-        v += tl.load(selection_bias + e, mask=there, other=0.0).to(tl.float32)[None, :]
-    v = tl.where(z == float("-inf"), LOWEST, tl.maximum(v, LOWEST))  # off, but before what must not be chosen
-    v = tl.where(there[None, :], v, float("-inf"))
+            value = sqrtsoftplus(z[c])
+        if selection_bias is not None:  # read for every token, to lie as the logits do
+            bias = tl.load(selection_bias + e[c] + tl.zeros([BLOCK_T, 1], tl.int32), mask=there[c], other=0.0)
+            value = tl.maximum(value + bias.to(tl.float32), LOWEST)
+        value = tl.where(z[c] == float("-inf"), LOWEST, value)  # off, but before what must not be chosen
+        v = v + (only(there[c], value, WHOLE),)
+    bad = undefined(odd, total, SCORE)
     if GROUPS > 1:
-        grouped = tl.reshape(v, [BLOCK_T, BLOCK_G, BLOCK_J])
-        j = tl.arange(0, BLOCK_J)[None, None, :]
-        of_group = tl.max(grouped, axis=2)
-        if TOP2:
-            largest = tl.min(tl.where(grouped == of_group[:, :, None], j, BLOCK_J), axis=2)
-            of_group += tl.max(tl.where(j == largest[:, :, None], float("-inf"), grouped), axis=2)
-        group = tl.arange(0, BLOCK_G)[None, :]
-        of_group = tl.where(group < GROUPS, tl.maximum(of_group, LOWEST), float("-inf"))
-        kept = of_group != of_group
+        of_group = ()
+        for c in tl.static_range(CHUNKS):
+            grouped = tl.reshape(v[c], [BLOCK_T, GROUPS_OF_CHUNK, BLOCK_J])
+            best_j = tl.max(grouped, axis=2)
+            score = best_j
+            if TOP2:
+                first_j = tl.min(tl.where(grouped == best_j[:, :, None], j, BLOCK_J), axis=2)
+                score += tl.max(tl.where(j == first_j[:, :, None], float("-inf"), grouped), axis=2)
+            of_group = of_group + (tl.where(group[c] < GROUPS, tl.maximum(score, LOWEST), float("-inf")),)
         for _ in range(TOPK_GROUP):
-            best = tl.max(of_group, axis=1)
-            first = tl.min(tl.where(of_group == best[:, None], group, BLOCK_G), axis=1)
-            kept = kept | (group == first[:, None])
-            of_group = tl.where(group == first[:, None], float("-inf"), of_group)
-        v = tl.reshape(tl.where(kept[:, :, None], grouped, float("-inf")), [BLOCK_T, BLOCK_G * BLOCK_J])
-    nothing = (bad | (active == 0))[:, None]
-    v = tl.where(nothing, tl.where(there[None, :], -e.to(tl.float32)[None, :], float("-inf")), v)
+            best_group = largest(of_group, CHUNKS)
+            of_group = without(of_group, first_equal(of_group, best_group, group, BLOCK_G, CHUNKS), group, CHUNKS)
+        of_all = v
+        v = ()
+        for c in tl.static_range(CHUNKS):
+            grouped = tl.reshape(of_all[c], [BLOCK_T, GROUPS_OF_CHUNK, BLOCK_J])
+            kept = of_group[c] == float("-inf")
+            v = v + (tl.reshape(tl.where(kept[:, :, None], grouped, float("-inf")), [BLOCK_T, W]),)
 
-    k = tl.arange(0, BLOCK_K)[None, :]
+    v, ids = stacked(v, e, CHUNKS)
     chosen = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
-    picked = tl.zeros([BLOCK_T, BLOCK_G * BLOCK_J], tl.int32)
     for i in range(K):
-        best = tl.max(v, axis=1)
-        first = tl.min(tl.where(v == best[:, None], e[None, :], E), axis=1)
+        best = tl.max(v[0], axis=1)
+        first = tl.min(tl.where(v[0] == best[:, None], ids[0], E), axis=1)
+        v, ids = popped(v, ids, first, CHUNKS)
         chosen = tl.where(k == i, first[:, None], chosen)
-        here = e[None, :] == first[:, None]
-        picked = tl.where(here & there[None, :], 1, picked)
-        v = tl.where(here, float("-inf"), v)
+    chosen = tl.where((bad | (active == 0))[:, None], k, chosen)
 
     valid = (t[:, None] < T) & (k < K)
-    z_chosen = transform(tl.load(start[:, None] + chosen, mask=valid & active[:, None], other=0.0),
-                         inner, outer, SOFTCAP)  # fmt: skip
+    counted = valid & active[:, None]
+    z_chosen = transform(tl.load(start[:, None] + chosen, mask=counted, other=0.0), inner, outer, SOFTCAP)
     s = raw_scores(z_chosen, m, total, k < K, SCORE, AFTER)
     if RENORMALIZE:
         s = s / (tl.sum(s, axis=1) + eps)[:, None]
     w = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), s * scale), 0.0)
     tl.store(weights + t[:, None] * K + k, w, mask=valid)
     tl.store(experts + t[:, None] * K + k, chosen.to(tl.int64), mask=valid)
-    count = tl.sum(tl.where(active[:, None], picked, 0), axis=0)
+    count = tl.histogram(tl.reshape(chosen, [BLOCK_T * BLOCK_K]), BINS,
+                         mask=tl.reshape(counted, [BLOCK_T * BLOCK_K]))  # fmt: skip
     if ALONE:
-        tl.store(counts + e, count, mask=there)
+        tl.store(counts + bins, count, mask=bins < E)
     else:
-        tl.atomic_add(counts + e, count, mask=there & (count > 0), sem="relaxed")
-    if logsumexp is not None:
-        tl.store(prob_sums + tl.program_id(0).to(tl.int64) * E + e,
-                 tl.sum(tl.where(active[:, None], p, 0.0), axis=0), mask=there)  # fmt: skip
-        void = total - total
-        tl.store(logsumexp + t, tl.where(active, m + tl.log(total) + void, 0.0), mask=t < T)
+        tl.atomic_add(counts + bins, count, mask=(bins < E) & (count > 0), sem="relaxed")
 
 
 @triton.jit(
@@ -193,8 +288,9 @@ def routing_gradient_kernel(
     m = tl.maximum(tl.max(z, axis=1), LOWEST)
     p = tl.exp2((z - m[:, None]) * LOG2E)
     total = tl.sum(p, axis=1)
-    bad = undefined(z, total, there, SCORE)
-    p = p / total[:, None]
+    bad = undefined(has_no_score(z, SCORE) & there, total, SCORE)
+    inverse = (1.0 / total)[:, None]
+    p = p * inverse
 
     # Through the weights: g is the gradient of the scores that were chosen, then of their logits.
     valid = (t[:, None] < T) & (k < K)
@@ -229,7 +325,7 @@ def routing_gradient_kernel(
         a -= tl.sum(tl.where(there, G * p, 0.0), axis=1)
         dense += G
         of_chosen += tl.load(grad_prob_sums + chosen * p_stride, mask=valid, other=0.0)
-    p_chosen = tl.exp2((z_chosen - m[:, None]) * LOG2E) / total[:, None]
+    p_chosen = tl.exp2((z_chosen - m[:, None]) * LOG2E) * inverse
     if (SCORE == SOFTMAX and not AFTER) or grad_logsumexp is not None or grad_prob_sums is not None:
         dense = p * (dense + a[:, None])
         g += p_chosen * (of_chosen + a[:, None])
@@ -243,18 +339,27 @@ def routing_gradient_kernel(
     tl.store(base[:, None] + chosen, g.to(out.dtype.element_ty), mask=valid)
 
 
-def rows_of_tile(T: int, width: int) -> int:
+def groups_of(E: int, n_group: int) -> tuple[int, int, int]:
+    """``(groups, experts of a group, chunks)`` of the forward's tile. Where there are no groups, chunks are."""
+    if n_group > 1:
+        groups, size = power_of_two(n_group), E // n_group
+        return groups, size, min(MOST_CHUNKS, groups, max(1, groups * power_of_two(size) // CHUNK))
+    size = min(power_of_two(E), max(CHUNK, power_of_two(E) // MOST_CHUNKS))
+    chunks = power_of_two(-(-E // size))
+    return chunks, size, chunks
+
+
+@lru_cache
+def tokens_of_tile(T: int, E: int, n_group: int) -> int:
     """Tokens of a program: all where they are few."""
-    return min(power_of_two(max(T, 1)), max(1, (ONE_TILE if T * width <= ONE_TILE else TILE) // width))
+    groups, size, chunks = groups_of(E, n_group)
+    width = groups * power_of_two(size)
+    tile = ONE_TILE if T * width <= ONE_TILE else THREADS * VALUES * chunks
+    return min(power_of_two(T), max(1, tile // width))
 
 
-def vector(*strides: int) -> int:
-    """Elements, up to 16 bytes' worth, that divide all strides."""
-    return math.gcd(8, *strides)
-
-
-def warps_of(rows: int, width: int) -> int:
-    return layout.warps(min(MOST_THREADS, rows * width // LOGITS_PER_THREAD))
+def warps_of(elements: int, of_thread: int) -> int:
+    return layout.warps(min(MOST_THREADS, max(1, elements // of_thread)))
 
 
 Shape = tuple[int, int, int]  # tokens, experts, stride
@@ -262,50 +367,50 @@ Shape = tuple[int, int, int]  # tokens, experts, stride
 
 def plan_for(shape: Shape, options: RouterOptions) -> Plan:
     T, E, stride = shape
-    o, size = options, E // options.n_group
-    BLOCK_G, BLOCK_J = power_of_two(o.n_group), power_of_two(size)
-    rows = rows_of_tile(T, BLOCK_G * BLOCK_J)
+    o = options
+    BLOCK_G, STEP, CHUNKS = groups_of(E, o.n_group)
+    BLOCK_T, BLOCK_J = tokens_of_tile(T, E, o.n_group), power_of_two(STEP)
     constexprs = dict(
-        K=o.k, SCORE=o.score, GROUPS=o.n_group, PER_GROUP=size, TOPK_GROUP=o.topk_group,
-        TOP2=o.group_score == "top2_sum", RENORMALIZE=o.renormalize, AFTER=o.score_after_topk,
-        SOFTCAP=o.softcap is not None, ALONE=rows >= T, VEC=vector(stride), BLOCK_T=rows, BLOCK_G=BLOCK_G,
-        BLOCK_J=BLOCK_J, BLOCK_K=power_of_two(o.k),
+        E=E, K=o.k, SCORE=o.score, GROUPS=o.n_group, TOPK_GROUP=o.topk_group, TOP2=o.group_score == "top2_sum",
+        RENORMALIZE=o.renormalize, AFTER=o.score_after_topk, SOFTCAP=o.softcap is not None, ALONE=BLOCK_T >= T,
+        VEC=math.gcd(VALUES, stride), CHUNKS=CHUNKS, STEP=STEP, BLOCK_T=BLOCK_T, BLOCK_G=BLOCK_G, BLOCK_J=BLOCK_J,
+        BLOCK_K=power_of_two(o.k), BINS=max(64, power_of_two(E)),
     )  # fmt: skip
     numbers = (T, stride, *o.transform(), o.scale, o.eps)
-    return Plan(routing_kernel, -(-T // rows), numbers, constexprs, warps_of(rows, BLOCK_G * BLOCK_J))
+    warps = warps_of(BLOCK_T * BLOCK_G * BLOCK_J // CHUNKS, VALUES)
+    return Plan(routing_kernel, -(-T // BLOCK_T), numbers, constexprs, warps)
 
 
 def route(
     logits: torch.Tensor, selection_bias: torch.Tensor | None, token_mask: torch.Tensor | None, options: RouterOptions
 ) -> RoutingResults:
     """As `moe.eager.route`: one launch, and where there are many tokens one more to clear the counts."""
-    weights, experts, counts, prob_sums, logsumexp = empty_routing(logits, options)
+    weights, experts, counts, prob_sums, logsumexp = results = empty_routing(logits, options)
     T, E = logits.shape
-    if T == 0:
-        return weights, experts, counts.zero_(), prob_sums.zero_(), logsumexp
-    about = (T, E, logits.stride(0)), options
-    width = power_of_two(options.n_group) * power_of_two(E // options.n_group)
-    programs = -(-T // rows_of_tile(T, width))
-    if programs > 1:
+    programs = -(-T // tokens_of_tile(T, E, options.n_group))
+    parts = prob_sums if prob_sums is None or programs == 1 else prob_sums.new_empty((programs, E))
+    if programs != 1:
         counts.zero_()
-    parts = logits.new_empty((programs, E), dtype=torch.float32) if options.sums else None
-    tensors = (selection_bias, token_mask, weights, experts, counts, parts, logsumexp if options.sums else None)
-    launch(plan_for, about, (logits,), tensors)
-    if parts is not None:
-        prob_sums = parts.sum(0) if programs > 1 else parts[0].clone()
-    return weights, experts, counts, prob_sums, logsumexp
+    if T:
+        tensors = selection_bias, token_mask, weights, experts, counts, parts, logsumexp
+        launch(plan_for, ((T, E, logits.stride(0)), options), (logits,), tensors)
+    if parts is not None and programs != 1:
+        torch.sum(parts, 0, out=prob_sums)
+    return results
 
 
 def gradient_plan_for(shape: Shape, strides: tuple[int, ...], options: RouterOptions) -> Plan:
     T, E, stride = shape
     o, width = options, power_of_two(E)
-    rows = rows_of_tile(T, width)
+    rows = min(power_of_two(T), max(1, TILE // width))
     constexprs = dict(
         E=E, K=o.k, SCORE=o.score, RENORMALIZE=o.renormalize, AFTER=o.score_after_topk, SOFTCAP=o.softcap is not None,
-        VEC=vector(stride), OUT_VEC=vector(E), BLOCK_T=rows, BLOCK_E=width, BLOCK_K=power_of_two(o.k),
+        VEC=math.gcd(VALUES, stride), OUT_VEC=math.gcd(VALUES, E), BLOCK_T=rows, BLOCK_E=width,
+        BLOCK_K=power_of_two(o.k),
     )  # fmt: skip
     numbers = (T, stride, *strides, *o.transform(), o.scale, o.eps)
-    return Plan(routing_gradient_kernel, -(-T // rows), numbers, constexprs, warps_of(rows, width))
+    warps = warps_of(rows * width, VECTORS * math.gcd(VALUES, stride, E))
+    return Plan(routing_gradient_kernel, -(-T // rows), numbers, constexprs, warps)
 
 
 def gradient(

@@ -17,7 +17,7 @@ def route(
     if options.renormalize:
         chosen = chosen / (chosen.sum(-1, keepdim=True) + options.eps)
     weights = (chosen * options.scale).masked_fill(undefined(z, options), float("nan"))
-    prob_sums, logsumexp = z.new_empty(0), z.new_empty(0)
+    prob_sums = logsumexp = None
     if options.sums:
         p, logsumexp = z.softmax(-1), z.logsumexp(-1)
         if token_mask is not None:

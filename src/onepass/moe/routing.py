@@ -1,13 +1,15 @@
 """Routing of tokens to experts: one description of every family's router, one kernel each way."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from onepass import eager as core
 from onepass.checks import check_choice, check_device, check_logits, check_number, check_row_mask, described
-from onepass.dispatch import is_plain, path_of, refuse_second_derivatives
+from onepass.dispatch import is_plain, operation, path_of, refuse_second_derivatives
 from onepass.moe import eager
 from onepass.options import GROUP_SCORES, MAX_EXPERTS, MAX_K, SCORES, RouterOptions, RoutingResults, empty_routing
 
@@ -81,13 +83,16 @@ def route(
     with a NaN logit, and one whose scores are not finite or (softmax) not a distribution, has NaN weights and the
     experts 0 … k - 1: no id is ever out of range.
     """
-    options = RouterOptions(
-        k, score, n_group, topk_group, group_score, renormalize, scale, eps, score_after_topk, softcap, losses
-    )
     if not isinstance(router_logits, Tensor):
         raise TypeError(f"router_logits: expected a tensor, got {described(router_logits)}")
     check_logits(router_logits, "router_logits")
-    check_options(options, router_logits.shape[-1])
+    options = RouterOptions(
+        k, score, n_group, topk_group, group_score, renormalize, scale, eps, score_after_topk, softcap, losses
+    )
+    try:
+        check_once(router_logits.shape[-1], *options)
+    except TypeError:  # what cannot be hashed is no option
+        check_options(options, router_logits.shape[-1])
     tokens, E = router_logits.shape[:-1], router_logits.shape[-1]
     if selection_bias is not None:
         if not isinstance(selection_bias, Tensor) or not selection_bias.is_floating_point():
@@ -112,7 +117,7 @@ def route(
         weights, experts = weights.view(*tokens, k), experts.view(*tokens, k)
     if not losses:
         return Routing(weights, experts, counts)
-    return Routing(weights, experts, counts, prob_sums, logsumexp.view(tokens))
+    return Routing(weights, experts, counts, prob_sums, logsumexp.view(tokens))  # type: ignore[union-attr]
 
 
 def softmax_topk(router_logits: Tensor, k: int, *, renormalize: bool = True, **options: Any) -> Routing:
@@ -202,6 +207,12 @@ def check_options(o: RouterOptions, experts: int) -> None:
         raise ValueError(f"k: expected at most the {o.topk_group * size} experts of {o.topk_group} groups, got {o.k}")
 
 
+@lru_cache(typed=True)
+def check_once(experts: int, *options: Any) -> None:
+    """A router is called once a layer, with the same options."""
+    check_options(RouterOptions(*options), experts)
+
+
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -223,8 +234,6 @@ class _Route(torch.autograd.Function):
 
 
 def _path(logits: Tensor) -> Any:
-    from onepass import eager as core  # of which routing has its own
-
     path = path_of(logits)
     return eager if path is core else path.routing
 
@@ -232,79 +241,40 @@ def _path(logits: Tensor) -> Any:
 def _forward(
     logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, options: RouterOptions
 ) -> RoutingResults:
-    if is_plain(logits):
+    if is_plain(logits):  # around the operation, whose empty tensors are time that a router of few tokens notices
         results: RoutingResults = _path(logits).route(logits, selection_bias, token_mask, options)
         return results
-    found: RoutingResults = torch.ops.onepass.route(logits, selection_bias, token_mask, *options)
-    return found
+    *results_of_all, prob_sums, logsumexp = _route(logits, selection_bias, token_mask, options)
+    return *results_of_all, *((prob_sums, logsumexp) if options.sums else (None, None))
 
 
-def _gradient(logits: Tensor, *arguments: Any) -> Tensor:
-    *tensors, options = arguments
-    if is_plain(logits):
-        out: Tensor = _path(logits).gradient(logits, *tensors, options)
-    else:
-        out = torch.ops.onepass.route_gradient(logits, *tensors, *options)
-    return out
+def _tensors_of(results: RoutingResults) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """An operation returns tensors only."""
+    *of_all, prob_sums, logsumexp = results
+    none = of_all[0].new_empty(0)
+    return *of_all, *((none, none.clone()) if prob_sums is None else (prob_sums, logsumexp))  # type: ignore[return-value]
 
 
-@torch.library.custom_op("onepass::route", mutates_args=())
-def _route_op(
-    logits: Tensor,
-    selection_bias: Tensor | None,
-    token_mask: Tensor | None,
-    k: int,
-    score: str,
-    n_group: int,
-    topk_group: int,
-    group_score: str,
-    renormalize: bool,
-    scale: float,
-    eps: float,
-    score_after_topk: bool,
-    softcap: float | None,
-    sums: bool,
+@operation("onepass::route", lambda logits, bias, mask, options: _tensors_of(empty_routing(logits, options)))
+def _route(
+    logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, options: RouterOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    options = RouterOptions(
-        k, score, n_group, topk_group, group_score, renormalize, scale, eps, score_after_topk, softcap, sums
-    )
-    results: RoutingResults = _path(logits).route(logits, selection_bias, token_mask, options)
-    return results
+    return _tensors_of(_path(logits).route(logits, selection_bias, token_mask, options))
 
 
-@_route_op.register_fake
-def _(logits, selection_bias, token_mask, *options):
-    return empty_routing(logits, RouterOptions(*options))
-
-
-@torch.library.custom_op("onepass::route_gradient", mutates_args=())
-def _gradient_op(
+@operation(
+    "onepass::route_gradient",
+    lambda logits, *arguments: torch.empty_like(logits, memory_format=torch.contiguous_format),
+)
+def _gradient(
     logits: Tensor,
     experts: Tensor,
     token_mask: Tensor | None,
     grad_weights: Tensor | None,
     grad_prob_sums: Tensor | None,
     grad_logsumexp: Tensor | None,
-    k: int,
-    score: str,
-    n_group: int,
-    topk_group: int,
-    group_score: str,
-    renormalize: bool,
-    scale: float,
-    eps: float,
-    score_after_topk: bool,
-    softcap: float | None,
-    sums: bool,
+    options: RouterOptions,
 ) -> Tensor:
-    options = RouterOptions(
-        k, score, n_group, topk_group, group_score, renormalize, scale, eps, score_after_topk, softcap, sums
-    )
     grads = grad_weights, grad_prob_sums, grad_logsumexp
     out: Tensor = _path(logits).gradient(logits, experts, token_mask, *grads, options)
     return out
-
-
-@_gradient_op.register_fake
-def _(logits, *arguments):
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
