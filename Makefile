@@ -11,7 +11,7 @@ demo: $(READY)
 	$(BIN)/onepass demo
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 lint: $(READY)
 	$(BIN)/ruff check src tests benchmarks

@@ -47,6 +47,9 @@ KERNELS = sorted(
 DTYPES = ("bfloat16", "float16", "float32")
 
 
+pytestmark = pytest.mark.xdist_group("compile_ahead")  # one worker compiles, once
+
+
 class Case(NamedTuple):
     rows: int
     vocab: int
