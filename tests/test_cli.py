@@ -42,6 +42,7 @@ def test_doctor_sees_a_wrong_gradient(monkeypatch):
 
 def test_bench_writes_what_it_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "")
+    monkeypatch.setattr("onepass.cli.bench.ROUNDS", 2)  # the walls of few rows, for which a CPU takes minutes
     result = run("bench", "--shape", "300x104", "--no-compile", "--milliseconds", 5, "--masked", 0.5, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "bench.json").read_text())
