@@ -293,5 +293,5 @@ def empty_gradients(parts: Sequence[Tensor | None], needed: Sequence[bool]) -> l
 
 
 def filled(gradients: Sequence[Tensor | None], hidden: Tensor) -> list[Tensor]:
-    """The same with the gradients."""
+    """The gradients as an operation returns them: empty tensors for what is not needed."""
     return [hidden.new_empty(0) if g is None else g for g in gradients]

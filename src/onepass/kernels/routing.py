@@ -1,8 +1,8 @@
 """Routing kernels: scores, the k best experts, their weights and everybody's counts from one read of the logits.
 
 Bytes moved: ``T·E`` logits in, ``O(T·K)`` out; backward, the logits in and their gradient out. A program holds all
-logits of some tokens. The forward is bound by the k searches for a maximum, and most by what threads have to tell
-each other: its experts come in chunks, tensors of their own, so that a thread has values of all chunks of few tokens.
+logits of some tokens. The forward is bound by the instructions of k searches for a maximum: experts come in chunks,
+tensors of their own, and every lane keeps its values of all chunks sorted, so that a search looks at one chunk.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
