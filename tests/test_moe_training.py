@@ -52,6 +52,10 @@ def train(family, ours, device):
     text = torch.frombuffer(bytearray(load_text().encode()), dtype=torch.uint8).long()
     torch.manual_seed(0)
     model = family().to(device).train()
+    with torch.no_grad():
+        # As transformers starts them, scores lie so close that two of them round to a tie about once in a run.
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.mul_(8)
     routings = []
     if ours:
         use_ours(model, family, routings)
