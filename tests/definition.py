@@ -34,7 +34,7 @@ def statistics(x, index=None, *, row_mask=None, class_weights=None, **transforms
         shaped = (index if index.dim() == x.dim() else index.unsqueeze(-1)).long()
         chosen = d.gather(-1, shaped.clamp(0, x.shape[-1] - 1)) + 0 * total.unsqueeze(-1)
         out["selected"] = chosen.reshape(index.shape)
-        out["is_top1"] = out["selected"].detach() == 0
+        out["is_top1"] = (out["selected"].detach() == 0) & (shaped == d.argmax(-1, keepdim=True)).reshape(index.shape)
         normalizer = out["log_normalizer"]
         out["log_probs"] = out["selected"] - (normalizer if index.dim() < x.dim() else normalizer.unsqueeze(-1))
     if row_mask is not None:

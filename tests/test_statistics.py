@@ -283,7 +283,22 @@ def test_a_loss_of_ones_own(device):
     assert_gradient_close(a.grad, b.grad)
 
 
-def test_tied_maximum_counts_as_top1(device):
-    x = torch.tensor([[1.0, 5.0, 5.0, 2.0]], device=device).repeat(3, 1)
-    got = onepass.softmax_statistics(x, torch.tensor([1, 2, 3], device=device), temperature=0.3, metrics=["is_top1"])
-    assert got.is_top1.tolist() == [True, True, False]
+@pytest.mark.parametrize("V, rows", [(4, 3), (1003, 5), (4096, 2), (50000, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_only_the_first_of_equal_maxima_is_top1(device, dtype, V, rows):
+    """As argmax: at any distance, across vectors, threads and the programs of a split row."""
+    x = torch.randn(rows, V).clamp(max=1.0).to(device, dtype)
+    lowest = torch.full_like(x[:1], torch.finfo(dtype).min)
+    for shift in (1, 2, 7, V // 2, V - 1):
+        tied = x.clone()
+        first = torch.randint(V, (rows, 1), device=device)
+        second = (first + shift) % V
+        tied.scatter_(1, torch.cat([first, second], 1), 5.0)
+        tied = torch.cat([tied, lowest])
+        index = torch.cat([first, second, torch.randint(V, (rows, 1), device=device)], 1)
+        index = torch.cat([index, torch.tensor([[0, 1, V - 1]], device=device)])
+        expected = (index == tied.float().argmax(-1, keepdim=True)) & (tied.gather(1, index) == tied.amax(-1, True))
+        got = onepass.softmax_statistics(tied, index, temperature=2.0, metrics=["is_top1"]).is_top1
+        assert torch.equal(got, expected)
+        got = [onepass.softmax_statistics(tied, i, metrics=["is_top1"]).is_top1 for i in index.T.contiguous()]
+        assert torch.equal(torch.stack(got, 1), expected)

@@ -117,7 +117,7 @@ def softmax_statistics(
         if index is not None and chosen is not None:
             relative = z.gather(-1, index[group]) + void.unsqueeze(-1)
             if is_top1 is not None:
-                is_top1[group] = relative == 0
+                is_top1[group] = (relative == 0) & (index[group] == z.argmax(-1, keepdim=True))
             chosen[group] = relative - total.log().unsqueeze(-1) if options.wants("log_probs") else relative
     if active is not None:
         packed.view(len(PACKED), rows).masked_fill_(~active, 0.0)

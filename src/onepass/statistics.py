@@ -44,7 +44,8 @@ class SoftmaxStatistics:
         expected_logit: ``Σ_j p_j (z_j - shift)`` <= 0, shape ``(...)``.
         selected: ``z[index] - shift`` <= 0, the shape of ``index``.
         weighted_logit: ``Σ_j c_j (z_j - shift)`` for class weights ``c``, shape ``(...)``.
-        is_top1: whether ``z[index]`` is the row's largest logit, the shape of ``index``, bool.
+        is_top1: whether ``z[index]`` is the row's largest logit, the first of equal ones (as ``argmax``), bool, the
+            shape of ``index``.
         log_sum_sq_probs: ``log Σ_j p_j²``, shape ``(...)``.
         mean_logit: ``Σ_j z_j / V`` (not relative to `shift`), shape ``(...)``.
     """

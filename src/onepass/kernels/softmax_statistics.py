@@ -27,19 +27,21 @@ TEMPERED_LOG_NORMALIZER = tl.constexpr(PACKED.index("tempered_log_normalizer"))
 MEAN_LOGIT = tl.constexpr(PACKED.index("mean_logit"))
 KEPT = tl.constexpr(PACKED.index("kept"))
 STATE = tl.constexpr(7)  # numbers in a state
+NOWHERE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def read_chosen(x, index, row, k, K, V):
-    """The logits of a row's indices, and which of these lie in the vocabulary."""
+    """The logits of a row's indices, the indices, and which of these lie in the vocabulary."""
     inside = k < 0
+    column = k
     chosen = tl.zeros(k.shape, x.dtype.element_ty)
     if index is not None:
         column = tl.load(index + row * K + k, mask=k < K, other=0)
         inside = (column >= 0) & (column < V)
         # Kept in the cache until the walk comes by, so that they cross the memory bus once.
         chosen = tl.load(x + column, mask=inside, other=0.0, eviction_policy="evict_last")
-    return chosen, inside
+    return chosen, column, inside
 
 
 @triton.jit
@@ -65,6 +67,13 @@ def read_tile(m, s, t, w, c, q, u, logits, class_weights, col0, low, high, inner
     return update(m, s, t, w, c, q, u, z, weight, sharpness, EXPECTED, WEIGHTED, TEMPERED, MEAN)
 
 
+@triton.jit
+def first_vector(first, m_before, s_before, m, s, col0, LANES: tl.constexpr, VEC: tl.constexpr):
+    """Where the first vector of a lane begins that holds its maximum, after another tile."""
+    larger = (m > m_before) | ((s_before == 0.0) & (s > 0.0))
+    return tl.where(larger, col0 + tl.arange(0, LANES) * VEC, first)
+
+
 @triton.jit(
     do_not_specialize=["rows", "V", "K", "inner_rows", "outer_stride", "inner_stride", "ignore_index"],
     do_not_specialize_on_alignment=["index", "row_mask", "packed", "chosen", "is_top1", "pieces"],
@@ -78,6 +87,8 @@ def softmax_statistics_kernel(
     LANES: tl.constexpr, UNROLL: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     TILE: tl.constexpr = LANES * VEC
+    NUMBERS: tl.constexpr = STATE if is_top1 is None else STATE + 1
+    TOP1: tl.constexpr = is_top1 is not None
     row = (tl.program_id(0) // SPLITS).to(tl.int64)
     split = tl.program_id(0) % SPLITS
     k = tl.arange(0, BLOCK_K)
@@ -99,13 +110,14 @@ def softmax_statistics_kernel(
         c = tl.zeros([LANES], tl.float32)
         q = tl.zeros([LANES], tl.float32)
         u = tl.zeros([LANES], tl.float32)
+        first = tl.full([LANES], NOWHERE, tl.int32)
         # Columns are counted from an aligned address at or before the row's first logit: the row is [head, head + V).
         start = row_start(row, inner_rows, outer_stride, inner_stride)
         base = logits + start // VEC * VEC
         head = (start % VEC).to(tl.int32) if ALIGN else 0
         inverse_vocab = 1.0 / V
         if SPLITS == 1:  # before the walk, so that nobody waits for them after it
-            x_chosen, inside = read_chosen(logits + start, index, row, k, K, V)
+            x_chosen, column, inside = read_chosen(logits + start, index, row, k, K, V)
         piece = tl.cdiv(head + V, TILE * SPLITS) * TILE
         low = split * piece
         high = tl.minimum(head + V, low + piece)
@@ -113,24 +125,36 @@ def softmax_statistics_kernel(
         if ALIGN:
             begin = low + tl.where(low < head, TILE, 0)
             if low < head:
+                m_before, s_before = m, s
                 m, s, t, w, c, q, u = read_tile(
                     m, s, t, w, c, q, u, base, class_weights, low, head, high, inner, outer, class_weight,
                     sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN,
                     LANES, VEC, True)  # fmt: skip
+                if TOP1:
+                    first = first_vector(first, m_before, s_before, m, s, low, LANES, VEC)
         full = begin + tl.maximum(high - begin, 0) // TILE * TILE
         for col in tl.range(begin, full, TILE, loop_unroll_factor=UNROLL):
+            m_before, s_before = m, s
             m, s, t, w, c, q, u = read_tile(
                 m, s, t, w, c, q, u, base, class_weights, col, head, high, inner, outer, class_weight,
                 sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN, LANES, VEC, False)  # fmt: skip
+            if TOP1:
+                first = first_vector(first, m_before, s_before, m, s, col, LANES, VEC)
         if full < high:
+            m_before, s_before = m, s
             m, s, t, w, c, q, u = read_tile(
                 m, s, t, w, c, q, u, base, class_weights, full, head, high, inner, outer, class_weight,
                 sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN, LANES, VEC, True)  # fmt: skip
+            if TOP1:
+                first = first_vector(first, m_before, s_before, m, s, full, LANES, VEC)
+        lanes = m
         m, s, t, w, c, q, u = merge(m, s, t, w, c, q, u, sharpness, EXPECTED, WEIGHTED, TEMPERED, MEAN)
+        if TOP1:
+            first = tl.min(tl.where(lanes == m, first, NOWHERE), axis=0)
 
         if SPLITS > 1:
             # Publish this piece; whoever finds all others published merges them.
-            record = pieces + row * (STATE * SPLITS) + split
+            record = pieces + row * (NUMBERS * SPLITS) + split
             tl.store(record, m)
             tl.store(record + SPLITS, s)
             tl.store(record + SPLITS * 2, t)
@@ -138,19 +162,25 @@ def softmax_statistics_kernel(
             tl.store(record + SPLITS * 4, c)
             tl.store(record + SPLITS * 5, q)
             tl.store(record + SPLITS * 6, u)
-            last = arrives_last(pieces, rows, row, STATE, SPLITS)
+            if TOP1:
+                tl.store(record + SPLITS * STATE, first.to(tl.float32, bitcast=True))
+            last = arrives_last(pieces, rows, row, NUMBERS, SPLITS)
             if last:
-                others = pieces + row * (STATE * SPLITS) + tl.arange(0, SPLITS)
+                others = pieces + row * (NUMBERS * SPLITS) + tl.arange(0, SPLITS)
+                maxima = tl.load(others, volatile=True)
                 m, s, t, w, c, q, u = merge(
-                    tl.load(others, volatile=True), tl.load(others + SPLITS, volatile=True),
+                    maxima, tl.load(others + SPLITS, volatile=True),
                     tl.load(others + SPLITS * 2, volatile=True), tl.load(others + SPLITS * 3, volatile=True),
                     tl.load(others + SPLITS * 4, volatile=True), tl.load(others + SPLITS * 5, volatile=True),
                     tl.load(others + SPLITS * 6, volatile=True), sharpness, EXPECTED, WEIGHTED, TEMPERED,
                     MEAN)  # fmt: skip
+                if TOP1:
+                    firsts = tl.load(others + SPLITS * STATE, volatile=True).to(tl.int32, bitcast=True)
+                    first = tl.min(tl.where(maxima == m, firsts, NOWHERE), axis=0)
         if last:
             if index is not None:
                 if SPLITS > 1:
-                    x_chosen, inside = read_chosen(logits + start, index, row, k, K, V)
+                    x_chosen, column, inside = read_chosen(logits + start, index, row, k, K, V)
                 z = transform(x_chosen, inner, outer, SOFTCAP)
                 relative = z - m
                 # An index outside the vocabulary makes the whole row NaN, here and through it in the gradient.
@@ -159,8 +189,13 @@ def softmax_statistics_kernel(
             s = tl.where(s > 0, s, float("nan"))
             shift = m + (s - s)
             relative = relative + (s - s)
-            if index is not None:
-                top1 = z >= shift
+            if TOP1:
+                # The first of all that are largest, as argmax has it: which one of its vector, that tells another look.
+                near = first + tl.arange(0, VEC)
+                valid = (near >= head) & (near < head + V)
+                largest = valid & (transform(tl.load(base + near, mask=valid), inner, outer, SOFTCAP) >= m)
+                argmax = tl.min(tl.where(largest, near, NOWHERE), axis=0) - head
+                top1 = (z >= shift) & (column == argmax)
             log_normalizer = tl.log(s)
             expected_logit = t / s
             weighted_logit = w + (s - s)
@@ -205,7 +240,7 @@ def plan_for(x: Layout, device: torch.device, rows: int, K: int, options: Option
         softmax_statistics_kernel, g.rows * SPLITS,
         (rows, g.V, K, *g.strides, *options.transform(), options.class_weight, options.sharpness,
          options.ignore_index or 0),
-        constexprs, layout.warps(LANES), workspace(rows, STATE.value, SPLITS),
+        constexprs, layout.warps(LANES), workspace(rows, STATE.value + options.wants("is_top1"), SPLITS),
     )  # fmt: skip
 
 
