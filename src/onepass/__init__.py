@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from onepass import moe
 from onepass.head.gather import gather_parameters
 from onepass.head.logits import LinearLogits
+from onepass.integrations.patching import Patch, patch
 from onepass.losses.cross_entropy import CrossEntropyLoss, cross_entropy
 from onepass.losses.distillation import KLDivLoss, TopKKLDivLoss, distillation_loss, kl_div, topk_kl_div
 from onepass.losses.linear import (
@@ -29,6 +30,7 @@ __all__ = [
     "KLDivLoss",
     "LinearCrossEntropyLoss",
     "LinearLogits",
+    "Patch",
     "SoftmaxStatistics",
     "TopKKLDivLoss",
     "cross_entropy",
@@ -43,6 +45,7 @@ __all__ = [
     "linear_softmax_statistics",
     "linear_topk_kl_div",
     "moe",
+    "patch",
     "selective_log_softmax",
     "selective_log_softmax_and_entropy",
     "softmax_statistics",

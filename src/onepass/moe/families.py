@@ -22,6 +22,9 @@ class Family(NamedTuple):
     """How a family routes. A value is given here, or by the `Attribute` that says it."""
 
     arguments: dict[str, Any]  # of `route`
+    weights: str = (
+        "float32"  # the dtype that its router returns them in: that of "logits" or of "hidden" states, or this
+    )
     float32: bool = False  # whether the gate multiplies in float32, else in the dtype of its weight
     autocast: bool = True  # whether autocast may lower that
     topk_method: Attribute | None = None  # says whether there are groups
@@ -38,21 +41,21 @@ SOFTMAX = {"k": K, "score": "softmax", "renormalize": True, "eps": 0.0}
 SIGMOID = {"k": K, "score": "sigmoid", "renormalize": True, "eps": 0.0, "selection_bias": BIAS}
 
 MIXTRAL = Family(SOFTMAX)
-QWEN = Family({**SOFTMAX, "renormalize": NORMALIZE})
+QWEN = Family({**SOFTMAX, "renormalize": NORMALIZE}, weights="logits")
 DEEPSEEK_V3 = Family({**SIGMOID, **GROUPS, "renormalize": NORMALIZE, "scale": SCALE, "eps": 1e-20}, float32=True)
 
 FAMILIES = {
     "Mixtral": MIXTRAL,
     "MiniMax": MIXTRAL,
-    "HunYuanMoEV1": MIXTRAL,
+    "HunYuanMoEV1": Family(SOFTMAX, weights="logits"),
     "Qwen2Moe": QWEN,
     "Qwen3Moe": QWEN,
     "Qwen3Next": QWEN,
     "Olmoe": QWEN,
-    "GptOss": Family({**SOFTMAX, "renormalize": False, "score_after_topk": True}),
+    "GptOss": Family({**SOFTMAX, "renormalize": False, "score_after_topk": True}, weights="logits"),
     "Ernie4_5_Moe": Family(
         {**SOFTMAX, "renormalize": False, "selection_bias": Attribute(["moe_statics.e_score_correction_bias"])},
-        float32=True, autocast=False, min_sum=Attribute(["norm_min"]),
+        weights="hidden", float32=True, autocast=False, min_sum=Attribute(["norm_min"]),
     ),
     "DeepseekV2": Family(
         {**SOFTMAX, **GROUPS, "group_score": "max", "renormalize": False, "scale": SCALE},
@@ -94,6 +97,20 @@ def route_block(
         TypeError: the block lacks an attribute, which is named, or its gate has an adapter that is not plain LoRA.
         TypeError, ValueError: as `route`.
     """
+    return _routed(block, hidden_states, token_mask=token_mask, losses=losses)[1]
+
+
+def router_outputs(router: nn.Module, hidden_states: Tensor, **given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """What the router of a family returns, ``(logits, weights, experts)``: weights in the family's dtype.
+
+    ``given`` are arguments of `route` that its block tells it.
+    """
+    logits, routing, family = _routed(router, hidden_states, **given)
+    dtype = {"logits": logits.dtype, "hidden": hidden_states.dtype}.get(family.weights, torch.float32)
+    return logits, routing.weights.to(dtype), routing.experts
+
+
+def _routed(block: nn.Module, hidden_states: Tensor, **given: Any) -> tuple[Tensor, Routing, Family]:
     if not isinstance(block, nn.Module):
         raise TypeError(f"block: expected a MoE block or router, got {described(block)}")
     router, linear, adapters, block = _parts(block)
@@ -103,7 +120,7 @@ def route_block(
     def said(value: Any) -> Any:
         return _read(value, router, block, name) if isinstance(value, Attribute) else value
 
-    arguments = {argument: said(value) for argument, value in family.arguments.items()}
+    arguments = given | {argument: said(value) for argument, value in family.arguments.items() if argument not in given}
     if "selection_bias" in arguments:
         arguments["selection_bias"] = whole(arguments["selection_bias"]).flatten()
     if family.topk_method:
@@ -112,11 +129,11 @@ def route_block(
         if method == "greedy":
             arguments["n_group"] = arguments["topk_group"] = 1
     logits = _logits(linear, adapters, hidden_states, family)
-    routing = route(logits, token_mask=token_mask, losses=losses, **arguments)
+    routing = route(logits, **arguments)
     if family.min_sum:
         total = routing.weights.sum(-1, keepdim=True).clamp(min=said(family.min_sum))
         routing = routing._replace(weights=routing.weights / total)
-    return routing
+    return logits, routing, family
 
 
 def _parts(block: nn.Module) -> tuple[nn.Module, nn.Module, list[nn.Module], nn.Module]:

@@ -1,0 +1,1 @@
+"""What makes other libraries use onepass. Importing this imports none of them."""

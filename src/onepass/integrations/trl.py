@@ -1,0 +1,179 @@
+"""What stands in for TRL's log-probs, entropy, linear heads and distillation; see `onepass.patch`."""
+
+import torch
+from torch import Tensor
+
+from onepass.head.logits import LinearLogits
+from onepass.integrations.patching import Target, parameters
+from onepass.losses import log_probs
+from onepass.losses.distillation import kl_div
+from onepass.statistics import softmax_statistics
+
+METRICS = {"log_sum_sq_probs": "log_sum_sq_probs", "mean_logits": "mean_logit", "is_top1": "is_top1"}
+
+
+def selective_log_softmax(
+    logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
+) -> Tensor:
+    """`onepass.selective_log_softmax`; a ``row_mask`` of the shape ``(..., K)`` of ``index`` masks single results."""
+    if row_mask is None or row_mask.dim() < logits.dim():
+        return log_probs.selective_log_softmax(logits, index, temperature=temperature, row_mask=_bool(row_mask))
+    return log_probs.selective_log_softmax(logits, index, temperature=temperature).masked_fill(row_mask == 0, 0.0)
+
+
+def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
+    """`onepass.entropy_from_logits`, which allocates nothing that ``chunk_size`` could bound."""
+    return log_probs.entropy_from_logits(logits)
+
+
+def selective_log_softmax_and_entropy(
+    logits: Tensor,
+    index: Tensor,
+    entropy_requires_grad: bool = True,
+    temperature: float = 1.0,
+    row_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`onepass.selective_log_softmax_and_entropy`."""
+    chosen, entropy = log_probs.selective_log_softmax_and_entropy(
+        logits, index, temperature=temperature, row_mask=_bool(row_mask)
+    )
+    return chosen, entropy if entropy_requires_grad else entropy.detach()
+
+
+class ChunkedLogProbFunction:
+    """The numbers of TRL's fused heads, from `onepass.linear_softmax_statistics`."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = ("entropy", *METRICS),
+    ) -> tuple[Tensor | None, ...]:
+        """``(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1)`` of hidden states ``(N, H)``; None where not
+        among ``outputs``. Tiles are chosen by memory, not by ``chunk_size``."""
+        s = softmax_statistics(
+            _head(hidden, weight, bias), targets, temperature=float(temperature), softcap=final_logit_softcapping,
+            logit_scale=float(logit_scale), expected_logit="entropy" in outputs,
+            metrics=[ours for theirs, ours in METRICS.items() if theirs in outputs],
+        )  # fmt: skip
+        entropy = s.entropy if "entropy" in outputs else None
+        return s.log_probs, entropy, s.log_sum_sq_probs, s.mean_logit, s.is_top1
+
+
+def chunked_cross_entropy_loss(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    chunk_size: int,
+    labels: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+    logit_scale: float = 1.0,
+    final_logit_softcapping: float | None = None,
+    lm_head_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The next token's cross-entropy of a linear head, how many tokens are its first choice, the sum of the entropies,
+    and how many tokens count. ``labels`` are shifted here, ``shift_labels`` are already."""
+    target = shift_labels
+    if target is None:
+        if labels is None:
+            raise ValueError("labels: expected labels or shift_labels, got neither")
+        hidden_states, target = hidden_states[..., :-1, :], labels[..., 1:]
+    kept = target != -100
+    s = softmax_statistics(
+        _head(hidden_states, lm_head_weight, lm_head_bias), target.where(kept, 0), row_mask=kept, metrics=["is_top1"],
+        softcap=final_logit_softcapping, logit_scale=float(logit_scale),
+    )  # fmt: skip
+    count = kept.sum()
+    items = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    loss = -s.log_probs.sum() / (items.to(count.device) if isinstance(items, Tensor) else items)
+    return loss, s.is_top1.sum().float(), s.entropy.detach().sum(), count  # type: ignore[union-attr]
+
+
+def chunked_divergence_loss(
+    student_hidden_states: Tensor,
+    teacher_hidden_states: Tensor,
+    student_lm_head_weight: Tensor,
+    teacher_lm_head_weight: Tensor,
+    completion_mask: Tensor,
+    beta: float,
+    num_items_in_batch: Tensor | int | None = None,
+    student_lm_head_bias: Tensor | None = None,
+    teacher_lm_head_bias: Tensor | None = None,
+    student_logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    student_final_logit_softcapping: float | None = None,
+    teacher_final_logit_softcapping: float | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`onepass.linear_kl_div` over the rows of ``completion_mask``, the student's entropies summed, and how many rows.
+
+    ``beta`` is that of ``direction="jsd"``. A logit scale multiplies the hidden states and the bias.
+    """
+    student = _scaled(student_hidden_states, student_lm_head_weight, student_lm_head_bias, student_logit_scale)
+    teacher_bias = None if teacher_lm_head_bias is None else teacher_lm_head_bias.detach()
+    teacher = _scaled(
+        teacher_hidden_states.detach(), teacher_lm_head_weight.detach(), teacher_bias, teacher_logit_scale
+    )
+    mask = completion_mask != 0
+    count = mask.sum()
+    loss = kl_div(
+        student, teacher, mask, direction="jsd", beta=float(beta), temperature=float(temperature),
+        softcap=student_final_logit_softcapping, teacher_softcap=teacher_final_logit_softcapping,
+        vocab_size=None if teacher.shape[-1] == student.shape[-1] else student.shape[-1],
+        num_items=count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch,
+    )  # fmt: skip
+    with torch.no_grad():
+        entropy = log_probs.entropy_from_logits(
+            student, temperature=float(temperature), softcap=student_final_logit_softcapping, row_mask=mask
+        )
+    return loss, entropy.sum(), count
+
+
+def _bool(row_mask: Tensor | None) -> Tensor | None:
+    return None if row_mask is None else row_mask != 0
+
+
+def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LinearLogits:
+    """In the dtype of the hidden states, or autocast's, as a linear layer of a trainer in mixed precision."""
+    if not torch.is_autocast_enabled(hidden.device.type):
+        weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+    return LinearLogits(hidden, weight, bias)
+
+
+def _scaled(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> LinearLogits:
+    if scale == 1.0:
+        return _head(hidden, weight, bias)
+    return _head(hidden * scale, weight, None if bias is None else bias * scale)
+
+
+UTILS, SFT, DISTILLATION = "trl.trainer.utils", "trl.trainer.sft_trainer", "trl.trainer.distillation_trainer"
+TARGETS = [
+    Target(
+        UTILS, "selective_log_softmax", selective_log_softmax,
+        ("logits, index", "logits, index, temperature, row_mask"), since="0.29",
+    ),
+    Target(UTILS, "entropy_from_logits", entropy_from_logits, ("logits, chunk_size",), since="0.29"),
+    Target(
+        UTILS, "selective_log_softmax_and_entropy", selective_log_softmax_and_entropy,
+        ("logits, index, entropy_requires_grad, temperature, row_mask",), since="1.14",
+    ),
+    Target(
+        "trl.kernels.chunked_logprob", "ChunkedLogProbFunction", ChunkedLogProbFunction,
+        ("ctx, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs",),
+        since="1.15", method="forward",
+    ),
+    Target(
+        SFT, "_chunked_cross_entropy_loss", chunked_cross_entropy_loss, (parameters(chunked_cross_entropy_loss),),
+        since="1.10", until="1.15",
+    ),
+    Target(
+        DISTILLATION, "_chunked_divergence_loss", chunked_divergence_loss, (parameters(chunked_divergence_loss),),
+        since="1.15",
+    ),
+]  # fmt: skip

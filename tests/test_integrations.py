@@ -1,0 +1,419 @@
+"""`onepass.patch`: what is replaced, what is refused, what comes back; and each replacement against the original."""
+
+import subprocess
+import sys
+import threading
+from collections import Counter
+from importlib import import_module
+from types import ModuleType
+
+import pytest
+import torch
+
+import onepass
+from onepass.integrations import patching
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+trl = pytest.importorskip("trl")
+utils = import_module("trl.trainer.utils")
+loss_utils = import_module("transformers.loss.loss_utils")
+moe_cases = import_module("test_moe_families")
+
+LATEST = pytest.mark.skipif(tuple(map(int, trl.__version__.split(".")[:2])) < (1, 16), reason="not in this TRL")
+N, H, V = 23, 16, 67
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def module():
+    """A module of a user, that imported a name before."""
+    made = ModuleType("somebodys_trainer")
+    made.chosen = utils.selective_log_softmax
+    sys.modules[made.__name__] = made
+    yield made
+    del sys.modules[made.__name__]
+
+
+def test_importing_onepass_imports_no_library():
+    code = "import onepass, sys; assert not {'trl', 'transformers', 'datasets', 'axolotl'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_names_are_replaced_wherever_they_are_held(module):
+    original, loss = utils.selective_log_softmax, loss_utils.ForCausalLMLoss
+    router = import_module("transformers.models.mixtral.modeling_mixtral").MixtralTopKRouter
+    forward = router.forward
+    with onepass.patch() as patched:
+        ours = import_module("onepass.integrations.trl").selective_log_softmax
+        assert utils.selective_log_softmax is module.chosen is ours
+        assert {loss_utils.LOSS_MAPPING[k].__module__ for k in ("ForCausalLM", "ForConditionalGeneration")} == {
+            "onepass.integrations.transformers"
+        }
+        assert router.forward is not forward
+        # Imported while the patch is there.
+        later = ModuleType("imported_later")
+        later.renamed = utils.selective_log_softmax
+        sys.modules[later.__name__] = later
+        replaced = {(p.module, p.name): p for p in patched.replaced}
+        assert replaced["somebodys_trainer", "chosen"] == ("somebodys_trainer", "chosen", original, ours)
+        assert "somebodys_trainer.chosen -> onepass.integrations.trl.selective_log_softmax" in str(patched)
+    del sys.modules[later.__name__]
+    assert utils.selective_log_softmax is module.chosen is later.renamed is original
+    assert loss_utils.LOSS_MAPPING["ForCausalLM"] is loss_utils.ForCausalLMLoss is loss
+    assert router.forward is forward
+
+
+def test_patches_nest_and_restore_once(module):
+    original = utils.selective_log_softmax
+    first, second = onepass.patch("trl"), onepass.patch("trl")
+    assert second.replaced == first.replaced and first.replaced
+    first.restore()
+    first.restore()
+    assert utils.selective_log_softmax is module.chosen is not original
+    second.restore()
+    assert utils.selective_log_softmax is module.chosen is original
+
+
+def test_a_plan_changes_nothing(module):
+    original = utils.selective_log_softmax
+    planned = patching.plan()
+    assert utils.selective_log_softmax is module.chosen is original
+    with onepass.patch() as patched:
+        assert patched.replaced == planned.replaced == patching.plan().replaced
+        assert patched.kept == planned.kept
+
+
+def test_what_another_wrote_over_ours_is_left_alone(module):
+    original, other = utils.selective_log_softmax, object()
+    with onepass.patch("trl"):
+        module.chosen = other
+    assert module.chosen is other and utils.selective_log_softmax is original
+
+
+def test_threads():
+    original = utils.selective_log_softmax
+    failed, start = [], threading.Barrier(4)
+
+    def work():
+        start.wait()
+        try:
+            for _ in range(3):
+                with onepass.patch("trl"):
+                    assert utils.selective_log_softmax is not original
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and utils.selective_log_softmax is original
+
+
+def test_an_unknown_signature_is_refused_as_a_whole(monkeypatch):
+    def selective_log_softmax(logits, index, something_new):
+        raise AssertionError
+
+    loss = loss_utils.ForCausalLMLoss
+    monkeypatch.setattr(utils, "selective_log_softmax", selective_log_softmax)
+    match = rf"selective_log_softmax: onepass {onepass.__version__} knows.*trl {trl.__version__} has .*something_new"
+    with pytest.raises(RuntimeError, match=match):
+        onepass.patch()
+    assert loss_utils.ForCausalLMLoss is loss and utils.selective_log_softmax is selective_log_softmax
+    monkeypatch.delattr(utils, "selective_log_softmax")
+    with pytest.raises(RuntimeError, match="has no such name; nothing was patched"):
+        onepass.patch("trl")
+
+
+def test_a_router_that_returns_something_else_is_refused(monkeypatch):
+    router = import_module("transformers.models.olmoe.modeling_olmoe").OlmoeTopKRouter
+
+    def forward(self, hidden_states):
+        return hidden_states
+
+    monkeypatch.setattr(router, "forward", forward)
+    with pytest.raises(RuntimeError, match=r"OlmoeTopKRouter.forward.*that returns \(router_logits.*something else"):
+        onepass.patch("transformers")
+
+
+def test_a_failure_half_way_is_undone(monkeypatch, module):
+    original, loss = utils.selective_log_softmax, loss_utils.ForCausalLMLoss
+    write, count = patching._Place.write, Counter()
+
+    def fails(self, value):
+        count["writes"] += 1
+        if count["writes"] == 5:
+            raise OSError("of somebody's __setattr__")
+        write(self, value)
+
+    monkeypatch.setattr(patching._Place, "write", fails)
+    with pytest.raises(OSError, match="somebody"):
+        onepass.patch()
+    assert utils.selective_log_softmax is module.chosen is original
+    assert loss_utils.LOSS_MAPPING["ForCausalLM"] is loss_utils.ForCausalLMLoss is loss
+    assert not patching._active
+
+
+def test_versions_and_names(monkeypatch):
+    with pytest.raises(ValueError, match="libraries: expected any of 'transformers', 'trl', got 'TRL'"):
+        onepass.patch("TRL")
+    monkeypatch.setattr(trl, "__version__", "0.20.0")
+    with onepass.patch("trl") as patched:
+        assert not patched.replaced and len(patched.kept) >= 4
+        assert "selective_log_softmax kept: replaced from 0.29; trl 0.20.0 has" in str(patched)
+    monkeypatch.setattr(patching, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"trl is not installed; pip install 'onepass\[trl\]'"):
+        onepass.patch("trl")
+    with onepass.patch() as patched:
+        assert str(patched) == "nothing to replace"
+
+
+# The replacements against the originals.
+
+
+def both(name, *arguments, of=utils, module="trl", inputs=(), **options):
+    """Results and gradients of the original and of what replaces it."""
+    ours = getattr(import_module(f"onepass.integrations.{module}"), name.lstrip("_"))
+    outcomes = []
+    for function in (getattr(of, name), ours):
+        results = function(*arguments, **options)
+        results = results if isinstance(results, tuple) else (results,)
+        loss = sum(
+            (r * torch.linspace(-1, 1, r.numel()).view(r.shape)).sum() + r.sum()
+            for r in results
+            if r is not None and r.requires_grad
+        )
+        outcomes.append((results, torch.autograd.grad(loss, inputs) if inputs else ()))
+    return outcomes
+
+
+def same(outcomes, atol=1e-5):
+    (theirs, of_theirs), (ours, of_ours) = outcomes
+    assert len(theirs) == len(ours)
+    for a, b in zip((*theirs, *of_theirs), (*ours, *of_ours)):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.shape == b.shape
+            torch.testing.assert_close(b.float(), a.float(), rtol=1e-5, atol=atol)
+
+
+@pytest.mark.parametrize("K", [None, 3])
+def test_selective_log_softmax(K):
+    x = torch.randn(3, 7, V, requires_grad=True)
+    index = torch.randint(V, (3, 7) if K is None else (3, 7, K))
+    same(both("selective_log_softmax", x, index, inputs=[x]))
+    same(both("entropy_from_logits", x, 5, inputs=[x]))
+    if tuple(map(int, trl.__version__.split(".")[:2])) >= (1, 14):
+        mask = torch.rand(index.shape) < 0.5
+        same(both("selective_log_softmax", x, index, inputs=[x], temperature=0.7, row_mask=mask.long()))
+
+
+@LATEST
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_selective_log_softmax_and_entropy(requires_grad):
+    x, index, mask = torch.randn(3, 7, V, requires_grad=True), torch.randint(V, (3, 7)), torch.rand(3, 7) < 0.5
+    options = dict(entropy_requires_grad=requires_grad, temperature=0.7)
+    same(both("selective_log_softmax_and_entropy", x, index, inputs=[x], **options))
+    outcomes = both("selective_log_softmax_and_entropy", x, index, inputs=[x], row_mask=mask.int(), **options)
+    same(outcomes)
+    assert outcomes[1][0][1].requires_grad == requires_grad
+
+
+def test_log_probs_may_be_changed_in_place():
+    """As trainers do with padding; the gradient is that of the rows that were not."""
+    from onepass.integrations.trl import selective_log_softmax_and_entropy
+
+    x, index = torch.randn(3, 7, V, requires_grad=True), torch.randint(V, (3, 7))
+    log_probs, entropy = selective_log_softmax_and_entropy(x, index)
+    log_probs[0, 2] = 0.0
+    (got,) = torch.autograd.grad((log_probs + entropy).sum(), x)
+    log_p = x.log_softmax(-1)
+    chosen, entropy = log_p.gather(-1, index[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
+    kept = torch.ones(3, 7)
+    kept[0, 2] = 0
+    (expected,) = torch.autograd.grad((chosen * kept + entropy).sum(), x)
+    torch.testing.assert_close(got, expected)
+
+
+@LATEST
+@pytest.mark.parametrize("outputs", [(), ("entropy",), ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")])
+@pytest.mark.parametrize("softcap, scale", [(None, 1.0), (None, 0.25), (5.0, 1.5)])
+def test_fused_head(softcap, scale, outputs):
+    from trl.kernels import chunked_logprob
+
+    hidden, weight = torch.randn(N, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    bias, targets = torch.randn(V, requires_grad=True), torch.randint(V, (N,))
+    for b in (None, bias):
+        arguments = hidden, weight, b, targets, 0.7, 10, softcap, scale, outputs
+        inputs = [hidden, weight] if b is None else [hidden, weight, b]
+        theirs, ours = chunked_logprob.ChunkedLogProbFunction, _ours("ChunkedLogProbFunction")
+        found = []
+        for function in (theirs, ours):
+            results = function.apply(*arguments)
+            loss = sum(r.square().sum() for r in results if r is not None and r.requires_grad)
+            found.append((results, torch.autograd.grad(loss, inputs)))
+            assert [r is not None and r.requires_grad for r in results[2:]] == [False] * 3
+        same(found, atol=2e-4)
+        assert len(outputs) < 4 or found[1][0][4].dtype == torch.bool
+
+
+def _ours(name):
+    return getattr(import_module("onepass.integrations.trl"), name)
+
+
+@LATEST
+@pytest.mark.parametrize("ties", [0, 1])
+def test_only_the_first_of_equal_logits_is_top1(ties):
+    """As argmax: rows of half precision often have several largest logits."""
+    from trl.kernels import chunked_logprob
+
+    hidden = torch.eye(8)
+    weight = torch.zeros(V, 8)
+    weight[5:60:9] = 1.0 + ties
+    targets = torch.tensor([5, 14, 23, 0, 66, 59, 32, 5])
+    theirs, ours = (
+        f.apply(hidden, weight, None, targets, 1.0, 16)[4]
+        for f in (chunked_logprob.ChunkedLogProbFunction, _ours("ChunkedLogProbFunction"))
+    )
+    assert theirs.tolist() == ours.tolist() == [t == 5 for t in targets.tolist()]
+
+
+@LATEST
+def test_fused_head_in_mixed_precision():
+    from trl.kernels import chunked_logprob
+
+    theirs, ours = chunked_logprob.ChunkedLogProbFunction.apply, _ours("ChunkedLogProbFunction").apply
+    weight, targets = torch.randn(V, H, requires_grad=True), torch.randint(V, (N,))
+    for hidden, autocast in ((torch.randn(N, H).bfloat16(), False), (torch.randn(N, H), True)):
+        found = []
+        for function in (theirs, ours):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                log_probs = function(hidden, weight, None, targets, 1.0, 16)[0]
+            (grad,) = torch.autograd.grad(log_probs.sum(), weight)
+            assert log_probs.dtype == grad.dtype == torch.float32
+            found.append((log_probs, grad))
+        for a, b in zip(*found):
+            torch.testing.assert_close(b, a, rtol=2e-2, atol=5e-2)
+
+
+@LATEST
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("options", [{}, dict(temperature=0.7, num_items_in_batch=torch.tensor(30)), dict(
+    student_logit_scale=0.5, teacher_logit_scale=2.0, student_final_logit_softcapping=5.0,
+    teacher_final_logit_softcapping=3.0)], ids=["plain", "items", "scale and cap"])  # fmt: skip
+def test_divergence(beta, options):
+    from trl.trainer import distillation_trainer
+
+    leaves = [torch.randn(*shape, requires_grad=True) for shape in ((2, 5, H), (2, 5, 24), (V, H), (V, 24), (V,), (V,))]
+    student, teacher, weight, teacher_weight, bias, teacher_bias = leaves
+    mask = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]])
+    same(
+        both(
+            "_chunked_divergence_loss",
+            student,
+            teacher,
+            weight,
+            teacher_weight,
+            mask,
+            beta,
+            of=distillation_trainer,
+            inputs=[student, weight, bias],
+            student_lm_head_bias=bias,
+            teacher_lm_head_bias=teacher_bias,
+            **options,
+        )
+    )
+    nothing = both(
+        "_chunked_divergence_loss", student, teacher, weight, teacher_weight, 0 * mask, beta, of=distillation_trainer,
+        inputs=[student, weight],
+    )  # fmt: skip
+    same(nothing)
+
+
+@pytest.mark.skipif(not hasattr(import_module("trl.trainer.sft_trainer"), "_chunked_cross_entropy_loss"),
+                    reason="TRL 1.10 to 1.14")  # fmt: skip
+@pytest.mark.parametrize("options", [{}, dict(num_items_in_batch=torch.tensor(30)), dict(
+    logit_scale=0.5, final_logit_softcapping=5.0)], ids=["plain", "items", "scale and cap"])  # fmt: skip
+def test_chunked_cross_entropy(options):
+    from trl.trainer import sft_trainer
+
+    hidden, weight = torch.randn(2, 9, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    bias, labels = torch.randn(V, requires_grad=True), torch.randint(V, (2, 9))
+    labels[0, :4] = -100
+    for name, target in (("labels", labels), ("shift_labels", labels), ("labels", torch.full_like(labels, -100))):
+        options[name] = target
+        same(
+            both(
+                "_chunked_cross_entropy_loss",
+                hidden,
+                weight,
+                4,
+                of=sft_trainer,
+                inputs=[hidden, weight, bias],
+                lm_head_bias=bias,
+                **options,
+            )
+        )
+        del options[name]
+    with pytest.raises(ValueError, match="labels: expected labels or shift_labels"):
+        _ours("chunked_cross_entropy_loss")(hidden, weight, 4)
+
+
+@pytest.mark.parametrize("items", [None, 11, torch.tensor(11), torch.tensor([11.0])], ids=str)
+@pytest.mark.parametrize("given", ["labels", "shift_labels", "another ignore_index", "flat"])
+def test_causal_lm_loss(items, given):
+    logits, labels = torch.randn(3, 8, V, requires_grad=True), torch.randint(V, (3, 8))
+    options = dict(num_items_in_batch=items, ignore_index=7 if given == "another ignore_index" else -100)
+    labels[0, :3] = options["ignore_index"]
+    if given == "shift_labels":
+        options["shift_labels"], labels = labels, None
+    x = logits.view(24, V) if given == "flat" else logits
+    labels = labels.flatten() if given == "flat" else labels
+    theirs, ours = both(
+        "ForCausalLMLoss", x, labels, V, of=loss_utils, module="transformers", inputs=[logits], unknown="ignored",
+        **options,
+    )  # fmt: skip
+    same((theirs, ours))
+
+
+def test_a_model_with_a_softcap_and_bfloat16_logits():
+    config = transformers.Gemma2Config(
+        vocab_size=V, hidden_size=H, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, final_logit_softcapping=3.0,
+    )  # fmt: skip
+    model, tokens = transformers.Gemma2ForCausalLM(config), torch.randint(V, (2, 9))
+    theirs = model(tokens, labels=tokens).loss
+    with onepass.patch("transformers"):
+        ours = model(tokens, labels=tokens).loss
+        loss = model.bfloat16()(tokens, labels=tokens).loss
+    torch.testing.assert_close(ours, theirs)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, theirs, rtol=2e-2, atol=2e-2)
+
+
+@moe_cases.every_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_routers(case, dtype, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    block = moe_cases.build(case).to(dtype)
+    hidden = torch.randn(13, moe_cases.H, dtype=dtype, requires_grad=True)
+    theirs = moe_cases.theirs(block, hidden)
+    with onepass.patch("transformers"):
+        ours = moe_cases.theirs(block, hidden)
+    assert [t.dtype for t in ours] == [t.dtype for t in theirs]
+    torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=0)
+    # Of equal logits, which bfloat16 often has, transformers takes any and we the first.
+    best = theirs[0].sort(descending=True)[0][:, : moe_cases.K + 1]
+    clear = (best.diff() != 0).all(-1, keepdim=True)
+    assert clear.any()
+    dense = [torch.zeros(13, moe_cases.E).scatter(1, e, w.float()) * clear for _, w, e in (theirs, ours)]
+    torch.testing.assert_close(dense[1], dense[0], rtol=1e-6, atol=1e-6)
+    # Those of gpt-oss, Qwen and Hunyuan are rounded on their way through the softmax.
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
+    grads = [torch.autograd.grad(d.square().sum(), hidden)[0].float() for d in dense]
+    torch.testing.assert_close(grads[1], grads[0], rtol=tolerance, atol=tolerance)

@@ -1,0 +1,92 @@
+"""TRL's trainers with and without the patch: the same losses and gradients, from our functions."""
+
+from collections import Counter
+from importlib import import_module
+
+import pytest
+import torch
+
+import onepass
+from onepass.integrations.patching import LIBRARIES
+
+trl = pytest.importorskip("trl")
+pytest.importorskip("datasets")
+trainers = import_module("trainers")
+
+VERSION = tuple(int(part) for part in trl.__version__.split(".")[:2])
+HEAD, PAIR = {"ChunkedLogProbFunction"}, {"selective_log_softmax", "entropy_from_logits"}
+# What each trainer of this version calls.
+if VERSION >= (1, 16):
+    USED = dict.fromkeys(("sft", "dpo", "kto", "grpo", "rloo"), HEAD) | {"distillation": {"_chunked_divergence_loss"}}
+elif VERSION >= (1, 10):
+    USED = {"sft": {"_chunked_cross_entropy_loss"}, "dpo": PAIR, "grpo": PAIR}
+else:
+    USED = {"sft": {"ForCausalLMLoss", "entropy_from_logits"}, "dpo": PAIR, "grpo": PAIR}
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    """As a user's CPU has it."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often each replacement was called."""
+    count = Counter()
+
+    def counted(name, function):
+        def call(*args, **kwargs):
+            count[name] += 1
+            return function(*args, **kwargs)
+
+        if not isinstance(function, type):
+            return call
+        return type(name, (), {"apply": staticmethod(counted(name, function.apply))})
+
+    for library in LIBRARIES:
+        module = import_module(f"onepass.integrations.{library}")
+        targets = [t._replace(replacement=counted(t.name, t.replacement)) for t in module.TARGETS]
+        monkeypatch.setattr(module, "TARGETS", targets)
+    return count
+
+
+def same(ours, theirs):
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", USED)
+def test_five_steps(name, tmp_path, calls):
+    theirs = trainers.train(getattr(trainers, name), tmp_path / "theirs")
+    assert not calls and len(theirs) == trainers.STEPS
+    with onepass.patch() as patched:
+        ours = trainers.train(getattr(trainers, name), tmp_path / "ours")
+    same(ours, theirs)
+    assert len({norm for _, norm in ours}) == trainers.STEPS  # it learns
+    assert all(calls[used] >= trainers.STEPS for used in USED[name]), calls
+    for place in patched.replaced:
+        *path, last = place.name.partition("[")[0].split(".")
+        holder = import_module(place.module)
+        for part in path:
+            holder = getattr(holder, part)
+        held = vars(holder)[last]
+        if place.name.endswith("]"):
+            held = held[place.name.partition("[")[2][1:-2]]
+        assert held is place.original
+
+
+# Inductor would take a minute, and changes nothing about what is traced.
+OPTIONS = [
+    {"gradient_checkpointing": True},
+    {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 2},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: next(iter(o)))
+def test_checkpointing_and_compile(options, tmp_path, calls):
+    theirs = trainers.train(trainers.sft, tmp_path / "theirs", **options)
+    torch.compiler.reset()
+    with onepass.patch():
+        ours = trainers.train(trainers.sft, tmp_path / "ours", **options)
+    same(ours, theirs)
+    assert calls
