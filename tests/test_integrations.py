@@ -360,7 +360,7 @@ def test_chunked_cross_entropy(options):
             )
         )
         del options[name]
-    with pytest.raises(ValueError, match="labels: expected labels or shift_labels"):
+    with pytest.raises(ValueError, match="labels and shift_labels is expected, got neither"):
         _ours("chunked_cross_entropy_loss")(hidden, weight, 4)
 
 
@@ -417,3 +417,20 @@ def test_routers(case, dtype, monkeypatch):
     tolerance = 1e-5 if dtype == torch.float32 else 4e-3
     grads = [torch.autograd.grad(d.square().sum(), hidden)[0].float() for d in dense]
     torch.testing.assert_close(grads[1], grads[0], rtol=tolerance, atol=tolerance)
+
+
+def test_axolotl_plugin():
+    base = pytest.importorskip("axolotl.integrations.base")
+    original = utils.selective_log_softmax
+    manager = base.PluginManager.get_instance()
+    manager.register("onepass.integrations.axolotl.OnepassPlugin")
+    (plugin,) = manager.plugins.values()
+    manager.pre_model_load({})
+    manager.pre_model_load({})
+    assert utils.selective_log_softmax is not original and plugin.patch.replaced
+    callback = transformers.TrainerCallback()
+    plugin.callbacks.append(callback)
+    assert manager.add_callbacks_post_trainer({}, None) == [callback]
+    manager.post_train_unload({})
+    manager.post_train_unload({})
+    assert utils.selective_log_softmax is original and plugin.patch is None

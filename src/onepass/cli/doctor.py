@@ -1,4 +1,4 @@
-"""What is here, which path computes what, and whether each operation is right on it."""
+"""What is here, which path computes what, what `onepass.patch` replaces, and whether each operation is right."""
 
 import os
 from collections.abc import Callable
@@ -14,6 +14,7 @@ import onepass
 from onepass.checks import FLOATS
 from onepass.cli.environment import environment, package_version
 from onepass.dispatch import path_of
+from onepass.integrations.patching import LIBRARIES, plan
 from onepass.statistics import METRICS
 
 PATHS = {"onepass.kernels": "Triton kernels", "onepass.eager": "eager PyTorch"}
@@ -23,6 +24,7 @@ SHAPE = (3, 5, 1003)  # a vocabulary that no vector width divides
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = 1e-5  # of float32 arithmetic
 SMOOTHING, Z_WEIGHT, CAP, TEMPERATURE = 0.1, 1e-3, 5.0, 0.7
+EXPERTS, K = 60, 4
 IGNORED = 0  # a class, so that one index serves every operation
 
 Operation = Callable[[Tensor, Tensor, Tensor], tuple[Tensor | None, ...]]  # (logits, index, class weights) -> results
@@ -110,6 +112,14 @@ OPERATIONS: dict[str, tuple[Operation, Operation]] = {
         lambda x, i, c: onepass_statistics(x, i),
         lambda x, i, c: statistics(x, i),
     ),
+    "linear_cross_entropy": (  # by the identity, so that the logits are x
+        lambda x, i, c: (onepass.linear_cross_entropy(x, torch.eye(SHAPE[-1], dtype=x.dtype, device=x.device), i),),
+        lambda x, i, c: (-log_probs(x, i).mean(),),
+    ),
+    "moe.softmax_topk": (
+        lambda x, i, c: (onepass.moe.softmax_topk(x[..., :EXPERTS], K).weights,),
+        lambda x, i, c: (x[..., :EXPERTS].topk(K)[0].softmax(-1),),
+    ),
 }
 
 
@@ -154,8 +164,17 @@ def check(name: str, device: str, dtype: torch.dtype) -> tuple[str, str, bool]:
     return result_error, gradient_error, first and second
 
 
+def patches(library: str) -> list[str]:
+    """What `onepass.patch` would replace in a library, or why it would not."""
+    try:
+        replaced, kept = plan(library)
+    except (RuntimeError, ModuleNotFoundError) as error:
+        return [str(error)]
+    return [str(line) for line in (*replaced, *kept)]
+
+
 def doctor() -> None:
-    """Show versions and paths, and check every operation against its definition on each of them."""
+    """Show versions, paths and what a patch would replace; check every operation against its definition."""
     console = Console()
     facts = Table.grid(padding=(0, 2))
     found = environment() | {name: package_version(name) for name in PEERS}
@@ -171,6 +190,9 @@ def doctor() -> None:
     console.print(table)
     if len(devices) == 1:
         console.print("no GPU that torch can use; on one, Triton kernels compute all but float64")
+
+    for library in LIBRARIES:
+        console.print(f"\nonepass.patch({library!r}):", *patches(library), sep="\n  ", markup=False, soft_wrap=True)
 
     checks = failures = 0
     for device, dtype in product(devices, DTYPES):

@@ -16,6 +16,8 @@ def selective_log_softmax(
     logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
 ) -> Tensor:
     """`onepass.selective_log_softmax`; a ``row_mask`` of the shape ``(..., K)`` of ``index`` masks single results."""
+    if _in_torch(logits):
+        return _log_probs_and_entropy(logits, index, temperature, row_mask)[0]
     if row_mask is None or row_mask.dim() < logits.dim():
         return log_probs.selective_log_softmax(logits, index, temperature=temperature, row_mask=_bool(row_mask))
     return log_probs.selective_log_softmax(logits, index, temperature=temperature).masked_fill(row_mask == 0, 0.0)
@@ -23,6 +25,8 @@ def selective_log_softmax(
 
 def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
     """`onepass.entropy_from_logits`, which allocates nothing that ``chunk_size`` could bound."""
+    if _in_torch(logits):
+        return _log_probs_and_entropy(logits, None)[1]
     return log_probs.entropy_from_logits(logits)
 
 
@@ -34,10 +38,32 @@ def selective_log_softmax_and_entropy(
     row_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`onepass.selective_log_softmax_and_entropy`."""
-    chosen, entropy = log_probs.selective_log_softmax_and_entropy(
-        logits, index, temperature=temperature, row_mask=_bool(row_mask)
-    )
+    if _in_torch(logits):
+        chosen, entropy = _log_probs_and_entropy(logits, index, temperature, row_mask)
+    else:
+        chosen, entropy = log_probs.selective_log_softmax_and_entropy(
+            logits, index, temperature=temperature, row_mask=_bool(row_mask)
+        )
     return chosen, entropy if entropy_requires_grad else entropy.detach()
+
+
+def _in_torch(logits: Tensor) -> bool:
+    """Half precision on a CPU: TRL's tests ask for the rounding of torch's own arithmetic, which no GPU path has."""
+    return logits.is_cpu and logits.dtype in (torch.float16, torch.bfloat16)
+
+
+def _log_probs_and_entropy(
+    logits: Tensor, index: Tensor | None, temperature: float = 1.0, row_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    log_p = (logits if temperature == 1.0 else logits / temperature).log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    chosen = entropy
+    if index is not None:
+        chosen = log_p.gather(-1, index.view(*log_p.shape[:-1], -1)).view(index.shape)
+    if row_mask is not None:
+        chosen = chosen.masked_fill(row_mask == 0, 0.0)
+        entropy = entropy if row_mask.dim() > entropy.dim() else entropy.masked_fill(row_mask == 0, 0.0)
+    return chosen, entropy
 
 
 class ChunkedLogProbFunction:
@@ -82,7 +108,7 @@ def chunked_cross_entropy_loss(
     target = shift_labels
     if target is None:
         if labels is None:
-            raise ValueError("labels: expected labels or shift_labels, got neither")
+            raise ValueError("At least one of labels and shift_labels is expected, got neither")
         hidden_states, target = hidden_states[..., :-1, :], labels[..., 1:]
     kept = target != -100
     s = softmax_statistics(
