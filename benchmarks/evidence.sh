@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that is claimed of a GPU, in the order in which it matters: benchmarks against the installed peers, the
 # GPU suite, accuracy, and compute-sanitizer over the suite. Results go to the folder $1 (default .bench); $2 names a
-# part: logits, routers, heads or checks (default all). About 15 minutes on an H100. Without a .git here, say
+# part: logits, routers, heads, trainers (which needs TRL) or checks (default all). About 15 minutes on an H100. Without a .git here, say
 # ONEPASS_COMMIT=<commit>.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -31,6 +31,9 @@ if wants heads; then
   measure bench-head --no-compile --shape 8192x4096x151936 --name linear-head
   measure bench-head --no-compile "${frozen_or_not[@]}" --shape 32768x2048x151936 --no-peers --name linear-head-memory
   measure bench-head --no-compile "${frozen_or_not[@]}" --shape 32768x2048x151936 --no-peers --masked 0.5 --name linear-head-masked
+fi
+if wants trainers; then
+  "$python" -W ignore benchmarks/trainers.py --out "$out" 2>&1 | tee "$out/trainers.log" | tail -n 12
 fi
 if wants checks; then
   "$python" -m pytest tests -m gpu -n 12 -p no:cacheprovider 2>&1 | tee "$out/tests.log" | tail -n 3

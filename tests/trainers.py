@@ -31,10 +31,10 @@ def save_model(folder: Path, seed: int = 0, **size: Any) -> None:
     """A trainer loads its reference model from where the trained one came from."""
     tokenizer = bytes_tokenizer()
     torch.manual_seed(seed)
+    sizes = dict(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, max_position_embeddings=128) | size
     config = Qwen3Config(
-        vocab_size=len(tokenizer), intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=128, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, bos_token_id=None, **{"hidden_size": 32, **size},
+        **sizes, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -1,0 +1,128 @@
+"""One training step of TRL's GRPO and DPO trainers, with and without `onepass.patch`: time and peak memory.
+
+    python benchmarks/trainers.py --out FOLDER
+
+A step is loss, backward and optimizer on one batch that is prepared before: generation is the same either way and is
+left out. Both kinds take turns. Writes FOLDER/trainers.json and prints a table.
+"""
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from rich.console import Console
+from rich.table import Table
+
+import onepass
+from onepass.cli.environment import environment
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from trainers import bytes_tokenizer, load, reward, save_model
+
+KINDS = {"TRL": nullcontext, "onepass": onepass.patch}
+
+
+def grpo(folder: Path, common: dict[str, Any], given: argparse.Namespace) -> Any:
+    args = trl.GRPOConfig(**common, max_completion_length=given.length, num_generations=given.batch, beta=0.0)
+    return trl.GRPOTrainer(
+        load(folder), reward_funcs=reward, args=args, processing_class=bytes_tokenizer(),
+        train_dataset=Dataset.from_dict({"prompt": ["Once upon a time"] * given.batch}),
+    )  # fmt: skip
+
+
+def dpo(folder: Path, common: dict[str, Any], given: argparse.Namespace) -> Any:
+    text = [chr(97 + n) * given.length for n in range(2)]
+    data = {"prompt": ["Once upon a time"], "chosen": [text[0]], "rejected": [text[1]]}
+    data = {name: values * given.batch for name, values in data.items()}
+    common |= {"per_device_train_batch_size": given.batch // 2}  # of pairs
+    args = trl.DPOConfig(**common, max_length=2 * given.length)
+    return trl.DPOTrainer(
+        load(folder), args=args, train_dataset=Dataset.from_dict(data), processing_class=bytes_tokenizer()
+    )
+
+
+def step_of(trainer: Any) -> Callable[[], float]:
+    trainer.create_optimizer()
+    trainer.current_gradient_accumulation_steps = 1  # as its own loop says
+    model = trainer.model_wrapped.to(trainer.args.device).train()
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+
+    def step() -> float:
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(model, batch)
+        trainer.accelerator.backward(loss)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def measure(step: Callable[[], float], rounds: int) -> list[dict[str, Any]]:
+    cuda = torch.cuda.is_available()
+    turns = [kind for _ in range(rounds) for kind in KINDS]
+    random.Random(0).shuffle(turns)
+    found: dict[str, dict[str, Any]] = {kind: {"kind": kind, "runs": [], "peak_bytes": None} for kind in KINDS}
+    for warm, kind in [(True, kind) for kind in KINDS] + [(False, kind) for kind in turns]:
+        with KINDS[kind]():
+            gc.collect()
+            before = torch.cuda.memory_allocated() if cuda else 0
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            step()
+            if cuda:
+                torch.cuda.synchronize()
+            if not warm:
+                found[kind]["runs"].append((time.perf_counter() - start) * 1e3)
+                if cuda:
+                    found[kind]["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+    return [of | {"ms": statistics.median(of["runs"])} for of in found.values()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(".bench"))
+    for name, default in (("vocab", 151936), ("hidden", 1024), ("length", 1024), ("batch", 8), ("rounds", 7)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    given = parser.parse_args()
+    sizes = {name: value for name, value in vars(given).items() if name != "out"}
+    versions = {"trl": trl.__version__, "transformers": transformers.__version__}
+    report: dict[str, Any] = {"environment": environment() | versions, "sizes": sizes, "results": []}
+    given.out.mkdir(parents=True, exist_ok=True)
+    table = Table("trainer", "kind", "ms a step", "peak GiB beyond the model")
+    for name, build in (("GRPO", grpo), ("DPO", dpo)):
+        with tempfile.TemporaryDirectory() as folder:
+            save_model(
+                Path(folder), vocab_size=given.vocab, hidden_size=given.hidden, intermediate_size=2 * given.hidden,
+                max_position_embeddings=4 * given.length,
+            )  # fmt: skip
+            common = dict(
+                output_dir=folder, max_steps=1, per_device_train_batch_size=given.batch, report_to="none",
+                disable_tqdm=True, save_strategy="no", bf16=torch.cuda.is_available(), gradient_checkpointing=False,
+            )  # fmt: skip
+            measured = measure(step_of(build(Path(folder), common, given)), given.rounds)
+        for m in measured:
+            report["results"].append({"trainer": name, **m})
+            peak = "" if m["peak_bytes"] is None else f"{m['peak_bytes'] / 2**30:.2f}"
+            table.add_row(name, m["kind"], f"{m['ms']:.1f}", peak)
+        (given.out / "trainers.json").write_text(json.dumps(report, indent=1) + "\n")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
