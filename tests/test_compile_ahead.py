@@ -152,7 +152,7 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     bias, token_mask = (empty(case.experts), empty(case.tokens, dtype=torch.bool)) if case.router.sums else (None, None)
     weights, experts, _, prob_sums, logsumexp = kernels.routing.route(routed, bias, token_mask, case.router)
     grads = (weights, prob_sums, logsumexp) if case.router.sums else (weights, None, None)
-    kernels.routing.gradient(routed, experts, token_mask, *grads, case.router)
+    kernels.routing.gradient(routed, experts, token_mask, grads, case.router)
 
 
 def resources(kernel: Any) -> dict[str, Any]:

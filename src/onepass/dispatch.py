@@ -41,7 +41,7 @@ def operation(name: str, like: Callable[..., Any]) -> Callable[[Callable[..., An
     """Make ``function(tensor, ..., options)`` an operation registered with torch, used unless all tensors are plain.
 
     The operation takes the fields of the options, a named tuple, as flat arguments. ``like`` takes what the function
-    takes and returns its results unwritten, for what traces.
+    takes, by name, and returns its results unwritten, for what traces.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,13 +50,16 @@ def operation(name: str, like: Callable[..., Any]) -> Callable[[Callable[..., An
         kind, count = last.annotation, len(first)
         fields = [last.replace(name=field, annotation=of) for field, of in get_type_hints(kind).items()]
 
-        def flat(take: Callable[..., Any]) -> Any:
-            return lambda *arguments: take(*arguments[:count], kind(*arguments[count:]))
+        def flat(*arguments: Any) -> Any:
+            return function(*arguments[:count], kind(*arguments[count:]))
 
-        prototype = flat(function)
+        def fake(*arguments: Any) -> Any:
+            return like(**{p.name: a for p, a in zip(first, arguments)}, options=kind(*arguments[count:]))
+
+        prototype: Any = flat
         prototype.__signature__ = signature.replace(parameters=[*first, *fields])
         registered = torch.library.custom_op(name, prototype, mutates_args=())
-        registered.register_fake(flat(like))
+        registered.register_fake(fake)
 
         @wraps(function)
         def call(*arguments: Any) -> Any:

@@ -44,7 +44,7 @@ class _Divergence(torch.autograd.Function):
         return *grads, None, None, None
 
 
-@operation("onepass::divergence", lambda student, teacher, *arguments: empty_pair_numbers(student, teacher))
+@operation("onepass::divergence", lambda student, teacher, **_: empty_pair_numbers(student, teacher))
 def _forward(student: Tensor, teacher: Tensor, row_mask: Tensor | None, vocab: int, options: PairOptions) -> Tensor:
     packed: Tensor = path_of(student, teacher).divergence(student[..., :vocab], teacher[..., :vocab], row_mask, options)
     return packed
@@ -52,9 +52,7 @@ def _forward(student: Tensor, teacher: Tensor, row_mask: Tensor | None, vocab: i
 
 @operation(
     "onepass::divergence_gradient",
-    lambda student, teacher, mask, packed, grad, of_teacher, *arguments: empty_gradient(
-        teacher if of_teacher else student
-    ),
+    lambda student, teacher, of_teacher, **_: empty_gradient(teacher if of_teacher else student),
 )
 def _gradient(
     student: Tensor,

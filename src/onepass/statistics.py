@@ -312,7 +312,7 @@ def tensors_of(results: Results) -> tuple[Tensor, Tensor, Tensor]:
 
 @operation(
     "onepass::softmax_statistics",
-    lambda logits, index, mask, weights, options: tensors_of(empty_results(logits, index, options)),
+    lambda logits, index, options, **_: tensors_of(empty_results(logits, index, options)),
 )
 def softmax_statistics_op(
     logits: Tensor, index: Tensor | None, row_mask: Tensor | None, class_weights: Tensor | None, options: Options
@@ -321,7 +321,7 @@ def softmax_statistics_op(
     return tensors_of(path_of(logits).softmax_statistics(logits, index, row_mask, class_weights, options))
 
 
-@operation("onepass::softmax_gradient", lambda logits, *arguments: empty_gradient(logits))
+@operation("onepass::softmax_gradient", lambda logits, **_: empty_gradient(logits))
 def _gradient(
     logits: Tensor,
     index: Tensor | None,

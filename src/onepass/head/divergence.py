@@ -54,8 +54,8 @@ class _Divergence(torch.autograd.Function):
 
 @operation(
     "onepass::linear_divergence",
-    lambda hidden, *arguments: hidden.new_empty(
-        hidden.shape[0], dtype=torch.promote_types(torch.promote_types(*arguments[7:9]), torch.float32)
+    lambda hidden, dtype, teacher_dtype, **_: hidden.new_empty(
+        hidden.shape[0], dtype=torch.promote_types(torch.promote_types(dtype, teacher_dtype), torch.float32)
     ),
 )
 def _forward(
@@ -78,7 +78,7 @@ def _forward(
 
 @operation(
     "onepass::linear_divergence_gradient",
-    lambda hidden, weight, bias, *arguments: empty_gradients((hidden, weight, bias), arguments[5]),
+    lambda hidden, weight, bias, needed, **_: empty_gradients((hidden, weight, bias), needed),
 )
 def _gradient(
     hidden: Tensor,

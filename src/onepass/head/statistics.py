@@ -45,9 +45,7 @@ class _LinearStatistics(torch.autograd.Function):
 
 @operation(
     "onepass::linear_statistics",
-    lambda hidden, *arguments: tensors_of(
-        empty_linear_results(hidden, arguments[2], dtype=arguments[5], options=arguments[7])
-    ),
+    lambda hidden, index, dtype, options, **_: tensors_of(empty_linear_results(hidden, index, dtype, options)),
 )
 def linear_statistics(
     hidden: Tensor,
@@ -93,7 +91,7 @@ def row_bytes(index: Tensor | None) -> int:
 
 @operation(
     "onepass::linear_gradient",
-    lambda hidden, weight, bias, *arguments: empty_gradients((hidden, weight, bias), arguments[9]),
+    lambda hidden, weight, bias, needed, **_: empty_gradients((hidden, weight, bias), needed),
 )
 def linear_gradient(
     hidden: Tensor,

@@ -417,19 +417,18 @@ def gradient(
     logits: torch.Tensor,
     experts: torch.Tensor,
     token_mask: torch.Tensor | None,
-    grad_weights: torch.Tensor | None,
-    grad_prob_sums: torch.Tensor | None,
-    grad_logsumexp: torch.Tensor | None,
+    upstream: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     options: RouterOptions,
 ) -> torch.Tensor:
-    """Of the logits, in their dtype."""
+    """Of the logits, in their dtype, from those of the weights, of the summed probabilities and of logsumexp."""
+    grad_weights, *of_sums = upstream
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     T, E = logits.shape
     if grad_weights is not None and any(grad_weights.stride()):
         grad_weights = grad_weights.contiguous()
-    strides = tuple([0 if g is None else g.stride(0) for g in (grad_weights, grad_prob_sums, grad_logsumexp)])
+    upstream = grad_weights, *of_sums
+    strides = tuple([0 if g is None else g.stride(0) for g in upstream])
     if T:
         about = (T, E, logits.stride(0)), strides, options
-        tensors = (experts, token_mask, grad_weights, grad_prob_sums, grad_logsumexp)
-        launch(gradient_plan_for, about, (logits, out), tensors)
+        launch(gradient_plan_for, about, (logits, out), (experts, token_mask, *upstream))
     return out

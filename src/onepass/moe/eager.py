@@ -37,12 +37,11 @@ def gradient(
     logits: Tensor,
     experts: Tensor,
     token_mask: Tensor | None,
-    grad_weights: Tensor | None,
-    grad_prob_sums: Tensor | None,
-    grad_logsumexp: Tensor | None,
+    upstream: tuple[Tensor | None, Tensor | None, Tensor | None],
     options: RouterOptions,
 ) -> Tensor:
-    """Of the logits, in their dtype."""
+    """Of the logits, in their dtype, from those of the weights, of the summed probabilities and of logsumexp."""
+    grad_weights, grad_prob_sums, grad_logsumexp = upstream
     z = transformed(logits, options)
     p, chosen = z.softmax(-1), z.gather(-1, experts)
     # Through the weights: g is the gradient of the scores that were chosen, then of their logits.

@@ -255,7 +255,7 @@ def _tensors_of(results: RoutingResults) -> tuple[Tensor, Tensor, Tensor, Tensor
     return *of_all, *((none, none.clone()) if prob_sums is None else (prob_sums, logsumexp))  # type: ignore[return-value]
 
 
-@operation("onepass::route", lambda logits, bias, mask, options: _tensors_of(empty_routing(logits, options)))
+@operation("onepass::route", lambda logits, options, **_: _tensors_of(empty_routing(logits, options)))
 def _route(
     logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, options: RouterOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -264,7 +264,7 @@ def _route(
 
 @operation(
     "onepass::route_gradient",
-    lambda logits, *arguments: torch.empty_like(logits, memory_format=torch.contiguous_format),
+    lambda logits, **_: torch.empty_like(logits, memory_format=torch.contiguous_format),
 )
 def _gradient(
     logits: Tensor,
@@ -276,5 +276,5 @@ def _gradient(
     options: RouterOptions,
 ) -> Tensor:
     grads = grad_weights, grad_prob_sums, grad_logsumexp
-    out: Tensor = _path(logits).gradient(logits, experts, token_mask, *grads, options)
+    out: Tensor = _path(logits).gradient(logits, experts, token_mask, grads, options)
     return out
