@@ -4,7 +4,7 @@ import inspect
 import os
 from collections.abc import Callable
 from functools import lru_cache, wraps
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -41,7 +41,8 @@ def operation(name: str, like: Callable[..., Any]) -> Callable[[Callable[..., An
     """Make ``function(tensor, ..., options)`` an operation registered with torch, used unless all tensors are plain.
 
     The operation takes the fields of the options, a named tuple, as flat arguments. ``like`` takes what the function
-    takes, by name, and returns its results unwritten, for what traces.
+    takes, by name, and returns its results unwritten, for what traces. Both may return None among tensors: an operation
+    cannot, so that something else stands for it there.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,13 +52,16 @@ def operation(name: str, like: Callable[..., Any]) -> Callable[[Callable[..., An
         fields = [last.replace(name=field, annotation=of) for field, of in get_type_hints(kind).items()]
 
         def flat(*arguments: Any) -> Any:
-            return function(*arguments[:count], kind(*arguments[count:]))
+            return _without_none(function(*arguments[:count], kind(*arguments[count:])), arguments[0])
 
         def fake(*arguments: Any) -> Any:
-            return like(**{p.name: a for p, a in zip(first, arguments)}, options=kind(*arguments[count:]))
+            named = {p.name: a for p, a in zip(first, arguments)}
+            return _without_none(like(**named, options=kind(*arguments[count:])), arguments[0])
 
         prototype: Any = flat
-        prototype.__signature__ = signature.replace(parameters=[*first, *fields])
+        prototype.__signature__ = signature.replace(
+            parameters=[*first, *fields], return_annotation=_always_tensors(signature.return_annotation)
+        )
         registered = torch.library.custom_op(name, prototype, mutates_args=())
         registered.register_fake(fake)
 
@@ -65,11 +69,33 @@ def operation(name: str, like: Callable[..., Any]) -> Callable[[Callable[..., An
         def call(*arguments: Any) -> Any:
             if is_plain(*[a for a in arguments if isinstance(a, Tensor)]):
                 return function(*arguments)
-            return registered(*arguments[:-1], *arguments[-1])
+            return _with_none(registered(*arguments[:-1], *arguments[-1]))
 
         return call
 
     return register
+
+
+ABSENT = torch.uint8  # the dtype of what stands for None: no result has it
+
+
+def _without_none(results: Any, like: Tensor) -> Any:
+    if isinstance(results, Tensor):
+        return results
+    return type(results)([like.new_empty(0, dtype=ABSENT) if r is None else r for r in results])
+
+
+def _with_none(results: Any) -> Any:
+    if isinstance(results, Tensor):
+        return results
+    return type(results)([None if r.dtype == ABSENT else r for r in results])
+
+
+def _always_tensors(annotation: Any) -> Any:
+    """Without the None, for torch's schema."""
+    if annotation is Tensor:
+        return Tensor
+    return list[Tensor] if get_origin(annotation) is list else tuple[(Tensor,) * len(get_args(annotation))]  # type: ignore[misc]
 
 
 def empty_gradient(logits: Tensor) -> Tensor:

@@ -292,33 +292,13 @@ class _Statistics(torch.autograd.Function):
         return grad, None, None, None, None, None
 
 
-# The operations. That of the forward is called around, because a call of few rows is bound by the host.
-
-
+@operation("onepass::softmax_statistics", lambda logits, index, options, **_: empty_results(logits, index, options))
 def _forward(
     logits: Tensor, index: Tensor | None, row_mask: Tensor | None, class_weights: Tensor | None, options: Options
 ) -> Results:
-    if is_plain(logits):
-        return path_of(logits).softmax_statistics(logits, index, row_mask, class_weights, options)
-    return softmax_statistics_op(logits, index, row_mask, class_weights, options)
-
-
-def tensors_of(results: Results) -> tuple[Tensor, Tensor, Tensor]:
-    """An operation returns tensors only: empty ones for what was not asked for."""
-    packed, chosen, is_top1 = results
-    none = packed.new_empty(0)
-    return packed, none if chosen is None else chosen, none.clone() if is_top1 is None else is_top1
-
-
-@operation(
-    "onepass::softmax_statistics",
-    lambda logits, index, options, **_: tensors_of(empty_results(logits, index, options)),
-)
-def softmax_statistics_op(
-    logits: Tensor, index: Tensor | None, row_mask: Tensor | None, class_weights: Tensor | None, options: Options
-) -> tuple[Tensor, Tensor, Tensor]:
     _check_range(logits, index, row_mask, options)
-    return tensors_of(path_of(logits).softmax_statistics(logits, index, row_mask, class_weights, options))
+    results: Results = path_of(logits).softmax_statistics(logits, index, row_mask, class_weights, options)
+    return results
 
 
 @operation("onepass::softmax_gradient", lambda logits, **_: empty_gradient(logits))

@@ -8,7 +8,7 @@ from torch import Tensor
 from onepass.dispatch import operation, refuse_second_derivatives
 from onepass.head.loss import walk
 from onepass.head.row_loss import DivergenceLoss, Source
-from onepass.head.tiles import empty_gradients, filled
+from onepass.head.tiles import empty_gradients
 from onepass.options import PairOptions
 from onepass.source import Logits, LogitsSource
 
@@ -49,7 +49,7 @@ class _Divergence(torch.autograd.Function):
         refuse_second_derivatives()
         needed = ctx.needs_input_grad[:3]
         found = _gradient(*ctx.saved_tensors, grad, list(needed), *ctx.settings)
-        return *[g if need else None for g, need in zip(found, needed)], *[None] * 6
+        return *found, *[None] * 6
 
 
 @operation(
@@ -95,8 +95,8 @@ def _gradient(
     teacher_dtype: torch.dtype,
     max_memory: int | None,
     options: PairOptions,
-) -> list[Tensor]:
+) -> list[Tensor | None]:
     source = (teacher, teacher_weight, teacher_bias), teacher_dtype
     row_loss = DivergenceLoss(dtype, source, options, vocab)
     gradients = walk((hidden, weight, bias), row_mask, row_loss, dtype, max_memory, needed, grad)[1]
-    return filled(gradients.scaled(None), hidden)  # type: ignore[union-attr]
+    return gradients.scaled(None)  # type: ignore[union-attr]

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from onepass.dispatch import operation, path_of, refuse_second_derivatives
 from onepass.head.gather import gathered
-from onepass.head.tiles import INDEX, ROW, Gradients, Head, defers, empty_gradients, filled, plan, tiles
+from onepass.head.tiles import INDEX, ROW, Gradients, Head, defers, empty_gradients, plan, tiles
 from onepass.options import Options, Results, empty_results, pick
-from onepass.statistics import returned, tensors_of, upstream_of
+from onepass.statistics import returned, upstream_of
 
 
 def statistics(hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
@@ -40,12 +40,12 @@ class _LinearStatistics(torch.autograd.Function):
         upstream = upstream_of(dict(zip(ctx.options.names, grads)))
         needed = ctx.needs_input_grad[:3]
         found = linear_gradient(*ctx.saved_tensors, *upstream, list(needed), *ctx.settings, ctx.options)
-        return *[g if need else None for g, need in zip(found, needed)], *[None] * 6
+        return *found, *[None] * 6
 
 
 @operation(
     "onepass::linear_statistics",
-    lambda hidden, index, dtype, options, **_: tensors_of(empty_linear_results(hidden, index, dtype, options)),
+    lambda hidden, index, dtype, options, **_: empty_linear_results(hidden, index, dtype, options),
 )
 def linear_statistics(
     hidden: Tensor,
@@ -57,7 +57,7 @@ def linear_statistics(
     dtype: torch.dtype,
     max_memory: int | None,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Results:
     """As `kernels.softmax_statistics`, of ``(N, V)`` logits."""
     with gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
         head = Head(hidden, weight, bias, dtype)
@@ -75,7 +75,7 @@ def linear_statistics(
             for result, part, dim in zip(results, of_tile, (1, 0, 0)):
                 if result is not None:
                     rows.put(result, part, dim)
-    return tensors_of(results)
+    return results
 
 
 def mask_of(index: Tensor | None, row_mask: Tensor | None, options: Options) -> tuple[Tensor | None, Options]:
@@ -110,7 +110,7 @@ def linear_gradient(
     dtype: torch.dtype,
     max_memory: int | None,
     options: Options,
-) -> list[Tensor]:
+) -> list[Tensor | None]:
     """Of hidden, weight and bias, each where ``needed``, from the gradients of the statistics."""
     upstream = (grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected)
     with gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
@@ -126,7 +126,7 @@ def linear_gradient(
                 logits, *of_rows, class_weights, rows.take(packed, 1).contiguous(), *of_tile, options, logits
             )
             gradients.add(rows, states, logits)
-        return filled(gradients.scaled(None), hidden)
+        return gradients.scaled(None)
 
 
 def empty_linear_results(hidden: Tensor, index: Tensor | None, dtype: torch.dtype, options: Options) -> Results:

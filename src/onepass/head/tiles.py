@@ -283,15 +283,9 @@ class Gradients:
         return results
 
 
-def empty_gradients(parts: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor]:
-    """What an operation returns of them: empty tensors for what is not needed."""
-    of = zip(parts, needed)
+def empty_gradients(parts: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
+    """`Gradients.scaled`, unwritten."""
     return [
-        parts[0].new_empty(0) if t is None or not n else torch.empty_like(t, memory_format=torch.contiguous_format)  # type: ignore[union-attr]
-        for t, n in of
+        torch.empty_like(t, memory_format=torch.contiguous_format) if t is not None and n else None
+        for t, n in zip(parts, needed)
     ]
-
-
-def filled(gradients: Sequence[Tensor | None], hidden: Tensor) -> list[Tensor]:
-    """The gradients as an operation returns them: empty tensors for what is not needed."""
-    return [hidden.new_empty(0) if g is None else g for g in gradients]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onepass import eager as core
 from onepass.checks import check_choice, check_device, check_logits, check_number, check_row_mask, described
-from onepass.dispatch import is_plain, operation, path_of, refuse_second_derivatives
+from onepass.dispatch import operation, path_of, refuse_second_derivatives
 from onepass.moe import eager
 from onepass.options import GROUP_SCORES, MAX_EXPERTS, MAX_K, SCORES, RouterOptions, RoutingResults, empty_routing
 
@@ -238,28 +238,12 @@ def _path(logits: Tensor) -> Any:
     return eager if path is core else path.routing
 
 
+@operation("onepass::route", lambda logits, options, **_: empty_routing(logits, options))
 def _forward(
     logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, options: RouterOptions
 ) -> RoutingResults:
-    if is_plain(logits):  # around the operation, whose empty tensors are time that a router of few tokens notices
-        results: RoutingResults = _path(logits).route(logits, selection_bias, token_mask, options)
-        return results
-    *results_of_all, prob_sums, logsumexp = _route(logits, selection_bias, token_mask, options)
-    return *results_of_all, *((prob_sums, logsumexp) if options.sums else (None, None))
-
-
-def _tensors_of(results: RoutingResults) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """An operation returns tensors only."""
-    *of_all, prob_sums, logsumexp = results
-    none = of_all[0].new_empty(0)
-    return *of_all, *((none, none.clone()) if prob_sums is None else (prob_sums, logsumexp))  # type: ignore[return-value]
-
-
-@operation("onepass::route", lambda logits, options, **_: _tensors_of(empty_routing(logits, options)))
-def _route(
-    logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, options: RouterOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _tensors_of(_path(logits).route(logits, selection_bias, token_mask, options))
+    results: RoutingResults = _path(logits).route(logits, selection_bias, token_mask, options)
+    return results
 
 
 @operation(
