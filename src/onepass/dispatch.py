@@ -28,11 +28,14 @@ def _kernels() -> Any:
     return kernels
 
 
-def is_plain(*tensors: Tensor) -> bool:
+PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
+
+def is_plain(*arguments: Any) -> bool:
     """Plain tensors in eager mode skip the dispatcher, which costs more than a small kernel; everything that traces or
     wraps (torch.compile, export, fake tensors, tensor subclasses) goes through the registered operations."""
-    for t in tensors:
-        if type(t) not in (Tensor, torch.nn.Parameter):
+    for a in arguments:
+        if type(a) not in PLAIN and isinstance(a, Tensor):
             return False
     return not torch.compiler.is_compiling()
 
@@ -67,7 +70,7 @@ def operation(name: str, like: Callable[..., Any]) -> Callable[[Callable[..., An
 
         @wraps(function)
         def call(*arguments: Any) -> Any:
-            if is_plain(*[a for a in arguments if isinstance(a, Tensor)]):
+            if is_plain(*arguments):
                 return function(*arguments)
             return _with_none(registered(*arguments[:-1], *arguments[-1]))
 

@@ -85,7 +85,7 @@ class LinearLogits(LogitsSource):
 
     @property
     def takes_row_losses(self) -> bool:
-        return is_plain(*[t for t in (self.hidden, self.weight, self.bias) if t is not None])
+        return is_plain(self.hidden, self.weight, self.bias)
 
     def statistics(
         self, index: Tensor | None, row_mask: Tensor | None, class_weights: Tensor | None, options: Options
