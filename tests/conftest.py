@@ -8,6 +8,10 @@ import torch
 
 from linear_cases import tiles_of
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers whose threads wait for each other's cores are several times slower.
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+    torch.set_num_threads(1)
 if not torch.cuda.is_available():
     # Triton decides at decoration whether a kernel is interpreted.
     os.environ["TRITON_INTERPRET"] = "1"

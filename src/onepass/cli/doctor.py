@@ -118,7 +118,8 @@ OPERATIONS: dict[str, tuple[Operation, Operation]] = {
     ),
     "moe.softmax_topk": (
         lambda x, i, c: (onepass.moe.softmax_topk(x[..., :EXPERTS], K).weights,),
-        lambda x, i, c: (x[..., :EXPERTS].topk(K)[0].softmax(-1),),
+        # Of equal logits, the first ones.
+        lambda x, i, c: (x[..., :EXPERTS].sort(dim=-1, descending=True, stable=True)[0][..., :K].softmax(-1),),
     ),
 }
 
