@@ -202,15 +202,20 @@ def same(outcomes, atol=1e-5):
             torch.testing.assert_close(b.float(), a.float(), rtol=1e-5, atol=atol)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("K", [None, 3])
-def test_selective_log_softmax(K):
-    x = torch.randn(3, 7, V, requires_grad=True)
-    index = torch.randint(V, (3, 7) if K is None else (3, 7, K))
-    same(both("selective_log_softmax", x, index, inputs=[x]))
-    same(both("entropy_from_logits", x, 5, inputs=[x]))
+def test_selective_log_softmax(K, dtype):
+    x = torch.randn(3, 7, V).to(dtype).requires_grad_()
+    index = torch.randint(V, (3, 9) if K is None else (3, 9, K))[:, 1:8]
+    found = [both("selective_log_softmax", x, index, inputs=[x]), both("entropy_from_logits", x, 5, inputs=[x])]
     if tuple(map(int, trl.__version__.split(".")[:2])) >= (1, 14):
         mask = torch.rand(index.shape) < 0.5
-        same(both("selective_log_softmax", x, index, inputs=[x], temperature=0.7, row_mask=mask.long()))
+        found.append(both("selective_log_softmax", x, index, inputs=[x], temperature=0.7, row_mask=mask.long()))
+    for outcomes in found:
+        same(outcomes)
+        assert [r.dtype for r, _ in zip(*outcomes[1])] == [dtype]
+    with pytest.raises(ValueError, match="temperature: expected a finite number above 0"):
+        _ours("selective_log_softmax")(x, index, temperature=0.0)
 
 
 @LATEST
@@ -299,6 +304,27 @@ def test_fused_head_in_mixed_precision():
             found.append((log_probs, grad))
         for a, b in zip(*found):
             torch.testing.assert_close(b, a, rtol=2e-2, atol=5e-2)
+
+
+@LATEST
+def test_fused_head_of_a_sharded_weight():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    hidden, weight, targets = torch.randn(N, H), torch.randn(V, H, requires_grad=True), torch.randint(V, (N,))
+    function = _ours("ChunkedLogProbFunction").apply
+    expected = function(hidden, weight, None, targets, 1.0, 16)[0]
+    (gradient,) = torch.autograd.grad(expected.sum(), weight)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = torch.nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)]))
+        log_probs = function(hidden, sharded, None, targets, 1.0, 16)[0]
+        log_probs.sum().backward()
+        assert torch.equal(log_probs, expected) and isinstance(sharded.grad, DTensor)
+        torch.testing.assert_close(sharded.grad.full_tensor(), gradient)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @LATEST

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from onepass.checks import check_number
 from onepass.head.logits import LinearLogits
 from onepass.integrations.patching import Target, parameters
 from onepass.losses import log_probs
@@ -55,6 +56,7 @@ def _in_torch(logits: Tensor) -> bool:
 def _log_probs_and_entropy(
     logits: Tensor, index: Tensor | None, temperature: float = 1.0, row_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    check_number(temperature, "temperature", 0)
     log_p = (logits if temperature == 1.0 else logits / temperature).log_softmax(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     chosen = entropy
