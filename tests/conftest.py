@@ -61,6 +61,18 @@ def uninitialised_memory_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def sharded():
+    """Makes a DTensor of a tensor, sharded over its first dimension as FSDP2 does, in a group of one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    yield lambda tensor: distribute_tensor(tensor.detach(), mesh, [Shard(0)])
+    torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(params=(1, 4, 1000), ids=lambda n: f"tiles of {n}")
 def tile(request, monkeypatch):
     return tiles_of(monkeypatch, request.param)

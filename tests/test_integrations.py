@@ -192,7 +192,7 @@ def both(name, *arguments, of=utils, module="trl", inputs=(), **options):
     return outcomes
 
 
-def same(outcomes, atol=1e-5):
+def assert_same(outcomes, atol=1e-5):
     (theirs, of_theirs), (ours, of_ours) = outcomes
     assert len(theirs) == len(ours)
     for a, b in zip((*theirs, *of_theirs), (*ours, *of_ours)):
@@ -212,7 +212,7 @@ def test_selective_log_softmax(K, dtype):
         mask = torch.rand(index.shape) < 0.5
         found.append(both("selective_log_softmax", x, index, inputs=[x], temperature=0.7, row_mask=mask.long()))
     for outcomes in found:
-        same(outcomes)
+        assert_same(outcomes)
         assert [r.dtype for r, _ in zip(*outcomes[1])] == [dtype]
     with pytest.raises(ValueError, match="temperature: expected a finite number above 0"):
         _ours("selective_log_softmax")(x, index, temperature=0.0)
@@ -223,9 +223,9 @@ def test_selective_log_softmax(K, dtype):
 def test_selective_log_softmax_and_entropy(requires_grad):
     x, index, mask = torch.randn(3, 7, V, requires_grad=True), torch.randint(V, (3, 7)), torch.rand(3, 7) < 0.5
     options = dict(entropy_requires_grad=requires_grad, temperature=0.7)
-    same(both("selective_log_softmax_and_entropy", x, index, inputs=[x], **options))
+    assert_same(both("selective_log_softmax_and_entropy", x, index, inputs=[x], **options))
     outcomes = both("selective_log_softmax_and_entropy", x, index, inputs=[x], row_mask=mask.int(), **options)
-    same(outcomes)
+    assert_same(outcomes)
     assert outcomes[1][0][1].requires_grad == requires_grad
 
 
@@ -263,7 +263,7 @@ def test_fused_head(softcap, scale, outputs):
             loss = sum(r.square().sum() for r in results if r is not None and r.requires_grad)
             found.append((results, torch.autograd.grad(loss, inputs)))
             assert [r is not None and r.requires_grad for r in results[2:]] == [False] * 3
-        same(found, atol=2e-4)
+        assert_same(found, atol=2e-4)
         assert len(outputs) < 4 or found[1][0][4].dtype == torch.bool
 
 
@@ -307,24 +307,14 @@ def test_fused_head_in_mixed_precision():
 
 
 @LATEST
-def test_fused_head_of_a_sharded_weight():
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
+def test_fused_head_of_a_sharded_weight(sharded):
     hidden, weight, targets = torch.randn(N, H), torch.randn(V, H, requires_grad=True), torch.randint(V, (N,))
-    function = _ours("ChunkedLogProbFunction").apply
+    function, parameter = _ours("ChunkedLogProbFunction").apply, torch.nn.Parameter(sharded(weight))
     expected = function(hidden, weight, None, targets, 1.0, 16)[0]
-    (gradient,) = torch.autograd.grad(expected.sum(), weight)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        sharded = torch.nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)]))
-        log_probs = function(hidden, sharded, None, targets, 1.0, 16)[0]
-        log_probs.sum().backward()
-        assert torch.equal(log_probs, expected) and isinstance(sharded.grad, DTensor)
-        torch.testing.assert_close(sharded.grad.full_tensor(), gradient)
-    finally:
-        torch.distributed.destroy_process_group()
+    log_probs = function(hidden, parameter, None, targets, 1.0, 16)[0]
+    log_probs.sum().backward()
+    assert torch.equal(log_probs, expected) and type(parameter.grad) is type(parameter.data)
+    torch.testing.assert_close(parameter.grad.full_tensor(), *torch.autograd.grad(expected.sum(), weight))
 
 
 @LATEST
@@ -338,7 +328,7 @@ def test_divergence(beta, options):
     leaves = [torch.randn(*shape, requires_grad=True) for shape in ((2, 5, H), (2, 5, 24), (V, H), (V, 24), (V,), (V,))]
     student, teacher, weight, teacher_weight, bias, teacher_bias = leaves
     mask = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]])
-    same(
+    assert_same(
         both(
             "_chunked_divergence_loss",
             student,
@@ -358,7 +348,7 @@ def test_divergence(beta, options):
         "_chunked_divergence_loss", student, teacher, weight, teacher_weight, 0 * mask, beta, of=distillation_trainer,
         inputs=[student, weight],
     )  # fmt: skip
-    same(nothing)
+    assert_same(nothing)
 
 
 @pytest.mark.skipif(not hasattr(import_module("trl.trainer.sft_trainer"), "_chunked_cross_entropy_loss"),
@@ -373,7 +363,7 @@ def test_chunked_cross_entropy(options):
     labels[0, :4] = -100
     for name, target in (("labels", labels), ("shift_labels", labels), ("labels", torch.full_like(labels, -100))):
         options[name] = target
-        same(
+        assert_same(
             both(
                 "_chunked_cross_entropy_loss",
                 hidden,
@@ -404,7 +394,7 @@ def test_causal_lm_loss(items, given):
         "ForCausalLMLoss", x, labels, V, of=loss_utils, module="transformers", inputs=[logits], unknown="ignored",
         **options,
     )  # fmt: skip
-    same((theirs, ours))
+    assert_same((theirs, ours))
 
 
 def test_a_model_with_a_softcap_and_bfloat16_logits():

@@ -47,22 +47,13 @@ def test_gradients_accumulate(device):
     assert_all_close([hidden.grad, weight.grad, bias.grad], expected)
 
 
-def test_sharded_weights_are_gathered_once():
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
+def test_sharded_weights_are_gathered_once(sharded):
     hidden, weight, bias, target = batch("cpu")
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        sharded = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
-        loss = onepass.linear_cross_entropy(hidden, sharded, target, bias=bias)
-        loss.backward()
-        expected = gradients(onepass.linear_cross_entropy(hidden, weight, target, bias=bias), (weight,))
-        assert isinstance(sharded.grad, DTensor) and sharded.grad.placements == (Shard(0),)
-        assert_all_close([sharded.grad.full_tensor()], expected)
-    finally:
-        torch.distributed.destroy_process_group()
+    shards = sharded(weight).requires_grad_()
+    onepass.linear_cross_entropy(hidden, shards, target, bias=bias).backward()
+    expected = gradients(onepass.linear_cross_entropy(hidden, weight, target, bias=bias), (weight,))
+    assert type(shards.grad) is type(shards) and shards.grad.placements == shards.placements
+    assert_all_close([shards.grad.full_tensor()], expected)
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "pair", "kl_div, none"])

@@ -20,6 +20,7 @@ import unittest
 from pathlib import Path
 
 import pytest
+import torch
 
 import onepass
 from onepass.integrations.patching import LIBRARIES
@@ -61,6 +62,19 @@ def without_missing_names(files: set[Path], patch: pytest.MonkeyPatch) -> None:
                         patch.setattr(module, alias.name, lambda *args, **kwargs: False, raising=False)
 
 
+class Tester:
+    """What their mixin asks of the tester of a model."""
+
+    is_training, batch_size, seq_length, num_hidden_layers = True, 2, 7, SMALL["num_hidden_layers"]
+
+    def __init__(self, config: object) -> None:
+        self.config = config
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[object, dict[str, torch.Tensor]]:
+        tokens = torch.randint(3, SMALL["vocab_size"], (self.batch_size, self.seq_length))
+        return copy.deepcopy(self.config), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+
 def model_tests(families: list[str]) -> dict[str, type]:
     """Their mixin on a small model of every family."""
     for name, mixin in (
@@ -77,18 +91,8 @@ def model_tests(families: list[str]) -> dict[str, type]:
         config = transformers.AutoConfig.for_model(family, **SMALL | OF_FAMILY.get(family, {}))
         model_class = transformers.AutoModelForCausalLM._model_mapping[type(config)]
 
-        class Tester:
-            is_training, batch_size, seq_length, num_hidden_layers = True, 2, 7, SMALL["num_hidden_layers"]
-            config: object
-
-            def prepare_config_and_inputs_for_common(self) -> tuple[object, dict[str, object]]:
-                size = self.batch_size, self.seq_length
-                tokens = common.ids_tensor(size, SMALL["vocab_size"] - 3) + 3
-                return copy.deepcopy(self.config), {"input_ids": tokens, "attention_mask": tokens.new_ones(size)}
-
-        def set_up(self: object, config: object = config, tester: type = Tester) -> None:
-            self.model_tester = tester()
-            self.model_tester.config = config
+        def set_up(self: unittest.TestCase, config: object = config) -> None:
+            self.model_tester = Tester(config)
 
         found[f"Test{model_class.__name__}"] = type(
             f"Test{model_class.__name__}", (common.ModelTesterMixin, unittest.TestCase),

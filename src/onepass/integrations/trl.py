@@ -8,6 +8,7 @@ from onepass.head.logits import LinearLogits
 from onepass.integrations.patching import Target, parameters
 from onepass.losses import log_probs
 from onepass.losses.distillation import kl_div
+from onepass.losses.reduction import reduced
 from onepass.statistics import softmax_statistics
 
 METRICS = {"log_sum_sq_probs": "log_sum_sq_probs", "mean_logits": "mean_logit", "is_top1": "is_top1"}
@@ -18,17 +19,15 @@ def selective_log_softmax(
 ) -> Tensor:
     """`onepass.selective_log_softmax`; a ``row_mask`` of the shape ``(..., K)`` of ``index`` masks single results."""
     if _in_torch(logits):
-        return _log_probs_and_entropy(logits, index, temperature, row_mask)[0]
+        return _masked(_chosen(_log_softmax(logits, temperature), index), row_mask)
     if row_mask is None or row_mask.dim() < logits.dim():
         return log_probs.selective_log_softmax(logits, index, temperature=temperature, row_mask=_bool(row_mask))
-    return log_probs.selective_log_softmax(logits, index, temperature=temperature).masked_fill(row_mask == 0, 0.0)
+    return _masked(log_probs.selective_log_softmax(logits, index, temperature=temperature), row_mask)
 
 
 def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
     """`onepass.entropy_from_logits`, which allocates nothing that ``chunk_size`` could bound."""
-    if _in_torch(logits):
-        return _log_probs_and_entropy(logits, None)[1]
-    return log_probs.entropy_from_logits(logits)
+    return _entropy(_log_softmax(logits)) if _in_torch(logits) else log_probs.entropy_from_logits(logits)
 
 
 def selective_log_softmax_and_entropy(
@@ -40,7 +39,8 @@ def selective_log_softmax_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """`onepass.selective_log_softmax_and_entropy`."""
     if _in_torch(logits):
-        chosen, entropy = _log_probs_and_entropy(logits, index, temperature, row_mask)
+        log_p = _log_softmax(logits, temperature)
+        chosen, entropy = _masked(_chosen(log_p, index), row_mask), _masked(_entropy(log_p), row_mask)
     else:
         chosen, entropy = log_probs.selective_log_softmax_and_entropy(
             logits, index, temperature=temperature, row_mask=_bool(row_mask)
@@ -53,19 +53,21 @@ def _in_torch(logits: Tensor) -> bool:
     return logits.is_cpu and logits.dtype in (torch.float16, torch.bfloat16)
 
 
-def _log_probs_and_entropy(
-    logits: Tensor, index: Tensor | None, temperature: float = 1.0, row_mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _log_softmax(logits: Tensor, temperature: float = 1.0) -> Tensor:
     check_number(temperature, "temperature", 0)
-    log_p = (logits if temperature == 1.0 else logits / temperature).log_softmax(-1)
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    chosen = entropy
-    if index is not None:
-        chosen = log_p.gather(-1, index.view(*log_p.shape[:-1], -1)).view(index.shape)
-    if row_mask is not None:
-        chosen = chosen.masked_fill(row_mask == 0, 0.0)
-        entropy = entropy if row_mask.dim() > entropy.dim() else entropy.masked_fill(row_mask == 0, 0.0)
-    return chosen, entropy
+    return (logits if temperature == 1.0 else logits / temperature).log_softmax(-1)
+
+
+def _chosen(log_p: Tensor, index: Tensor) -> Tensor:
+    return log_p.gather(-1, index.view(*log_p.shape[:-1], -1)).view(index.shape)
+
+
+def _entropy(log_p: Tensor) -> Tensor:
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+def _masked(result: Tensor, row_mask: Tensor | None) -> Tensor:
+    return result if row_mask is None else result.masked_fill(row_mask == 0, 0.0)
 
 
 class ChunkedLogProbFunction:
@@ -117,10 +119,8 @@ def chunked_cross_entropy_loss(
         _head(hidden_states, lm_head_weight, lm_head_bias), target.where(kept, 0), row_mask=kept, metrics=["is_top1"],
         softcap=final_logit_softcapping, logit_scale=float(logit_scale),
     )  # fmt: skip
-    count = kept.sum()
-    items = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    loss = -s.log_probs.sum() / (items.to(count.device) if isinstance(items, Tensor) else items)
-    return loss, s.is_top1.sum().float(), s.entropy.detach().sum(), count  # type: ignore[union-attr]
+    loss = reduced(-s.log_probs, kept, "mean", num_items_in_batch)
+    return loss, s.is_top1.sum().float(), s.entropy.detach().sum(), kept.sum()  # type: ignore[union-attr]
 
 
 def chunked_divergence_loss(
@@ -149,18 +149,17 @@ def chunked_divergence_loss(
         teacher_hidden_states.detach(), teacher_lm_head_weight.detach(), teacher_bias, teacher_logit_scale
     )
     mask = completion_mask != 0
-    count = mask.sum()
     loss = kl_div(
         student, teacher, mask, direction="jsd", beta=float(beta), temperature=float(temperature),
         softcap=student_final_logit_softcapping, teacher_softcap=teacher_final_logit_softcapping,
         vocab_size=None if teacher.shape[-1] == student.shape[-1] else student.shape[-1],
-        num_items=count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch,
+        reduction="mean", num_items=num_items_in_batch,
     )  # fmt: skip
     with torch.no_grad():
         entropy = log_probs.entropy_from_logits(
             student, temperature=float(temperature), softcap=student_final_logit_softcapping, row_mask=mask
         )
-    return loss, entropy.sum(), count
+    return loss, entropy.sum(), mask.sum()
 
 
 def _bool(row_mask: Tensor | None) -> Tensor | None:

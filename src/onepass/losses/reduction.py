@@ -23,4 +23,6 @@ def reduced(loss: Tensor, rows: Tensor | int, reduction: str, num_items: float |
     divisor = divisor_of(rows, reduction, num_items)
     if divisor is None:
         return loss
+    if isinstance(divisor, Tensor):
+        divisor = divisor.to(loss.device)  # trainers count items on a CPU, too
     return loss.sum() if isinstance(divisor, int) and divisor == 1 else loss.sum() / divisor
