@@ -1,4 +1,4 @@
-"""Write docs/measured.md and the README's summaries from what `onepass bench` and `onepass bench-head` wrote.
+"""Write docs/measured.md, the README's summaries and a table of docs/integrations.md from what the benchmarks wrote.
 
 Run as `python benchmarks/table.py`.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SUMMARY = "<!-- summary: benchmarks/table.py -->\n", "<!-- end of summary -->\n"
+TRAINERS = "<!-- trainers: benchmarks/table.py -->\n", "<!-- end of trainers -->\n"
 LINEAR_HEAD = "<!-- linear head: benchmarks/table.py -->\n", "<!-- end of linear head -->\n"
 INTRODUCTION = """# Measured
 
@@ -119,11 +120,25 @@ def head_summary(reports: dict[Path, dict]) -> str:
     return HEADS + grid(["ms", "rows × hidden × vocabulary", *columns], rows) if rows else ""
 
 
+def trainer_table(path: Path, report: dict) -> str:
+    here, sizes = report["environment"], report["sizes"]
+    about = (
+        f"{where(path, report)}, TRL {here['trl']}, transformers {here['transformers']}; {sizes['batch']} completions "
+        f"of {sizes['length']} tokens, {sizes['hidden']} hidden, vocabulary {sizes['vocab']}, bf16 autocast.\n\n"
+    )
+    rows = []
+    for r in report["results"]:
+        peaks = [f"{r[k] / 2**30:.2f}" for k in ("peak_bytes", "step_peak_bytes")]
+        rows.append([r["trainer"], r["kind"], f"{r['ms']:.1f}", *peaks])
+    return about + grid(["trainer", "heads of", "ms a step", "peak GiB, forward + backward", "of the step"], rows)
+
+
 def where(path: Path, report: dict) -> str:
     here = report["environment"]
+    copy = f", copy {report['copy_gb_per_s']:.0f} GB/s" if "copy_gb_per_s" in report else ""
     return (
         f"`{path.name}`: {here['gpu']}, driver {here['driver']}, torch {here['torch']}, triton {here['triton']}, "
-        f"commit {here['commit']}, copy {report['copy_gb_per_s']:.0f} GB/s"
+        f"commit {here['commit']}{copy}"
     )
 
 
@@ -153,6 +168,7 @@ def between(text: str, marks: tuple[str, str], inside: str) -> str:
 
 if __name__ == "__main__":
     reports = {path: json.loads(path.read_text()) for path in sorted((HERE / "results").glob("*.json"))}
+    trainers = {path: reports.pop(path) for path in list(reports) if "trainer" in reports[path]["results"][0]}
     heads = {path: report for path, report in reports.items() if "hidden" in report["results"][0]}
     text = [INTRODUCTION]
     for path, report in reports.items():
@@ -164,3 +180,6 @@ if __name__ == "__main__":
     logits = {path: report for path, report in reports.items() if path not in heads}
     written = between(readme.read_text(), SUMMARY, summary(logits))
     readme.write_text(between(written, LINEAR_HEAD, head_summary(heads)))
+    integrations = HERE.parent / "docs" / "integrations.md"
+    tables = "\n".join(trainer_table(*of) for of in trainers.items())
+    integrations.write_text(between(integrations.read_text(), TRAINERS, tables))

@@ -3,7 +3,8 @@
     python benchmarks/trainers.py --out FOLDER
 
 A step is loss, backward and optimizer on one batch that is prepared before: generation is the same either way and is
-left out. Both kinds take turns. Writes FOLDER/trainers.json and prints a table.
+left out. Both kinds take turns. Memory is counted beyond the model and the optimizer's state, once until there are
+gradients and once until the step is over. Writes FOLDER/trainers.json and prints a table.
 """
 
 import argparse
@@ -54,28 +55,34 @@ def dpo(folder: Path, common: dict[str, Any], given: argparse.Namespace) -> Any:
     )
 
 
-def step_of(trainer: Any) -> Callable[[], float]:
+def step_of(trainer: Any) -> Callable[[], int]:
     trainer.create_optimizer()
     trainer.current_gradient_accumulation_steps = 1  # as its own loop says
-    model = trainer.model_wrapped.to(trainer.args.device).train()
+    trainer.model.to(trainer.args.device)
     batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    model = trainer.accelerator.prepare(trainer.model_wrapped).train()  # for autocast
+    trainer.optimizer = trainer.accelerator.prepare(trainer.optimizer)
 
-    def step() -> float:
+    def step() -> int:
+        """The peak of memory until there are gradients, in bytes."""
         with trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(model, batch)
         trainer.accelerator.backward(loss)
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
-        return float(loss.detach())
+        return peak
 
     return step
 
 
-def measure(step: Callable[[], float], rounds: int) -> list[dict[str, Any]]:
+def measure(step: Callable[[], int], rounds: int) -> list[dict[str, Any]]:
     cuda = torch.cuda.is_available()
     turns = [kind for _ in range(rounds) for kind in KINDS]
     random.Random(0).shuffle(turns)
-    found: dict[str, dict[str, Any]] = {kind: {"kind": kind, "runs": [], "peak_bytes": None} for kind in KINDS}
+    found: dict[str, dict[str, Any]] = {
+        kind: {"kind": kind, "runs": [], "peak_bytes": None, "step_peak_bytes": None} for kind in KINDS
+    }
     for warm, kind in [(True, kind) for kind in KINDS] + [(False, kind) for kind in turns]:
         with KINDS[kind]():
             gc.collect()
@@ -84,13 +91,14 @@ def measure(step: Callable[[], float], rounds: int) -> list[dict[str, Any]]:
                 torch.cuda.reset_peak_memory_stats()
                 torch.cuda.synchronize()
             start = time.perf_counter()
-            step()
+            peak = step()
             if cuda:
                 torch.cuda.synchronize()
             if not warm:
                 found[kind]["runs"].append((time.perf_counter() - start) * 1e3)
                 if cuda:
-                    found[kind]["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+                    found[kind]["peak_bytes"] = peak - before
+                    found[kind]["step_peak_bytes"] = torch.cuda.max_memory_allocated() - before
     return [of | {"ms": statistics.median(of["runs"])} for of in found.values()]
 
 
@@ -104,7 +112,7 @@ def main() -> None:
     versions = {"trl": trl.__version__, "transformers": transformers.__version__}
     report: dict[str, Any] = {"environment": environment() | versions, "sizes": sizes, "results": []}
     given.out.mkdir(parents=True, exist_ok=True)
-    table = Table("trainer", "kind", "ms a step", "peak GiB beyond the model")
+    table = Table("trainer", "kind", "ms a step", "peak GiB of forward + backward", "of the step")
     for name, build in (("GRPO", grpo), ("DPO", dpo)):
         with tempfile.TemporaryDirectory() as folder:
             save_model(
@@ -118,8 +126,8 @@ def main() -> None:
             measured = measure(step_of(build(Path(folder), common, given)), given.rounds)
         for m in measured:
             report["results"].append({"trainer": name, **m})
-            peak = "" if m["peak_bytes"] is None else f"{m['peak_bytes'] / 2**30:.2f}"
-            table.add_row(name, m["kind"], f"{m['ms']:.1f}", peak)
+            peaks = ["" if m[k] is None else f"{m[k] / 2**30:.2f}" for k in ("peak_bytes", "step_peak_bytes")]
+            table.add_row(name, m["kind"], f"{m['ms']:.1f}", *peaks)
         (given.out / "trainers.json").write_text(json.dumps(report, indent=1) + "\n")
     Console().print(table)
 

@@ -73,6 +73,9 @@ def sharded():
     torch.distributed.destroy_process_group()
 
 
-@pytest.fixture(params=(1, 4, 1000), ids=lambda n: f"tiles of {n}")
+@pytest.fixture(
+    params=((1, True), (4, True), (4, False), (1000, True)),
+    ids=("tiles of 1", "tiles of 4", "tiles of 4 rows", "one tile"),
+)
 def tile(request, monkeypatch):
-    return tiles_of(monkeypatch, request.param)
+    return tiles_of(monkeypatch, *request.param)

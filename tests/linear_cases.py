@@ -8,9 +8,15 @@ from onepass.head import tiles
 N, H, V = 11, 19, 83
 
 
-def tiles_of(monkeypatch, rows):
-    monkeypatch.setattr(tiles, "equal", lambda count, most: max(1, min(count, most, rows)))
-    return rows
+def tiles_of(monkeypatch, size, slices=True):
+    """Of ``size`` rows, or as many columns where a tile may be a slice of the vocabulary."""
+
+    def shape(count, gathered, heads, *_, known):
+        vocab = heads[0].vocab
+        return (max(count, 1), min(vocab, size)) if known and slices else (max(1, min(count, size)), vocab)
+
+    monkeypatch.setattr(tiles, "tile_shape", shape)
+    return size
 
 
 def batch(device, dtype=torch.float32, rows=(N,), width=H, vocab=V, seed=0):

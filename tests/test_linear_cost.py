@@ -128,6 +128,29 @@ def test_plans_keep_to_the_memory(shape, trained):
             )
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_slices_keep_to_the_memory(shape, trained):
+    """Where rows are known tiles are slices, unless all fits in one or slices do not."""
+    rows, width, vocab = shape
+    with torch.device("meta"):
+        head = Head(torch.empty(rows, width, dtype=torch.bfloat16), torch.empty(vocab, width, dtype=torch.bfloat16),
+                    None, torch.bfloat16)  # fmt: skip
+    shapes = set()
+    for megabytes in (8, 20, 60, 200, 2000, 10000):
+        try:
+            cut = plan([head], None, trained, megabytes * 10**6, known=True)
+        except ValueError:
+            continue
+        slices = [c for c in cut.slices() if cut.sliced]
+        assert cut.sliced == bool(slices) and (cut.rows == rows or not cut.sliced)
+        if cut.sliced:
+            assert 2 * rows * cut.columns + 4 * rows * width <= megabytes * 10**6
+            assert [c.start for c in slices] == [0, *[c.stop for c in slices[:-1]]] and slices[-1].stop == vocab
+        shapes.add((cut.rows < rows, cut.sliced))
+    assert (False, False) in shapes and ((False, True) in shapes or rows < 300 or vocab < 4 * rows)
+
+
 @pytest.mark.parametrize("shape", [(300, 64, 5003), (64, 256, 32000)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("loss", ["cross_entropy", "pair", "kl_div"])

@@ -156,11 +156,13 @@ def softmax_gradient(
     idle = (a == 0) & (b == 0) & (d == 0) & (h == 0)
     active = active_rows(index, row_mask, options)
     if index is not None and grad_selected is not None:
-        index = index.reshape(rows, index.numel() // rows).clamp(0, logits.shape[-1] - 1).long()
+        index = index.reshape(rows, index.numel() // rows).long()
+        outside = (index < 0) | (index >= logits.shape[-1])
         w = grad_selected.reshape(index.shape)
         idle &= (w == 0).all(-1, keepdim=True)
         if options.wants("log_probs"):
             a = a - w.sum(-1, keepdim=True)
+        index, w = index.masked_fill(outside, 0), w.masked_fill(outside, 0.0)
     if active is not None:
         idle |= ~active.unsqueeze(-1)
     for group, (x, g_out) in row_blocks(logits, out):

@@ -54,7 +54,7 @@ def walk(
         cut = plan(heads, row_mask, needed[1], max_memory, row_loss.row_bytes)
         row_mask = row_mask if defers(row_mask) else None
         gradients = None if scale is None else Gradients(heads[0], cut, needed)
-        for rows, states, logits in tiles(heads, cut):
+        for rows, columns, states, logits in tiles(heads, cut):
             mask = None if row_mask is None else rows.take(row_mask)
             of_rows = scale if scale is None or scale.dim() == 0 else rows.take(scale)
             part, found = row_loss(logits, rows, mask, of_rows)
@@ -63,7 +63,7 @@ def walk(
                 if out is not None and value is not None:
                     rows.put(out, value)
             if gradients is not None:
-                gradients.add(rows, states, logits[0])
+                gradients.add(rows, columns, states, logits[0])
     return losses, gradients
 
 

@@ -1,4 +1,4 @@
-"""Numbers per row of a linear head, for any loss: four products, since the backward computes the tiles again."""
+"""Numbers per row of a linear head, for any loss: four products, since the backward computes the logits again."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from onepass.dispatch import operation, path_of, refuse_second_derivatives
 from onepass.head.gather import gathered
-from onepass.head.tiles import INDEX, ROW, Gradients, Head, defers, empty_gradients, plan, tiles
+from onepass.head.tiles import ALL, INDEX, ROW, Gradients, Head, defers, empty_gradients, plan, tiles
 from onepass.options import Options, Results, empty_results, pick
 from onepass.statistics import returned, upstream_of
 
@@ -69,7 +69,7 @@ def linear_statistics(
             for result in results:
                 if result is not None:
                     result.zero_()
-        for rows, _, (logits,) in tiles([head], cut):
+        for rows, _, _, (logits,) in tiles([head], cut):
             of_rows = [None if t is None else rows.take(t) for t in (index, row_mask)]
             of_tile = path_of(logits).softmax_statistics(logits, *of_rows, class_weights, options)
             for result, part, dim in zip(results, of_tile, (1, 0, 0)):
@@ -111,21 +111,28 @@ def linear_gradient(
     max_memory: int | None,
     options: Options,
 ) -> list[Tensor | None]:
-    """Of hidden, weight and bias, each where ``needed``, from the gradients of the statistics."""
+    """Of hidden, weight and bias, each where ``needed``, from the gradients of the statistics.
+
+    The logits of a slice of the vocabulary have a gradient of their own, given the rows' numbers.
+    """
     upstream = (grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected)
     with gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
         head = Head(hidden, weight, bias, dtype)
         row_mask, options = mask_of(index, row_mask, options)
-        cut = plan([head], row_mask, needed[1], max_memory, row_bytes(index))
+        cut = plan([head], row_mask, needed[1], max_memory, row_bytes(index), known=True)
         row_mask = row_mask if defers(row_mask) else None
         gradients = Gradients(head, cut, needed)
-        for rows, states, (logits,) in tiles([head], cut):
-            of_rows = [None if t is None else rows.take(t) for t in (index, row_mask)]
-            of_tile = [None if g is None else rows.take(g) for g in upstream]
-            path_of(logits).softmax_gradient(
-                logits, *of_rows, class_weights, rows.take(packed, 1).contiguous(), *of_tile, options, logits
-            )
-            gradients.add(rows, states, logits)
+        of_rows: list[Tensor | None] = []
+        for rows, columns, states, (logits,) in tiles([head], cut):
+            if columns == ALL or columns.start == 0:
+                of_rows = [None if t is None else rows.take(t) for t in (index, row_mask, *upstream)]
+                numbers = rows.take(packed, 1).contiguous()
+            chosen, mask, *of_tile = of_rows
+            # An index outside the slice adds nothing there: one outside the vocabulary has made its row NaN before.
+            chosen = chosen if chosen is None or columns == ALL else chosen - columns.start
+            weights = None if class_weights is None else class_weights[columns]
+            path_of(logits).softmax_gradient(logits, chosen, mask, weights, numbers, *of_tile, options, logits)
+            gradients.add(rows, columns, states, logits)
         return gradients.scaled(None)
 
 

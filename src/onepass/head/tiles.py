@@ -1,12 +1,12 @@
-"""``hidden @ weight.T + bias`` in tiles of rows: how many rows a tile has, its products, the gradients they add up to.
+"""``hidden @ weight.T + bias`` in tiles: how large a tile is, its products, the gradients they add up to.
 
 A tile of logits comes from the vendor's matrix product, is read by the core's kernels, is turned into its own gradient
-in place, and gives way to the next. All products have one dtype, that of autocast or of the inputs; what is summed over
-tiles is summed in float32.
+in place, and gives way to the next. It is some rows of all the vocabulary; or, where the numbers of the rows are known
+already, all rows of a slice of the vocabulary. All products have one dtype, that of autocast or of the inputs; what is
+summed over tiles is summed in float32.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -15,10 +15,12 @@ from torch import Tensor
 from onepass.dispatch import path_of
 
 GIB = 1 << 30
-# The workspace where nobody says otherwise. Products are fastest in one tile, and a gradient of the weight pays for
-# each of several with a pass over a float32 sum, which is workspace too. Where the weight is frozen, memory is short.
-ONE_TILE, TRAINED, FROZEN = int(2.5 * GIB), int(1.25 * GIB), int(0.585 * GIB)
+# The workspace where nobody says otherwise. A gradient of the weight pays for each of several tiles of rows with a pass
+# over a float32 sum, which is workspace too; one tile needs none. Where there is no such gradient, little is lost.
+ONE_TILE, TRAINED, UNTRAINED = int(2.5 * GIB), int(1.25 * GIB), int(0.585 * GIB)
+SLICES = int(0.3 * GIB)  # beside the sum of the hidden states' gradient, which is small
 ON_CPU = 1 << 25
+LEAST_COLUMNS = 128  # of a slice: products are slow below
 EAGER_BLOCKS = 1 << 26  # that `eager` walks rows in
 ROW, INDEX = 1536, 64  # bytes for the numbers of a row and what its programs share, and of each of its indices
 ALIGNED = 16  # bytes to which rows are padded: matrix products are slow where an odd vocabulary leaves them unaligned
@@ -30,13 +32,17 @@ class Head:
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         self.hidden, self.weight, self.bias, self.dtype = hidden, weight, bias, dtype
         self.vocab = weight.shape[0]
+        self.held: tuple[slice, Tensor, Tensor | None] | None = None
         step = max(1, ALIGNED // dtype.itemsize)
         self.padded_vocab = -(-self.vocab // step) * step
 
-    @cached_property
-    def cast(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias for the products."""
-        return self.weight.to(self.dtype), None if self.bias is None else self.bias.to(self.dtype)
+    def factors(self, columns: slice) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of these columns for the products; the last are kept."""
+        if self.held is None or self.held[0] != columns:
+            self.held = None  # before there are others
+            bias = None if self.bias is None else self.bias[columns].to(self.dtype)
+            self.held = columns, self.weight[columns].to(self.dtype), bias
+        return self.held[1:]
 
     def row_bytes(self, gathered: bool) -> int:
         hidden = self.hidden.shape[1] * (self.dtype.itemsize + self.hidden.dtype.itemsize)
@@ -71,17 +77,31 @@ class Rows(NamedTuple):
             tensor.index_copy_(dim, self.ids, values.to(tensor.dtype))
 
 
+ALL = slice(None)
+
+
 class Plan(NamedTuple):
-    """The rows that are computed, and how they are cut."""
+    """The rows that are computed, and how they and the vocabulary are cut: one of them is whole."""
 
     kept: Tensor | None  # ids; None for all
     n: int
     rows: int  # of a tile
+    vocab: int
+    columns: int  # of a tile
 
     def cut(self) -> Iterator[Rows]:
         for first in range(0, self.n, self.rows):
             part = slice(first, min(first + self.rows, self.n))
             yield Rows(part if self.kept is None else self.kept[part], part.stop - first)
+
+    @property
+    def sliced(self) -> bool:
+        return self.columns < self.vocab
+
+    def slices(self) -> Iterator[slice]:
+        if not self.sliced:
+            return iter([ALL])
+        return (slice(c, min(c + self.columns, self.vocab)) for c in range(0, self.vocab, self.columns))
 
 
 def plan(
@@ -90,12 +110,17 @@ def plan(
     trained: bool,
     max_memory: int | None,
     row_bytes: int = ROW + INDEX,
+    known: bool = False,
 ) -> Plan:
-    """Equal tiles of as many rows as the workspace allows.
+    """Equal tiles, as large as the workspace allows.
 
     The workspace is all that is alive at any time besides inputs, results and gradients: a tile of each head, what is
     gathered or cast, the numbers of its rows, the float32 sum of the weight's gradient (``trained``). That of the
     products themselves, which torch keeps for each stream, is not ours to bound.
+
+    Where the numbers of the rows are ``known``, tiles may be slices of the vocabulary. Then each part of the weight's
+    gradient is one product, and what is summed is the hidden states' gradient: far less, unless there are more rows
+    than classes.
 
     Raises:
         ValueError: ``max_memory`` is less than a tile of one row needs.
@@ -103,14 +128,15 @@ def plan(
     head, total_rows = heads[0], heads[0].hidden.shape[0]
     free = free_memory(head.hidden.device) if max_memory is None and head.hidden.is_cuda else 0
     settings = heads, trained, max_memory, row_bytes, free
-    of_all = tile_rows(total_rows, False, *settings)
+    of_all = tile_shape(total_rows, False, *settings, known=known)
     kept = kept_rows(row_mask)  # waits for the device, which has nothing to do from here to the first product
     if kept is None:
-        return Plan(None, total_rows, of_all)
-    return Plan(kept, len(kept), tile_rows(len(kept), True, *settings))
+        return Plan(None, total_rows, of_all[0], head.vocab, of_all[1])
+    rows, columns = tile_shape(len(kept), True, *settings, known=known)
+    return Plan(kept, len(kept), rows, head.vocab, columns)
 
 
-def tile_rows(
+def tile_shape(
     count: int,
     gathered: bool,
     heads: Sequence[Head],
@@ -118,8 +144,9 @@ def tile_rows(
     max_memory: int | None,
     row_bytes: int,
     free: int,
-) -> int:
-    """Rows of a tile where ``count`` are computed, which are ``gathered`` if they are not all."""
+    known: bool,
+) -> tuple[int, int]:
+    """Rows and columns of a tile where ``count`` rows are computed, which are ``gathered`` if they are not all."""
     head = heads[0]
     per_row = row_bytes + sum(h.row_bytes(gathered) for h in heads)
     fixed = (1 << 17) + sum(h.cast_bytes() for h in heads) + 9 * head.hidden.shape[0] * gathered
@@ -134,13 +161,34 @@ def tile_rows(
     one_tile = fixed + count * per_row + (total if needs_sum(head, 1) else 0)
     limit = max_memory
     if limit is None:
-        frozen = head.hidden.requires_grad and not head.weight.requires_grad
-        limit = default_memory(head, fixed + total, per_row, one_tile, trained, frozen, free)
+        limit = default_memory(head, fixed + total, per_row, one_tile, trained, free)
+    slices = SLICES if head.hidden.is_cuda else ON_CPU
+    if known and one_tile > (min(limit, fixed + slices) if max_memory is None else limit):
+        columns = tile_columns(count, gathered, head, limit, max_memory, row_bytes, slices)
+        if columns:
+            return count, equal(head.vocab, columns)
     rows = count if one_tile <= limit else (limit - fixed - total) // per_row
     if count and rows < 1:
         least = min(one_tile, fixed + total + per_row)
         raise ValueError(f"max_memory: expected at least {least} bytes, for one row at a time, got {max_memory}")
-    return equal(count, rows)
+    return equal(count, rows), head.vocab
+
+
+def tile_columns(
+    count: int, gathered: bool, head: Head, limit: int, max_memory: int | None, row_bytes: int, slices: int
+) -> int:
+    """Columns of a tile that has all rows, within the ``limit`` of tiles of rows; 0 if that is too little."""
+    H, size = head.hidden.shape[1], head.dtype.itemsize
+    cast = size if head.weight.dtype != head.dtype else 0
+    per_column = count * size + H * cast + 16 + 4 * (count + H) * head.upcasts
+    of_row = row_bytes + H * (size * (gathered or head.hidden.dtype != head.dtype) + 4 + 4 * head.upcasts)
+    fixed = (1 << 18) + 9 * head.hidden.shape[0] * gathered + count * of_row
+    fixed += EAGER_BLOCKS * (head.hidden.device.type == "cpu")
+    least = min(LEAST_COLUMNS, head.vocab - 1)
+    if max_memory is None:
+        limit = min(limit, fixed + max(slices, least * per_column))
+    columns = min((limit - fixed) // per_column, head.vocab - 1)
+    return columns if columns >= least else 0
 
 
 def kept_rows(row_mask: Tensor | None) -> Tensor | None:
@@ -158,7 +206,7 @@ def defers(row_mask: Tensor | None) -> bool:
 
 
 def equal(count: int, most: int) -> int:
-    """Rows of a tile, at most ``most``: as many in each, in whole blocks of the matrix product."""
+    """Rows or columns of a tile, at most ``most``: as many in each, in whole blocks of the matrix product."""
     if count <= most:
         return max(count, 1)
     block = 1024 if most >= 1024 else 128 if most >= 128 else 1
@@ -166,14 +214,13 @@ def equal(count: int, most: int) -> int:
     return min(-(-count // (tiles * block)) * block, most // block * block)
 
 
-def default_memory(head: Head, fixed: int, per_row: int, one_tile: int, trained: bool, frozen: bool, free: int) -> int:
+def default_memory(head: Head, fixed: int, per_row: int, one_tile: int, trained: bool, free: int) -> int:
     """Our own choice of a workspace: at most half of what is free once the gradients have their place."""
     if head.hidden.device.type != "cuda":
         return fixed + max(ON_CPU, per_row)
-    if one_tile - fixed <= ONE_TILE and not frozen:
+    wanted = fixed + (TRAINED if trained else UNTRAINED)
+    if trained and one_tile - fixed <= ONE_TILE:
         wanted = one_tile
-    else:
-        wanted = fixed + (FROZEN if frozen else TRAINED if trained else ONE_TILE)
     gradients = sum(t.numel() * t.element_size() for t in (head.hidden, head.weight))
     room = (free - gradients * trained) // 2
     return max(min(wanted, room), fixed + per_row)
@@ -192,73 +239,108 @@ def needs_sum(head: Head, tiles: int) -> bool:
     return tiles > 1 or head.dtype == torch.float16
 
 
-def tiles(heads: Sequence[Head], plan: Plan) -> Iterator[tuple[Rows, Tensor, list[Tensor]]]:
-    """Rows, the first head's hidden states, every head's logits, which are the caller's until the next tile."""
+def tiles(heads: Sequence[Head], plan: Plan) -> Iterator[tuple[Rows, slice, Tensor, list[Tensor]]]:
+    """Rows, columns, the first head's hidden states, every head's logits, which are the caller's until the next."""
     count = min(plan.rows, plan.n)
-    buffers = [empty_logits(h, count) for h in heads]
+    buffers = [empty_logits(h, count, plan.columns if plan.sliced else h.vocab) for h in heads]
     for rows in plan.cut():
         hidden = [rows.take(h.hidden).to(h.dtype) for h in heads]
-        logits = [buffer[: rows.n] for buffer in buffers]
-        for head, x, out in zip(heads, hidden, logits):
-            weight, bias = head.cast
-            if bias is None:
-                torch.mm(x, weight.t(), out=out)
-            else:
-                torch.addmm(bias, x, weight.t(), out=out)
-        yield rows, hidden[0], logits
+        for columns in plan.slices():
+            logits = [b[: rows.n] if columns == ALL else b[:, : columns.stop - columns.start] for b in buffers]
+            for head, x, out in zip(heads, hidden, logits):
+                weight, bias = head.factors(columns)
+                if bias is None:
+                    torch.mm(x, weight.t(), out=out)
+                else:
+                    torch.addmm(bias, x, weight.t(), out=out)
+            yield rows, columns, hidden[0], logits
 
 
-def empty_logits(head: Head, rows: int) -> Tensor:
-    padded = head.hidden.new_empty((rows, head.padded_vocab), dtype=head.dtype)
-    if head.padded_vocab > head.vocab:
-        padded[:, head.vocab :] = 0  # products of bfloat16 on a CPU multiply it by 0, which must not be NaN
-    return padded[:, : head.vocab]
+def empty_logits(head: Head, rows: int, columns: int) -> Tensor:
+    step = max(1, ALIGNED // head.dtype.itemsize)
+    padded = head.hidden.new_empty((rows, -(-columns // step) * step), dtype=head.dtype)
+    padded[:, columns:] = 0  # products of bfloat16 on a CPU multiply it by 0, which must not be NaN
+    return padded[:, :columns]
 
 
 class Gradients:
     """Of hidden, weight and bias, each where ``needed``, from tiles that hold the gradient of their logits."""
 
     def __init__(self, head: Head, plan: Plan, needed: Sequence[bool]) -> None:
-        self.head, self.needed = head, needed
-        self.summed = needs_sum(head, -(-plan.n // plan.rows))
-        new = torch.empty if plan.kept is None else torch.zeros
-        dtype = torch.float32 if head.dtype == torch.float16 else head.hidden.dtype  # float16 is rounded once, scaled
-        self.hidden = new(head.hidden.shape, dtype=dtype, device=head.hidden.device) if needed[0] else None
+        self.head, self.plan, self.needed = head, plan, needed
+        self.sum_dtype = torch.promote_types(head.dtype, torch.float32)
+        self.hidden: Tensor | None = None
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
+        self.total: Tensor | None = None  # of hidden, over slices
+        if needed[0] and not (plan.sliced and plan.kept is None):  # which is the total itself
+            new = torch.empty if plan.kept is None else torch.zeros
+            # float16 is rounded once, scaled
+            dtype = torch.float32 if head.dtype == torch.float16 else head.hidden.dtype
+            self.hidden = new(head.hidden.shape, dtype=dtype, device=head.hidden.device)
+        summed = needs_sum(head, -(-plan.n // plan.rows)) and not plan.sliced
+        self.weight_dtype = self.sum_dtype if summed else head.weight.dtype
         # Kept apart from the parameters, which may be partitioned again by the time of the backward.
         self.shapes = head.hidden.shape, head.weight.shape, head.weight.shape[:1]
 
-    def add(self, rows: Rows, hidden: Tensor, gradient: Tensor) -> None:
-        if self.hidden is not None:
-            if isinstance(rows.ids, slice) and self.hidden.dtype == gradient.dtype:
-                torch.mm(gradient, self.head.cast[0], out=rows.take(self.hidden))
-            else:
-                rows.put(self.hidden, self.product(gradient, self.head.cast[0], self.hidden.dtype))
-        sum_dtype = torch.promote_types(self.head.dtype, torch.float32)
+    def add(self, rows: Rows, columns: slice, hidden: Tensor, gradient: Tensor) -> None:
+        if self.needed[0]:
+            self.add_hidden(rows, columns, gradient)
         if self.needed[1]:
-            if self.weight is None:
-                dtype = sum_dtype if self.summed else self.head.weight.dtype
-                self.weight = self.product(gradient.t(), hidden, dtype)
-            elif self.head.upcasts:
-                self.weight.addmm_(gradient.t().float(), hidden.float())
-            elif self.weight.dtype == gradient.dtype:
-                self.weight.addmm_(gradient.t(), hidden)
+            if self.plan.sliced:
+                if self.weight is None:
+                    self.weight = gradient.new_empty(self.shapes[1], dtype=self.weight_dtype)
+                self.product(gradient.t(), hidden, self.weight_dtype, self.weight[columns])
+            elif self.weight is None:
+                self.weight = self.product(gradient.t(), hidden, self.weight_dtype)
             else:
-                torch.addmm(self.weight, gradient.t(), hidden, out_dtype=sum_dtype, out=self.weight)
+                self.add_product(self.weight, gradient.t(), hidden)
         if self.needed[2]:
-            total = gradient.sum(0, dtype=sum_dtype)
-            self.bias = total if self.bias is None else self.bias.add_(total)
+            total = gradient.sum(0, dtype=self.sum_dtype)
+            if self.bias is None:
+                self.bias = total.new_zeros(self.shapes[2]) if self.plan.sliced else torch.zeros_like(total)
+            self.bias[columns] += total
 
-    def product(self, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-        """In ``dtype``, and rounded to it once."""
+    def add_hidden(self, rows: Rows, columns: slice, gradient: Tensor) -> None:
+        weight = self.head.factors(columns)[0]
+        if self.plan.sliced:
+            if self.total is None:
+                self.total = self.product(gradient, weight, self.sum_dtype)
+            else:
+                self.add_product(self.total, gradient, weight)
+            if columns.stop == self.plan.vocab:
+                if self.hidden is None:
+                    self.hidden = self.total
+                else:
+                    rows.put(self.hidden, self.total)
+                self.total = None
+        elif self.hidden is not None:
+            if isinstance(rows.ids, slice):
+                self.product(gradient, weight, self.hidden.dtype, rows.take(self.hidden))
+            else:
+                rows.put(self.hidden, self.product(gradient, weight, self.hidden.dtype))
+
+    def product(self, a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """In ``dtype``, and rounded to it once; into ``out`` if there is one."""
         if dtype == a.dtype:
-            return torch.mm(a, b)
+            return torch.mm(a, b, out=out)
+        if dtype == torch.float32 and not self.head.upcasts and a.dtype.itemsize < 4:
+            return torch.mm(a, b, out_dtype=dtype, out=out)
         if self.head.upcasts:
-            return torch.mm(a.float(), b.float()).to(dtype)
-        if a.dtype.itemsize >= 4:
-            return torch.mm(a, b).to(dtype)
-        return torch.mm(a, b, out_dtype=torch.float32).to(dtype)
+            result = torch.mm(a.float(), b.float())
+        elif a.dtype.itemsize >= 4:
+            result = torch.mm(a, b)
+        else:
+            result = torch.mm(a, b, out_dtype=torch.float32)
+        return result.to(dtype) if out is None else out.copy_(result)
+
+    def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
+        if self.head.upcasts:
+            total.addmm_(a.float(), b.float())
+        elif total.dtype == a.dtype:
+            total.addmm_(a, b)
+        else:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
     def scaled(self, scale: Tensor | None) -> list[Tensor | None]:
         """All three times ``scale``, rounded once to the dtypes of what they are the gradients of.
