@@ -126,8 +126,7 @@ def plan(
         ValueError: ``max_memory`` is less than a tile of one row needs.
     """
     head, total_rows = heads[0], heads[0].hidden.shape[0]
-    free = free_memory(head.hidden.device) if max_memory is None and head.hidden.is_cuda else 0
-    settings = heads, trained, max_memory, row_bytes, free
+    settings = heads, trained, max_memory, row_bytes
     of_all = tile_shape(total_rows, False, *settings, known=known)
     kept = kept_rows(row_mask)  # waits for the device, which has nothing to do from here to the first product
     if kept is None:
@@ -143,7 +142,6 @@ def tile_shape(
     trained: bool,
     max_memory: int | None,
     row_bytes: int,
-    free: int,
     known: bool,
 ) -> tuple[int, int]:
     """Rows and columns of a tile where ``count`` rows are computed, which are ``gathered`` if they are not all."""
@@ -161,7 +159,7 @@ def tile_shape(
     one_tile = fixed + count * per_row + (total if needs_sum(head, 1) else 0)
     limit = max_memory
     if limit is None:
-        limit = default_memory(head, fixed + total, per_row, one_tile, trained, free)
+        limit = default_memory(head, fixed + total, per_row, one_tile, trained)
     slices = SLICES if head.hidden.is_cuda else ON_CPU
     if known and one_tile > (min(limit, fixed + slices) if max_memory is None else limit):
         columns = tile_columns(count, gathered, head, limit, max_memory, row_bytes, slices)
@@ -214,24 +212,28 @@ def equal(count: int, most: int) -> int:
     return min(-(-count // (tiles * block)) * block, most // block * block)
 
 
-def default_memory(head: Head, fixed: int, per_row: int, one_tile: int, trained: bool, free: int) -> int:
+def default_memory(head: Head, fixed: int, per_row: int, one_tile: int, trained: bool) -> int:
     """Our own choice of a workspace: at most half of what is free once the gradients have their place."""
     if head.hidden.device.type != "cuda":
         return fixed + max(ON_CPU, per_row)
     wanted = fixed + (TRAINED if trained else UNTRAINED)
     if trained and one_tile - fixed <= ONE_TILE:
         wanted = one_tile
-    gradients = sum(t.numel() * t.element_size() for t in (head.hidden, head.weight))
-    room = (free - gradients * trained) // 2
-    return max(min(wanted, room), fixed + per_row)
+    gradients = trained * sum(t.numel() * t.element_size() for t in (head.hidden, head.weight))
+    return max(fixed + per_row, allowed(wanted, gradients, head.hidden.device))
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated: what the card has, and what torch's allocator holds but does not use."""
-    allocated = torch.cuda.memory_allocated(device)
+def allowed(wanted: int, gradients: int, device: torch.device) -> int:
+    """``wanted`` bytes, or half of those that can still be allocated."""
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    allocated, reserved = (
+        stats.get(f"{kind}_bytes", {}).get("all", {}).get("current", 0) for kind in ("allocated", "reserved")
+    )
+    if reserved - allocated - gradients >= 2 * wanted:
+        return wanted  # torch's allocator holds it, as it does after a first step: the driver would take longer to ask
     free, total = torch.cuda.mem_get_info(device)
     fraction = getattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _: 1.0)(device)
-    return min(free + torch.cuda.memory_reserved(device), int(fraction * total)) - allocated
+    return min(wanted, (min(free + reserved, int(fraction * total)) - allocated - gradients) // 2)
 
 
 def needs_sum(head: Head, tiles: int) -> bool:
