@@ -1,6 +1,9 @@
 """onepass: every logit is read once, and every loss is a few lines of PyTorch on what that one read leaves behind."""
 
+import importlib
+import os
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from onepass import moe
 from onepass.head.gather import gather_parameters
@@ -24,6 +27,16 @@ try:
     __version__ = version("onepass")
 except PackageNotFoundError:  # a source tree on PYTHONPATH
     __version__ = "0.0.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "autotune":  # with Triton, which is on Linux only and takes its time
+        return importlib.import_module("onepass.autotune")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if os.environ.get("ONEPASS_AUTOTUNE_STORE"):
+    importlib.import_module("onepass.autotune.session").for_process(os.environ["ONEPASS_AUTOTUNE_STORE"])
 
 __all__ = [
     "CrossEntropyLoss",

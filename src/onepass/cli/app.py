@@ -2,6 +2,7 @@
 
 import typer
 
+from onepass.cli import autotune
 from onepass.cli.bench import bench
 from onepass.cli.bench_head import bench_head
 from onepass.cli.demo import demo
@@ -12,3 +13,4 @@ app.command()(demo)
 app.command()(bench)
 app.command()(bench_head)
 app.command()(doctor)
+app.add_typer(autotune.app, name="autotune")

@@ -1,0 +1,48 @@
+"""`AutotuneReportCallback`: what Triton chose in the first steps of a `transformers.Trainer`."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import TrainerCallback
+
+from onepass.autotune.sinks import LogSink, Sink
+from onepass.autotune.tuners import collect
+
+LOG = logging.getLogger(__name__)
+STEPS = 5
+
+
+class AutotuneReportCallback(TrainerCallback):
+    """Report once, after the first of the first 5 steps after which there is something to report.
+
+    From then on a step costs one look at a flag. Only the first process of all reports. Nothing is reported unless this
+    callback is added, and nothing leaves the machine unless a sink sends it: by default it is a log line a kernel.
+
+    Args:
+        sinks: callables that take a list of `AutotuneRecord`, see `onepass.autotune`: ``LogSink()``,
+            ``JSONLSink(path)``, ``OpenTelemetrySink()``, or any function.
+
+    Example::
+
+        trainer.add_callback(AutotuneReportCallback([JSONLSink("autotuned.jsonl")]))
+    """
+
+    def __init__(self, sinks: Sequence[Sink] | None = None) -> None:
+        self.sinks = [LogSink()] if sinks is None else list(sinks)
+        self.looks = STEPS
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.looks:
+            self._look(state)
+
+    def _look(self, state: Any) -> None:
+        self.looks = self.looks - 1 if state.is_world_process_zero else 0
+        records = collect() if state.is_world_process_zero else []
+        if records:
+            self.looks = 0
+        for sink in self.sinks if records else ():
+            try:
+                sink(records)
+            except Exception:  # a report is no reason to lose a training run
+                LOG.warning("autotune report: %r failed", sink, exc_info=True)

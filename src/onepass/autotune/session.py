@@ -1,0 +1,190 @@
+"""`session`: what is known is used from its first step on, what is tuned is shown while it is and kept."""
+
+import atexit
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from triton import Config
+from triton.runtime.autotuner import Autotuner
+
+from onepass.autotune import tuners
+from onepass.autotune.record import AutotuneRecord
+from onepass.autotune.store import ConfigStore
+
+_lock = threading.RLock()
+_sessions: "list[Session]" = []
+_originals: dict[str, Any] = {}
+_of_thread = threading.local()
+
+
+@contextmanager
+def session(
+    path: str | os.PathLike[str], *, nearest: bool = False, progress: bool | None = None
+) -> Iterator[ConfigStore]:
+    """Use what a store knows, and keep what is tuned in it: ``with session("tuned.json"): trainer.train()``.
+
+    On entry the autotuners are warmed; a kernel that is imported later is warmed when it is first called. A key that is
+    not known is tuned by Triton as always, shown while it is, and saved at once, so that a killed run keeps it too. On
+    exit, also by an exception, all that the process has chosen is saved. Nothing of this is in the way of a launch:
+    what is watched is called only where Triton benchmarks.
+
+    Args:
+        path: of the store, see `ConfigStore`. Also what ``ONEPASS_AUTOTUNE_STORE`` names for a whole process.
+        nearest: use the nearest record where a key is not known, see `ConfigStore.find`.
+        progress: show what is tuned, on stderr, with a bar if tqdm is installed. None: on the first process of a node.
+    """
+    if progress is None:
+        progress = os.environ.get("LOCAL_RANK", "0") == "0"
+    store = ConfigStore(path)
+    store.warm()
+    current = Session(store, nearest, progress)
+    _begin(current)
+    try:
+        yield store
+    finally:
+        _end(current)
+        store.add(tuners.collect())
+        _save(store)
+
+
+def for_process(path: str) -> None:
+    """A session until the process ends."""
+    stack = ExitStack()
+    stack.enter_context(session(path))
+    atexit.register(stack.close)
+
+
+def _save(store: ConfigStore) -> None:
+    try:
+        store.save()
+    except OSError as error:  # a full disk is no reason to lose a training run
+        warnings.warn(f"autotune store {store.path}: not saved: {error}", RuntimeWarning, stacklevel=3)
+
+
+class Session:
+    def __init__(self, store: ConfigStore, nearest: bool, progress: bool) -> None:
+        self.store, self.nearest, self.progress = store, nearest, progress
+        self.tuned = 0
+        self.seconds = 0.0
+
+
+class Tuning:
+    """One key of one kernel, while Triton benchmarks it."""
+
+    def __init__(self, tuner: Autotuner, key: tuple[Any, ...], count: int, so_far: str | None) -> None:
+        self.tuner, self.key, self.count = tuner, key, count
+        self.timings: tuners.Timings = {}
+        self.start = time.perf_counter()
+        self.bar: Any = None
+        if so_far is not None:
+            text = f"onepass: Triton tunes {tuner.base_fn.__name__}, {count} configurations{so_far}"
+            try:
+                from tqdm import tqdm
+
+                self.bar = tqdm(total=count, desc=text, unit="config", file=sys.stderr, leave=True)
+            except ModuleNotFoundError:
+                print(text, file=sys.stderr, flush=True)
+
+    def add(self, config: Config, timing: Any) -> None:
+        self.timings[config] = tuners.median(timing)
+        if self.bar is not None:
+            self.bar.update()
+
+    @property
+    def done(self) -> bool:
+        return len(self.timings) >= self.count
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def _begin(current: Session) -> None:
+    with _lock:
+        if not _sessions:
+            for name, watched in (("prune_configs", _prune_configs), ("_bench", _bench)):
+                _originals[name] = getattr(Autotuner, name)
+                setattr(Autotuner, name, watched)
+        _sessions.append(current)
+
+
+def _end(current: Session) -> None:
+    with _lock:
+        _sessions.remove(current)
+        if not _sessions:
+            for name, original in _originals.items():
+                setattr(Autotuner, name, original)
+
+
+def _known(tuner: Autotuner, key: tuple[Any, ...]) -> AutotuneRecord | None:
+    with _lock:
+        for current in reversed(_sessions):
+            record = current.store.find(tuner, key, current.nearest)
+            if record is not None:
+                return record
+    return None
+
+
+def _prune_configs(tuner: Autotuner, kwargs: dict[str, Any]) -> list[Config]:
+    """Triton asks for the candidates of a key that it does not know: those that are left, or the one to take."""
+    configs: list[Config] = _originals["prune_configs"](tuner, kwargs)
+    unfinished = getattr(_of_thread, "tuning", None)  # a benchmark raised
+    if unfinished is not None:
+        unfinished.close()
+    _of_thread.tuning = _of_thread.known = _of_thread.wanted = None
+    key = tuners.key_of(tuner, kwargs)
+    record = _known(tuner, key)
+    config = None if record is None else tuners.matching(configs, record)
+    if record is not None and config is not None:
+        _of_thread.known = tuner, config, record.milliseconds or 0.0
+        return [config]
+    _of_thread.wanted = tuner, key, len(configs)
+    return configs
+
+
+def _bench(tuner: Autotuner, *args: Any, config: Config, **meta: Any) -> Any:
+    """Triton times a candidate."""
+    known = getattr(_of_thread, "known", None)
+    if known is not None and known[0] is tuner and known[1] is config:
+        return [known[2]] * 3  # one candidate needs no time
+    tuning = getattr(_of_thread, "tuning", None)
+    wanted = getattr(_of_thread, "wanted", None)
+    if tuning is None and wanted is not None and wanted[0] is tuner:
+        _, key, count = wanted
+        tuning = _of_thread.tuning = Tuning(tuner, key, count, _so_far())
+    timing = _originals["_bench"](tuner, *args, config=config, **meta)
+    if tuning is not None and tuning.tuner is tuner:
+        tuning.add(config, timing)
+        if tuning.done:
+            _of_thread.tuning = _of_thread.wanted = None
+            _finish(tuning)
+    return timing
+
+
+def _so_far() -> str | None:
+    """For the message; None where nobody wants one."""
+    with _lock:
+        for current in reversed(_sessions):
+            if current.progress:
+                return f" ({current.tuned} tuned before in {current.seconds:.0f} s)" if current.tuned else ""
+    return None
+
+
+def _finish(tuning: Tuning) -> None:
+    tuning.close()
+    tuners.observed.setdefault(tuning.tuner, {})[tuning.key] = tuning.timings
+    best = min(tuning.timings, key=tuning.timings.__getitem__)
+    record = tuners.record_of(tuning.tuner, tuning.key, best, tuning.timings)
+    with _lock:
+        for current in _sessions:
+            current.tuned += 1
+            current.seconds += time.perf_counter() - tuning.start
+            if record is not None:
+                current.store.add([record])
+                _save(current.store)

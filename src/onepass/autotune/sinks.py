@@ -1,0 +1,62 @@
+"""Where an `AutotuneReportCallback` reports to: any callable that takes a list of records. These are the usual ones."""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from onepass.autotune.record import AutotuneRecord
+
+Sink = Callable[[Sequence[AutotuneRecord]], Any]
+
+
+class LogSink:
+    """A line of each record, to a logger."""
+
+    def __init__(self, logger: logging.Logger | None = None, level: int = logging.INFO) -> None:
+        self.logger, self.level = logger or logging.getLogger("onepass.autotune"), level
+
+    def __call__(self, records: Sequence[AutotuneRecord]) -> None:
+        for r in records:
+            time = "" if r.milliseconds is None else f", {r.milliseconds:.4f} ms"
+            ahead = "" if r.margin is None else f", the next {r.margin:.1%} slower"
+            self.logger.log(
+                self.level, "autotuned %s.%s %s: %s%s%s", r.module, r.kernel, json.dumps(r.key), json.dumps(r.config),
+                time, ahead,
+            )  # fmt: skip
+
+
+class JSONLSink:
+    """A line of JSON of each record, appended to a file."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def __call__(self, records: Sequence[AutotuneRecord]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.writelines(json.dumps(r.to_json()) + "\n" for r in records)
+
+
+class OpenTelemetrySink:
+    """A span ``onepass.autotune`` with an event of each record, to the tracer that the program has configured.
+
+    Needs the extra ``opentelemetry``. Without a configured SDK OpenTelemetry drops it.
+
+    Args:
+        tracer: an OpenTelemetry tracer; None for the global provider's.
+    """
+
+    def __init__(self, tracer: Any = None) -> None:
+        from opentelemetry import trace
+
+        self.tracer = tracer or trace.get_tracer("onepass")
+
+    def __call__(self, records: Sequence[AutotuneRecord]) -> None:
+        with self.tracer.start_as_current_span("onepass.autotune") as span:
+            for r in records:
+                plain = {n: v for n, v in r.to_json().items() if isinstance(v, str | int | float)}
+                given = {n: json.dumps(v) for n, v in (("key", r.key), ("dtypes", r.dtypes), ("config", r.config))}
+                span.add_event("autotuned", plain | given)

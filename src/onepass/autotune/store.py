@@ -1,0 +1,170 @@
+"""`ConfigStore`: what was chosen, in a file that several processes may read and write."""
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from onepass.autotune.record import AutotuneRecord, NotPlain, here, label_of, minor
+from onepass.autotune.tuners import autotuners, better, cache_key, labelled, matching, source_hash
+
+FORMAT, VERSION = "onepass autotune store", 1
+
+
+class ConfigStore:
+    """Records by kernel, hash of its source, GPU architecture, minor version of Triton and labelled key.
+
+    Args:
+        path: of a JSON file, read now if it is there; None for a store in memory.
+
+    A file that cannot be read, or that another version wrote, is a warning, and the store begins empty. `save` puts a
+    damaged file and one of an older version aside (``.damaged``, ``.old``); it never writes over one of a newer version
+    or of another program.
+
+    Example::
+
+        store = ConfigStore("tuned.json")
+        store.warm()
+        ...
+        store.add(onepass.autotune.collect())
+        store.save()
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self.path = None if path is None else Path(path)
+        self._records: dict[tuple[str, ...], AutotuneRecord] = {}
+        if self.path is not None:
+            self._take(self._read(warn=True)[0])
+
+    @property
+    def records(self) -> list[AutotuneRecord]:
+        return sorted(self._records.values(), key=lambda r: (r.module, r.kernel, r.label, r.gpu))
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def add(self, records: Iterable[AutotuneRecord]) -> None:
+        """Keep records; of two for one question the better-timed."""
+        self._take(records)
+
+    def merge(self, other: "ConfigStore") -> None:
+        """`add` all of ``other``."""
+        self._take(other._records.values())
+
+    def _take(self, records: Iterable[AutotuneRecord]) -> None:
+        for record in records:
+            if better(record, self._records.get(record.identity)):
+                self._records[record.identity] = record
+
+    # Which record answers a question.
+
+    def find(self, tuner: Any, key: tuple[Any, ...], nearest: bool = False) -> AutotuneRecord | None:
+        """The record for a key of an autotuner, on the current device.
+
+        ``nearest``: else the closest one of the same kernel and dtypes, of which no number is more than 4 times as
+        large or as small. What is fastest for it may be wrong for this key, where a kernel takes its key to be a
+        multiple of something: only for kernels that are known.
+        """
+        try:
+            labels, dtypes = labelled(tuner, key)
+        except NotPlain:
+            return None
+        about = here()
+        place = tuner.base_fn.__name__, source_hash(tuner), about["compute_capability"], minor(about["triton"])
+        known = self._records.get((*place, label_of(labels, dtypes)))
+        if known is None and nearest:
+            near = [(distance(r.key, labels), r) for r in self.records if r.place == place and r.dtypes == dtypes]
+            far, known = min(near, key=lambda pair: pair[0], default=(math.inf, None))
+            known = known if far < math.inf else None
+        return known
+
+    def warm(self) -> int:
+        """Fill the autotuners of this process with what is known, so that these keys are never benchmarked.
+
+        Returns how many keys were filled. A configuration that the kernel no longer declares is not used. Kernels that
+        are imported later are not reached: a `session` does.
+        """
+        filled = 0
+        for tuner in autotuners():
+            for record in self._records.values():
+                if record.kernel != tuner.base_fn.__name__ or len(tuner.configs) < 2:
+                    continue
+                key = cache_key(record)
+                config = matching(tuner.configs, record)
+                if key not in tuner.cache and config is not None and self.find(tuner, key) is record:
+                    tuner.cache[key] = config
+                    filled += 1
+        return filled
+
+    # The file.
+
+    def save(self) -> None:
+        """Write all records and those that other processes wrote meanwhile: to a file beside it, which then takes its
+        place, so that nobody ever finds half of one."""
+        if self.path is None:
+            raise ValueError("path: expected a store with a path, got None")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{self.path}.lock"):
+            written, state = self._read(warn=False)
+            if state in ("newer", "foreign"):
+                self._warn(state, "nothing is saved")
+                return
+            if state in ("damaged", "old"):
+                self.path.replace(f"{self.path}.{state}")
+            self._take(written)
+            text = {"format": FORMAT, "version": VERSION, "records": [r.to_json() for r in self.records]}
+            beside = Path(f"{self.path}.new")  # one name: what a killed process left is written over
+            with beside.open("w", encoding="utf-8") as file:
+                json.dump(text, file, indent=1, allow_nan=False)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(self.path)
+
+    def _read(self, warn: bool) -> tuple[list[AutotuneRecord], str]:
+        """Records, and whether the file is "missing", "ours", "damaged", "foreign", "old" or "newer"."""
+        records: list[AutotuneRecord] = []
+        state = "ours"
+        try:
+            data = json.loads(self.path.read_text("utf-8"))  # type: ignore[union-attr]
+            if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("version"), int):
+                state = "foreign"
+            elif data["version"] != VERSION:
+                state = "newer" if data["version"] > VERSION else "old"
+            else:
+                records = [AutotuneRecord.from_json(record) for record in data["records"]]
+        except FileNotFoundError:
+            return [], "missing"
+        except (ValueError, KeyError, TypeError):
+            records, state = [], "damaged"
+        if warn and state != "ours":
+            self._warn(state, "it is left out, as if there were none")
+        return records, state
+
+    def _warn(self, state: str, what: str) -> None:
+        why = {
+            "damaged": "it is damaged",
+            "foreign": "it is no store of onepass",
+            "old": "an older version of onepass wrote it",
+            "newer": f"a newer version of onepass wrote it (this one reads version {VERSION})",
+        }
+        warnings.warn(f"autotune store {self.path}: {why[state]}; {what}", RuntimeWarning, stacklevel=4)
+
+
+def distance(known: dict[str, Any], wanted: dict[str, Any]) -> float:
+    """How far apart two keys are, in factors of two; infinite where anything but numbers differs."""
+    if known.keys() != wanted.keys():
+        return math.inf
+    total = 0.0
+    for a, b in zip(known.values(), wanted.values()):
+        if a == b and type(a) is type(b):
+            continue
+        numbers = all(isinstance(v, int | float) and not isinstance(v, bool) and v > 0 for v in (a, b))
+        apart = abs(math.log2(a / b)) if numbers else math.inf
+        total += apart if apart <= 2 else math.inf
+    return total

@@ -1,0 +1,169 @@
+"""Triton's autotuners in this process: which there are, what they are asked, what they chose.
+
+All that depends on how `triton.runtime.autotuner` is made is here.
+"""
+
+import gc
+import hashlib
+import inspect
+import logging
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib.metadata import packages_distributions
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from triton import Config
+from triton.runtime.autotuner import Autotuner
+
+from onepass.autotune.record import AutotuneRecord, NotPlain, decode, encode, here
+
+LOG = logging.getLogger(__name__)
+Timings = dict[Config, float]
+# What a session saw while it was tuned. Triton itself keeps the timings of the last key alone.
+observed: "WeakKeyDictionary[Autotuner, dict[tuple[Any, ...], Timings]]" = WeakKeyDictionary()
+
+
+def collect() -> list[AutotuneRecord]:
+    """What every autotuned kernel of this process has chosen so far, ours and other libraries'.
+
+    Finds all that `triton.autotune` made (or a subclass of its own), under whatever name and in whatever wrapper, each
+    once. A module that was imported twice counts once. What a record does not hold (a key or a configuration with
+    objects in it) is left out. Costs nothing until it is called, then some 100 ms in a large process.
+    """
+    found: dict[tuple[str, ...], AutotuneRecord] = {}
+    for tuner in autotuners():
+        for key, config in list(tuner.cache.items()):
+            record = record_of(tuner, key, config, timings_of(tuner, key))
+            if record is not None and better(record, found.get(record.identity)):
+                found[record.identity] = record
+    return sorted(found.values(), key=lambda r: (r.module, r.kernel, r.label))
+
+
+def autotuners() -> list[Autotuner]:
+    """By their type, not by where they are: a kernel may be held by a closure or a class as well as by a module."""
+    return [o for o in gc.get_objects() if issubclass(type(o), Autotuner)]  # isinstance() would wake proxies
+
+
+def better(record: AutotuneRecord, known: AutotuneRecord | None) -> bool:
+    """Whether it is the one to keep: timed and faster, or the only one."""
+    if known is None or record.milliseconds is None:
+        return known is None
+    return known.milliseconds is None or record.milliseconds < known.milliseconds
+
+
+def record_of(tuner: Autotuner, key: tuple[Any, ...], config: Config, timings: Timings | None) -> AutotuneRecord | None:
+    try:
+        labels, dtypes = labelled(tuner, key)
+        found = [(described(c), t) for c, t in (timings or {}).items()]
+        return record_from(tuner.fn, labels, dtypes, described(config), found)
+    except NotPlain as reason:
+        LOG.debug("%s is left out: %s", tuner.base_fn.__name__, reason)
+    except Exception:  # another library's kernel must not end a training run
+        LOG.debug("%s is left out", tuner.base_fn.__name__, exc_info=True)
+    return None
+
+
+def record_from(
+    kernel: Any,
+    key: dict[str, Any],
+    dtypes: list[str],
+    config: dict[str, Any],
+    timings: Sequence[tuple[dict[str, Any], float]] = (),
+) -> AutotuneRecord:
+    """Of what `triton.jit` made, in whatever wrapper; ``timings`` are of all candidates, infinite if one cannot run."""
+    never = float("inf")
+    milliseconds = next((t for c, t in timings if c == config), None)
+    if milliseconds == never:
+        raise NotPlain("none of its configurations runs")
+    candidates = [
+        {"config": c, "milliseconds": None if t == never else t} for c, t in sorted(timings, key=lambda pair: pair[1])
+    ]
+    function = jitted(kernel).fn
+    return AutotuneRecord(
+        kernel=function.__name__, module=public_module(function.__module__), source_hash=source_hash(kernel), key=key,
+        dtypes=dtypes, config=config, milliseconds=milliseconds, candidates=candidates, **here(),
+    )  # fmt: skip
+
+
+def key_of(tuner: Autotuner, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What `Autotuner.run` looks up, while it runs."""
+    given = {k: v for k, v in {**tuner.nargs, **kwargs}.items() if k in tuner.arg_names}
+    return (
+        *[given[name] for name in tuner.keys if name in given],
+        *[str(a.dtype) for a in given.values() if hasattr(a, "dtype")],
+    )
+
+
+def labelled(tuner: Autotuner, key: tuple[Any, ...]) -> tuple[dict[str, Any], list[str]]:
+    """The declared arguments by name, then the dtypes of the tensors."""
+    count = len(key)
+    while count > 0 and isinstance(key[count - 1], str) and key[count - 1].startswith("torch."):
+        count -= 1
+    count = max(count, min(len(tuner.keys), len(key)))  # a declared argument may look like a dtype
+    names = list(tuner.keys) if count == len(tuner.keys) else [f"key{n}" for n in range(count)]
+    return {n: encode(v) for n, v in zip(names, key)}, [encode(d) for d in key[count:]]
+
+
+def cache_key(record: AutotuneRecord) -> tuple[Any, ...]:
+    """What Triton looks up; the opposite of `labelled`."""
+    return (*[decode(v) for v in record.key.values()], *record.dtypes)
+
+
+def described(config: Config) -> dict[str, Any]:
+    found = config.all_kwargs()
+    if found.pop("ir_override", None) is not None:
+        raise NotPlain("a configuration with a file of its own")
+    return {name: encode(value) for name, value in found.items()}
+
+
+def matching(configs: Sequence[Config], record: AutotuneRecord) -> Config | None:
+    """The candidate that a record names. One that is no longer declared is not used: it may not even be correct."""
+    for config in configs:
+        try:
+            if described(config) == record.config:
+                return config
+        except NotPlain:
+            continue
+    return None
+
+
+def timings_of(tuner: Autotuner, key: tuple[Any, ...]) -> Timings | None:
+    seen = observed.get(tuner, {}).get(key)
+    last = getattr(tuner, "configs_timings", None)
+    if seen is None and last and key == next(reversed(tuner.cache)):
+        timings = {config: median(t) for config, t in last.items()}
+        if min(timings, key=timings.__getitem__) == tuner.cache[key]:
+            return timings
+    return seen
+
+
+def median(timing: Any) -> float:
+    """Of what a benchmarker returned: quantiles, of which the median comes first, or one number."""
+    return float(timing[0] if isinstance(timing, list | tuple) else timing)
+
+
+def jitted(kernel: Any) -> Any:
+    """What `triton.jit` made, within an autotuner and heuristics."""
+    while not inspect.isfunction(kernel.fn):
+        kernel = kernel.fn
+    return kernel
+
+
+def source_hash(kernel: Any) -> str:
+    """Triton's own, of the kernel and the functions that it calls."""
+    kernel = jitted(kernel)
+    key = getattr(kernel, "cache_key", None)
+    if key is None:  # the interpreter's
+        key = hashlib.sha256(inspect.getsource(kernel.fn).encode()).hexdigest()
+    return str(key)
+
+
+def public_module(name: str) -> str:
+    """Modules of a project or a model may be named after a person or a model; those of an installed package are not."""
+    return name if name.split(".")[0] in installed() else "local"
+
+
+@lru_cache
+def installed() -> frozenset[str]:
+    return frozenset(packages_distributions())
