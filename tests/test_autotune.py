@@ -1,6 +1,7 @@
 """Collect, report, keep and use again what Triton's autotuner chose: real autotuners, a benchmarker that counts."""
 
 import getpass
+import importlib
 import importlib.util
 import json
 import logging
@@ -18,12 +19,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
+from rich.console import Console
 from transformers import TrainerCallback
 from triton.runtime.autotuner import Autotuner
 
+import onepass
 from onepass import autotune
-from onepass.autotune import AutotuneRecord, AutotuneReportCallback, ConfigStore, store, tuners
+from onepass.autotune import AutotuneRecord, AutotuneReportCallback, ConfigStore, own, store, tuners
 from onepass.autotune.record import WORD, here
+from onepass.cli.autotune import measure, step_of
+from onepass.cli.implementations import OPERATIONS
+from onepass.kernels import launch
+from onepass.kernels.launch import forget
 
 SOURCE = Path(__file__).with_name("autotuned.py")
 KERNELS = ("plain_kernel", "heuristics_outside_kernel", "heuristics_inside_kernel", "closure")
@@ -44,6 +51,7 @@ def library(monkeypatch):
     everywhere = tuners.autotuners
     monkeypatch.setattr(tuners, "autotuners", lambda: [t for t in everywhere() if id(t) not in known])
     monkeypatch.setattr(store, "autotuners", lambda: tuners.autotuners())
+    monkeypatch.setattr(own, "collect_own", lambda: [])
     module = load()
 
     def again(source=SOURCE):
@@ -559,7 +567,83 @@ def test_show_merge_and_export(tmp_path):
     assert record == a_record() and record.margin is None
     assert "0 records" in command("export", tmp_path / "c.json", "--out", tmp_path / "e.json", "--gpu", "H100")
     assert len(ConfigStore(tmp_path / "e.json")) == 0
-    with pytest.raises(AssertionError, match="is there already"):
+    with pytest.raises(AssertionError, match="Invalid value for --out"):
         command("export", tmp_path / "c.json", "--out", tmp_path / "c.json")
     command("export", tmp_path / "c.json", "--out", tmp_path / "d.jsonl")
     assert len((tmp_path / "d.jsonl").read_text().splitlines()) == 2
+
+
+# Our own kernels.
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("the kernels are compiled here")
+    yield
+    forget()
+
+
+@pytest.mark.parametrize("op, kernels", [
+    ("log_probs_and_entropy", ["softmax_statistics_kernel", "softmax_gradient_kernel"]),
+    ("kl_div", ["divergence_kernel", "divergence_gradient_kernel"]),
+])  # fmt: skip
+@pytest.mark.parametrize("shape", [(2, 700), (5, 83)], ids=str)
+def test_any_candidate_gives_the_same_results(interpreted, op, kernels, shape):
+    step = step_of(OPERATIONS[op], *shape, torch.float32, torch.device("cpu"))
+    expected = step()
+    times = iter(range(1, 1000))
+
+    def time(call):
+        for got, same in zip(call(), expected):
+            torch.testing.assert_close(got, same, rtol=1e-5, atol=1e-6)
+        return float(next(times))
+
+    records = list(measure(step, time, Console(quiet=True)))
+    assert [r.kernel for r in records] == kernels
+    for record in records:
+        assert record.key["rows"] == shape[0] and record.key["vocab"] == shape[1]
+        assert len(record.candidates) > 3 and record.config == record.candidates[0]["config"], "the first took least"
+        assert all(c["config"].keys() == record.config.keys() for c in record.candidates)
+
+
+def test_what_is_shipped_is_used(interpreted, monkeypatch):
+    logits = torch.randn(6, 300)
+    target = torch.zeros(6, dtype=torch.long)
+    with own.asking() as asked:
+        forget()
+        expected = onepass.selective_log_softmax(logits, target)
+    (question,) = asked.values()
+    numbers = {name: 2 * n for name, n in question.rule.items()}
+    key = question.key | {"rows": 12, "vocab": 250}  # near enough
+    record = a_record(
+        kernel="softmax_statistics_kernel", source_hash=tuners.source_hash(question.kernel), key=key, config=numbers
+    )
+    plans = []
+    real = launch.Plan
+    kernels = importlib.import_module("onepass.kernels.softmax_statistics")  # not the function of that name
+    monkeypatch.setattr(kernels, "Plan", lambda *a: plans.append(real(*a)) or plans[-1])
+    monkeypatch.setattr(own, "_used", {})
+    for fields, used in (
+        ({}, True), ({"source_hash": "1"}, False), ({"key": key | {"vocab": 5000}}, False),
+        ({"key": key | {"read": "entropy"}}, False), ({"config": {"LANES": 64}}, False), ({"kernel": "other"}, False),
+    ):  # fmt: skip
+        forget()
+        monkeypatch.setattr(own, "shipped", lambda fields=fields: [replace(record, **fields)])
+        torch.testing.assert_close(onepass.selective_log_softmax(logits, target), expected)
+        taken = {name: plans[-1].constexprs[name] for name in numbers}
+        assert taken == (numbers if used else question.rule), fields
+    assert own.collect_own() == [record] and record in autotune.collect()
+
+
+def test_what_is_shipped_is_readable_and_of_the_gpu_that_its_name_says():
+    for path in own.SHIPPED.glob("*.json"):
+        records = ConfigStore(path).records
+        assert records and {path.stem in r.gpu.lower() for r in records} == {True}
+
+
+def test_run_needs_a_gpu(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(AssertionError, match="expected a GPU"):
+        command("run", "--out", tmp_path / "store.json")

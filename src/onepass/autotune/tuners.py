@@ -31,7 +31,9 @@ def collect() -> list[AutotuneRecord]:
     once. A module that was imported twice counts once. What a record does not hold (a key or a configuration with
     objects in it) is left out. Costs nothing until it is called, then some 100 ms in a large process.
     """
-    found: dict[tuple[str, ...], AutotuneRecord] = {}
+    from onepass.autotune.own import collect_own
+
+    found = {r.identity: r for r in collect_own()}
     for tuner in autotuners():
         for key, config in list(tuner.cache.items()):
             record = record_of(tuner, key, config, timings_of(tuner, key))

@@ -1,15 +1,25 @@
-"""`onepass autotune`: look into stores of what Triton's autotuner chose, and put them together."""
+"""`onepass autotune`: measure our own kernels, look into stores of what was chosen, put them together."""
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
 
-from onepass.autotune import AutotuneRecord, ConfigStore
+from onepass.autotune import AutotuneRecord, ConfigStore, own
+from onepass.autotune.tuners import record_from
+from onepass.cli.bench import median_ms, parse_shape
+from onepass.cli.implementations import LOSS_SHAPES, OPERATIONS, Operation, random_logits
+from onepass.kernels.launch import forget
 
+OPS = [name for name, operation in OPERATIONS.items() if operation.shapes is LOSS_SHAPES and any(operation.reads)]
 app = typer.Typer(no_args_is_help=True, help=__doc__)
 Store = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A file that a session wrote.")]
 
@@ -67,6 +77,67 @@ def export(
         exported.add(found)
         exported.save()
     Console().print(f"{len(found)} records in {out}")
+
+
+@app.command()
+def run(
+    out: Annotated[Path, typer.Option(help="The store to write; one that is there takes part.")],
+    op: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(OPS)}.", show_default="all")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="ROWSxVOCAB.", show_default=", ".join(LOSS_SHAPES))] = None,
+    dtype: Annotated[str, typer.Option(help="Of the logits.")] = "bfloat16",
+    milliseconds: Annotated[int, typer.Option(help="Measured of each candidate.")] = 30,
+) -> None:
+    """Measure our own kernels, forward and backward, with numbers around those of their rules."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("expected a GPU, got none: what is measured elsewhere says nothing of it")
+    device, console, store = torch.device("cuda"), Console(), ConfigStore(out)
+    for name in op or OPS:
+        if name not in OPS:
+            raise typer.BadParameter(f"expected one of {', '.join(OPS)}, got {name}", param_hint="--op")
+        for size in shape or LOSS_SHAPES:
+            step = step_of(OPERATIONS[name], *parse_shape(size), getattr(torch, dtype), device)
+            for record in measure(step, lambda call: median_ms(call, device, milliseconds), console):
+                store.add([record])
+                store.save()
+    show([out])
+
+
+def step_of(
+    operation: Operation, rows: int, vocab: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Forward and backward on random logits."""
+    generator = torch.Generator(device).manual_seed(0)
+    logits = random_logits((rows, vocab), dtype, generator).requires_grad_()
+    others = operation.inputs(logits.detach(), None, generator)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        results = operation.ours(logits, *others, None)
+        return *results, *torch.autograd.grad(results, logits, [torch.ones_like(r) for r in results])
+
+    return step
+
+
+def measure(
+    call: Callable[[], object], time: Callable[[Callable[[], object]], float], console: Console
+) -> Iterator[AutotuneRecord]:
+    """Time ``call`` with every candidate of every kernel of ours that it launches, one kernel after the other."""
+    forget()
+    with own.asking() as asked:
+        call()
+    for question in asked.values():
+        text = f"{question.kernel.fn.__name__} {question.key}"
+        timings: list[tuple[dict[str, int], float]] = []
+        for candidate in track(own.candidates(question.rule), description=text, console=console, transient=True):
+            forget()
+            with own.trying(question.kernel, candidate):
+                try:
+                    call()
+                    timings.append((candidate, time(call)))
+                except (OutOfResources, CompilationError):
+                    timings.append((candidate, float("inf")))
+        forget()
+        best, _ = min(timings, key=lambda pair: pair[1])
+        yield record_from(question.kernel, question.key, [], best, timings)
 
 
 def merged(paths: list[Path]) -> ConfigStore:

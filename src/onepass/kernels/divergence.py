@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from onepass.autotune.own import choose
 from onepass.kernels import layout
 from onepass.kernels.launch import Plan, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, row_groups, workspace
@@ -303,7 +304,8 @@ def divergence_gradient_kernel(
 def plan_for(p: Layout, q: Layout, device: torch.device, rows: int, options: PairOptions) -> Plan:
     """The launch for one group of the ``rows``."""
     g = Geometry(p, q)
-    LANES, SPLITS = layout.programs_for(g.rows, g.V, g.VEC, device, LANES_OF_MANY_ROWS)
+    lanes, splits = layout.programs_for(g.rows, g.V, g.VEC, device, LANES_OF_MANY_ROWS)
+    LANES, SPLITS = choose(divergence_kernel, g.key(options.direction), dict(LANES=lanes, SPLITS=splits)).values()
     of_p, of_q = options.ordered(options.student, options.teacher)
     constexprs = dict(
         MIXTURE=options.direction == "jsd", P_SOFTCAP=of_p.softcap is not None, Q_SOFTCAP=of_q.softcap is not None,
@@ -338,16 +340,17 @@ def gradient_plan_for(
 ) -> Plan:
     """The launch for one group of the ``rows``."""
     g = Geometry(x, y, out)
-    LANES = layout.lanes_for(g.V, g.VEC)
+    rule = dict(LANES=layout.lanes_for(g.V, g.VEC), TILES=TILES)
+    LANES, tiles = choose(divergence_gradient_kernel, g.key(options.direction), rule).values()
     of_x, of_y = (options.teacher, options.student) if of_teacher else (options.student, options.teacher)
     w_x, w_y = options.weights if of_teacher else options.weights[::-1]
     constexprs = dict(
         MIXTURE=options.direction == "jsd", FIRST=of_teacher == (options.direction == "forward"),
         X_SOFTCAP=of_x.softcap is not None, Y_SOFTCAP=of_y.softcap is not None, **g.constexprs,
-        LANES=LANES, TILES=TILES,
+        LANES=LANES, TILES=tiles,
     )  # fmt: skip
     numbers = (rows, g.V, *g.strides, g_stride, *of_x.transform(), *of_y.transform(), w_x, w_y)
-    programs = g.rows * g.pieces(LANES * TILES)
+    programs = g.rows * g.pieces(LANES * tiles)
     return Plan(divergence_gradient_kernel, programs, numbers, constexprs, layout.warps(LANES))
 
 

@@ -78,6 +78,11 @@ def launch(
     run(*pointers, *_zeros(workspace, device), *rest, stream=driver.active.get_current_stream(device.index))
 
 
+def forget() -> None:
+    """Launches are planned anew; what was compiled stays."""
+    _launches.clear()
+
+
 def _zeros(size: int | None, device: torch.device) -> tuple[torch.Tensor | None, ...]:
     if size is None:
         return ()

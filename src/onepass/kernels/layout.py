@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -66,6 +67,15 @@ class Geometry:
         same_phase = not any((a - b) % self.VEC for w in where[1:] for a, b in zip(first, w[1:]))
         phase = {"SAME_PHASE": same_phase} if len(tensors) > 1 else {}
         self.constexprs = {"ALIGN": self.align, **phase, "VEC": self.VEC}  # in the order of the kernels' signatures
+
+    def key(self, read: str) -> dict[str, Any]:
+        """What a measured launch is found by; ``read`` names what the kernel makes of a row."""
+        return {
+            "rows": self.rows,
+            "vocab": self.V,
+            "elements": f"{128 // self.VEC}-bit",
+            "read": read.replace(" ", "+"),
+        }
 
     def pieces(self, threads: int) -> int:
         """Of ``threads`` vectors each, that cover a row."""

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from onepass.autotune.own import choose
 from onepass.kernels import layout
 from onepass.kernels.launch import Plan, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, power_of_two, row_groups
@@ -169,14 +170,15 @@ def softmax_gradient_kernel(
 def plan_for(x: Layout, out: Layout, gradient_strides: tuple[int, ...], rows: int, K: int, options: Options) -> Plan:
     """The launch for one group of the ``rows``."""
     g = Geometry(x, out)
-    LANES = layout.lanes_for(g.V, g.VEC)
+    rule = dict(LANES=layout.lanes_for(g.V, g.VEC), TILES=TILES)
+    LANES, tiles = choose(softmax_gradient_kernel, g.key(options.fields), rule).values()
     constexprs = dict(
         SOFTCAP=options.softcap is not None, IGNORE=options.ignore_index is not None,
         LOG_PROBS=options.wants("log_probs"), ENTROPY=options.wants("entropy"), **g.constexprs,
-        LANES=LANES, TILES=TILES, BLOCK_K=power_of_two(K), SOME_K=min(power_of_two(K), 16),
+        LANES=LANES, TILES=tiles, BLOCK_K=power_of_two(K), SOME_K=min(power_of_two(K), 16),
     )  # fmt: skip
     return Plan(
-        softmax_gradient_kernel, g.rows * g.pieces(LANES * TILES),
+        softmax_gradient_kernel, g.rows * g.pieces(LANES * tiles),
         (rows, g.V, K, *g.strides, *gradient_strides, *options.transform(), options.class_weight,
          options.sharpness, options.ignore_index or 0),
         constexprs, layout.warps(LANES),

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from onepass.autotune.own import choose
 from onepass.kernels import layout
 from onepass.kernels.launch import Plan, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, power_of_two, row_groups, workspace
@@ -225,14 +226,15 @@ def softmax_statistics_kernel(
 def plan_for(x: Layout, device: torch.device, rows: int, K: int, options: Options) -> Plan:
     """The launch for one group of the ``rows``."""
     g = Geometry(x)
-    LANES, SPLITS = layout.programs_for(g.rows, g.V, g.VEC, device)
+    lanes, splits = layout.programs_for(g.rows, g.V, g.VEC, device)
     TEMPERED = options.wants("log_sum_sq_probs") or options.wants("tempered_log_normalizer")
+    rule = dict(LANES=lanes, UNROLL=1 if TEMPERED else 2, SPLITS=splits)  # registers are short with that state too
+    LANES, UNROLL, SPLITS = choose(softmax_statistics_kernel, g.key(options.fields), rule).values()
     constexprs = dict(
         SOFTCAP=options.softcap is not None, IGNORE=options.ignore_index is not None,
         LOG_PROBS=options.wants("log_probs"),
         EXPECTED=options.wants("expected_logit") or options.wants("entropy"), WEIGHTED=options.wants("weighted_logit"),
-        TEMPERED=TEMPERED, MEAN=options.wants("mean_logit"), **g.constexprs, LANES=LANES,
-        UNROLL=1 if TEMPERED else 2,  # registers are short with that state too
+        TEMPERED=TEMPERED, MEAN=options.wants("mean_logit"), **g.constexprs, LANES=LANES, UNROLL=UNROLL,
         SPLITS=SPLITS,
         BLOCK_K=1 if K == 1 else max(power_of_two(K), LANES),  # no index is read by two threads
     )  # fmt: skip

@@ -1,0 +1,92 @@
+"""What our own kernels are launched with: by rule, unless a measurement on this very GPU was shipped.
+
+A kernel asks `choose` when the launch of a shape is planned, once; a launch never does.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from onepass.autotune.record import AutotuneRecord, here
+from onepass.autotune.store import ConfigStore, distance
+from onepass.autotune.tuners import jitted, source_hash
+
+SHIPPED = Path(__file__).parent / "shipped"
+Numbers = dict[str, int]
+
+
+class Question(NamedTuple):
+    """What a kernel asked: for the launch of a shape, with the numbers of its rule."""
+
+    kernel: Any
+    key: dict[str, Any]
+    rule: Numbers
+
+
+_used: dict[tuple[str, ...], AutotuneRecord] = {}
+_asked: dict[str, Question] | None = None
+_tried: dict[str, Numbers] = {}  # by the name of a kernel
+
+
+def choose(kernel: Any, key: dict[str, Any], rule: Numbers) -> Numbers:
+    """The numbers to launch ``kernel`` with: what was shipped for this key or one near it, else those of the rule.
+
+    Any of `candidates` gives the same results, so that a near key's are right, too.
+    """
+    name = jitted(kernel).fn.__name__
+    if _asked is not None:
+        _asked[json.dumps([name, key])] = Question(kernel, key, rule)
+    if name in _tried:
+        return _tried[name]
+    near = [(distance(r.key, key), r) for r in shipped() if r.kernel == name and r.config.keys() == rule.keys()]
+    far, record = min(near, key=lambda pair: pair[0], default=(float("inf"), None))
+    if record is None or far == float("inf") or record.source_hash != source_hash(kernel):
+        return rule
+    _used[record.identity] = record
+    return {number: record.config[number] for number in rule}
+
+
+def collect_own() -> list[AutotuneRecord]:
+    """The shipped records that launches of this process were planned by."""
+    return list(_used.values())
+
+
+@lru_cache
+def shipped() -> list[AutotuneRecord]:
+    """Measured on this GPU."""
+    records = [r for path in sorted(SHIPPED.glob("*.json")) for r in ConfigStore(path).records]
+    return [r for r in records if r.gpu == here()["gpu"]]
+
+
+def candidates(rule: Numbers) -> list[Numbers]:
+    """Half, once and twice each number of the rule, which comes first."""
+    sizes = [sorted({n, max(1, n // 2), 2 * n}) for n in rule.values()]
+    found = [dict(zip(rule, numbers)) for numbers in product(*sizes)]
+    return sorted(found, key=lambda numbers: numbers != rule)
+
+
+@contextmanager
+def asking() -> Iterator[dict[str, Question]]:
+    """What is asked meanwhile."""
+    global _asked
+    found: dict[str, Question] = {}
+    _asked = found
+    try:
+        yield found
+    finally:
+        _asked = None
+
+
+@contextmanager
+def trying(kernel: Any, numbers: Numbers) -> Iterator[None]:
+    """Every launch that is planned meanwhile takes these."""
+    name = jitted(kernel).fn.__name__
+    _tried[name] = numbers
+    try:
+        yield
+    finally:
+        del _tried[name]
