@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Everything that is claimed of a GPU, in the order in which it matters: benchmarks against the installed peers, the
 # GPU suite, accuracy, and compute-sanitizer over the suite. Results go to the folder $1 (default .bench); $2 names a
-# part: logits, routers, heads, trainers (which needs TRL) or checks (default all). About 15 minutes on an H100. Without a .git here, say
-# ONEPASS_COMMIT=<commit>.
+# part: logits, routers, heads, trainers (which needs TRL), autotune (Liger or fla) or checks (default all). About 20
+# minutes on an H100. Without a .git here, say ONEPASS_COMMIT=<commit>.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-.bench}
@@ -34,6 +34,9 @@ if wants heads; then
 fi
 if wants trainers; then
   "$python" -W ignore benchmarks/trainers.py --out "$out" 2>&1 | tee "$out/trainers.log" | tail -n 12
+fi
+if wants autotune; then
+  "$python" -W ignore benchmarks/autotune.py --out "$out" 2>&1 | tee "$out/autotune.log" | tail -n 12
 fi
 if wants checks; then
   "$python" -m pytest tests -m gpu -n 12 -p no:cacheprovider 2>&1 | tee "$out/tests.log" | tail -n 3

@@ -8,6 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from onepass.autotune import AutotuneRecord
 from onepass.cli import distill
 from onepass.cli.app import app
 from onepass.cli.bench import PASSES
@@ -80,8 +81,14 @@ def test_bench_refuses_what_it_does_not_know(command, arguments):
 
 def test_demo_trains_the_same_curve(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "")
-    result = run("demo", "--steps", 3, "--device", "cpu", "--out", tmp_path / "curves.png")
+    record = AutotuneRecord("k", "local", "0", {}, [], {}, None)
+    monkeypatch.setattr("onepass.autotune.callback.collect", lambda: [record])
+    arguments = "--steps", 3, "--device", "cpu", "--autotune-report", tmp_path / "autotuned.jsonl"
+    result = run("demo", *arguments, "--out", tmp_path / "curves.png")
     assert result.exit_code == 0, result.output
+    lines = (tmp_path / "autotuned.jsonl").read_text().splitlines()
+    assert [AutotuneRecord.from_json(json.loads(line)) for line in lines] == [record], "once"
+    assert run("demo", "--distill", *arguments).exit_code == 2
     assert "largest difference" in result.output and "over 3 steps" in result.output
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 

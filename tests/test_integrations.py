@@ -450,3 +450,22 @@ def test_axolotl_plugin():
     manager.post_train_unload({})
     manager.post_train_unload({})
     assert utils.selective_log_softmax is original and plugin.patch is None
+
+
+def test_axolotl_plugin_switches_autotune_on(tmp_path):
+    base = pytest.importorskip("axolotl.integrations.base")
+    from onepass.autotune import AutotuneReportCallback, ConfigStore, JSONLSink, LogSink
+    from onepass.integrations.axolotl import OnepassArgs, OnepassPlugin
+
+    name = OnepassPlugin().get_input_args()
+    assert name == f"{OnepassArgs.__module__}.{OnepassArgs.__qualname__}"
+    store, lines = str(tmp_path / "store.json"), str(tmp_path / "autotuned.jsonl")
+    for report, sink in ((None, None), (False, None), (True, LogSink), (lines, JSONLSink)):
+        plugin: base.BasePlugin = OnepassPlugin()
+        cfg = OnepassArgs(onepass_autotune_store=store, onepass_autotune_report=report).model_dump()
+        plugin.pre_model_load(cfg)
+        callbacks = plugin.add_callbacks_post_trainer(cfg, None)
+        assert [type(c) for c in callbacks] == [AutotuneReportCallback] * bool(sink)
+        assert [type(s) for c in callbacks for s in c.sinks] == [sink] * bool(sink)
+        plugin.post_train_unload(cfg)
+    assert ConfigStore(store).path.exists() and not plugin.patch

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import torch
@@ -129,7 +130,9 @@ def peak_memory(call: Callable[[], Any], device: torch.device) -> int:
     return peak
 
 
-def train(name: str, head: Head, model: Any, windows: Tensor, console: Console) -> Curve:
+def train(
+    name: str, head: Head, model: Any, windows: Tensor, console: Console, after_step: Callable[[], None] | None = None
+) -> Curve:
     """AdamW over the batches. The loss head runs apart from the model, so that it can be measured alone."""
     device = windows.device
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
@@ -152,6 +155,8 @@ def train(name: str, head: Head, model: Any, windows: Tensor, console: Console) 
         optimizer.zero_grad()
         torch.autograd.backward(inputs, gradients)  # the head's weight is the embedding: its gradients add up
         optimizer.step()
+        if after_step is not None:
+            after_step()
     recorded = {"training loss": losses, "mean entropy": entropies}
     series = {title: torch.stack(values).double().cpu() for title, values in recorded.items() if values}
     return Curve(name, series, 1e3 * seconds / len(losses), memory)
@@ -216,6 +221,9 @@ def demo(
     out: Annotated[Path, typer.Option(dir_okay=False, help="Where the plot goes (PNG).")] = Path("demo.png"),
     seed: Annotated[int, typer.Option(help="Of the weights and of the data order.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")] = None,
+    autotune_report: Annotated[
+        Path | None, typer.Option(help="Write what Triton's autotuner chose in the first steps, as lines of JSON.")
+    ] = None,
 ) -> None:
     """Train a small decoder twice, with torch's loss and with onepass's, and compare the curves."""
     places = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
@@ -224,6 +232,8 @@ def demo(
     if head not in HEADS or (distill and head != "logits"):
         expected = "logits with --distill" if distill else " or ".join(HEADS)
         raise typer.BadParameter(f"expected {expected}, got {head!r}", param_hint="--head")
+    if distill and autotune_report is not None:
+        raise typer.BadParameter("expected a run without --distill", param_hint="--autotune-report")
     place, kind = device or places[0], HEADS[head]
     size = TEACHER if distill else SIZES[place]
     size = replace(size, vocab=vocab or size.vocab)
@@ -247,8 +257,15 @@ def demo(
     padded = f"padded from the {tokenizer.get_vocab_size()} tokens that this text yields"
     console.print(f"vocabulary: {size.vocab}" + (f", {padded}" if tokenizer.get_vocab_size() < size.vocab else ""))
 
+    after_step = None
+    if autotune_report is not None:
+        from onepass.autotune import AutotuneReportCallback, JSONLSink
+
+        state = SimpleNamespace(is_world_process_zero=True)  # a trainer's
+        after_step = partial(AutotuneReportCallback([JSONLSink(autotune_report)]).on_step_end, None, state, None)
+
     def curve(name: str) -> Curve:
-        return train(name, kind, build_model(size, seed).to(place), windows, console)
+        return train(name, kind, build_model(size, seed).to(place), windows, console, after_step)
 
     console.print(f"model: Llama, {size.layers} layers of {size.hidden}; {steps} steps of {size.batch} x {size.length}")
     reference, ours = curve("torch"), curve("onepass")
