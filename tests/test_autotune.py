@@ -1,5 +1,6 @@
 """Collect, report, keep and use again what Triton's autotuner chose: real autotuners, a benchmarker that counts."""
 
+import gc
 import getpass
 import importlib
 import importlib.util
@@ -80,6 +81,17 @@ def test_every_autotuner_is_found_once(library):
     names = [r.kernel for r in found]
     assert sorted(names) == sorted([*KERNELS[:3], "held_by_a_closure_kernel"])
     assert library.an_alias is library.plain_kernel and library.Held.kernel is library.heuristics_inside_kernel
+
+
+def test_a_frozen_heap_hides_no_module(library, monkeypatch):
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    assert library.run() and library.run("heuristics_outside_kernel")
+    gc.freeze()
+    try:
+        found = autotune.collect()
+    finally:
+        gc.unfreeze()
+    assert [r.kernel for r in found] == ["heuristics_outside_kernel", "plain_kernel"]
 
 
 def test_what_a_record_says(library):

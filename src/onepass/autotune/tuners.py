@@ -7,6 +7,7 @@ import gc
 import hashlib
 import inspect
 import logging
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib.metadata import packages_distributions
@@ -15,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 from triton import Config
 from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import KernelInterface
 
 from onepass.autotune.record import AutotuneRecord, NotPlain, decode, encode, here
 
@@ -44,7 +46,13 @@ def collect() -> list[AutotuneRecord]:
 
 def autotuners() -> list[Autotuner]:
     """By their type, not by where they are: a kernel may be held by a closure or a class as well as by a module."""
-    return [o for o in gc.get_objects() if issubclass(type(o), Autotuner)]  # isinstance() would wake proxies
+    objects = gc.get_objects()  # without those from before a gc.freeze(), of which modules still have theirs
+    for module in list(sys.modules.values()):
+        for value in list(getattr(module, "__dict__", {}).values()):
+            while issubclass(type(value), KernelInterface):  # isinstance() would wake proxies
+                objects.append(value)
+                value = getattr(value, "fn", None)
+    return list({id(o): o for o in objects if issubclass(type(o), Autotuner)}.values())
 
 
 def better(record: AutotuneRecord, known: AutotuneRecord | None) -> bool:
