@@ -48,15 +48,15 @@ def load(source=SOURCE, name=None):
 @pytest.fixture
 def library(monkeypatch):
     """A library whose kernels are the only ones in the process; ``library.again()`` is a second process."""
-    known = {id(t) for t in tuners.autotuners()}
     everywhere = tuners.autotuners
-    monkeypatch.setattr(tuners, "autotuners", lambda: [t for t in everywhere() if id(t) not in known])
+    known = set(everywhere())  # and alive, lest a new one takes the place of an old one
+    monkeypatch.setattr(tuners, "autotuners", lambda: [t for t in everywhere() if t not in known])
     monkeypatch.setattr(store, "autotuners", lambda: tuners.autotuners())
     monkeypatch.setattr(own, "collect_own", lambda: [])
     module = load()
 
     def again(source=SOURCE):
-        known.update(id(t) for t in everywhere())
+        known.update(everywhere())
         return load(source)
 
     module.again = again
