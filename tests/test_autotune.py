@@ -265,9 +265,11 @@ def test_nearest_is_off_unless_asked_for(library, tmp_path):
         assert fresh.run(n=100, activation="gelu") and len(fresh.benchmarks) == 3, "only numbers have neighbours"
         assert fresh.run(n=100, dtype=torch.float16) and len(fresh.benchmarks) == 6
         assert fresh.run(n=1000) and len(fresh.benchmarks) == 9, "none within a factor of 4"
+    measured = {(r.key["n"], r.key["activation"], r.dtypes[0]) for r in ConfigStore(tmp_path / "store.json").records}
+    assert (100, "silu", "torch.float32") not in measured and len(measured) == 4, "what is borrowed is not measured"
     again = library.again()
     with autotune.session(tmp_path / "store.json"):
-        assert again.run(n=50) and len(again.benchmarks) == 3
+        assert again.run(n=100) and len(again.benchmarks) == 3
 
 
 def test_merge_keeps_the_better_timed():
@@ -301,6 +303,15 @@ def test_tuning_is_shown(library, tmp_path, capsys):
     with autotune.session(tmp_path / "store.json", progress=False):
         assert library.run(n=120)
     assert capsys.readouterr().err == ""
+
+
+def test_an_autotuner_that_we_do_not_understand_is_tuned_as_always(library, tmp_path, monkeypatch):
+    def unknown(tuner, kwargs):
+        raise AttributeError("nargs")
+
+    monkeypatch.setattr(tuners, "key_of", unknown)
+    with autotune.session(tmp_path / "store.json"):
+        assert library.run() and len(library.benchmarks) == 3
 
 
 def test_a_benchmark_that_raises_is_not_kept(library, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """`session`: what is known is used from its first step on, what is tuned is shown while it is and kept."""
 
 import atexit
+import logging
 import os
 import sys
 import threading
@@ -17,6 +18,7 @@ from onepass.autotune import tuners
 from onepass.autotune.record import AutotuneRecord
 from onepass.autotune.store import ConfigStore
 
+LOG = logging.getLogger(__name__)
 _lock = threading.RLock()
 _sessions: "list[Session]" = []
 _originals: dict[str, Any] = {}
@@ -138,14 +140,23 @@ def _prune_configs(tuner: Autotuner, kwargs: dict[str, Any]) -> list[Config]:
     if unfinished is not None:
         unfinished.close()
     _of_thread.tuning = _of_thread.known = _of_thread.wanted = None
-    key = tuners.key_of(tuner, kwargs)
+    try:
+        return _answer(tuner, tuners.key_of(tuner, kwargs), configs)
+    except Exception:  # what cannot be told apart is tuned as always
+        LOG.debug("%s is not watched", tuner, exc_info=True)
+        return configs
+
+
+def _answer(tuner: Autotuner, key: tuple[Any, ...], configs: list[Config]) -> list[Config]:
     record = _known(tuner, key)
     config = None if record is None else tuners.matching(configs, record)
-    if record is not None and config is not None:
-        _of_thread.known = tuner, config, record.milliseconds or 0.0
-        return [config]
-    _of_thread.wanted = tuner, key, len(configs)
-    return configs
+    if record is None or config is None:
+        _of_thread.wanted = tuner, key, len(configs)
+        return configs
+    if tuners.cache_key(record) != key:
+        tuners.borrowed.setdefault(tuner, set()).add(key)
+    _of_thread.known = tuner, config, record.milliseconds or 0.0
+    return [config]
 
 
 def _bench(tuner: Autotuner, *args: Any, config: Config, **meta: Any) -> Any:

@@ -24,6 +24,8 @@ LOG = logging.getLogger(__name__)
 Timings = dict[Config, float]
 # What a session saw while it was tuned. Triton itself keeps the timings of the last key alone.
 observed: "WeakKeyDictionary[Autotuner, dict[tuple[Any, ...], Timings]]" = WeakKeyDictionary()
+# Keys that took the choice of a near one: nobody has measured them.
+borrowed: "WeakKeyDictionary[Autotuner, set[tuple[Any, ...]]]" = WeakKeyDictionary()
 
 
 def collect() -> list[AutotuneRecord]:
@@ -38,6 +40,8 @@ def collect() -> list[AutotuneRecord]:
     found = {r.identity: r for r in collect_own()}
     for tuner in autotuners():
         for key, config in list(tuner.cache.items()):
+            if key in borrowed.get(tuner, ()):
+                continue
             record = record_of(tuner, key, config, timings_of(tuner, key))
             if record is not None and better(record, found.get(record.identity)):
                 found[record.identity] = record
