@@ -106,6 +106,19 @@ def test_what_a_record_says(library):
     assert AutotuneRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
 
 
+@pytest.mark.gpu
+def test_triton_s_own_benchmarker_on_a_gpu(library, tmp_path, monkeypatch):
+    monkeypatch.setattr(library.plain_kernel, "_do_bench", None)
+    with autotune.session(tmp_path / "store.json"):
+        assert library.run(n=4096)
+    (record,) = ConfigStore(tmp_path / "store.json").records
+    assert record.gpu == torch.cuda.get_device_name() and record.shared_memory >= 2**15
+    assert len(record.candidates) == 3 and 0 < record.milliseconds == record.candidates[0]["milliseconds"]
+    fresh = library.again()
+    assert ConfigStore(tmp_path / "store.json").warm() == 1
+    assert fresh.run(n=4096) and fresh.benchmarks == []
+
+
 def test_timings_belong_to_the_key_that_they_were_taken_for(library):
     assert library.run(n=40) and library.run(n=80)
     first, second = autotune.collect()

@@ -129,7 +129,8 @@ def device(index: int | None) -> dict[str, Any]:
     capability = f"{about.major}.{about.minor}"
     if torch.version.hip is not None:
         capability = about.gcnArchName.split(":")[0]
-    shared = getattr(about, "shared_memory_per_block_optin", about.shared_memory_per_block)
+    names = "shared_memory_per_block_optin", "shared_memory_per_block"
+    shared = next((getattr(about, name) for name in names if hasattr(about, name)), 0)
     return {"gpu": about.name, "compute_capability": capability, "shared_memory": shared} | versions
 
 
