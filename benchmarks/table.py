@@ -126,11 +126,13 @@ def trainer_table(path: Path, report: dict) -> str:
         f"{where(path, report)}, TRL {here['trl']}, transformers {here['transformers']}; {sizes['batch']} completions "
         f"of {sizes['length']} tokens, {sizes['hidden']} hidden, vocabulary {sizes['vocab']}, bf16 autocast.\n\n"
     )
+    columns = {"ms a step": "ms", "ms of kernels": "kernel_ms"}
+    columns = {title: key for title, key in columns.items() if key in report["results"][0]}
     rows = []
     for r in report["results"]:
         peaks = [f"{r[k] / 2**30:.2f}" for k in ("peak_bytes", "step_peak_bytes")]
-        rows.append([r["trainer"], r["kind"], f"{r['ms']:.1f}", *peaks])
-    return about + grid(["trainer", "heads of", "ms a step", "peak GiB, forward + backward", "of the step"], rows)
+        rows.append([r["trainer"], r["kind"], *[f"{r[k]:.1f}" for k in columns.values()], *peaks])
+    return about + grid(["trainer", "heads of", *columns, "peak GiB, forward + backward", "of the step"], rows)
 
 
 def where(path: Path, report: dict) -> str:

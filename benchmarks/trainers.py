@@ -3,8 +3,9 @@
     python benchmarks/trainers.py --out FOLDER
 
 A step is loss, backward and optimizer on one batch that is prepared before: generation is the same either way and is
-left out. Both kinds take turns. Memory is counted beyond the model and the optimizer's state, once until there are
-gradients and once until the step is over. Writes FOLDER/trainers.json and prints a table.
+left out. Both kinds take turns. Where the decoder is tiny the host is the limit, so that the time of all kernels of a
+step is told, too. Memory is counted beyond the model and the optimizer's state, once until there are gradients and once
+until the step is over. Writes FOLDER/trainers.json and prints a table.
 """
 
 import argparse
@@ -99,7 +100,14 @@ def measure(step: Callable[[], int], rounds: int) -> list[dict[str, Any]]:
                 if cuda:
                     found[kind]["peak_bytes"] = peak - before
                     found[kind]["step_peak_bytes"] = torch.cuda.max_memory_allocated() - before
-    return [of | {"ms": statistics.median(of["runs"])} for of in found.values()]
+    for kind, of in found.items():
+        of |= {"ms": statistics.median(of["runs"]), "kernel_ms": None}
+        if cuda:
+            with KINDS[kind](), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                step()
+                torch.cuda.synchronize()
+            of["kernel_ms"] = sum(e.self_device_time_total for e in profile.key_averages()) / 1e3
+    return list(found.values())
 
 
 def main() -> None:
@@ -112,7 +120,7 @@ def main() -> None:
     versions = {"trl": trl.__version__, "transformers": transformers.__version__}
     report: dict[str, Any] = {"environment": environment() | versions, "sizes": sizes, "results": []}
     given.out.mkdir(parents=True, exist_ok=True)
-    table = Table("trainer", "kind", "ms a step", "peak GiB of forward + backward", "of the step")
+    table = Table("trainer", "kind", "ms a step", "ms of kernels", "peak GiB of forward + backward", "of the step")
     for name, build in (("GRPO", grpo), ("DPO", dpo)):
         with tempfile.TemporaryDirectory() as folder:
             save_model(
@@ -127,7 +135,8 @@ def main() -> None:
         for m in measured:
             report["results"].append({"trainer": name, **m})
             peaks = ["" if m[k] is None else f"{m[k] / 2**30:.2f}" for k in ("peak_bytes", "step_peak_bytes")]
-            table.add_row(name, m["kind"], f"{m['ms']:.1f}", *peaks)
+            kernels = "" if m["kernel_ms"] is None else f"{m['kernel_ms']:.1f}"
+            table.add_row(name, m["kind"], f"{m['ms']:.1f}", kernels, *peaks)
         (given.out / "trainers.json").write_text(json.dumps(report, indent=1) + "\n")
     Console().print(table)
 
