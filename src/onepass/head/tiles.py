@@ -33,8 +33,7 @@ class Head:
         self.hidden, self.weight, self.bias, self.dtype = hidden, weight, bias, dtype
         self.vocab = weight.shape[0]
         self.held: tuple[slice, Tensor, Tensor | None] | None = None
-        step = max(1, ALIGNED // dtype.itemsize)
-        self.padded_vocab = -(-self.vocab // step) * step
+        self.padded_vocab = padded(self.vocab, dtype)
 
     def factors(self, columns: slice) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of these columns for the products; the last are kept."""
@@ -259,10 +258,14 @@ def tiles(heads: Sequence[Head], plan: Plan) -> Iterator[tuple[Rows, slice, Tens
 
 
 def empty_logits(head: Head, rows: int, columns: int) -> Tensor:
-    step = max(1, ALIGNED // head.dtype.itemsize)
-    padded = head.hidden.new_empty((rows, -(-columns // step) * step), dtype=head.dtype)
-    padded[:, columns:] = 0  # products of bfloat16 on a CPU multiply it by 0, which must not be NaN
-    return padded[:, :columns]
+    logits = head.hidden.new_empty((rows, padded(columns, head.dtype)), dtype=head.dtype)
+    logits[:, columns:] = 0  # products of bfloat16 on a CPU multiply it by 0, which must not be NaN
+    return logits[:, :columns]
+
+
+def padded(columns: int, dtype: torch.dtype) -> int:
+    step = max(1, ALIGNED // dtype.itemsize)
+    return -(-columns // step) * step
 
 
 class Gradients:
