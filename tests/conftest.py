@@ -79,3 +79,24 @@ def sharded():
 )
 def tile(request, monkeypatch):
     return tiles_of(monkeypatch, *request.param)
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A library whose kernels are the only ones in the process; ``library.again()`` is a second process."""
+    import autotune_cases
+    from onepass.autotune import own, store, tuners
+
+    everywhere = tuners.autotuners
+    known = set(everywhere())  # and alive, lest a new one takes the place of an old one
+    monkeypatch.setattr(tuners, "autotuners", lambda: [t for t in everywhere() if t not in known])
+    monkeypatch.setattr(store, "autotuners", lambda: tuners.autotuners())
+    monkeypatch.setattr(own, "collect_own", lambda: [])
+    module = autotune_cases.load()
+
+    def again(source=autotune_cases.SOURCE):
+        known.update(everywhere())
+        return autotune_cases.load(source)
+
+    module.again = again
+    return module

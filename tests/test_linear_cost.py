@@ -103,13 +103,17 @@ def test_any_layout(device):
 SHAPES = [(1, 64, 50257), (300, 64, 50257), (1000, 127, 5003), (4096, 256, 1000), (64, 1024, 32000), (777, 65, 151936)]
 
 
+def head_of(rows, width, vocab):
+    with torch.device("meta"):
+        hidden, weight = (torch.empty(n, width, dtype=torch.bfloat16) for n in (rows, vocab))
+    return Head(hidden, weight, None, torch.bfloat16)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 def test_plans_keep_to_the_memory(shape, trained):
     rows, width, vocab = shape
-    with torch.device("meta"):
-        head = Head(torch.empty(rows, width, dtype=torch.bfloat16), torch.empty(vocab, width, dtype=torch.bfloat16),
-                    None, torch.bfloat16)  # fmt: skip
+    head = head_of(*shape)
     for megabytes in (40, 100, 400, 4000):
         total = 4 * vocab * width * trained
         try:
@@ -133,9 +137,7 @@ def test_plans_keep_to_the_memory(shape, trained):
 def test_slices_keep_to_the_memory(shape, trained):
     """Where rows are known tiles are slices, unless all fits in one or slices do not."""
     rows, width, vocab = shape
-    with torch.device("meta"):
-        head = Head(torch.empty(rows, width, dtype=torch.bfloat16), torch.empty(vocab, width, dtype=torch.bfloat16),
-                    None, torch.bfloat16)  # fmt: skip
+    head = head_of(*shape)
     shapes = set()
     for megabytes in (8, 20, 60, 200, 2000, 10000):
         try:

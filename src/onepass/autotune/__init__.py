@@ -5,11 +5,11 @@ Nothing here runs unless it is asked for, and nothing of it is in the way of a k
 
 from typing import TYPE_CHECKING, Any
 
+from onepass.autotune.collection import collect
 from onepass.autotune.record import AutotuneRecord
 from onepass.autotune.session import session
 from onepass.autotune.sinks import JSONLSink, LogSink, OpenTelemetrySink
 from onepass.autotune.store import ConfigStore
-from onepass.autotune.tuners import collect
 
 if TYPE_CHECKING:
     from onepass.autotune.callback import AutotuneReportCallback

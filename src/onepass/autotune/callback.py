@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from onepass.autotune.collection import collect
 from onepass.autotune.sinks import LogSink, Sink
-from onepass.autotune.tuners import collect
 
 LOG = logging.getLogger(__name__)
 STEPS = 5

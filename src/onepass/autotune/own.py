@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from onepass.autotune.record import AutotuneRecord, here
-from onepass.autotune.store import ConfigStore, distance
+from onepass.autotune.store import ConfigStore, closest
 from onepass.autotune.tuners import jitted, source_hash
 
 SHIPPED = Path(__file__).parent / "shipped"
@@ -42,9 +42,8 @@ def choose(kernel: Any, key: dict[str, Any], rule: Numbers) -> Numbers:
         _asked[json.dumps([name, key])] = Question(kernel, key, rule)
     if name in _tried:
         return _tried[name]
-    near = [(distance(r.key, key), r) for r in shipped() if r.kernel == name and r.config.keys() == rule.keys()]
-    far, record = min(near, key=lambda pair: pair[0], default=(float("inf"), None))
-    if record is None or far == float("inf") or record.source_hash != source_hash(kernel):
+    record = closest([r for r in shipped() if r.kernel == name and r.config.keys() == rule.keys()], key)
+    if record is None or record.source_hash != source_hash(kernel):
         return rule
     _used[record.identity] = record
     return {number: record.config[number] for number in rule}

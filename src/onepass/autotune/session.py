@@ -15,6 +15,7 @@ from triton import Config
 from triton.runtime.autotuner import Autotuner
 
 from onepass.autotune import tuners
+from onepass.autotune.collection import collect
 from onepass.autotune.record import AutotuneRecord
 from onepass.autotune.store import ConfigStore
 
@@ -51,7 +52,7 @@ def session(
         yield store
     finally:
         _end(current)
-        store.add(tuners.collect())
+        store.add(collect())
         _save(store)
 
 

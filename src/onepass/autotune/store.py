@@ -11,7 +11,7 @@ from typing import Any
 from filelock import FileLock
 
 from onepass.autotune.record import AutotuneRecord, NotPlain, here, label_of, minor
-from onepass.autotune.tuners import autotuners, better, cache_key, labelled, matching, source_hash
+from onepass.autotune.tuners import autotuners, cache_key, labelled, matching, source_hash
 
 FORMAT, VERSION = "onepass autotune store", 1
 
@@ -39,7 +39,7 @@ class ConfigStore:
         self.path = None if path is None else Path(path)
         self._records: dict[tuple[str, ...], AutotuneRecord] = {}
         if self.path is not None:
-            self._take(self._read(warn=True)[0])
+            self.add(self._read(warn=True)[0])
 
     @property
     def records(self) -> list[AutotuneRecord]:
@@ -50,16 +50,14 @@ class ConfigStore:
 
     def add(self, records: Iterable[AutotuneRecord]) -> None:
         """Keep records; of two for one question the better-timed."""
-        self._take(records)
+        for record in records:
+            known = self._records.setdefault(record.identity, record)
+            if faster(record, known):
+                self._records[record.identity] = record
 
     def merge(self, other: "ConfigStore") -> None:
         """`add` all of ``other``."""
-        self._take(other._records.values())
-
-    def _take(self, records: Iterable[AutotuneRecord]) -> None:
-        for record in records:
-            if better(record, self._records.get(record.identity)):
-                self._records[record.identity] = record
+        self.add(other._records.values())
 
     # Which record answers a question.
 
@@ -78,9 +76,7 @@ class ConfigStore:
         place = tuner.base_fn.__name__, source_hash(tuner), about["compute_capability"], minor(about["triton"])
         known = self._records.get((*place, label_of(labels, dtypes)))
         if known is None and nearest:
-            near = [(distance(r.key, labels), r) for r in self.records if r.place == place and r.dtypes == dtypes]
-            far, known = min(near, key=lambda pair: pair[0], default=(math.inf, None))
-            known = known if far < math.inf else None
+            known = closest([r for r in self.records if r.place == place and r.dtypes == dtypes], labels)
         return known
 
     def warm(self) -> int:
@@ -116,7 +112,7 @@ class ConfigStore:
                 return
             if state in ("damaged", "old"):
                 self.path.replace(f"{self.path}.{state}")
-            self._take(written)
+            self.add(written)
             text = {"format": FORMAT, "version": VERSION, "records": [r.to_json() for r in self.records]}
             beside = Path(f"{self.path}.new")  # one name: what a killed process left is written over
             with beside.open("w", encoding="utf-8") as file:
@@ -154,6 +150,19 @@ class ConfigStore:
             "newer": f"a newer version of onepass wrote it (this one reads version {VERSION})",
         }
         warnings.warn(f"autotune store {self.path}: {why[state]}; {what}", RuntimeWarning, stacklevel=4)
+
+
+def faster(record: AutotuneRecord, known: AutotuneRecord) -> bool:
+    if record.milliseconds is None or known.milliseconds is None:
+        return known.milliseconds is None and record.milliseconds is not None
+    return record.milliseconds < known.milliseconds
+
+
+def closest(records: Iterable[AutotuneRecord], key: dict[str, Any]) -> AutotuneRecord | None:
+    """Of which no number of the key is more than 4 times as large or as small, and nothing else differs."""
+    near = [(distance(r.key, key), r) for r in records]
+    far, record = min(near, key=lambda pair: pair[0], default=(math.inf, None))
+    return record if far < math.inf else None
 
 
 def distance(known: dict[str, Any], wanted: dict[str, Any]) -> float:

@@ -28,26 +28,6 @@ observed: "WeakKeyDictionary[Autotuner, dict[tuple[Any, ...], Timings]]" = WeakK
 borrowed: "WeakKeyDictionary[Autotuner, set[tuple[Any, ...]]]" = WeakKeyDictionary()
 
 
-def collect() -> list[AutotuneRecord]:
-    """What every autotuned kernel of this process has chosen so far, ours and other libraries'.
-
-    Finds all that `triton.autotune` made (or a subclass of its own), under whatever name and in whatever wrapper, each
-    once. A module that was imported twice counts once. What a record does not hold (a key or a configuration with
-    objects in it) is left out. Costs nothing until it is called, then some 100 ms in a large process.
-    """
-    from onepass.autotune.own import collect_own
-
-    found = {r.identity: r for r in collect_own()}
-    for tuner in autotuners():
-        for key, config in list(tuner.cache.items()):
-            if key in borrowed.get(tuner, ()):
-                continue
-            record = record_of(tuner, key, config, timings_of(tuner, key))
-            if record is not None and better(record, found.get(record.identity)):
-                found[record.identity] = record
-    return sorted(found.values(), key=lambda r: (r.module, r.kernel, r.label))
-
-
 def autotuners() -> list[Autotuner]:
     """By their type, not by where they are: a kernel may be held by a closure or a class as well as by a module."""
     objects = gc.get_objects()  # without those from before a gc.freeze(), of which modules still have theirs
@@ -57,13 +37,6 @@ def autotuners() -> list[Autotuner]:
                 objects.append(value)
                 value = getattr(value, "fn", None)
     return list({id(o): o for o in objects if issubclass(type(o), Autotuner)}.values())
-
-
-def better(record: AutotuneRecord, known: AutotuneRecord | None) -> bool:
-    """Whether it is the one to keep: timed and faster, or the only one."""
-    if known is None or record.milliseconds is None:
-        return known is None
-    return known.milliseconds is None or record.milliseconds < known.milliseconds
 
 
 def record_of(tuner: Autotuner, key: tuple[Any, ...], config: Config, timings: Timings | None) -> AutotuneRecord | None:

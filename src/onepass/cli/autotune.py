@@ -21,12 +21,12 @@ from onepass.kernels.launch import forget
 
 OPS = [name for name, operation in OPERATIONS.items() if operation.shapes is LOSS_SHAPES and any(operation.reads)]
 app = typer.Typer(no_args_is_help=True, help=__doc__)
-Store = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A file that a session wrote.")]
+Stores = Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="Files that sessions wrote.")]
 
 
 @app.command()
 def show(
-    stores: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="Files that sessions wrote.")],
+    stores: Stores,
     kernel: Annotated[str, typer.Option(help="Only kernels whose name contains this.")] = "",
 ) -> None:
     """What was chosen for every key, and by how much it was ahead of the runner-up."""
@@ -45,20 +45,19 @@ def show(
 
 @app.command()
 def merge(
-    stores: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="Files that sessions wrote.")],
+    stores: Stores,
     out: Annotated[Path, typer.Option(help="The store to write; one that is there takes part.")],
 ) -> None:
     """Put stores together; of two records for one question the better-timed is kept."""
     store = ConfigStore(out)
-    for path in stores:
-        store.merge(ConfigStore(path))
+    store.merge(merged(stores))
     store.save()
     Console().print(f"{len(store)} records in {out}")
 
 
 @app.command()
 def export(
-    store: Store,
+    stores: Stores,
     out: Annotated[Path, typer.Option(help="The file to write.")],
     kernel: Annotated[str, typer.Option(help="Only kernels whose name contains this.")] = "",
     gpu: Annotated[str, typer.Option(help="Only GPUs whose name contains this.")] = "",
@@ -67,7 +66,7 @@ def export(
     """Write some records to a store of their own, to share or to ship; a name that ends in .jsonl: a line each."""
     if out.exists():
         raise typer.BadParameter(f"{out} is there already; `merge` adds to a store", param_hint="--out")
-    found = [r for r in chosen(ConfigStore(store), kernel) if gpu.lower() in r.gpu.lower()]
+    found = [r for r in chosen(merged(stores), kernel) if gpu.lower() in r.gpu.lower()]
     if not candidates:
         found = [AutotuneRecord(**(r.to_json() | {"candidates": []})) for r in found]
     if out.suffix == ".jsonl":
