@@ -16,6 +16,7 @@ from onepass.autotune.store import ConfigStore, closest
 from onepass.autotune.tuners import jitted, source_hash
 
 SHIPPED = Path(__file__).parent / "shipped"
+MOST_THREADS = 1024  # of a program
 Numbers = dict[str, int]
 
 
@@ -35,14 +36,16 @@ _tried: dict[str, Numbers] = {}  # by the name of a kernel
 def choose(kernel: Any, key: dict[str, Any], rule: Numbers) -> Numbers:
     """The numbers to launch ``kernel`` with: what was shipped for this key or one near it, else those of the rule.
 
-    Any of `candidates` gives the same results, so that a near key's are right, too.
+    Any of `candidates` gives the same results, so that a near key's are right, too; and as fast only where the rule
+    says the same of both, which is therefore part of the key.
     """
     name = jitted(kernel).fn.__name__
+    key = key | {"rule": "+".join(map(str, rule.values()))}
     if _asked is not None:
         _asked[json.dumps([name, key])] = Question(kernel, key, rule)
     if name in _tried:
         return _tried[name]
-    record = closest([r for r in shipped() if r.kernel == name and r.config.keys() == rule.keys()], key)
+    record = closest([r for r in shipped().get(name, ()) if r.config.keys() == rule.keys()], key)
     if record is None or record.source_hash != source_hash(kernel):
         return rule
     _used[record.identity] = record
@@ -55,15 +58,18 @@ def collect_own() -> list[AutotuneRecord]:
 
 
 @lru_cache
-def shipped() -> list[AutotuneRecord]:
-    """Measured on this GPU."""
-    records = [r for path in sorted(SHIPPED.glob("*.json")) for r in ConfigStore(path).records]
-    return [r for r in records if r.gpu == here()["gpu"]]
+def shipped() -> dict[str, list[AutotuneRecord]]:
+    """What was measured on this GPU, by the name of a kernel."""
+    found: dict[str, list[AutotuneRecord]] = {}
+    for record in (r for path in sorted(SHIPPED.glob("*.json")) for r in ConfigStore(path).records):
+        if record.gpu == here()["gpu"]:
+            found.setdefault(record.kernel, []).append(record)
+    return found
 
 
 def candidates(rule: Numbers) -> list[Numbers]:
     """Half, once and twice each number of the rule, which comes first."""
-    sizes = [sorted({n, max(1, n // 2), 2 * n}) for n in rule.values()]
+    sizes = [sorted({n, max(1, n // 2), min(2 * n, MOST_THREADS)}) for n in rule.values()]
     found = [dict(zip(rule, numbers)) for numbers in product(*sizes)]
     return sorted(found, key=lambda numbers: numbers != rule)
 

@@ -153,4 +153,4 @@ def public_module(name: str) -> str:
 
 @lru_cache
 def installed() -> frozenset[str]:
-    return frozenset(packages_distributions())
+    return frozenset({"onepass", *packages_distributions()})
