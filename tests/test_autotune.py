@@ -285,7 +285,7 @@ def interpreted(monkeypatch):
     ("log_probs_and_entropy", ["softmax_statistics_kernel", "softmax_gradient_kernel"]),
     ("kl_div", ["divergence_kernel", "divergence_gradient_kernel"]),
 ])  # fmt: skip
-@pytest.mark.parametrize("shape", [(2, 700), (5, 83)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 700), (5, 83), (1, 40000)], ids=str)
 def test_any_candidate_gives_the_same_results(interpreted, op, kernels, shape):
     step = step_of(OPERATIONS[op], *shape, torch.float32, torch.device("cpu"))
     expected = step()
@@ -302,7 +302,7 @@ def test_any_candidate_gives_the_same_results(interpreted, op, kernels, shape):
     assert [r.kernel for r in records] == kernels
     for record in records:
         assert record.key["rows"] == shape[0] and record.key["vocab"] == shape[1]
-        assert len(record.candidates) > 3 and record.config == record.candidates[0]["config"], "the first took least"
+        assert len(record.candidates) >= 3 and record.config == record.candidates[0]["config"], "the first took least"
         assert all(c["config"].keys() == record.config.keys() for c in record.candidates)
 
 

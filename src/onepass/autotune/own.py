@@ -68,8 +68,11 @@ def shipped() -> dict[str, list[AutotuneRecord]]:
 
 
 def candidates(rule: Numbers) -> list[Numbers]:
-    """Half, once and twice each number of the rule, which comes first."""
-    sizes = [sorted({n, max(1, n // 2), min(2 * n, MOST_THREADS)}) for n in rule.values()]
+    """Half, once and twice each number of the rule, which comes first.
+
+    A 1 stays: where one program has a row to itself, a second costs a workspace, and its host time is not measured.
+    """
+    sizes = [sorted({n, n // 2, min(2 * n, MOST_THREADS)}) if n > 1 else [n] for n in rule.values()]
     found = [dict(zip(rule, numbers)) for numbers in product(*sizes)]
     return sorted(found, key=lambda numbers: numbers != rule)
 
