@@ -1,4 +1,4 @@
-"""Write docs/measured.md, the README's summaries and a table of docs/integrations.md from what the benchmarks wrote.
+"""Write docs/measured.md, the README's summaries and tables of other documents from what the benchmarks wrote.
 
 Run as `python benchmarks/table.py`.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SUMMARY = "<!-- summary: benchmarks/table.py -->\n", "<!-- end of summary -->\n"
+AUTOTUNE = "<!-- autotune: benchmarks/table.py -->\n", "<!-- end of autotune -->\n"
 TRAINERS = "<!-- trainers: benchmarks/table.py -->\n", "<!-- end of trainers -->\n"
 LINEAR_HEAD = "<!-- linear head: benchmarks/table.py -->\n", "<!-- end of linear head -->\n"
 INTRODUCTION = """# Measured
@@ -135,6 +136,18 @@ def trainer_table(path: Path, report: dict) -> str:
     return about + grid(["trainer", "heads of", *columns, "peak GiB, forward + backward", "of the step"], rows)
 
 
+def autotune_table(path: Path, report: dict) -> str:
+    processes = report["results"]
+    libraries = list(processes["tunes"]["seconds"])
+    head = ["process", "candidates benchmarked", *[f"first step of {name}, s" for name in libraries]]
+    versions = ", ".join(f"{name} {report['environment'][name]}" for name in libraries if name != "onepass")
+    rows = [
+        [name, str(of["benchmarked"]), *[f"{of['seconds'][library]:.2f}" for library in libraries]]
+        for name, of in processes.items()
+    ]
+    return f"{where(path, report)}, {versions}.\n\n" + grid(head, rows)
+
+
 def where(path: Path, report: dict) -> str:
     here = report["environment"]
     copy = f", copy {report['copy_gb_per_s']:.0f} GB/s" if "copy_gb_per_s" in report else ""
@@ -170,6 +183,7 @@ def between(text: str, marks: tuple[str, str], inside: str) -> str:
 
 if __name__ == "__main__":
     reports = {path: json.loads(path.read_text()) for path in sorted((HERE / "results").glob("*.json"))}
+    tuned = {path: reports.pop(path) for path in list(reports) if "tunes" in reports[path]["results"]}
     trainers = {path: reports.pop(path) for path in list(reports) if "trainer" in reports[path]["results"][0]}
     heads = {path: report for path, report in reports.items() if "hidden" in report["results"][0]}
     text = [INTRODUCTION]
@@ -182,6 +196,9 @@ if __name__ == "__main__":
     logits = {path: report for path, report in reports.items() if path not in heads}
     written = between(readme.read_text(), SUMMARY, summary(logits))
     readme.write_text(between(written, LINEAR_HEAD, head_summary(heads)))
-    integrations = HERE.parent / "docs" / "integrations.md"
-    tables = "\n".join(trainer_table(*of) for of in trainers.items())
-    integrations.write_text(between(integrations.read_text(), TRAINERS, tables))
+    for name, marks, tables in (
+        ("integrations.md", TRAINERS, [trainer_table(*of) for of in trainers.items()]),
+        ("autotune.md", AUTOTUNE, [autotune_table(*of) for of in tuned.items()]),
+    ):
+        document = HERE.parent / "docs" / name
+        document.write_text(between(document.read_text(), marks, "\n".join(tables)))

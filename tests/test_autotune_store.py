@@ -15,6 +15,7 @@ from triton.runtime.autotuner import Autotuner
 from autotune_cases import SOURCE, a_record, load
 from onepass import autotune
 from onepass.autotune import ConfigStore, store, tuners
+from onepass.autotune.sources import source_hash
 
 # Keep and use again.
 
@@ -52,17 +53,43 @@ def test_a_changed_kernel_is_tuned_again(library, tmp_path):
     assert len(ConfigStore(tmp_path / "store.json")) == 2
 
 
-def test_what_compiled_kernels_are_told_by(tmp_path, monkeypatch):
-    """The hash that Triton itself goes by: of the source and of the functions that it calls."""
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+@pytest.mark.parametrize("interpret", ["0", "1"])
+def test_what_kernels_are_told_by(tmp_path, monkeypatch, interpret):
+    """Their source, and that of the functions and constants that they name; not where in a file they are."""
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "helpers_of_a_kernel.py").write_text(
+        "import triton\n\n@triton.jit\ndef again(x):\n    return x + x\n\n@triton.jit\ndef unused(x):\n    return x\n"
+    )
     text = SOURCE.read_text()
-    helped = text.replace("benchmarks = []", "@triton.jit\ndef twice(x):\n    return x * 2\n\n\nbenchmarks = []")
-    helped = helped.replace("tl.load(x + at, mask=at < n) * 2", "twice(tl.load(x + at, mask=at < n))")
+    double = "tl.load(x + at, mask=at < n) * 2"
+    helped = "TWO = tl.constexpr(2)\n\n\n@triton.jit\ndef twice(x):\n    return x * TWO\n\n\nbenchmarks = []"
+    helped = text.replace("benchmarks = []", helped).replace(double, "twice(tl.load(x + at, mask=at < n))")
+    imported = "import helpers_of_a_kernel\n" + text.replace(double, f"helpers_of_a_kernel.again({double[:-4]})")
+    same = [
+        [text, "# A comment.\n" + text, text.replace("num_warps=warps", "num_warps=2 * warps")],
+        [helped, helped.replace("benchmarks = []", "UNUSED = tl.constexpr(1)\nbenchmarks = []")],
+        [helped.replace("x * TWO", "TWO * x")],
+        [helped.replace("constexpr(2)", "constexpr(2.0)")],
+        [imported],
+    ]
     hashes = []
-    for n, source in enumerate((text, text, helped, helped.replace("return x * 2", "return x + x"))):
-        (tmp_path / f"{n}.py").write_text(source)
-        hashes.append(tuners.source_hash(load(tmp_path / f"{n}.py").plain_kernel))
-    assert hashes[0] == hashes[1] and len(set(hashes)) == 3
+    for n, sources in enumerate(same):
+        found = set()
+        for k, source in enumerate(sources):
+            path = tmp_path / f"{n}_{k}.py"
+            path.write_text(source)
+            module = load(path)
+            first, second = module.plain_kernel, module.heuristics_inside_kernel
+            order = (first, second) if k % 2 else (second, first)  # they share what they call
+            found.add(tuple(h for _, h in sorted((kernel is first, source_hash(kernel)) for kernel in order)))
+        assert len(found) == 1, n
+        hashes += found
+    assert len({plain for _, plain in hashes}) == len({inside for inside, _ in hashes}) == len(same)
+    helpers = sys.modules.pop("helpers_of_a_kernel")
+    helpers.again = helpers.unused
+    monkeypatch.setitem(sys.modules, "helpers_of_a_kernel", helpers)
+    assert source_hash(load(path).plain_kernel) not in {plain for _, plain in hashes}
 
 
 def test_another_gpu_or_triton_is_another_question(library, tmp_path):

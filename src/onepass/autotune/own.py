@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from onepass.autotune.record import AutotuneRecord, here
+from onepass.autotune.sources import jitted, source_hash
 from onepass.autotune.store import ConfigStore, closest
-from onepass.autotune.tuners import jitted, source_hash
 
 SHIPPED = Path(__file__).parent / "shipped"
 MOST_THREADS = 1024  # of a program

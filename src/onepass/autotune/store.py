@@ -11,7 +11,8 @@ from typing import Any
 from filelock import FileLock
 
 from onepass.autotune.record import AutotuneRecord, NotPlain, here, label_of, minor
-from onepass.autotune.tuners import autotuners, cache_key, labelled, matching, source_hash
+from onepass.autotune.sources import source_hash
+from onepass.autotune.tuners import autotuners, cache_key, labelled, matching
 
 FORMAT, VERSION = "onepass autotune store", 1
 

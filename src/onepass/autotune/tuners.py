@@ -4,8 +4,6 @@ All that depends on how `triton.runtime.autotuner` is made is here.
 """
 
 import gc
-import hashlib
-import inspect
 import logging
 import sys
 from collections.abc import Sequence
@@ -19,6 +17,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import KernelInterface
 
 from onepass.autotune.record import AutotuneRecord, NotPlain, decode, encode, here
+from onepass.autotune.sources import jitted, source_hash
 
 LOG = logging.getLogger(__name__)
 Timings = dict[Config, float]
@@ -128,22 +127,6 @@ def timings_of(tuner: Autotuner, key: tuple[Any, ...]) -> Timings | None:
 def median(timing: Any) -> float:
     """Of what a benchmarker returned: quantiles, of which the median comes first, or one number."""
     return float(timing[0] if isinstance(timing, list | tuple) else timing)
-
-
-def jitted(kernel: Any) -> Any:
-    """What `triton.jit` made, within an autotuner and heuristics."""
-    while not inspect.isfunction(kernel.fn):
-        kernel = kernel.fn
-    return kernel
-
-
-def source_hash(kernel: Any) -> str:
-    """Triton's own, of the kernel and the functions that it calls."""
-    kernel = jitted(kernel)
-    key = getattr(kernel, "cache_key", None)
-    if key is None:  # the interpreter's
-        key = hashlib.sha256(inspect.getsource(kernel.fn).encode()).hexdigest()
-    return str(key)
 
 
 def public_module(name: str) -> str:

@@ -1,0 +1,52 @@
+"""Whether a kernel is still the one that was measured.
+
+Triton has a hash, too (``cache_key``), for what it compiled: that one changes with a kernel's line number in its file,
+and with the order in which kernels that share a function are first used.
+"""
+
+import hashlib
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from triton.language import constexpr
+
+Function = Callable[..., Any]
+_hashes: "WeakKeyDictionary[Function, str]" = WeakKeyDictionary()
+
+
+def jitted(kernel: Any) -> Any:
+    """What `triton.jit` made, within an autotuner and heuristics."""
+    while not inspect.isfunction(kernel.fn):
+        kernel = kernel.fn
+    return kernel
+
+
+def source_hash(kernel: Any) -> str:
+    """sha256 of the source of a kernel and of all functions and constants that it names, directly or not.
+
+    What Triton brings is left out, as are decorators: neither a configuration nor a heuristic is what was compiled.
+    """
+    fn = jitted(kernel).fn
+    if fn not in _hashes:
+        _hashes[fn] = hashlib.sha256("\n".join(sources(fn, set())).encode()).hexdigest()
+    return _hashes[fn]
+
+
+def sources(fn: Function, seen: set[Function]) -> Iterator[str]:
+    if fn in seen or fn.__module__.startswith("triton."):
+        return
+    seen.add(fn)
+    text = textwrap.dedent(inspect.getsource(fn))
+    yield text[re.search(r"^def ", text, re.MULTILINE).start() :]  # type: ignore[union-attr]
+    named = inspect.getclosurevars(fn)
+    for name, value in sorted({**named.globals, **named.nonlocals}.items()):
+        inside = [getattr(value, n, None) for n in sorted(fn.__code__.co_names)] if inspect.ismodule(value) else [value]
+        for found in inside:
+            if inspect.isfunction(called := getattr(found, "fn", None)):
+                yield from sources(called, seen)
+            elif isinstance(found, constexpr | int | float | str):
+                yield f"{name} = {found!r}"
