@@ -113,7 +113,7 @@ def measure(step: Callable[[], int], rounds: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(".bench"))
-    for name, default in (("vocab", 151936), ("hidden", 1024), ("length", 1024), ("batch", 8), ("rounds", 15)):
+    for name, default in (("vocab", 151936), ("hidden", 1024), ("length", 1024), ("batch", 16), ("rounds", 15)):
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     sizes = {name: value for name, value in vars(given).items() if name != "out"}
