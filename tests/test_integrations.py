@@ -267,6 +267,44 @@ def test_fused_head(softcap, scale, outputs):
         assert len(outputs) < 4 or found[1][0][4].dtype == torch.bool
 
 
+@LATEST
+def test_fused_head_takes_no_more_tokens_at_a_time_than_trl_is_told_to(monkeypatch):
+    from trl.kernels import chunked_logprob
+
+    arguments = (
+        torch.randn(N, H, requires_grad=True),
+        torch.randn(V, H, requires_grad=True),
+        None,
+        torch.randint(V, (N,)),
+    )
+    assert _ours("TOKENS") == chunked_logprob.TOKEN_CHUNK_SIZE
+    taken, mm = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, **kwargs: taken.append(len(a)) or mm(a, b, **kwargs))
+    found = []
+    for tokens in (N, N - 1, 4):
+        monkeypatch.setattr(chunked_logprob, "TOKEN_CHUNK_SIZE", tokens)
+        taken.clear()
+        results = _ours("ChunkedLogProbFunction").apply(*arguments, 1.0, 16, None, 1.0, ("entropy",))
+        assert taken == [tokens] * (N // tokens) + [N % tokens] * (N % tokens > 0)
+        found.append((results, torch.autograd.grad(results[0].sum() + results[1].sum(), arguments[:2])))
+    assert_same(found[:2])
+    assert_same(found[1:])
+
+
+@LATEST
+def test_the_fused_kernel():
+    """TRL's own has no path for a CPU: against what its trainers call there."""
+    from trl.trainer.utils import selective_log_softmax_and_entropy
+
+    x, index = torch.randn(2, 5, V, requires_grad=True), torch.randint(V, (2, 5))
+    mask = torch.tensor([[1, 1, 0, 1, 1], [1, 0, 1, 1, 1]])
+    found = []
+    for function in (selective_log_softmax_and_entropy, _ours("fused_log_probs_and_entropy")):
+        results = function(x, index, temperature=0.7, row_mask=mask.bool())
+        found.append((results, torch.autograd.grad(results[0].sum() + 2 * results[1].sum(), x)))
+    assert_same(found)
+
+
 def _ours(name):
     return getattr(import_module("onepass.integrations.trl"), name)
 

@@ -3,9 +3,10 @@
     python tests/theirs.py trl PATH             # of a checkout of the version that is installed
     python tests/theirs.py transformers PATH    # of an sdist or checkout of it
 
-Of TRL, every test class that names a function that is replaced. Of transformers, what its mixin for all models has on
-losses, training and router logits, for models with a soft-cap, a scale or neither and for every family whose router is
-replaced; only the mixin comes in an sdist, so the small models are ours. What else the mixin imports is left out.
+Of TRL, every test class that names a function that is replaced; those that ask for a GPU run without one, too. Of
+transformers, what its mixin for all models has on losses, training and router logits, for models with a soft-cap, a
+scale or neither and for every family whose router is replaced; only the mixin comes in an sdist, so the small models
+are ours. What else the mixin imports is left out.
 """
 
 import argparse
@@ -132,6 +133,8 @@ def main() -> int:
             chosen = classes_that_name({place.name for place in patched.replaced}, tests)
             support = {path for path in tests.glob("*.py") if not path.name.startswith("test_")}
             without_missing_names(support | {Path(folder, node.partition("::")[0]) for node in chosen}, m)
+            if not torch.cuda.is_available():  # theirs skip without a GPU what has a path for the CPU here
+                m.setattr("tests.testing_utils.require_torch_accelerator", lambda of: of, raising=False)
         else:
             routed = [place.module.split(".")[2] for place in patched.replaced if ".models." in place.module]
             Path(folder, "test_models.py").write_text(

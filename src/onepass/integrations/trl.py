@@ -1,5 +1,8 @@
 """What stands in for TRL's log-probs, entropy, linear heads and distillation; see `onepass.patch`."""
 
+import sys
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -11,6 +14,8 @@ from onepass.losses.distillation import kl_div
 from onepass.losses.reduction import reduced
 from onepass.statistics import softmax_statistics
 
+FUSED = "trl.kernels.chunked_logprob"
+TOKENS = 4096  # of one of TRL's own tiles
 METRICS = {"log_sum_sq_probs": "log_sum_sq_probs", "mean_logits": "mean_logit", "is_top1": "is_top1"}
 
 
@@ -46,6 +51,13 @@ def selective_log_softmax_and_entropy(
             logits, index, temperature=temperature, row_mask=_bool(row_mask)
         )
     return chosen, entropy if entropy_requires_grad else entropy.detach()
+
+
+def fused_log_probs_and_entropy(
+    logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`onepass.selective_log_softmax_and_entropy`, for TRL's own kernel."""
+    return log_probs.selective_log_softmax_and_entropy(logits, index, temperature=temperature, row_mask=_bool(row_mask))
 
 
 def _in_torch(logits: Tensor) -> bool:
@@ -87,13 +99,24 @@ class ChunkedLogProbFunction:
     ) -> tuple[Tensor | None, ...]:
         """``(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1)`` of hidden states ``(N, H)``; None where not
         among ``outputs``. Tiles are chosen by memory, not by ``chunk_size``."""
-        s = softmax_statistics(
-            _head(hidden, weight, bias), targets, temperature=float(temperature), softcap=final_logit_softcapping,
-            logit_scale=float(logit_scale), expected_logit="entropy" in outputs,
-            metrics=[ours for theirs, ours in METRICS.items() if theirs in outputs],
-        )  # fmt: skip
-        entropy = s.entropy if "entropy" in outputs else None
-        return s.log_probs, entropy, s.log_sum_sq_probs, s.mean_logit, s.is_top1
+        parts = []
+        for rows, target in _parts(hidden, targets):
+            s = softmax_statistics(
+                _head(rows, weight, bias), target, temperature=float(temperature), softcap=final_logit_softcapping,
+                logit_scale=float(logit_scale), expected_logit="entropy" in outputs,
+                metrics=[ours for theirs, ours in METRICS.items() if theirs in outputs],
+            )  # fmt: skip
+            entropy = s.entropy if "entropy" in outputs else None
+            parts.append((s.log_probs, entropy, s.log_sum_sq_probs, s.mean_logit, s.is_top1))
+        return parts[0] if len(parts) == 1 else tuple([p[0] if p[0] is None else torch.cat(p) for p in zip(*parts)])
+
+
+def _parts(hidden: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """All tokens, but where somebody has lowered the number that TRL takes at a time."""
+    tokens = getattr(sys.modules.get(FUSED), "TOKEN_CHUNK_SIZE", TOKENS)
+    if tokens >= TOKENS:
+        return iter([(hidden, targets)])
+    return zip(hidden.split(tokens), targets.split(tokens))
 
 
 def chunked_cross_entropy_loss(
@@ -191,7 +214,11 @@ TARGETS = [
         ("logits, index, entropy_requires_grad, temperature, row_mask",), since="1.14",
     ),
     Target(
-        "trl.kernels.chunked_logprob", "ChunkedLogProbFunction", ChunkedLogProbFunction,
+        "trl.kernels.logprob_entropy", "selective_log_softmax_and_entropy", fused_log_probs_and_entropy,
+        ("logits, index, temperature, row_mask",), since="1.16",
+    ),
+    Target(
+        FUSED, "ChunkedLogProbFunction", ChunkedLogProbFunction,
         ("ctx, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs",),
         since="1.15", method="forward",
     ),
