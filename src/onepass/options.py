@@ -167,3 +167,31 @@ def empty_routing(logits: torch.Tensor, options: RouterOptions) -> RoutingResult
         logits.new_empty(E, dtype=dtype) if options.sums else None,
         logits.new_empty(T, dtype=dtype) if options.sums else None,
     )
+
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_clamped")
+
+
+class ExpertOptions(NamedTuple):
+    """See `moe.expert_mlp`; as flat arguments, those of the registered operations."""
+
+    activation: str = "silu"
+    transposed: bool = False
+    interleaved: bool = False
+    gate_up_scale: float = 0.0  # of the adapters
+    down_scale: float = 0.0
+    alpha: float = 1.702
+    limit: float = 7.0
+    saved: bool = False  # whether a gradient will be wanted
+    needed: int = 0  # of which tensors a gradient is wanted: bit n is that of the n-th of `EXPERT_TENSORS`
+
+    def needs(self, name: str) -> bool:
+        return bool(self.needed >> EXPERT_TENSORS.index(name) & 1)
+
+
+# What is differentiable, in the order of the arguments. a1, b1: adapter of gate_up; a2, b2: of down.
+EXPERT_TENSORS = ("hidden", "weights", "gate_up", "down", "gate_up_bias", "down_bias", "a1", "b1", "a2", "b2")
+ExpertGradients = tuple[
+    torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None,
+    torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None,
+]  # fmt: skip

@@ -1,6 +1,6 @@
 """Triton kernels and their launchers. Nothing here knows about users, losses or autograd."""
 
-from onepass.kernels import routing
+from onepass.kernels import experts, routing
 from onepass.kernels.divergence import divergence, divergence_gradient
 from onepass.kernels.scale import scale_
 from onepass.kernels.softmax_gradient import softmax_gradient
@@ -10,6 +10,7 @@ from onepass.kernels.softmax_statistics import softmax_statistics
 __all__ = [
     "divergence",
     "divergence_gradient",
+    "experts",
     "routing",
     "scale_",
     "softmax_gradient",

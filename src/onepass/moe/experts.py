@@ -1,0 +1,182 @@
+"""The experts of a MoE layer, from hidden states and a `Routing`; scattered products for blocks of one's own."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass import eager as core
+from onepass.checks import check_choice, check_device, check_number, described
+from onepass.dispatch import operation, path_of, refuse_second_derivatives
+from onepass.moe import eager_experts
+from onepass.moe.routing import Routing
+from onepass.options import ACTIVATIONS, EXPERT_TENSORS, ExpertGradients, ExpertOptions
+
+Adapter = tuple[Tensor, Tensor, float]
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def expert_mlp(
+    hidden: Tensor,
+    routing: Routing,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    *,
+    activation: str = "silu",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    transposed: bool = False,
+    interleaved: bool = False,
+    lora_gate_up: Adapter | None = None,
+    lora_down: Adapter | None = None,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+) -> Tensor:
+    r"""What a token's experts make of it: :math:`\sum_k w_k\, D_e\, f(G_e x, U_e x)`, with e the k-th of its experts.
+
+    Work is proportional to the tokens that are routed, however unevenly; nothing is padded or copied per expert.
+
+    Args:
+        hidden: ``(..., H)``, float16, bfloat16, float32 or float64.
+        routing: `Routing` with ``weights`` and ``experts`` of shape ``(..., K)``, from `route` or made by hand; its
+            counts are not read. An id that is no expert adds nothing; a token may name an expert twice.
+        gate_up_weight: ``(E, 2 I, H)``: first all rows of G, then all of U; ``(E, H, 2 I)`` if ``transposed``.
+        down_weight: ``(E, H, I)``; ``(E, I, H)`` if ``transposed``.
+        activation: :math:`f(g, u)`: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"`` of g, times u; or ``"swiglu_clamped"``,
+            :math:`(u' + 1)\, g' \sigma(\alpha g')` with g' at most ``limit`` and u' within it (gpt-oss).
+        gate_up_bias, down_bias: ``(E, 2 I)``, ``(E, H)``.
+        interleaved: rows of G and U take turns.
+        lora_gate_up, lora_down: ``(A, B, scaling)`` with A ``(E, R, inputs)`` and B ``(E, outputs, R)``: scaling·B A is
+            added to the weight, and never made.
+        alpha, limit: of ``"swiglu_clamped"``.
+
+    Returns:
+        Of the shape and dtype of ``hidden``; summed over k in float32. Differentiable with respect to ``hidden``, the
+        weights of the routing, both weights, biases and adapters; what is frozen costs nothing.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
+
+    Under autocast all but the routing's weights are taken in its dtype.
+    """
+    a1, b1, scale1 = lora_gate_up or (None, None, 0.0)
+    a2, b2, scale2 = lora_down or (None, None, 0.0)
+    options = ExpertOptions(
+        activation, bool(transposed), bool(interleaved), float(scale1), float(scale2), float(alpha), float(limit)
+    )
+    tensors = [hidden, routing.weights, gate_up_weight, down_weight, gate_up_bias, down_bias, a1, b1, a2, b2]
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        tensors = [t if t is None or n == 1 else t.to(dtype) for n, t in enumerate(tensors)]
+    check_experts(tensors, routing.experts, options)
+    rows = tensors[0].reshape(-1, hidden.shape[-1]).contiguous()  # type: ignore[union-attr]
+    weights = routing.weights.reshape(-1, routing.weights.shape[-1]).contiguous()
+    experts = routing.experts.reshape(weights.shape).contiguous()
+    if rows.dtype != torch.float64:
+        weights = weights.float()
+    arguments = rows, weights, *tensors[2:]
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments):
+        out: Tensor = _Experts.apply(experts, options, *arguments)
+    else:
+        out = _forward(rows, weights, experts, *tensors[2:], options)[0]
+    return out.view(hidden.shape)
+
+
+def check_experts(tensors: list[Tensor | None], experts: Tensor, o: ExpertOptions) -> None:
+    hidden, weights, gate_up, down, gate_up_bias, down_bias, a1, b1, a2, b2 = tensors
+    check_choice(o.activation, "activation", ACTIVATIONS)
+    check_number(o.alpha, "alpha", -float("inf"))
+    check_number(o.limit, "limit", 0)
+    if not isinstance(hidden, Tensor) or hidden.dtype not in FLOATS or hidden.dim() < 1:
+        raise TypeError(f"hidden: expected a floating-point tensor (..., H), got {described(hidden)}")
+    if not isinstance(experts, Tensor) or experts.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"routing.experts: expected an int32 or int64 tensor, got {described(experts)}")
+    if experts.dim() != hidden.dim() or experts.shape[:-1] != hidden.shape[:-1]:
+        raise ValueError(
+            f"routing.experts: expected shape {(*hidden.shape[:-1], 'K')} for hidden of {tuple(hidden.shape)}, "
+            f"got {tuple(experts.shape)}"
+        )
+    for t, name in ((gate_up, "gate_up_weight"), (down, "down_weight")):
+        if not isinstance(t, Tensor) or t.dim() != 3:
+            raise TypeError(f"{name}: expected a tensor of three dimensions, got {described(t)}")
+    H = hidden.shape[-1]
+    E, I = gate_up.shape[0], down.shape[1 if o.transposed else 2]  # type: ignore[union-attr] # noqa: E741
+    shapes = {
+        "routing.weights": (weights, tuple(experts.shape)),
+        "gate_up_weight": (gate_up, (E, H, 2 * I) if o.transposed else (E, 2 * I, H)),
+        "down_weight": (down, (E, I, H) if o.transposed else (E, H, I)),
+        "gate_up_bias": (gate_up_bias, (E, 2 * I)), "down_bias": (down_bias, (E, H)),
+    }  # fmt: skip
+    for name, a, b, inputs, outputs in (("lora_gate_up", a1, b1, H, 2 * I), ("lora_down", a2, b2, I, H)):
+        rank = a.shape[1] if isinstance(a, Tensor) and a.dim() == 3 else "R"
+        shapes |= {f"{name}[0]": (a, (E, rank, inputs)), f"{name}[1]": (b, (E, outputs, rank))}
+    for name, (t, shape) in shapes.items():
+        if t is None:
+            continue
+        if not isinstance(t, Tensor) or not t.is_floating_point():
+            raise TypeError(f"{name}: expected a floating-point tensor, got {described(t)}")
+        if tuple(t.shape) != shape:
+            raise ValueError(
+                f"{name}: expected shape {shape} for hidden of {tuple(hidden.shape)}, got {tuple(t.shape)}"
+            )
+        if t.dtype != hidden.dtype and name != "routing.weights":
+            raise TypeError(f"{name}: expected {hidden.dtype}, that of hidden, got {t.dtype}")
+        check_device(t, hidden, name)
+    check_device(experts, hidden, "routing.experts")
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, experts: Tensor, options: ExpertOptions, *tensors: Tensor | None) -> Tensor:
+        needed = sum(1 << n for n, needs in enumerate(ctx.needs_input_grad[2:]) if needs)
+        ctx.options = options._replace(saved=True, needed=needed)
+        out, h = _forward(*tensors[:2], experts, *tensors[2:], ctx.options)
+        ctx.save_for_backward(experts, h, *tensors)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        experts, h, *tensors = ctx.saved_tensors
+        found = _gradient(grad.contiguous(), *tensors[:2], experts, *tensors[2:], h, ctx.options)
+        return None, None, *found
+
+
+def _path(hidden: Tensor) -> Any:
+    path = path_of(hidden)
+    return eager_experts if path is core else path.experts
+
+
+def _like_forward(hidden: Tensor, experts: Tensor, gate_up: Tensor, options: ExpertOptions, **_: Any) -> Any:
+    width = gate_up.shape[2 if options.transposed else 1]
+    h = hidden.new_empty((experts.numel(), width)) if options.saved else None
+    return torch.empty_like(hidden, memory_format=torch.contiguous_format), h
+
+
+def _like_gradient(options: ExpertOptions, **given: Any) -> Any:
+    return tuple(
+        torch.empty_like(given[name], memory_format=torch.contiguous_format) if options.needs(name) else None
+        for name in EXPERT_TENSORS
+    )
+
+
+@operation("onepass::expert_mlp", _like_forward)
+def _forward(
+    hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None, a1: Tensor | None, b1: Tensor | None, a2: Tensor | None, b2: Tensor | None,
+    options: ExpertOptions,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    arguments = hidden, weights, experts, gate_up, down, gate_up_bias, down_bias, a1, b1, a2, b2
+    results: tuple[Tensor, Tensor | None] = _path(hidden).expert_mlp(*arguments, options)
+    return results
+
+
+@operation("onepass::expert_mlp_gradient", _like_gradient)
+def _gradient(
+    grad: Tensor, hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, a1: Tensor | None, b1: Tensor | None, a2: Tensor | None,
+    b2: Tensor | None, h: Tensor | None, options: ExpertOptions,
+) -> ExpertGradients:  # fmt: skip
+    arguments = hidden, weights, experts, gate_up, down, gate_up_bias, down_bias, a1, b1, a2, b2, h
+    results: ExpertGradients = _path(hidden).gradient(grad, *arguments, options)
+    return results

@@ -1,0 +1,152 @@
+"""`moe.expert_mlp` against a definition that takes one token at a time, against transformers' experts, and PEFT's."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from onepass.moe import expert_mlp
+
+ACTIVATIONS = {
+    "silu": lambda g, u: F.silu(g) * u,
+    "gelu": lambda g, u: F.gelu(g) * u,
+    "gelu_tanh": lambda g, u: F.gelu(g, approximate="tanh") * u,
+    "swiglu_clamped": lambda g, u: (u.clamp(-7, 7) + 1) * g.clamp(max=7) * torch.sigmoid(1.702 * g.clamp(max=7)),
+}
+
+
+def definition(hidden, routing, gate_up, down, activation="silu", gate_up_bias=None, down_bias=None, transposed=False,
+               interleaved=False, lora_gate_up=None, lora_down=None):  # fmt: skip
+    """Float64, a token and an expert at a time."""
+
+    def weight(w, lora, e):
+        w = w[e].T if transposed else w[e]
+        return w if lora is None else w + lora[2] * lora[1][e] @ lora[0][e]
+
+    rows = []
+    for x, weights, experts in zip(hidden, routing.weights, routing.experts):
+        total = torch.zeros_like(x)
+        for w, e in zip(weights, experts.tolist()):
+            if 0 <= e < len(gate_up):
+                h = weight(gate_up, lora_gate_up, e) @ x + (0 if gate_up_bias is None else gate_up_bias[e])
+                gate, up = (h[::2], h[1::2]) if interleaved else h.chunk(2)
+                y = weight(down, lora_down, e) @ ACTIVATIONS[activation](gate, up)
+                total = total + w * (y + (0 if down_bias is None else down_bias[e]))
+        rows.append(total)
+    return torch.stack(rows) if rows else hidden * 1.0
+
+
+def inputs(T=9, H=20, I=24, E=5, K=2, biased=False, rank=0, transposed=False, seed=0):  # noqa: E741
+    generator = torch.Generator().manual_seed(seed)
+    randn = lambda *shape: torch.randn(shape, dtype=torch.float64, generator=generator) * 0.5  # noqa: E731
+    of = {"hidden": randn(T, H), "weights": torch.rand(T, K, dtype=torch.float64, generator=generator)}
+    of["gate_up"] = randn(E, H, 2 * I) if transposed else randn(E, 2 * I, H)
+    of["down"] = randn(E, I, H) if transposed else randn(E, H, I)
+    if biased:
+        of |= {"gate_up_bias": randn(E, 2 * I), "down_bias": randn(E, H)}
+    if rank:
+        of |= {"a1": randn(E, rank, H), "b1": randn(E, 2 * I, rank), "a2": randn(E, rank, I), "b2": randn(E, H, rank)}
+    experts = torch.rand(T, E, generator=generator).argsort(-1)[:, :K]
+    return of, experts
+
+
+def run(function, of, experts, **options):
+    """The result, and gradients of all that requires one, for one upstream gradient."""
+    of = dict(of)
+    adapters = {}
+    for name, a, b, scale in (("lora_gate_up", "a1", "b1", 0.7), ("lora_down", "a2", "b2", 1.3)):
+        if a in of:
+            adapters[name] = of[a], of[b], scale
+    biases = {name: of[name] for name in ("gate_up_bias", "down_bias") if name in of}
+    routing = SimpleNamespace(weights=of["weights"], experts=experts)
+    out = function(of["hidden"], routing, of["gate_up"], of["down"], **biases, **adapters, **options)
+    wanted = {name: t for name, t in of.items() if t.requires_grad}
+    upstream = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
+    if not wanted:
+        return out, {}
+    found = torch.autograd.grad(out, list(wanted.values()), upstream.to(out), allow_unused=True)
+    return out, dict(zip(wanted, found))
+
+
+def leaves(of, dtype, device, frozen=()):
+    return {
+        name: t.to(device, torch.float32 if name == "weights" and dtype != torch.float64 else dtype)
+        .detach().requires_grad_(name not in frozen)
+        for name, t in of.items()
+    }  # fmt: skip
+
+
+def close(got, expected, tolerance=2e-6):
+    out, grads = got
+    exact, exact_grads = expected
+    assert list(grads) == list(exact_grads)
+    for name, a, b in [("out", out, exact), *[(n, grads[n], exact_grads[n]) for n in grads]]:
+        b = torch.zeros_like(a, dtype=torch.float64) if b is None else b
+        scale = max(b.abs().max().item() if b.numel() else 0, 1e-3)
+        assert torch.isfinite(a).all(), name
+        assert (a.cpu().double() - b).abs().max().item() <= tolerance * scale if a.numel() else True, name
+
+
+CASES = {
+    "silu": {},
+    "gelu": dict(activation="gelu"),
+    "gelu, biased, adapters": dict(activation="gelu_tanh", biased=True, rank=4),
+    "gpt-oss": dict(activation="swiglu_clamped", biased=True, transposed=True, interleaved=True, H=40, T=21),
+    "transposed, adapters": dict(transposed=True, rank=3, I=40, E=3),
+    "interleaved, adapters": dict(interleaved=True, rank=17, I=70, H=33),
+    "all biased": dict(activation="swiglu_clamped", biased=True, rank=2, interleaved=True, transposed=True),
+    "one expert": dict(E=1, K=1, T=40),
+    "more experts than tokens": dict(E=37, K=6, T=3),
+    "no token": dict(T=0, biased=True, rank=2),
+}
+
+
+def split(case):
+    options = {name: case[name] for name in ("activation", "transposed", "interleaved") if name in case}
+    return {n: v for n, v in case.items() if n not in ("activation", "interleaved")}, options
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_definition(device, name):
+    sizes, options = split(CASES[name])
+    of, experts = inputs(**sizes)
+    expected = run(definition, leaves(of, torch.float64, "cpu"), experts, **options)
+    got = run(expert_mlp, leaves(of, torch.float32, device), experts.to(device), **options)
+    close(got, expected)
+
+
+@pytest.mark.parametrize("name", ["gelu, biased, adapters", "gpt-oss"])
+def test_float64(name):
+    sizes, options = split(CASES[name])
+    of, experts = inputs(**sizes)
+    expected = run(definition, leaves(of, torch.float64, "cpu"), experts, **options)
+    close(run(expert_mlp, leaves(of, torch.float64, "cpu"), experts, **options), expected, 1e-12)
+
+
+@pytest.mark.parametrize("frozen", [
+    ("gate_up", "down", "gate_up_bias", "down_bias"), ("hidden",), ("weights", "a1"), ("down", "b2", "hidden"),
+    ("hidden", "weights", "gate_up", "down", "gate_up_bias", "down_bias", "a1", "b1", "a2"),
+], ids="+".join)  # fmt: skip
+def test_what_is_frozen_has_no_gradient_and_changes_no_other(device, frozen):
+    of, experts = inputs(biased=True, rank=4)
+    expected = run(definition, leaves(of, torch.float64, "cpu", frozen), experts)
+    close(run(expert_mlp, leaves(of, torch.float32, device, frozen), experts.to(device)), expected)
+
+
+IDS = {
+    "out of range": lambda e: torch.where(e == 1, 99, torch.where(e == 2, -3, e)),
+    "none in range": lambda e: e + 5,
+    "all to one": lambda e: torch.full_like(e, 3),
+    "twice the same": lambda e: e[:, :1].expand_as(e).contiguous(),
+}
+
+
+@pytest.mark.parametrize("ids", IDS)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_any_ids(device, ids, rank):
+    of, experts = inputs(T=19, biased=True, rank=rank)
+    experts = IDS[ids](experts)
+    with_a_graph = lambda hidden, *a, **o: definition(hidden, *a, **o) + 0 * hidden  # noqa: E731
+    expected = run(with_a_graph, leaves(of, torch.float64, "cpu"), experts)
+    close(run(expert_mlp, leaves(of, torch.float32, device), experts.to(device)), expected)

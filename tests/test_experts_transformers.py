@@ -1,0 +1,71 @@
+"""`experts_implementation="onepass"` against transformers' own experts, and with PEFT's adapters on them."""
+
+import importlib
+
+import pytest
+import torch
+import transformers
+
+from onepass.integrations import experts as integration
+
+FAMILIES = {
+    "mixtral": "MixtralExperts", "qwen3_moe": "Qwen3MoeExperts", "olmoe": "OlmoeExperts",
+    "deepseek_v3": "DeepseekV3Experts", "glm4_moe": "Glm4MoeExperts", "gpt_oss": "GptOssExperts",
+    "openai_privacy_filter": "OpenAIPrivacyFilterExperts",
+}  # fmt: skip
+SMALL = dict(
+    hidden_size=24, intermediate_size=20, moe_intermediate_size=20, num_local_experts=6, num_experts=6,
+    n_routed_experts=6, num_experts_per_tok=2, num_attention_heads=2, num_key_value_heads=2, head_dim=12,
+)  # fmt: skip
+
+
+def experts_of(family, **options):
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    config = transformers.AutoConfig.for_model(family, **SMALL | options)
+    found = getattr(module, FAMILIES[family])(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in found.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+    return found
+
+
+def run(experts, implementation, hidden, ids, weights, device="cpu"):
+    experts.config._experts_implementation = implementation
+    leaves = hidden.detach().to(device).requires_grad_(), weights.detach().to(device).requires_grad_()
+    out = experts(leaves[0], ids.to(device), leaves[1])
+    wanted = [*leaves, *[p for p in experts.parameters() if p.requires_grad]]
+    return [out, *torch.autograd.grad(out, wanted, torch.linspace(-1, 1, out.numel()).view(out.shape).to(out))]
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    integration.register()
+
+
+@pytest.fixture
+def routed():
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(33, 24, generator=generator)
+    ids = torch.rand(33, 6, generator=generator).argsort(-1)[:, :2]
+    return hidden, ids, torch.rand(33, 2, generator=generator)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_as_the_eager_experts(device, family, routed):
+    experts = experts_of(family)
+    expected = run(experts, "eager", *routed)
+    got = run(experts.to(device), "onepass", *routed, device)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("act, name", [("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("silu", "silu")])
+def test_which_activation_it_is(act, name):
+    assert integration.gate_of(experts_of("mixtral", hidden_act=act)) == (name, False, 1.702, 7.0)
+
+
+def test_an_unknown_gate_is_an_error(routed):
+    experts = experts_of("mixtral", hidden_act="relu")
+    with pytest.raises(NotImplementedError, match="MixtralExperts._apply_gate is none of silu"):
+        run(experts, "onepass", *routed)
