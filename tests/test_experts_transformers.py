@@ -67,5 +67,5 @@ def test_which_activation_it_is(act, name):
 
 def test_an_unknown_gate_is_an_error(routed):
     experts = experts_of("mixtral", hidden_act="relu")
-    with pytest.raises(NotImplementedError, match="MixtralExperts._apply_gate is none of silu"):
+    with pytest.raises(NotImplementedError, match=r"MixtralExperts\._apply_gate is none of silu"):
         run(experts, "onepass", *routed)

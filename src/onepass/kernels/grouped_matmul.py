@@ -3,6 +3,8 @@
 A slot is one of the T * TOPK choices of an expert by a token. `order` has the slots sorted by expert, so that expert e
 has the sorted rows ``offsets[e]`` to ``offsets[e + 1]``; slots of no expert lie outside of all. No row is padded: tiles
 of BLOCK_M rows are counted out to the experts by `tile_kernel`, and a tile that is not full masks the rest.
+
+Rows of an operand lie in the order of the slots, SHARE slots having one in common, or sorted (SHARE 0).
 """
 
 import triton
@@ -68,12 +70,13 @@ def load_columns(w, k, column, K: tl.constexpr, N, W_K: tl.constexpr, W_N: tl.co
 def grouped_matmul_kernel(
     x, w, low, lora, bias, h, weights, out, weighted, parts, order, offsets, tile_expert, tile_row,
     slots, lora_scale, alpha, limit,
-    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, TOPK: tl.constexpr,
+    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr,
-    GATHER: tl.constexpr, SCATTER: tl.constexpr,
+    SHARE: tl.constexpr, SCATTER: tl.constexpr,
     X_ROW: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_K: tl.constexpr,
     L_E: tl.constexpr, L_N: tl.constexpr, L_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``y = x @ w[e]ᵀ + scale · low @ lora[e]ᵀ + bias[e]`` for the rows of every expert e, and then by EPILOGUE:
 
@@ -92,7 +95,7 @@ def grouped_matmul_kernel(
     row = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
     there = row < tl.load(offsets + expert + 1)
     slot = tl.load(order + row, mask=there, other=0)
-    source = slot // TOPK if GATHER else row
+    source = slot // SHARE if SHARE > 0 else row
     e = expert.to(tl.int64)
     at_row = row.to(tl.int64)
     two: tl.constexpr = EPILOGUE == "glu" and not INTERLEAVED
@@ -110,19 +113,19 @@ def grouped_matmul_kernel(
         mask = there[:, None] if EVEN_K else there[:, None] & (k[None, :] < K)
         a = tl.load(x_row + k[None, :], mask=mask, other=0.0)
         b = load_columns(w, k, column, K, edge, W_K, W_N, EVEN_K)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
         if two:
             b_up = load_columns(w + N * W_N, k, column, K, edge, W_K, W_N, EVEN_K)
-            acc_up = tl.dot(a, b_up, acc_up, input_precision="ieee")
+            acc_up = tl.dot(a, b_up, acc_up, input_precision=PRECISION)
     if R > 0:
         r = tl.arange(0, BLOCK_R)
         a = tl.load(low + at_row[:, None] * R + r[None, :], mask=there[:, None] & (r[None, :] < R), other=0.0)
         lora += e * L_E
         b = load_columns(lora, r, column, R, edge, L_R, L_N, False)
-        acc += lora_scale * tl.dot(a, b, input_precision="ieee")
+        acc += lora_scale * tl.dot(a, b, input_precision=PRECISION)
         if two:
             b_up = load_columns(lora + N * L_N, r, column, R, edge, L_R, L_N, False)
-            acc_up += lora_scale * tl.dot(a, b_up, input_precision="ieee")
+            acc_up += lora_scale * tl.dot(a, b_up, input_precision=PRECISION)
     if bias is not None:
         bias += e * COLUMNS
         acc += tl.load(bias + column, mask=column < edge, other=0.0).to(tl.float32)[None, :]
@@ -179,10 +182,11 @@ def grouped_matmul_kernel(
 @triton.jit
 def grouped_outer_kernel(
     a, b, out, order, offsets, scale,
-    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOPK: tl.constexpr,
-    GATHER_A: tl.constexpr, GATHER_B: tl.constexpr, A_ROW: tl.constexpr, B_ROW: tl.constexpr,
+    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    SHARE_A: tl.constexpr, SHARE_B: tl.constexpr, A_ROW: tl.constexpr, B_ROW: tl.constexpr,
     O_E: tl.constexpr, O_N: tl.constexpr, O_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``out[e] = scale · aᵀ @ b`` over the rows of expert e: the gradient of a weight. Zeros for one without rows."""
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -197,21 +201,21 @@ def grouped_outer_kernel(
     for start in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
         row = start + tl.arange(0, BLOCK_M)
         there = row < end
-        token = row
-        if GATHER_A or GATHER_B:
-            token = tl.load(order + row, mask=there, other=0) // TOPK
-        a_row = (token if GATHER_A else row).to(tl.int64) * A_ROW
-        b_row = (token if GATHER_B else row).to(tl.int64) * B_ROW
+        slot = row
+        if SHARE_A > 0 or SHARE_B > 0:
+            slot = tl.load(order + row, mask=there, other=0)
+        a_row = (slot // SHARE_A if SHARE_A > 0 else row).to(tl.int64) * A_ROW
+        b_row = (slot // SHARE_B if SHARE_B > 0 else row).to(tl.int64) * B_ROW
         left = tl.load(a + a_row[None, :] + n[:, None], mask=there[None, :] & (n < N)[:, None], other=0.0)
         right = tl.load(b + b_row[:, None] + k[None, :], mask=there[:, None] & (k < K)[None, :], other=0.0)
-        acc = tl.dot(left, right, acc, input_precision="ieee")
+        acc = tl.dot(left, right, acc, input_precision=PRECISION)
     at = out + expert.to(tl.int64) * O_E + n[:, None] * O_N + k[None, :] * O_K
     tl.store(at, (acc * scale).to(out.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
 
 
 @triton.jit
 def grouped_sum_kernel(
-    a, weights, out, order, offsets, N: tl.constexpr, TOPK: tl.constexpr, GATHER: tl.constexpr, A_ROW: tl.constexpr,
+    a, weights, out, order, offsets, N: tl.constexpr, SHARE: tl.constexpr, A_ROW: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """``out[e]``: the sum of the rows of expert e, each times the weight of its slot: the gradient of a bias."""
@@ -224,7 +228,7 @@ def grouped_sum_kernel(
         row = start + tl.arange(0, BLOCK_M)
         there = row < end
         slot = tl.load(order + row, mask=there, other=0)
-        source = (slot // TOPK if GATHER else row).to(tl.int64)
+        source = (slot // SHARE if SHARE > 0 else row).to(tl.int64)
         mask = there[:, None] & (n < N)[None, :]
         part = tl.load(a + source[:, None] * A_ROW + n[None, :], mask=mask, other=0.0).to(tl.float32)
         if weights is not None:

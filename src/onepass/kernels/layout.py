@@ -132,6 +132,14 @@ def threads_per_warp() -> int:
 
 
 @lru_cache
+def precision() -> str:
+    """Of products of float32 tensors: to the last bits, on tensor cores where they can."""
+    if one_at_a_time() or triton.runtime.driver.active.get_current_target().backend == "hip":
+        return "ieee"
+    return "tf32x3"
+
+
+@lru_cache
 def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":  # the interpreter
         return 8
