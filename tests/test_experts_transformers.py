@@ -69,3 +69,41 @@ def test_an_unknown_gate_is_an_error(routed):
     experts = experts_of("mixtral", hidden_act="relu")
     with pytest.raises(NotImplementedError, match=r"MixtralExperts\._apply_gate is none of silu"):
         run(experts, "onepass", *routed)
+
+
+@pytest.mark.parametrize("parameters", [["gate_up_proj", "down_proj"], ["down_proj"]], ids="+".join)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_adapters_of_peft(device, family, parameters, routed):
+    """Never multiplied out: what the experts get is the base weight and the factors."""
+    peft = pytest.importorskip("peft")
+    found = []
+    for implementation, where in (("eager", "cpu"), ("onepass", device)):
+        block = torch.nn.ModuleDict({"experts": experts_of(family)})
+        config = peft.LoraConfig(
+            r=3, lora_alpha=6, init_lora_weights=False, target_modules=[],
+            target_parameters=[f"experts.{name}" for name in parameters],
+        )  # fmt: skip
+        torch.manual_seed(0)
+        peft.inject_adapter_in_model(config, block)
+        experts = block["experts"].to(where)
+        innermost = experts
+        while hasattr(innermost, "base_layer"):
+            innermost = innermost.base_layer
+        innermost.config._experts_implementation = implementation
+        hidden, weights = (t.detach().to(where).requires_grad_() for t in routed[::2])
+        seen = []
+        if implementation == "onepass":
+            real = integration.weight_of
+            spy = lambda *a: seen.append(real(*a)) or seen[-1]  # noqa: E731
+            with pytest.MonkeyPatch.context() as m:
+                m.setattr(integration, "weight_of", spy)
+                out = experts(hidden, routed[1].to(where), weights)
+            assert [adapter is not None for _, adapter in seen] == ["gate_up_proj" in parameters, True]
+        else:
+            out = experts(hidden, routed[1].to(where), weights)
+        wanted = {n: p for n, p in experts.named_parameters() if "lora" in n}
+        assert len(wanted) == 2 * len(parameters)
+        grads = torch.autograd.grad(out, [hidden, weights, *wanted.values()], torch.ones_like(out))
+        found.append([out, *grads])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b.cpu(), a, rtol=1e-5, atol=1e-5 * a.abs().max().item())

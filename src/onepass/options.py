@@ -195,3 +195,32 @@ ExpertGradients = tuple[
     torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None,
     torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None,
 ]  # fmt: skip
+
+
+class Groups(NamedTuple):
+    """The slots of tokens, sorted by expert. A slot is one of the K choices of a token: t·K + k is its number.
+
+    Attributes:
+        order: ``(S,)``, int32: the slots, those of expert 0 first; those of no expert come before or after all.
+        offsets: ``(E + 1,)``, int32: expert e has ``order[offsets[e]:offsets[e + 1]]``.
+        tile_expert, tile_row: how kernels cut them into tiles; empty on a CPU.
+    """
+
+    order: torch.Tensor
+    offsets: torch.Tensor
+    tile_expert: torch.Tensor
+    tile_row: torch.Tensor
+
+
+class GroupOptions(NamedTuple):
+    num_experts: int
+
+
+class ScatterOptions(NamedTuple):
+    """See `moe.scattered_linear`."""
+
+    transposed: bool = False
+    grouped_in: bool = False
+    grouped_out: bool = False
+    k: int = 1  # choices of a token
+    needed: int = 0  # gradients: bits of x, weight, bias, weights

@@ -1,6 +1,6 @@
 """Triton kernels and their launchers. Nothing here knows about users, losses or autograd."""
 
-from onepass.kernels import experts, routing
+from onepass.kernels import experts, grouped, routing
 from onepass.kernels.divergence import divergence, divergence_gradient
 from onepass.kernels.scale import scale_
 from onepass.kernels.softmax_gradient import softmax_gradient
@@ -11,6 +11,7 @@ __all__ = [
     "divergence",
     "divergence_gradient",
     "experts",
+    "grouped",
     "routing",
     "scale_",
     "softmax_gradient",

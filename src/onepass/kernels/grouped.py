@@ -1,7 +1,5 @@
 """Launching the grouped products; see `grouped_matmul`."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -15,19 +13,18 @@ from onepass.kernels.grouped_matmul import (
 )
 from onepass.kernels.launch import Plan, launch
 from onepass.kernels.layout import power_of_two
-from onepass.options import ExpertOptions
+from onepass.options import ExpertOptions, Groups, ScatterOptions
 
 MOST_ROWS = 128  # of a tile
 
 
-class Groups(NamedTuple):
-    """Slots by expert; see `grouped_matmul`."""
+def rows_of_tile(slots: int, E: int) -> int:
+    return min(MOST_ROWS, max(16, power_of_two(slots // max(E, 1))))
 
-    order: Tensor  # (S,), int32
-    offsets: Tensor  # (E + 1,), int32
-    tile_expert: Tensor
-    tile_row: Tensor
-    block: int  # rows of a tile
+
+def tiles_for(slots: int, E: int) -> int:
+    """As many as there could be."""
+    return slots // rows_of_tile(slots, E) + min(E, slots)
 
 
 def group(experts: Tensor, E: int) -> Groups:
@@ -36,10 +33,9 @@ def group(experts: Tensor, E: int) -> Groups:
     ids, order = experts.reshape(-1).clamp(-1, E).to(torch.int16 if E < 2**15 else torch.int32).sort(stable=True)
     bounds = torch.arange(E + 1, dtype=ids.dtype, device=ids.device)
     offsets = torch.searchsorted(ids, bounds, out_int32=True)
-    block = min(MOST_ROWS, max(16, power_of_two(slots // E)))
-    tiles = slots // block + min(E, slots)
+    block, tiles = rows_of_tile(slots, E), tiles_for(slots, E)
     tile_expert, tile_row = experts.new_empty((2, tiles), dtype=torch.int32)
-    groups = Groups(order.to(torch.int32), offsets, tile_expert, tile_row, block)
+    groups = Groups(order.to(torch.int32), offsets, tile_expert, tile_row)
     if tiles:
         launch(tile_plan, (tiles, E, block), (offsets,), (tile_expert, tile_row))
     return groups
@@ -78,12 +74,12 @@ def product(
     N = N // 2 if epilogue == "glu" else N
     out = x.new_empty((slots, N)) if out is None else out
     about = (
-        (slots, len(groups.tile_row), E, N, K, 0 if lora is None else lora.shape[2], share, groups.block),
+        (slots, len(groups.tile_row), E, N, K, 0 if lora is None else lora.shape[2], share),
         (epilogue, scatter, scale), options, x.stride(0), w.stride(), () if lora is None else lora.stride(),
         x.element_size(),
     )  # fmt: skip
     if slots:
-        tensors = x, w, low, lora, bias, h, weights, out, weighted, parts, *groups[:4]
+        tensors = x, w, low, lora, bias, h, weights, out, weighted, parts, *groups
         launch(product_plan, about, tensors, ())
     return out
 
@@ -97,7 +93,8 @@ def product_plan(
     lora_strides: Strides,
     element: int,
 ) -> Plan:
-    slots, tiles, E, N, K, R, share, block = sizes
+    slots, tiles, E, N, K, R, share = sizes
+    block = rows_of_tile(slots, E)
     epilogue, scatter, scale = how
     block_n = columns_of_tile(N, epilogue, element)
     block_k = min(power_of_two(K), 128 // element)
@@ -173,3 +170,53 @@ def combine_plan(T: int, E: int, N: int, topk: int) -> Plan:
     block_n = min(1024, max(16, power_of_two(N)))
     constexprs = dict(E=E, N=N, TOPK=topk, BLOCK_T=1, BLOCK_N=block_n)
     return Plan(combine_kernel, T * -(-N // block_n), (T,), constexprs, 4)
+
+
+PLAIN = ExpertOptions()
+
+
+def scattered_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor | None, experts: Tensor, order: Tensor,
+    offsets: Tensor, tile_expert: Tensor, tile_row: Tensor, options: ScatterOptions,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The result, and the rows that were summed to it where there are ``weights``."""
+    o, groups = options, Groups(order, offsets, tile_expert, tile_row)
+    w = weight.mT if o.transposed else weight
+    out = x.new_empty if weights is not None else x.new_zeros  # rows of no expert are not written
+    y = product(
+        x, w, groups, PLAIN, share=0 if o.grouped_in else o.k, scatter=not o.grouped_out, bias=bias,
+        out=out((len(order), w.shape[1])),
+    )  # fmt: skip
+    if weights is None:
+        return y, None
+    return combine(y, weights, experts, len(w), x.new_empty((weights.shape[0], w.shape[1]))), y
+
+
+def scattered_gradient(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor | None, y: Tensor | None,
+    experts: Tensor, order: Tensor, offsets: Tensor, tile_expert: Tensor, tile_row: Tensor, options: ScatterOptions,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Of x, weight, bias and weights, None where not needed."""
+    o, groups = options, Groups(order, offsets, tile_expert, tile_row)
+    w = weight.mT if o.transposed else weight
+    of_x, of_weight, of_bias, of_weights = (bool(o.needed >> n & 1) for n in range(4))
+    dx = dw = db = dweights = None
+    if weights is not None:
+        if of_weights:
+            valid = (experts >= 0) & (experts < len(w))
+            rows = y.view(*weights.shape, -1).float()  # type: ignore[union-attr]
+            dweights = torch.where(valid, (rows * grad.unsqueeze(1)).sum(-1), 0.0).to(weights.dtype)
+        grad = (grad.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1)
+    share = 0 if o.grouped_out else 1
+    share_x = 0 if o.grouped_in else o.k
+    if of_x:
+        out = x.new_zeros((len(order), w.shape[2])) if o.grouped_in else None
+        dx = product(grad, w.mT, groups, PLAIN, share=share, scatter=not o.grouped_in, out=out)
+        if not o.grouped_in:
+            dx = combine(dx, None, experts, len(w), x)
+    if of_weight:
+        dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        outer(grad, x, dw.mT if o.transposed else dw, groups, share_a=share, share_b=share_x)
+    if of_bias:
+        db = bias_gradient(grad, None, bias, groups, share)  # type: ignore[arg-type]
+    return dx, dw, db, dweights

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.options import EXPERT_TENSORS, ExpertGradients, ExpertOptions
+from onepass.options import EXPERT_TENSORS, ExpertGradients, ExpertOptions, Groups, ScatterOptions
 
 
 def activate(gate: Tensor, up: Tensor, o: ExpertOptions) -> Tensor:
@@ -58,8 +58,53 @@ def gradient(
     leaves = [None if t is None else t.detach().requires_grad_(options.needs(name)) for name, t in floats]
     with torch.enable_grad():
         out, _ = expert_mlp(leaves[0], leaves[1], experts, *leaves[2:], options)  # type: ignore[arg-type, call-arg]
+    return gradients(out, leaves, grad)  # type: ignore[return-value]
+
+
+def group(experts: Tensor, E: int) -> Groups:
+    ids, order = experts.flatten().sort(stable=True)
+    offsets = torch.searchsorted(ids, torch.arange(E + 1, dtype=ids.dtype, device=ids.device), out_int32=True)
+    none = offsets.new_empty(0)
+    return Groups(order.to(torch.int32), offsets, none, none)
+
+
+def scattered_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor | None, experts: Tensor, order: Tensor,
+    offsets: Tensor, tile_expert: Tensor, tile_row: Tensor, options: ScatterOptions,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The result, and None: `scattered_gradient` computes all again."""
+    o, slots, bounds = options, order.long(), offsets.tolist()
+    rows = x if o.grouped_in else x[slots // o.k]
+    parts = [rows.new_zeros(bounds[0], weight.shape[2 if o.transposed else 1])]
+    for e, (begin, end) in enumerate(zip(bounds, bounds[1:])):
+        (w, b) = of_expert((weight, bias), e)
+        parts.append(linear(rows[begin:end], w, b, None, None, 0.0, o.transposed))  # type: ignore[arg-type]
+    parts.append(rows.new_zeros(len(slots) - bounds[-1], parts[0].shape[1]))
+    y = torch.cat(parts)
+    if o.grouped_out:
+        return y, None
+    y = torch.zeros_like(y).index_copy(0, slots, y)
+    if weights is None:
+        return y, None
+    return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype), None
+
+
+def scattered_gradient(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor | None, y: Tensor | None,
+    experts: Tensor, order: Tensor, offsets: Tensor, tile_expert: Tensor, tile_row: Tensor, options: ScatterOptions,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Of x, weight, bias and weights, None where not needed."""
+    needs = (bool(options.needed >> n & 1) for n in range(4))
+    leaves = [None if t is None else t.detach().requires_grad_(n) for t, n in zip((x, weight, bias, weights), needs)]
+    with torch.enable_grad():
+        out, _ = scattered_linear(*leaves, experts, order, offsets, tile_expert, tile_row, options)  # type: ignore[arg-type, call-arg]
+    return gradients(out, leaves, grad)  # type: ignore[return-value]
+
+
+def gradients(out: Tensor, leaves: list[Tensor | None], grad: Tensor) -> tuple[Tensor | None, ...]:
     wanted = [t for t in leaves if t is not None and t.requires_grad]
     if not out.requires_grad:  # no token came to any expert
-        return tuple(torch.zeros_like(t) if t is not None and t.requires_grad else None for t in leaves)  # type: ignore[return-value]
-    found = iter(torch.autograd.grad(out, wanted, grad, allow_unused=True, materialize_grads=True))
-    return tuple(next(found) if t is not None and t.requires_grad else None for t in leaves)  # type: ignore[return-value]
+        found = iter([torch.zeros_like(t) for t in wanted])
+    else:
+        found = iter(torch.autograd.grad(out, wanted, grad, allow_unused=True, materialize_grads=True))
+    return tuple(next(found) if t is not None and t.requires_grad else None for t in leaves)

@@ -1,0 +1,195 @@
+"""Linear layers of experts on rows that are scattered or grouped: what blocks of one's own are made of."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onepass import eager as core
+from onepass.checks import check_device, described
+from onepass.dispatch import operation, path_of, refuse_second_derivatives
+from onepass.moe import eager_experts
+from onepass.moe.experts import expert_mlp
+from onepass.moe.routing import Routing
+from onepass.options import GroupOptions, Groups, ScatterOptions
+
+
+def group_by_expert(experts: Tensor, num_experts: int, like: Tensor) -> Groups:
+    """Sort the slots ``t·K + k`` of ``experts`` ``(T, K)`` by expert, for any number of `scattered_linear`.
+
+    Args:
+        experts: int32 or int64, the ids that tokens chose. One that is no expert's belongs to nobody.
+        num_experts: E.
+        like: a tensor of the device and dtype that will be multiplied.
+    """
+    if not isinstance(experts, Tensor) or experts.dtype not in (torch.int32, torch.int64) or experts.dim() != 2:
+        raise TypeError(f"experts: expected an int32 or int64 tensor (T, K), got {described(experts)}")
+    check_device(experts, like, "experts")
+    return Groups(*_group(experts, like, GroupOptions(num_experts)))
+
+
+def scattered_linear(
+    x: Tensor,
+    weight: Tensor,
+    experts: Tensor,
+    groups: Groups | None = None,
+    *,
+    bias: Tensor | None = None,
+    weights: Tensor | None = None,
+    transposed: bool = False,
+    grouped_in: bool = False,
+    grouped_out: bool = False,
+) -> Tensor:
+    r"""A linear layer of each slot's expert: :math:`y_s = W_{e(s)} x + b_{e(s)}`.
+
+    Args:
+        x: ``(T, inputs)``, of which the K slots of a token read the same row; ``(T K, inputs)`` in the order of
+            ``groups`` if ``grouped_in``.
+        weight: ``(E, outputs, inputs)``; ``(E, inputs, outputs)`` if ``transposed``.
+        experts: ``(T, K)``, int32 or int64.
+        groups: `group_by_expert` of them, which is made here if it is None.
+        bias: ``(E, outputs)``.
+        weights: ``(T, K)``, float32: the slots of a token are summed with these. Not with ``grouped_out``.
+        grouped_out: whether the result stays in the order of ``groups``.
+
+    Returns:
+        ``(T, outputs)`` with ``weights``; else ``(T K, outputs)``, in the order of the slots, or of ``groups``. Rows of
+        slots without an expert are 0. Differentiable with respect to ``x``, ``weight``, ``bias`` and ``weights``.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
+
+    Reference: Tan et al., "Scattered Mixture-of-Experts Implementation", arXiv:2403.08245.
+    """
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() != 2:
+        raise TypeError(f"x: expected a floating-point tensor (rows, inputs), got {described(x)}")
+    if not isinstance(weight, Tensor) or weight.dim() != 3 or weight.dtype != x.dtype:
+        raise TypeError(f"weight: expected a tensor of three dimensions and {x.dtype}, got {described(weight)}")
+    if groups is None:
+        groups = group_by_expert(experts, len(weight), x)
+    (T, K), (E, N, inputs) = experts.shape, weight.mT.shape if transposed else weight.shape
+    shapes = {
+        "x": (x, (T * K if grouped_in else T, inputs)), "bias": (bias, (E, N)), "weights": (weights, (T, K)),
+        "groups.offsets": (groups.offsets, (E + 1,)), "groups.order": (groups.order, (T * K,)),
+    }  # fmt: skip
+    for name, (t, shape) in shapes.items():
+        if t is not None and tuple(t.shape) != shape:
+            raise ValueError(f"{name}: expected shape {shape}, got {tuple(t.shape)}")
+        if t is not None:
+            check_device(t, x, name)
+    if weights is not None and grouped_out:
+        raise ValueError("grouped_out: expected False where there are weights, got True")
+    weights = weights if weights is None or x.dtype == torch.float64 else weights.float().contiguous()
+    options = ScatterOptions(bool(transposed), bool(grouped_in), bool(grouped_out), K)
+    out: Tensor = _Scattered.apply(x.contiguous(), weight, bias, weights, experts.contiguous(), options, *groups)
+    return out
+
+
+class ParallelExperts(nn.Module):
+    """`scattered_linear` with a weight ``(E, outputs, inputs)`` and, if asked for, a bias of its own."""
+
+    def __init__(self, num_experts: int, input_size: int, output_size: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, output_size, input_size))
+        self.bias = nn.Parameter(torch.zeros(num_experts, output_size)) if bias else None
+        nn.init.normal_(self.weight, std=0.02)
+
+    def extra_repr(self) -> str:
+        return "num_experts={}, output_size={}, input_size={}".format(*self.weight.shape)
+
+    def forward(self, x: Tensor, experts: Tensor, groups: Groups | None = None, **options: Any) -> Tensor:
+        return scattered_linear(x, self.weight, experts, groups, bias=self.bias, **options)
+
+
+class GLUMLP(nn.Module):
+    """`expert_mlp` with weights of its own: ``experts`` has gate and up, ``output_experts`` goes down."""
+
+    def __init__(
+        self, input_size: int, hidden_size: int, num_experts: int, bias: bool = False, activation: str = "silu"
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.experts = ParallelExperts(num_experts, input_size, 2 * hidden_size, bias)
+        self.output_experts = ParallelExperts(num_experts, hidden_size, input_size, bias)
+
+    def forward(self, hidden: Tensor, routing: Routing) -> Tensor:
+        return expert_mlp(
+            hidden, routing, self.experts.weight, self.output_experts.weight, activation=self.activation,
+            gate_up_bias=self.experts.bias, down_bias=self.output_experts.bias,
+        )  # fmt: skip
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor | None, experts: Tensor,
+        options: ScatterOptions, *groups: Tensor,
+    ) -> Tensor:  # fmt: skip
+        needed = sum(1 << n for n, needs in enumerate(ctx.needs_input_grad[:4]) if needs)
+        ctx.options = options._replace(needed=needed)
+        out, y = _forward(x, weight, bias, weights, experts, *groups, ctx.options)
+        ctx.save_for_backward(x, weight, bias, weights, y, experts, *groups)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        return *_gradient(grad.contiguous(), *ctx.saved_tensors, ctx.options), *(None,) * 6
+
+
+def _path(x: Tensor) -> Any:
+    path = path_of(x)
+    return eager_experts if path is core else path.grouped
+
+
+def _like_group(experts: Tensor, like: Tensor, options: GroupOptions) -> tuple[Tensor, ...]:
+    slots, E = experts.numel(), options.num_experts
+    path = _path(like)
+    tiles = 0 if path is eager_experts else path.tiles_for(slots, E)
+    return tuple(experts.new_empty(n, dtype=torch.int32) for n in (slots, E + 1, tiles, tiles))
+
+
+def _like_forward(
+    x: Tensor, weight: Tensor, weights: Tensor | None, order: Tensor, options: ScatterOptions, **_: Any
+) -> tuple[Tensor, Tensor | None]:
+    outputs = weight.shape[2 if options.transposed else 1]
+    rows = x.new_empty((len(order), outputs))
+    return (rows, None) if weights is None else (x.new_empty((len(weights), outputs)), rows)
+
+
+def _like_gradient(options: ScatterOptions, **given: Any) -> Any:
+    tensors = [given[name] for name in ("x", "weight", "bias", "weights")]
+    return tuple(
+        torch.empty_like(t, memory_format=torch.contiguous_format) if options.needed >> n & 1 else None
+        for n, t in enumerate(tensors)
+    )
+
+
+@operation("onepass::group_by_expert", _like_group)
+def _group(experts: Tensor, like: Tensor, options: GroupOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    groups: Groups = _path(like).group(experts, options.num_experts)
+    return tuple(groups)  # type: ignore[return-value]
+
+
+@operation("onepass::scattered_linear", _like_forward)
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor | None, experts: Tensor, order: Tensor,
+    offsets: Tensor, tile_expert: Tensor, tile_row: Tensor, options: ScatterOptions,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    of_groups = order, offsets, tile_expert, tile_row
+    results: tuple[Tensor, Tensor | None] = _path(x).scattered_linear(
+        x, weight, bias, weights, experts, *of_groups, options
+    )
+    return results
+
+
+@operation("onepass::scattered_linear_gradient", _like_gradient)
+def _gradient(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor | None, y: Tensor | None,
+    experts: Tensor, order: Tensor, offsets: Tensor, tile_expert: Tensor, tile_row: Tensor, options: ScatterOptions,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    of_groups = order, offsets, tile_expert, tile_row
+    results: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] = _path(x).scattered_gradient(
+        grad, x, weight, bias, weights, y, experts, *of_groups, options
+    )
+    return results

@@ -1,0 +1,99 @@
+"""`moe.scattered_linear` against one product a slot, in every order of its rows, and the modules on it."""
+
+import itertools
+
+import pytest
+import torch
+
+from onepass.moe import GLUMLP, ParallelExperts, Routing, expert_mlp, group_by_expert, scattered_linear
+
+T, K, E, INPUTS, OUTPUTS = 11, 3, 5, 20, 36
+
+
+def inputs(device, dtype, ids=lambda e: e):
+    generator = torch.Generator().manual_seed(0)
+    randn = lambda *shape: torch.randn(shape, dtype=torch.float64, generator=generator)  # noqa: E731
+    experts = ids(torch.rand(T, E, generator=generator).argsort(-1)[:, :K])
+    tensors = randn(T, INPUTS), randn(T * K, INPUTS), randn(E, OUTPUTS, INPUTS), randn(E, OUTPUTS), randn(T, K)
+    return experts.to(device), [t.to(device, dtype).requires_grad_() for t in tensors]
+
+
+def definition(x, weight, bias, experts, order, weights, grouped_in, grouped_out):
+    """A slot at a time; ``order`` is that of grouped rows."""
+    place = {slot: n for n, slot in enumerate(order.tolist())}
+    rows = []
+    for slot, e in enumerate(experts.flatten().tolist()):
+        row = x[place[slot]] if grouped_in else x[slot // K]
+        rows.append(weight[e] @ row + bias[e] if 0 <= e < E else 0 * (weight[0] @ row))
+    rows = torch.stack(rows)
+    if weights is not None:
+        return (rows.view(T, K, -1) * weights.unsqueeze(-1)).sum(1)
+    return rows[order.long()] if grouped_out else rows
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("ids", [lambda e: e, lambda e: torch.where(e == 2, -1, torch.where(e == 4, E, e))])
+@pytest.mark.parametrize("grouped_in, grouped_out, weighted", [
+    case for case in itertools.product((False, True), repeat=3) if not (case[1] and case[2])
+])  # fmt: skip
+def test_against_the_definition(device, grouped_in, grouped_out, weighted, ids, transposed):
+    found = []
+    for dtype, where in ((torch.float64, "cpu"), (torch.float32, device)):
+        experts, (of_tokens, of_slots, weight, bias, weights) = inputs(where, dtype, ids)
+        x, weights = of_slots if grouped_in else of_tokens, weights if weighted else None
+        groups = group_by_expert(experts, E, x)
+        if dtype == torch.float64:
+            out = definition(x, weight, bias, experts, groups.order, weights, grouped_in, grouped_out)
+        else:
+            w = weight.mT if transposed else weight
+            out = scattered_linear(x, w, experts, groups, bias=bias, weights=weights, transposed=transposed,
+                                   grouped_in=grouped_in, grouped_out=grouped_out)  # fmt: skip
+        wanted = [t for t in (x, weight, bias, weights) if t is not None]
+        upstream = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out)
+        found.append([out, *torch.autograd.grad(out, wanted, upstream)])
+    for exact, got in zip(*found, strict=True):
+        torch.testing.assert_close(got.cpu().double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_a_block_of_ones_own(device):
+    """Two layers, grouped between, are the experts of `expert_mlp`; and `GLUMLP` is these."""
+    experts, (x, *_, weights) = inputs(device, torch.float32)
+    block = GLUMLP(INPUTS, 24, E, bias=True).to(device)
+    with torch.no_grad():
+        for p in block.parameters():
+            p.normal_(generator=torch.Generator(device).manual_seed(1))
+    routing = Routing(weights, experts, experts)
+    groups = group_by_expert(experts, E, x)
+    gate, up = block.experts(x, experts, groups, grouped_out=True).chunk(2, -1)
+    a = torch.nn.functional.silu(gate) * up
+    out = block.output_experts(a, experts, groups, grouped_in=True, weights=weights)
+    torch.testing.assert_close(block(x, routing), out, rtol=1e-5, atol=1e-4)
+    first, second = block.experts, block.output_experts
+    same = expert_mlp(x, routing, first.weight, second.weight, gate_up_bias=first.bias, down_bias=second.bias)
+    assert torch.equal(block(x, routing), same)
+
+
+def test_without_groups_and_without_bias():
+    experts, (x, *_) = inputs("cpu", torch.float32)
+    layer = ParallelExperts(E, INPUTS, OUTPUTS)
+    assert (
+        layer.bias is None
+        and str(layer) == f"ParallelExperts(num_experts={E}, output_size={OUTPUTS}, input_size={INPUTS})"
+    )
+    assert torch.equal(layer(x, experts), layer(x, experts, group_by_expert(experts, E, x)))
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(x=torch.zeros(3)), "x: expected a floating-point tensor"),
+    (dict(x=torch.zeros(T + 1, INPUTS)), "x: expected shape"),
+    (dict(weight=torch.zeros(E, OUTPUTS, INPUTS).half()), "weight: expected a tensor of three dimensions"),
+    (dict(experts=torch.zeros(T, K)), "experts: expected an int32 or int64"),
+    (dict(bias=torch.zeros(E, 3)), "bias: expected shape"),
+    (dict(weights=torch.zeros(T, 1)), "weights: expected shape"),
+    (dict(weights=torch.zeros(T, K), grouped_out=True), "grouped_out: expected False"),
+    (dict(groups=group_by_expert(torch.zeros(T, K, dtype=torch.long), E + 1, torch.zeros(1))), "groups.offsets"),
+])  # fmt: skip
+def test_errors(change, message):
+    experts, (x, _, weight, *_) = inputs("cpu", torch.float32)
+    with pytest.raises((TypeError, ValueError), match=message):
+        scattered_linear(**(dict(x=x, weight=weight, experts=experts) | change))
