@@ -1,12 +1,13 @@
 """`moe.expert_mlp` against a definition that takes one token at a time, against transformers' experts, and PEFT's."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from onepass.moe import expert_mlp
+from onepass.moe import Routing, expert_mlp
 
 ACTIVATIONS = {
     "silu": lambda g, u: F.silu(g) * u,
@@ -150,3 +151,99 @@ def test_any_ids(device, ids, rank):
     with_a_graph = lambda hidden, *a, **o: definition(hidden, *a, **o) + 0 * hidden  # noqa: E731
     expected = run(with_a_graph, leaves(of, torch.float64, "cpu"), experts)
     close(run(expert_mlp, leaves(of, torch.float32, device), experts.to(device)), expected)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_compiled_without_a_break(device, rank):
+    torch._dynamo.reset()
+    of, experts = inputs(biased=True, rank=rank)
+    tensors = leaves(of, torch.float32, device)
+    expected = run(expert_mlp, tensors, experts.to(device))
+    backend = "inductor" if device.type == "cuda" else "aot_eager"
+    names = list(tensors)
+
+    def traced(experts, *values):
+        of = dict(zip(names, values))
+        adapters = {}
+        if rank:
+            adapters = {"lora_gate_up": (of["a1"], of["b1"], 0.7), "lora_down": (of["a2"], of["b2"], 1.3)}
+        routing = Routing(of["weights"], experts, experts)
+        biases = {name: of[name] for name in ("gate_up_bias", "down_bias")}
+        return expert_mlp(of["hidden"], routing, of["gate_up"], of["down"], **biases, **adapters)
+
+    out = torch.compile(traced, fullgraph=True, backend=backend)(experts.to(device), *tensors.values())
+    upstream = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out)
+    got = out, dict(zip(names, torch.autograd.grad(out, list(tensors.values()), upstream)))
+    close(got, (expected[0].cpu().double(), {n: g.cpu().double() for n, g in expected[1].items()}))
+
+
+def test_autocast_takes_all_but_the_weights_of_the_routing(device):
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("the interpreter has no products of bfloat16")
+    of, experts = inputs(T=30)
+    exact, grads = run(definition, leaves(of, torch.float64, "cpu"), experts)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        out, found = run(expert_mlp, leaves(of, torch.float32, device), experts.to(device))
+    assert out.dtype == torch.bfloat16 and {g.dtype for g in found.values()} == {torch.float32}
+    for a, b in [(out, exact), *zip(found.values(), grads.values())]:
+        assert (a.cpu().double() - b).abs().max() < 3e-2 * b.abs().max()
+
+
+def test_leading_dimensions_and_strides(device):
+    of, experts = inputs(T=12)
+    of = {n: t.to(device, torch.float32) for n, t in of.items()}
+    routing = Routing(of["weights"], experts.to(device), experts)
+    expected = expert_mlp(of["hidden"], routing, of["gate_up"], of["down"])
+    shaped = Routing(of["weights"].view(3, 4, -1), experts.to(device).view(3, 4, -1), experts)
+    got = expert_mlp(of["hidden"].view(3, 4, -1), shaped, of["gate_up"], of["down"])
+    assert got.shape == (3, 4, 20) and torch.equal(got.view(12, -1), expected)
+    hidden = of["hidden"].T.contiguous().T
+    gate_up, down = of["gate_up"].mT.contiguous().mT, of["down"].permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    assert not hidden.is_contiguous() and not gate_up.is_contiguous() and down.stride(2) != 1
+    torch.testing.assert_close(expert_mlp(hidden, routing, gate_up, down), expected)
+    again = expert_mlp(of["hidden"], routing._replace(experts=routing.experts.int()), of["gate_up"], of["down"])
+    assert torch.equal(again, expected)
+
+
+def test_second_derivatives_are_refused():
+    of, experts = inputs()
+    tensors = leaves(of, torch.float32, "cpu")
+    out = expert_mlp(
+        tensors["hidden"], Routing(tensors["weights"], experts, experts), tensors["gate_up"], tensors["down"]
+    )
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.grad(out.sum(), tensors["hidden"], create_graph=True)
+
+
+BAD = {
+    "activation: expected one of 'silu'": dict(activation="relu"),
+    "hidden: expected a floating-point tensor": dict(hidden=torch.zeros(9, 20, dtype=torch.long)),
+    "routing.experts: expected an int32 or int64 tensor": dict(experts=torch.zeros(9, 2)),
+    "routing.experts: expected shape (9, 'K')": dict(experts=torch.zeros(8, 2, dtype=torch.long)),
+    "routing.weights: expected shape (9, 2)": dict(weights=torch.zeros(9, 3)),
+    "gate_up_weight: expected a tensor of three dimensions": dict(gate_up=torch.zeros(48, 20)),
+    "gate_up_weight: expected shape (5, 48, 20)": dict(gate_up=torch.zeros(5, 46, 20)),
+    "down_weight: expected shape (5, 20, 24)": dict(down=torch.zeros(5, 21, 24)),
+    "down_weight: expected torch.float32, that of hidden, got torch.float16": dict(down=torch.zeros(5, 20, 24).half()),
+    "gate_up_bias: expected shape (5, 48)": dict(gate_up_bias=torch.zeros(48)),
+    "lora_down[0]: expected shape (5, 3, 24)": dict(lora_down=(torch.zeros(5, 3, 20), torch.zeros(5, 20, 3), 1.0)),
+    "lora_down[1]: expected shape (5, 20, 3)": dict(lora_down=(torch.zeros(5, 3, 24), torch.zeros(5, 20, 4), 1.0)),
+    "limit: expected a finite number above 0": dict(limit=0.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_one_clear_error(message):
+    of, experts = inputs()
+    given = {n: t.float() for n, t in of.items()} | {"experts": experts} | BAD[message]
+    routing = SimpleNamespace(weights=given.pop("weights"), experts=given.pop("experts"))
+    with pytest.raises((TypeError, ValueError)) as error:
+        expert_mlp(given.pop("hidden"), routing, given.pop("gate_up"), given.pop("down"), **given)
+    assert message in str(error.value)
+
+
+def test_bitwise_reproducible(device):
+    of, experts = inputs(T=200, E=3, biased=True, rank=2)
+    results = [run(expert_mlp, leaves(of, torch.float32, device), experts.to(device)) for _ in range(2)]
+    for a, b in zip(*([out, *grads.values()] for out, grads in results)):
+        assert torch.equal(a, b)

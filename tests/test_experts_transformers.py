@@ -73,10 +73,17 @@ def test_an_unknown_gate_is_an_error(routed):
 
 @pytest.mark.parametrize("parameters", [["gate_up_proj", "down_proj"], ["down_proj"]], ids="+".join)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_adapters_of_peft(device, family, parameters, routed):
+def test_adapters_of_peft(device, family, parameters, routed, monkeypatch):
     """Never multiplied out: what the experts get is the base weight and the factors."""
     peft = pytest.importorskip("peft")
-    found = []
+    found, adapted, weight_of = [], [], integration.weight_of
+
+    def spy(*arguments):
+        weight, adapter = weight_of(*arguments)
+        adapted.append(adapter is not None)
+        return weight, adapter
+
+    monkeypatch.setattr(integration, "weight_of", spy)
     for implementation, where in (("eager", "cpu"), ("onepass", device)):
         block = torch.nn.ModuleDict({"experts": experts_of(family)})
         config = peft.LoraConfig(
@@ -91,16 +98,9 @@ def test_adapters_of_peft(device, family, parameters, routed):
             innermost = innermost.base_layer
         innermost.config._experts_implementation = implementation
         hidden, weights = (t.detach().to(where).requires_grad_() for t in routed[::2])
-        seen = []
-        if implementation == "onepass":
-            real = integration.weight_of
-            spy = lambda *a: seen.append(real(*a)) or seen[-1]  # noqa: E731
-            with pytest.MonkeyPatch.context() as m:
-                m.setattr(integration, "weight_of", spy)
-                out = experts(hidden, routed[1].to(where), weights)
-            assert [adapter is not None for _, adapter in seen] == ["gate_up_proj" in parameters, True]
-        else:
-            out = experts(hidden, routed[1].to(where), weights)
+        adapted.clear()
+        out = experts(hidden, routed[1].to(where), weights)
+        assert adapted == (["gate_up_proj" in parameters, True] if implementation == "onepass" else [])
         wanted = {n: p for n, p in experts.named_parameters() if "lora" in n}
         assert len(wanted) == 2 * len(parameters)
         grads = torch.autograd.grad(out, [hidden, weights, *wanted.values()], torch.ones_like(out))

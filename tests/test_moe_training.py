@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from onepass.cli.demo import load_text
+from onepass.integrations.experts import register
 from onepass.moe import load_balancing_loss, route_block
 
 transformers = pytest.importorskip("transformers")
@@ -75,6 +76,52 @@ def train(family, ours, device):
         optimizer.step()
         curve.append(loss.item())
     return curve
+
+
+def train_adapters(implementation, device, folder):
+    """PEFT's LoRA on the experts of a tiny Qwen3-MoE: the curve, and the logits with the adapters as they are saved."""
+    peft = pytest.importorskip("peft")
+    register()
+    text = torch.frombuffer(bytearray(load_text().encode()), dtype=torch.uint8).long()
+
+    def base():
+        torch.manual_seed(0)
+        config = transformers.Qwen3MoeConfig(
+            **SIZE, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=32
+        )
+        model = transformers.Qwen3MoeForCausalLM(config).to(device)
+        model.set_experts_implementation(implementation)
+        return model
+
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=[], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    )
+    model = peft.get_peft_model(base(), config).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    starts = torch.randint(len(text) - LENGTH, (STEPS, BATCH), generator=torch.Generator().manual_seed(1))
+    curve = []
+    for step in range(STEPS):
+        tokens = torch.stack([text[s : s + LENGTH] for s in starts[step]]).to(device)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        curve.append(loss.item())
+    model.save_pretrained(folder)
+    loaded = peft.PeftModel.from_pretrained(base(), folder)
+    with torch.no_grad():
+        after, again = (m.eval()(input_ids=tokens).logits for m in (model, loaded))
+    assert torch.equal(after, again)
+    return curve, after.cpu()
+
+
+def test_adapters_on_experts_learn_the_same_curve(device, tmp_path):
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("too long for the interpreter")
+    (theirs, logits), (ours, same) = (train_adapters(which, device, tmp_path / which) for which in ("eager", "onepass"))
+    assert theirs[-1] < theirs[0] - 0.3
+    assert max(abs(a - b) for a, b in zip(theirs, ours)) < 1e-3
+    torch.testing.assert_close(same, logits, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("family", [mixtral, deepseek_v3], ids=lambda f: f.__name__)

@@ -1,10 +1,19 @@
-"""Experts in plain PyTorch, one at a time: the path of CPUs and of float64, and the definition."""
+"""Experts in plain PyTorch, one at a time: the path of CPUs and of float64, and the definition.
+
+The gradients are written out: inside a registered operation, autograd does not record.
+"""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.options import EXPERT_TENSORS, ExpertGradients, ExpertOptions, Groups, ScatterOptions
+
+Maybe = Tensor | None
 
 
 def activate(gate: Tensor, up: Tensor, o: ExpertOptions) -> Tensor:
@@ -16,95 +25,162 @@ def activate(gate: Tensor, up: Tensor, o: ExpertOptions) -> Tensor:
     return F.gelu(gate, approximate="none" if o.activation == "gelu" else "tanh") * up
 
 
-def linear(
-    x: Tensor, w: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, scale: float, transposed: bool
-) -> Tensor:
-    y = F.linear(x, w.mT if transposed else w, bias)
-    return y if a is None or b is None else y + scale * F.linear(F.linear(x, a), b)
+def slopes(gate: Tensor, up: Tensor, o: ExpertOptions) -> tuple[Tensor, Tensor]:
+    """The derivatives of `activate` by gate and by up."""
+    if o.activation == "swiglu_clamped":
+        g, u = gate.clamp(max=o.limit), up.clamp(-o.limit, o.limit) + 1
+        s = torch.sigmoid(o.alpha * g)
+        by_gate = (s + o.alpha * g * s * (1 - s)) * u
+        return by_gate.masked_fill(gate > o.limit, 0.0), (g * s).masked_fill(up.abs() > o.limit, 0.0)
+    if o.activation == "silu":
+        s = torch.sigmoid(gate)
+        return (s + gate * s * (1 - s)) * up, gate * s
+    if o.activation == "gelu":
+        phi = 0.5 * (1 + torch.erf(gate / math.sqrt(2)))
+        return (phi + gate * torch.exp(-0.5 * gate.square()) / math.sqrt(2 * math.pi)) * up, gate * phi
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    s = torch.sigmoid(2 * inner)
+    slope = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * gate.square())
+    return (s + gate * s * (1 - s) * 2 * slope) * up, gate * s
 
 
-def of_expert(tensors: tuple[Tensor | None, ...], e: int) -> list[Tensor | None]:
-    return [None if t is None else t[e] for t in tensors]
+class Layer:
+    """A linear layer of every expert, with its adapter; sums its gradients up where they are needed."""
+
+    def __init__(self, weight: Tensor, bias: Maybe, a: Maybe, b: Maybe, scale: float, transposed: bool) -> None:
+        self.tensors = {"weight": weight.mT if transposed else weight, "bias": bias, "a": a, "b": b}
+        self.scale, self.transposed = scale, transposed
+        self.grads = {name: None if t is None else torch.zeros_like(t) for name, t in self.tensors.items()}
+
+    def of(self, e: int) -> Iterator[Maybe]:
+        return (None if t is None else t[e] for t in self.tensors.values())
+
+    def __call__(self, x: Tensor, e: int) -> Tensor:
+        weight, bias, a, b = self.of(e)
+        y = F.linear(x, weight, bias)  # type: ignore[arg-type]
+        return y if a is None or b is None else y + self.scale * F.linear(F.linear(x, a), b)
+
+    def backward(self, grad: Tensor, x: Tensor, e: int) -> Tensor:
+        """The gradient of ``x``."""
+        weight, _, a, b = self.of(e)
+        found = {"weight": grad.mT @ x, "bias": grad.sum(0)}
+        of_x = grad @ weight  # type: ignore[operator]
+        if a is not None and b is not None:
+            low = self.scale * grad @ b
+            found |= {"a": low.mT @ x, "b": self.scale * grad.mT @ F.linear(x, a)}
+            of_x = of_x + low @ a
+        for name, total in self.grads.items():
+            if total is not None:
+                total[e] = found[name]
+        return of_x
+
+    def results(self) -> tuple[Maybe, ...]:
+        """The gradients of weight, bias, A and B."""
+        weight, *others = self.grads.values()
+        return (weight.mT.contiguous() if self.transposed else weight, *others)  # type: ignore[union-attr]
+
+
+def slots_of_experts(experts: Tensor, E: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Of each expert that was chosen: the tokens that did, and as which of their choices."""
+    for e in experts.unique().tolist():
+        if 0 <= e < E:
+            yield e, *(experts == e).nonzero(as_tuple=True)
+
+
+def halves(h: Tensor, o: ExpertOptions) -> tuple[Tensor, ...]:
+    return (h[:, ::2], h[:, 1::2]) if o.interleaved else h.chunk(2, -1)
+
+
+def wide(t: Tensor) -> torch.dtype:
+    return torch.promote_types(t.dtype, torch.float32)
 
 
 def expert_mlp(
-    hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, a1: Tensor | None, b1: Tensor | None, a2: Tensor | None, b2: Tensor | None,
-    options: ExpertOptions,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Maybe,
+    down_bias: Maybe, a1: Maybe, b1: Maybe, a2: Maybe, b2: Maybe, options: ExpertOptions,
+) -> tuple[Tensor, Maybe]:  # fmt: skip
     """The result, and None: `gradient` computes all again."""
     o = options
-    out = torch.zeros(hidden.shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
-    for e in experts.unique().tolist():
-        if not 0 <= e < len(gate_up):
-            continue
-        token, k = (experts == e).nonzero(as_tuple=True)
-        w1, bias1, first1, second1 = of_expert((gate_up, gate_up_bias, a1, b1), e)
-        w2, bias2, first2, second2 = of_expert((down, down_bias, a2, b2), e)
-        h = linear(hidden[token], w1, bias1, first1, second1, o.gate_up_scale, o.transposed)  # type: ignore[arg-type]
-        gate, up = (h[:, ::2], h[:, 1::2]) if o.interleaved else h.chunk(2, -1)
-        y = linear(activate(gate, up, o), w2, bias2, first2, second2, o.down_scale, o.transposed)  # type: ignore[arg-type]
-        out = out.index_add(0, token, (y * weights[token, k, None]).to(out.dtype))
+    first = Layer(gate_up, gate_up_bias, a1, b1, o.gate_up_scale, o.transposed)
+    second = Layer(down, down_bias, a2, b2, o.down_scale, o.transposed)
+    out = torch.zeros(hidden.shape, dtype=wide(hidden), device=hidden.device)
+    for e, token, k in slots_of_experts(experts, len(gate_up)):
+        gate, up = halves(first(hidden[token], e), o)
+        y = second(activate(gate, up, o), e)
+        out.index_add_(0, token, (y * weights[token, k, None]).to(out.dtype))
     return out.to(hidden.dtype), None
 
 
 def gradient(
     grad: Tensor, hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor,
-    gate_up_bias: Tensor | None, down_bias: Tensor | None, a1: Tensor | None, b1: Tensor | None, a2: Tensor | None,
-    b2: Tensor | None, h: Tensor | None, options: ExpertOptions,
+    gate_up_bias: Maybe, down_bias: Maybe, a1: Maybe, b1: Maybe, a2: Maybe, b2: Maybe, h: Maybe,
+    options: ExpertOptions,
 ) -> ExpertGradients:  # fmt: skip
-    """Of all tensors that are floating-point, in their order, None where not needed."""
-    floats = zip(EXPERT_TENSORS, (hidden, weights, gate_up, down, gate_up_bias, down_bias, a1, b1, a2, b2))
-    leaves = [None if t is None else t.detach().requires_grad_(options.needs(name)) for name, t in floats]
-    with torch.enable_grad():
-        out, _ = expert_mlp(leaves[0], leaves[1], experts, *leaves[2:], options)  # type: ignore[arg-type, call-arg]
-    return gradients(out, leaves, grad)  # type: ignore[return-value]
+    """Of `EXPERT_TENSORS`, None where not needed."""
+    o = options
+    first = Layer(gate_up, gate_up_bias, a1, b1, o.gate_up_scale, o.transposed)
+    second = Layer(down, down_bias, a2, b2, o.down_scale, o.transposed)
+    of_hidden = torch.zeros(hidden.shape, dtype=wide(hidden), device=hidden.device)
+    of_weights = torch.zeros_like(weights)
+    for e, token, k in slots_of_experts(experts, len(gate_up)):
+        x, g = hidden[token], grad[token]
+        both = first(x, e)
+        gate, up = halves(both, o)
+        activated = activate(gate, up, o)
+        of_weights[token, k] = (second(activated, e) * g).sum(-1, dtype=weights.dtype)
+        of_activated = second.backward((g * weights[token, k, None]).to(x.dtype), activated, e)
+        of_both = torch.empty_like(both)
+        for part, slope in zip(halves(of_both, o), slopes(gate, up, o)):
+            part.copy_(of_activated * slope)
+        of_hidden.index_add_(0, token, first.backward(of_both, x, e).to(of_hidden.dtype))
+    (w1, bias1, *adapter1), (w2, bias2, *adapter2) = first.results(), second.results()
+    found = of_hidden.to(hidden.dtype), of_weights, w1, w2, bias1, bias2, *adapter1, *adapter2
+    return tuple(t if o.needs(name) else None for name, t in zip(EXPERT_TENSORS, found))  # type: ignore[return-value]
 
 
 def group(experts: Tensor, E: int) -> Groups:
     ids, order = experts.flatten().sort(stable=True)
     offsets = torch.searchsorted(ids, torch.arange(E + 1, dtype=ids.dtype, device=ids.device), out_int32=True)
-    none = offsets.new_empty(0)
-    return Groups(order.to(torch.int32), offsets, none, none)
+    return Groups(order.to(torch.int32), offsets, offsets.new_empty(0), offsets.new_empty(0))
 
 
 def scattered_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor | None, experts: Tensor, order: Tensor,
-    offsets: Tensor, tile_expert: Tensor, tile_row: Tensor, options: ScatterOptions,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The result, and None: `scattered_gradient` computes all again."""
+    x: Tensor, weight: Tensor, bias: Maybe, weights: Maybe, experts: Tensor, order: Tensor, offsets: Tensor,
+    tile_expert: Tensor, tile_row: Tensor, options: ScatterOptions,
+) -> tuple[Tensor, Maybe]:  # fmt: skip
+    """The result, and the rows of the slots where there are ``weights``."""
     o, slots, bounds = options, order.long(), offsets.tolist()
+    layer = Layer(weight, bias, None, None, 0.0, o.transposed)
     rows = x if o.grouped_in else x[slots // o.k]
-    parts = [rows.new_zeros(bounds[0], weight.shape[2 if o.transposed else 1])]
-    for e, (begin, end) in enumerate(zip(bounds, bounds[1:])):
-        (w, b) = of_expert((weight, bias), e)
-        parts.append(linear(rows[begin:end], w, b, None, None, 0.0, o.transposed))  # type: ignore[arg-type]
-    parts.append(rows.new_zeros(len(slots) - bounds[-1], parts[0].shape[1]))
-    y = torch.cat(parts)
+    y = rows.new_zeros(len(slots), weight.shape[2 if o.transposed else 1])
+    for e, (begin, end) in enumerate(pairwise(bounds)):
+        y[begin:end] = layer(rows[begin:end], e)
     if o.grouped_out:
         return y, None
-    y = torch.zeros_like(y).index_copy(0, slots, y)
+    y = torch.zeros_like(y).index_copy_(0, slots, y)
     if weights is None:
         return y, None
-    return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype), None
+    return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype), y
 
 
 def scattered_gradient(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor | None, y: Tensor | None,
-    experts: Tensor, order: Tensor, offsets: Tensor, tile_expert: Tensor, tile_row: Tensor, options: ScatterOptions,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Maybe, weights: Maybe, y: Maybe, experts: Tensor, order: Tensor,
+    offsets: Tensor, tile_expert: Tensor, tile_row: Tensor, options: ScatterOptions,
+) -> tuple[Maybe, Maybe, Maybe, Maybe]:  # fmt: skip
     """Of x, weight, bias and weights, None where not needed."""
-    needs = (bool(options.needed >> n & 1) for n in range(4))
-    leaves = [None if t is None else t.detach().requires_grad_(n) for t, n in zip((x, weight, bias, weights), needs)]
-    with torch.enable_grad():
-        out, _ = scattered_linear(*leaves, experts, order, offsets, tile_expert, tile_row, options)  # type: ignore[arg-type, call-arg]
-    return gradients(out, leaves, grad)  # type: ignore[return-value]
-
-
-def gradients(out: Tensor, leaves: list[Tensor | None], grad: Tensor) -> tuple[Tensor | None, ...]:
-    wanted = [t for t in leaves if t is not None and t.requires_grad]
-    if not out.requires_grad:  # no token came to any expert
-        found = iter([torch.zeros_like(t) for t in wanted])
-    else:
-        found = iter(torch.autograd.grad(out, wanted, grad, allow_unused=True, materialize_grads=True))
-    return tuple(next(found) if t is not None and t.requires_grad else None for t in leaves)
+    o, slots, bounds = options, order.long(), offsets.tolist()
+    layer = Layer(weight, bias, None, None, 0.0, o.transposed)
+    of_weights = None
+    if weights is not None:
+        of_weights = (y.view(*weights.shape, -1) * grad.unsqueeze(1)).sum(-1, dtype=weights.dtype)  # type: ignore[union-attr]
+        grad = (grad.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1)
+    g = grad if o.grouped_out else grad[slots]
+    rows = x if o.grouped_in else x[slots // o.k]
+    of_rows = torch.zeros_like(rows)
+    for e, (begin, end) in enumerate(pairwise(bounds)):
+        of_rows[begin:end] = layer.backward(g[begin:end], rows[begin:end], e)
+    if not o.grouped_in:
+        total = torch.zeros(x.shape, dtype=wide(x), device=x.device)
+        of_rows = total.index_add_(0, slots // o.k, of_rows.to(total.dtype)).to(x.dtype)
+    found = of_rows, *layer.results()[:2], of_weights
+    return tuple(t if o.needed >> n & 1 else None for n, t in enumerate(found))  # type: ignore[return-value]
