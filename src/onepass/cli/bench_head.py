@@ -104,11 +104,26 @@ def measure(
             else:
                 measured.append({"implementation": implementation.name, "version": implementation.version, **record})
                 runs.append(lambda forward=implementation.forward: batch.call(forward))  # type: ignore[misc]
-        # The clock of a card that multiplies matrices is bound by power, and follows what the card did in the last few
-        # hundred milliseconds: what is compared takes turns, in an order that changes, and what a turn begins with is
-        # not measured.
-        times: list[list[float]] = [[] for _ in runs]
-        order = random.Random(0)
+    return in_turns(measured, runs, rounds, milliseconds, device, console)
+
+
+def in_turns(
+    measured: list[dict[str, Any]],
+    runs: list[Callable[[], Any]],
+    rounds: int,
+    milliseconds: int,
+    device: torch.device,
+    console: Console,
+) -> list[dict[str, Any]]:
+    """The records with the times of their runs, and the ratio to the first's.
+
+    The clock of a card that multiplies matrices is bound by power, and follows what the card did in the last few
+    hundred milliseconds: what is compared takes turns, in an order that changes, and what a turn begins with is not
+    measured.
+    """
+    times: list[list[float]] = [[] for _ in runs]
+    order = random.Random(0)
+    with Progress(console=console, transient=True) as progress:
         for _ in progress.track(range(rounds), description="rounds"):
             for turn in order.sample(range(len(runs)), len(runs)):
                 times[turn].append(median_ms(runs[turn], device, milliseconds, milliseconds))
