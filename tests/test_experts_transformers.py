@@ -1,11 +1,13 @@
 """`experts_implementation="onepass"` against transformers' own experts, and with PEFT's adapters on them."""
 
 import importlib
+from contextlib import nullcontext
 
 import pytest
 import torch
 import transformers
 
+import onepass
 from onepass.integrations import experts as integration
 
 FAMILIES = {
@@ -71,10 +73,11 @@ def test_an_unknown_gate_is_an_error(routed):
         run(experts, "onepass", *routed)
 
 
+@pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("parameters", [["gate_up_proj", "down_proj"], ["down_proj"]], ids="+".join)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_adapters_of_peft(device, family, parameters, routed, monkeypatch):
-    """Never multiplied out: what the experts get is the base weight and the factors."""
+def test_adapters_of_peft(device, family, parameters, patched, routed, monkeypatch):
+    """What the experts get is the base weight and the factors; under the patch, nobody multiplies them out."""
     peft = pytest.importorskip("peft")
     found, adapted, weight_of = [], [], integration.weight_of
 
@@ -99,7 +102,10 @@ def test_adapters_of_peft(device, family, parameters, routed, monkeypatch):
         innermost.config._experts_implementation = implementation
         hidden, weights = (t.detach().to(where).requires_grad_() for t in routed[::2])
         adapted.clear()
-        out = experts(hidden, routed[1].to(where), weights)
+        with onepass.patch("transformers") if patched else nullcontext(), monkeypatch.context() as m:
+            if patched and implementation == "onepass":
+                m.setattr(torch.nn.utils.parametrize, "register_parametrization", pytest.fail)
+            out = experts(hidden, routed[1].to(where), weights)
         assert adapted == (["gate_up_proj" in parameters, True] if implementation == "onepass" else [])
         wanted = {n: p for n, p in experts.named_parameters() if "lora" in n}
         assert len(wanted) == 2 * len(parameters)

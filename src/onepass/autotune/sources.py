@@ -30,23 +30,25 @@ def source_hash(kernel: Any) -> str:
 
     What Triton brings is left out, as are decorators: neither a configuration nor a heuristic is what was compiled.
     """
-    fn = jitted(kernel).fn
-    if fn not in _hashes:
-        _hashes[fn] = hashlib.sha256("\n".join(sources(fn, set())).encode()).hexdigest()
-    return _hashes[fn]
+    kernel = jitted(kernel)
+    if kernel.fn not in _hashes:
+        _hashes[kernel.fn] = hashlib.sha256("\n".join(sources(kernel, set())).encode()).hexdigest()
+    return _hashes[kernel.fn]
 
 
-def sources(fn: Function, seen: set[Function]) -> Iterator[str]:
+def sources(kernel: Any, seen: set[Function]) -> Iterator[str]:
+    fn = kernel.fn
     if fn in seen or fn.__module__.startswith("triton."):
         return
     seen.add(fn)
-    text = textwrap.dedent(inspect.getsource(fn))
+    text = getattr(kernel, "src", None)  # as it was when it was decorated; the interpreter keeps none
+    text = text or textwrap.dedent(inspect.getsource(fn))
     yield text[re.search(r"^def ", text, re.MULTILINE).start() :]  # type: ignore[union-attr]
     named = inspect.getclosurevars(fn)
     for name, value in sorted({**named.globals, **named.nonlocals}.items()):
         inside = [getattr(value, n, None) for n in sorted(fn.__code__.co_names)] if inspect.ismodule(value) else [value]
         for found in inside:
-            if inspect.isfunction(called := getattr(found, "fn", None)):
-                yield from sources(called, seen)
+            if inspect.isfunction(getattr(found, "fn", None)):
+                yield from sources(found, seen)
             elif isinstance(found, constexpr | int | float | str):
                 yield f"{name} = {found!r}"

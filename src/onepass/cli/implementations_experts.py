@@ -56,7 +56,7 @@ Forward = Callable[[Batch], Tensor]
 def make_batch(
     operation: str, sizes: tuple[int, int, int, int, int], kind: str, dtype: torch.dtype, device: torch.device
 ) -> Batch:
-    """``sizes``: tokens, hidden, intermediate, experts, choices. "zipf": the n-th expert is chosen as often as 1 / n."""
+    """``sizes``: tokens, hidden, intermediate, experts, choices. "zipf": the n-th expert is chosen as 1 / n."""
     T, H, width, E, K = sizes
     generator = torch.Generator(device).manual_seed(0)
 
@@ -77,11 +77,14 @@ def make_batch(
         shapes = (E, RANK, H), (E, 2 * width, RANK), (E, RANK, width), (E, H, RANK)
         batch.lora = [normal(*shape, std=shape[-1] ** -0.5) for shape in shapes]
     with torch.no_grad():
-        tensors = [t.double() for t in (batch.hidden, batch.routing.weights)]
-        rest = [t.double() for t in (batch.gate_up, batch.down)]
-        adapters = [t.double() for t in batch.lora] or [None] * 4
+        hidden, weights, gate_up, down = (
+            t.double() for t in (batch.hidden, batch.routing.weights, batch.gate_up, batch.down)
+        )
+        a1, b1, a2, b2 = [t.double() for t in batch.lora] or [None] * 4
         options = ExpertOptions(gate_up_scale=SCALING, down_scale=SCALING)
-        batch.expected, _ = eager_experts.expert_mlp(*tensors, experts, *rest, None, None, *adapters, options)
+        batch.expected, _ = eager_experts.expert_mlp(
+            hidden, weights, experts, gate_up, down, None, None, a1, b1, a2, b2, options
+        )
     batch.upstream = normal(T, H)
     for t in (batch.hidden, batch.routing.weights, *batch.lora):
         t.requires_grad_(operation != "experts_forward")
@@ -106,15 +109,12 @@ def dense(batch: Batch, times: int) -> Callable[[], None]:
 
 
 def ours(batch: Batch) -> Tensor:
-    first, second = ((*batch.lora[n : n + 2], SCALING) if batch.lora else None for n in (0, 2))
-    return moe.expert_mlp(
-        batch.hidden,
-        batch.routing,
-        batch.gate_up,
-        batch.down,
-        lora_gate_up=first,
-        lora_down=second,  # type: ignore[arg-type]
-    )
+    first = second = None
+    if batch.lora:
+        a1, b1, a2, b2 = batch.lora
+        first, second = (a1, b1, SCALING), (a2, b2, SCALING)
+    weights = batch.gate_up, batch.down
+    return moe.expert_mlp(batch.hidden, batch.routing, *weights, lora_gate_up=first, lora_down=second)
 
 
 def merged(batch: Batch) -> tuple[Tensor, Tensor]:

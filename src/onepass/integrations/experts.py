@@ -1,17 +1,22 @@
-"""`experts_implementation="onepass"`: transformers' experts on `onepass.moe.expert_mlp`."""
+"""`experts_implementation="onepass"`: transformers' experts, with PEFT's adapters, on `onepass.moe.expert_mlp`."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from onepass.integrations.patching import original
 from onepass.moe.eager_experts import activate
 from onepass.moe.experts import Adapter, expert_mlp
 from onepass.moe.routing import Routing
 from onepass.options import ACTIVATIONS, ExpertOptions
 
 NAME = "onepass"
+PEFT = "peft.tuners.lora.layer", "ParamWrapper._activate_lora"
+HELD = "_onepass_adapters"  # an attribute of experts while their forward runs
 
 
 class Gate(NamedTuple):
@@ -81,17 +86,42 @@ def candidates(experts: nn.Module) -> list[Gate]:
 
 def weight_of(experts: nn.Module, name: str) -> tuple[Tensor, Adapter | None]:
     """The weight and PEFT's adapter on it, apart while it is one adapter; else what PEFT makes of all together."""
-    parametrized = getattr(experts, "parametrizations", {})
-    if name in parametrized and len(parametrized[name]) == 1:
-        proxy, weight = parametrized[name][0], parametrized[name].original
-        if type(proxy).__name__ == "_LoraFactorsProxy":
-            left, right = (proxy.lhs, proxy.rhs) if not experts.is_transposed else (proxy.rhs.mT, proxy.lhs.mT)
-            return weight, (right, left, float(proxy.scaling))
-    return getattr(experts, name), None
+    held, parametrized = experts.__dict__.get(HELD, {}), getattr(experts, "parametrizations", {})
+    factors, weight = held.get(name), None
+    if factors is None and name in parametrized and len(parametrized[name]) == 1:
+        proxy = parametrized[name][0]
+        if type(proxy).__name__ == "_LoraFactorsProxy":  # of a PEFT that is not patched
+            factors, weight = (proxy.lhs, proxy.rhs, proxy.scaling), parametrized[name].original
+    weight = getattr(experts, name) if weight is None else weight
+    if factors is None:
+        return weight, None
+    left, right, scaling = factors
+    return weight, (left.mT, right.mT, scaling) if experts.is_transposed else (right, left, scaling)
+
+
+@contextmanager
+def activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
+    """PEFT's own multiplies an adapter out and adds it to the weights of all experts; ours are handed the factors."""
+    experts = self.get_base_layer()
+    adapters = [name for name in active_adapters if name in self.lora_A]
+    ours = getattr(getattr(experts, "config", None), "_experts_implementation", None) == NAME
+    whole = self.get_param().is_floating_point() and self.get_param().element_size() > 1  # not quantised
+    if not (ours and whole and len(adapters) == 1 and self.num_experts > 1 and hasattr(self, "get_delta_factors")):
+        with original(*PEFT)(self, active_adapters):
+            yield
+        return
+    held = experts.__dict__.setdefault(HELD, {})
+    held[self.parameter_name] = self.get_delta_factors(adapters[0])
+    try:
+        yield
+    finally:
+        del held[self.parameter_name]
 
 
 def register() -> None:
-    """Add the name to transformers' experts; a second call does nothing."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
+    """Add the name to transformers' experts, where it stays: models may be set to it."""
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError:  # of an older version
+        return
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 LIBRARIES = ("transformers", "trl")
@@ -148,25 +148,39 @@ def patch(*libraries: str) -> Patch:
             print(patched)
             GRPOTrainer(...).train()
     """
-    return Patch(_targets(libraries))
+    modules = _integrations(libraries)
+    patched = Patch(_targets(modules))
+    for module in modules:
+        if hasattr(module, "register"):
+            module.register()
+    return patched
+
+
+def original(module: str, name: str) -> Any:
+    """What stood where a replacement is in place now, for one that hands over to it."""
+    return _active[module, name].original
 
 
 def plan(*libraries: str) -> Plan:
     """What `patch` would do; takes and raises the same. It imports the libraries and changes nothing."""
     with _lock:
-        found, kept = _resolved(_targets(libraries))
+        found, kept = _resolved(_targets(_integrations(libraries)))
         _find_places({key: a for key, a in found.items() if key not in _active})
         return Plan([place for a in found.values() for place in a.places], kept)
 
 
-def _targets(libraries: Sequence[str]) -> list[Target]:
+def _integrations(libraries: Sequence[str]) -> list[ModuleType]:
     for name in libraries:
         if name not in LIBRARIES:
             raise ValueError(f"libraries: expected any of {', '.join(map(repr, LIBRARIES))}, got {name!r}")
         if find_spec(name) is None:
             raise ModuleNotFoundError(f"libraries: {name} is not installed; pip install 'onepass[{name}]'", name=name)
     chosen = libraries or [name for name in LIBRARIES if find_spec(name) is not None]
-    return [target for name in chosen for target in import_module(f"onepass.integrations.{name}").TARGETS]
+    return [import_module(f"onepass.integrations.{name}") for name in chosen]
+
+
+def _targets(integrations: Sequence[ModuleType]) -> list[Target]:
+    return [target for module in integrations for target in module.TARGETS]
 
 
 def _resolved(targets: Sequence[Target]) -> tuple[dict[tuple[str, str], _Active], list[Kept]]:

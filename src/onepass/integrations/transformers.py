@@ -1,14 +1,18 @@
 """What stands in for the causal-LM loss and the routers of transformers; see `onepass.patch`."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from onepass.integrations.experts import PEFT, activate_lora, register
 from onepass.integrations.patching import Target
 from onepass.losses.cross_entropy import cross_entropy
 from onepass.moe.families import router_outputs
+
+__all__ = ["TARGETS", "ForCausalLMLoss", "register", "router_of"]
 
 
 def ForCausalLMLoss(
@@ -84,4 +88,5 @@ TARGETS = [
         )
         for family, router in ROUTERS.items()
     ),
+    *([Target(*PEFT, activate_lora, ("self, active_adapters",), since="0.18")] if find_spec("peft") else []),
 ]  # fmt: skip
