@@ -80,7 +80,8 @@ def make_batch(
         hidden, weights, gate_up, down = (
             t.double() for t in (batch.hidden, batch.routing.weights, batch.gate_up, batch.down)
         )
-        a1, b1, a2, b2 = [t.double() for t in batch.lora] or [None] * 4
+        adapters: list[Tensor | None] = [t.double() for t in batch.lora]
+        a1, b1, a2, b2 = adapters or [None] * 4
         options = ExpertOptions(gate_up_scale=SCALING, down_scale=SCALING)
         batch.expected, _ = eager_experts.expert_mlp(
             hidden, weights, experts, gate_up, down, None, None, a1, b1, a2, b2, options
