@@ -103,9 +103,9 @@ def product_plan(
         SHARE=share, SCATTER=scatter, X_ROW=x_row, W_E=w_strides[0], W_N=w_strides[1], W_K=w_strides[2],
         **dict(zip(("L_E", "L_N", "L_R"), lora_strides or (0, 0, 0))),
         BLOCK_M=block, BLOCK_N=block_n, BLOCK_K=max(16, block_k), BLOCK_R=max(16, power_of_two(R)),
-        STAGES=4 if element == 2 else 3, PRECISION=layout.precision(),
+        STAGES=4 if element == 2 else 3, PRECISION=layout.precision(), GROUP=4,
     )  # fmt: skip
-    numbers = (slots, scale, o.alpha, o.limit)
+    numbers = (slots, tiles, scale, o.alpha, o.limit)
     programs = tiles * -(-N // block_n)
     return Plan(grouped_matmul_kernel, programs, numbers, constexprs, warps_of(block * block_n * element))
 

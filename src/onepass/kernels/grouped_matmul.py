@@ -66,11 +66,11 @@ def load_columns(w, k, column, K: tl.constexpr, N, W_K: tl.constexpr, W_N: tl.co
     return tl.load(w + k[:, None] * W_K + column[None, :] * W_N, mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["slots"])
-def grouped_matmul_kernel(
-    x, w, low, lora, bias, h, weights, out, weighted, parts, order, offsets, tile_expert, tile_row,
+@triton.jit
+def multiply_tile(
+    expert, tile, n_tile, x, w, low, lora, bias, h, weights, out, weighted, parts, order, offsets, tile_row,
     slots, lora_scale, alpha, limit,
-    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr,
     SHARE: tl.constexpr, SCATTER: tl.constexpr,
     X_ROW: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_K: tl.constexpr,
@@ -78,20 +78,7 @@ def grouped_matmul_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``y = x @ w[e]ᵀ + scale · low @ lora[e]ᵀ + bias[e]`` for the rows of every expert e, and then by EPILOGUE:
-
-    "plain": ``out = y``.
-    "glu": the columns of y are gate and up, N of each: ``h = y`` where it is wanted, ``out = activate(gate, up)``.
-    "glu_gradient": y, of N columns, is the gradient of the activated without the routing weight. From ``h``: ``out`` is
-    the gradient of h, ``weighted`` the activated times the routing weight, and ``parts`` the products of y and the
-    activated, summed over the columns of a tile: parts of the weight's gradient.
-    """
-    N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    tile = tl.program_id(0) // N_TILES
-    n_tile = tl.program_id(0) % N_TILES
-    expert = tl.load(tile_expert + tile)
-    if expert == E:
-        return
+    """One tile of `grouped_matmul_kernel`."""
     row = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
     there = row < tl.load(offsets + expert + 1)
     slot = tl.load(order + row, mask=there, other=0)
@@ -177,6 +164,42 @@ def grouped_matmul_kernel(
         if weighted is not None:
             activated = (activated * weight[:, None]).to(weighted.dtype.element_ty)
             tl.store(weighted + at_row[:, None] * N + n[None, :], activated, mask=mask)
+
+
+@triton.jit(do_not_specialize=["slots", "tiles"])
+def grouped_matmul_kernel(
+    x, w, low, lora, bias, h, weights, out, weighted, parts, order, offsets, tile_expert, tile_row,
+    slots, tiles, lora_scale, alpha, limit,
+    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr,
+    SHARE: tl.constexpr, SCATTER: tl.constexpr,
+    X_ROW: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_K: tl.constexpr,
+    L_E: tl.constexpr, L_N: tl.constexpr, L_R: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """``y = x @ w[e]ᵀ + scale · low @ lora[e]ᵀ + bias[e]`` for the rows of every expert e, and then by EPILOGUE:
+
+    "plain": ``out = y``.
+    "glu": the columns of y are gate and up, N of each: ``h = y`` where it is wanted, ``out = activate(gate, up)``.
+    "glu_gradient": y, of N columns, is the gradient of the activated without the routing weight. From ``h``: ``out`` is
+    the gradient of h, ``weighted`` the activated times the routing weight, and ``parts`` the products of y and the
+    activated, summed over the columns of a tile: parts of the weight's gradient.
+    """
+    N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    for work in tl.range(tl.program_id(0), tiles * N_TILES, tl.num_programs(0)):
+        # GROUP tiles of rows meet the same columns of the weights at about the same time, which stay in the cache.
+        first = work // (GROUP * N_TILES) * GROUP
+        height = tl.minimum(tiles - first, GROUP)
+        tile = first + work % (GROUP * N_TILES) % height
+        n_tile = work % (GROUP * N_TILES) // height
+        expert = tl.load(tile_expert + tile)
+        if expert < E:
+            multiply_tile(
+                expert, tile, n_tile, x, w, low, lora, bias, h, weights, out, weighted, parts, order, offsets, tile_row,
+                slots, lora_scale, alpha, limit, N, K, R, EPILOGUE, ACTIVATION, INTERLEAVED, SHARE, SCATTER,
+                X_ROW, W_E, W_N, W_K, L_E, L_N, L_R, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, STAGES, PRECISION,
+            )  # fmt: skip
 
 
 @triton.jit
