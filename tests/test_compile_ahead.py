@@ -115,7 +115,7 @@ CASES = {
 EXPERTS = {name for name in KERNELS if name in vars(import_module("onepass.kernels.grouped_matmul"))}
 # Constants that a launcher passes but does not choose by its arguments.
 FIXED = {"TILES", "BLOCK"}
-TUNED = {"STAGES", "num_warps", "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_R", "BLOCK_T"}  # of experts
+TUNED = {"STAGES", "GROUP", "num_warps", "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_R", "BLOCK_T"}  # of experts
 
 
 @triton.jit
