@@ -83,7 +83,7 @@ def close(got, expected, tolerance=2e-6):
     exact, exact_grads = expected
     assert list(grads) == list(exact_grads)
     for name, a, b in [("out", out, exact), *[(n, grads[n], exact_grads[n]) for n in grads]]:
-        b = torch.zeros_like(a, dtype=torch.float64) if b is None else b
+        b = torch.zeros(a.shape, dtype=torch.float64) if b is None else b
         scale = max(b.abs().max().item() if b.numel() else 0, 1e-3)
         assert torch.isfinite(a).all(), name
         assert (a.cpu().double() - b).abs().max().item() <= tolerance * scale if a.numel() else True, name

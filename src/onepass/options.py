@@ -201,7 +201,7 @@ class Groups(NamedTuple):
     """The slots of tokens, sorted by expert. A slot is one of the K choices of a token: t·K + k is its number.
 
     Attributes:
-        order: ``(S,)``, int32: the slots, those of expert 0 first; those of no expert come before or after all.
+        order: ``(S,)``, int32: the slots, those of no expert last; each expert's in their order.
         offsets: ``(E + 1,)``, int32: expert e has ``order[offsets[e]:offsets[e + 1]]``.
         tile_expert, tile_row: how kernels cut them into tiles; empty on a CPU.
     """

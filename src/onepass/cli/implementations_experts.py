@@ -15,8 +15,6 @@ from torch import Tensor
 
 from onepass import moe
 from onepass.cli.environment import package_version
-from onepass.moe import eager_experts
-from onepass.options import ExpertOptions
 
 RANK, SCALING = 16, 2.0
 # Products that cannot be avoided, of those that the forward makes: forward, gradient of the inputs, of the weights.
@@ -77,15 +75,9 @@ def make_batch(
         shapes = (E, RANK, H), (E, 2 * width, RANK), (E, RANK, width), (E, H, RANK)
         batch.lora = [normal(*shape, std=shape[-1] ** -0.5) for shape in shapes]
     with torch.no_grad():
-        hidden, weights, gate_up, down = (
-            t.double() for t in (batch.hidden, batch.routing.weights, batch.gate_up, batch.down)
-        )
-        adapters: list[Tensor | None] = [t.double() for t in batch.lora]
-        a1, b1, a2, b2 = adapters or [None] * 4
-        options = ExpertOptions(gate_up_scale=SCALING, down_scale=SCALING)
-        batch.expected, _ = eager_experts.expert_mlp(
-            hidden, weights, experts, gate_up, down, None, None, a1, b1, a2, b2, options
-        )
+        routing = batch.routing._replace(weights=batch.routing.weights.double())
+        hidden, gate_up, down = (t.double() for t in (batch.hidden, batch.gate_up, batch.down))
+        batch.expected = ours(Batch(hidden, routing, gate_up, down, [t.double() for t in batch.lora]))  # the definition
     batch.upstream = normal(T, H)
     for t in (batch.hidden, batch.routing.weights, *batch.lora):
         t.requires_grad_(operation != "experts_forward")

@@ -3,121 +3,91 @@
 import torch
 from torch import Tensor
 
+from onepass.autotune.own import choose
 from onepass.kernels import layout
-from onepass.kernels.grouped_matmul import (
-    combine_kernel,
-    grouped_matmul_kernel,
-    grouped_outer_kernel,
-    grouped_sum_kernel,
-    tile_kernel,
-)
+from onepass.kernels.grouped_matmul import grouped_matmul_kernel, grouped_outer_kernel
+from onepass.kernels.grouped_rows import combine_kernel, glu_gradient_kernel, grouped_sum_kernel
+from onepass.kernels.grouping import group, rows_of_tile, tiles_for
 from onepass.kernels.launch import Plan, launch
 from onepass.kernels.layout import power_of_two
 from onepass.options import ExpertOptions, Groups, ScatterOptions
 
-MOST_ROWS = 128  # of a tile
-
-
-def rows_of_tile(slots: int, E: int) -> int:
-    return min(MOST_ROWS, max(16, power_of_two(slots // max(E, 1))))
-
-
-def tiles_for(slots: int, E: int) -> int:
-    """As many as there could be."""
-    return slots // rows_of_tile(slots, E) + min(E, slots)
-
-
-def group(experts: Tensor, E: int) -> Groups:
-    """Without waiting for the device: there are as many tiles as there could be at most."""
-    slots = experts.numel()
-    ids, order = experts.reshape(-1).clamp(-1, E).to(torch.int16 if E < 2**15 else torch.int32).sort(stable=True)
-    bounds = torch.arange(E + 1, dtype=ids.dtype, device=ids.device)
-    offsets = torch.searchsorted(ids, bounds, out_int32=True)
-    block, tiles = rows_of_tile(slots, E), tiles_for(slots, E)
-    tile_expert, tile_row = experts.new_empty((2, tiles), dtype=torch.int32)
-    groups = Groups(order.to(torch.int32), offsets, tile_expert, tile_row)
-    if tiles:
-        launch(tile_plan, (tiles, E, block), (offsets,), (tile_expert, tile_row))
-    return groups
-
-
-def tile_plan(tiles: int, E: int, block: int) -> Plan:
-    constexprs = dict(E=E, BLOCK_E=power_of_two(E), BLOCK=16, BLOCK_M=block)
-    return Plan(tile_kernel, -(-tiles // 16), (tiles,), constexprs, 4)
-
+__all__ = ["group", "scattered_gradient", "scattered_linear", "tiles_for"]  # what `moe` asks a path for
 
 Strides = tuple[int, ...]
+PLAIN = ExpertOptions()
 
 
 def product(
     x: Tensor,
     w: Tensor,
     groups: Groups,
-    options: ExpertOptions,
+    options: ExpertOptions = PLAIN,
     *,
     share: int = 0,
     scatter: bool = False,
-    epilogue: str = "plain",
+    glu: bool = False,
     low: Tensor | None = None,
     lora: Tensor | None = None,
     scale: float = 0.0,
     bias: Tensor | None = None,
     h: Tensor | None = None,
-    weights: Tensor | None = None,
     out: Tensor | None = None,
-    weighted: Tensor | None = None,
-    parts: Tensor | None = None,
 ) -> Tensor:
     """`grouped_matmul_kernel` with ``w`` ``(E, N, K)`` and ``lora`` ``(E, N, R)``, of any strides; returns ``out``."""
     E, N, K = w.shape
     slots = len(groups.order)
-    N = N // 2 if epilogue == "glu" else N
+    N = N // 2 if glu else N
     out = x.new_empty((slots, N)) if out is None else out
     about = (
         (slots, len(groups.tile_row), E, N, K, 0 if lora is None else lora.shape[2], share),
-        (epilogue, scatter, scale), options, x.stride(0), w.stride(), () if lora is None else lora.stride(),
-        x.element_size(),
+        (glu, scatter, scale), options, x.stride(0), w.stride(), () if lora is None else lora.stride(),
+        x.element_size(), tensor_memory(w), x.device,
     )  # fmt: skip
     if slots:
-        tensors = x, w, low, lora, bias, h, weights, out, weighted, parts, *groups
-        launch(product_plan, about, tensors, ())
+        launch(product_plan, about, (x, w, low, lora, bias, h, out, *groups), ())
     return out
+
+
+def tensor_memory(w: Tensor) -> str:
+    """The dimension in which ``w`` is contiguous, if the tensor-memory unit of Hopper and later can read it."""
+    of_expert, of_n, of_k = w.stride()
+    name, other = ("K", of_n) if of_k == 1 else ("N", of_k if of_n == 1 else 0)
+    whole = all(n > 0 and n * w.element_size() % 16 == 0 for n in (of_expert, other))
+    return name if layout.has_tensor_memory() and whole and w.data_ptr() % 16 == 0 else ""
 
 
 def product_plan(
     sizes: tuple[int, ...],
-    how: tuple[str, bool, float],
+    how: tuple[bool, bool, float],
     o: ExpertOptions,
     x_row: int,
     w_strides: Strides,
     lora_strides: Strides,
     element: int,
+    tma: str,
+    device: torch.device,
 ) -> Plan:
     slots, tiles, E, N, K, R, share = sizes
-    block = rows_of_tile(slots, E)
-    epilogue, scatter, scale = how
-    block_n = columns_of_tile(N, epilogue, element)
-    block_k = min(power_of_two(K), 128 // element)
+    glu, scatter, scale = how
+    block_m, block_k = rows_of_tile(slots, E), max(16, min(power_of_two(K), 128 // element))
+    products = 2 if glu else 1
+    block_n = max(16, min(power_of_two(N), (256 if element == 2 else 64) // products))
+    of_stage = (block_m + products * block_n) * block_k * element
+    rule = dict(STAGES=max(2, min(2 + products, layout.shared_memory() // of_stage)), GROUP=4)
+    key = {"rows": slots, "experts": E, "columns": N, "inner": K, "read": "glu" if glu else "plain"}
+    numbers = choose(grouped_matmul_kernel, key | layout.elements(element), rule)
     constexprs = dict(
-        E=E, N=N, K=K, R=R, EPILOGUE=epilogue, ACTIVATION=o.activation, INTERLEAVED=o.interleaved,
-        SHARE=share, SCATTER=scatter, X_ROW=x_row, W_E=w_strides[0], W_N=w_strides[1], W_K=w_strides[2],
+        E=E, N=N, K=K, R=R, GLU=glu, ACTIVATION=o.activation, INTERLEAVED=o.interleaved, SHARE=share, SCATTER=scatter,
+        X_ROW=x_row, W_E=w_strides[0], W_N=w_strides[1], W_K=w_strides[2],
         **dict(zip(("L_E", "L_N", "L_R"), lora_strides or (0, 0, 0))),
-        BLOCK_M=block, BLOCK_N=block_n, BLOCK_K=max(16, block_k), BLOCK_R=max(16, power_of_two(R)),
-        STAGES=4 if element == 2 else 3, PRECISION=layout.precision(), GROUP=4,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=max(16, power_of_two(R)),
+        **numbers, PRECISION=layout.precision(), TMA=tma,
     )  # fmt: skip
-    numbers = (slots, tiles, scale, o.alpha, o.limit)
-    programs = tiles * -(-N // block_n)
-    return Plan(grouped_matmul_kernel, programs, numbers, constexprs, warps_of(block * block_n * element))
-
-
-def warps_of(size: int) -> int:
-    """For a tile of ``size`` bytes, whose sums are float32 in registers."""
-    return 8 if size >= 128 * 128 else 4
-
-
-def columns_of_tile(N: int, epilogue: str, element: int) -> int:
-    most = (256 if epilogue == "plain" else 128) // element
-    return max(16, min(power_of_two(N), most))
+    at_once = max(1, min(4, layout.shared_memory() // (of_stage * numbers["STAGES"])))
+    programs = min(tiles * -(-N // block_n), at_once * layout.multiprocessors(device))
+    warps = 8 if block_m * block_n * products * element >= 128 * 128 * 2 else 4
+    return Plan(grouped_matmul_kernel, programs, (tiles, scale, o.alpha, o.limit), constexprs, warps)
 
 
 def outer(
@@ -126,23 +96,53 @@ def outer(
 ) -> Tensor:  # fmt: skip
     """`grouped_outer_kernel` into ``out`` ``(E, N, K)``, of any strides."""
     strides = out.stride(), a.stride(0), b.stride(0)
-    about = tuple(out.shape), strides, (share_a, share_b), scale, a.element_size()
+    about = tuple(out.shape), strides, (share_a, share_b), scale, a.element_size(), len(groups.order)
     launch(outer_plan, about, (a, b, out, groups.order, groups.offsets), ())
     return out
 
 
 def outer_plan(
-    shape: Strides, strides: tuple[Strides, int, int], shares: tuple[int, int], scale: float, element: int
+    shape: Strides,
+    strides: tuple[Strides, int, int],
+    shares: tuple[int, int],
+    scale: float,
+    element: int,
+    slots: int,
 ) -> Plan:
     (E, N, K), (of_out, a_row, b_row) = shape, strides
     block_n, block_k = (max(16, min(256 // element, power_of_two(n))) for n in (N, K))
+    key = {"rows": slots, "experts": E, "columns": N, "inner": K, "read": "outer"} | layout.elements(element)
+    block_m = 128 // element
+    most = layout.shared_memory() // ((block_n + block_k) * block_m * element)
+    numbers = choose(grouped_outer_kernel, key, dict(BLOCK_M=block_m, STAGES=max(2, min(3, most))))
     constexprs = dict(
         E=E, N=N, K=K, SHARE_A=shares[0], SHARE_B=shares[1], A_ROW=a_row, B_ROW=b_row,
-        O_E=of_out[0], O_N=of_out[1], O_K=of_out[2], BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_M=32, STAGES=4,
+        O_E=of_out[0], O_N=of_out[1], O_K=of_out[2], BLOCK_N=block_n, BLOCK_K=block_k, **numbers,
         PRECISION=layout.precision(),
     )  # fmt: skip
     programs = E * -(-N // block_n) * -(-K // block_k)
-    return Plan(grouped_outer_kernel, programs, (scale,), constexprs, warps_of(block_n * block_k * element))
+    return Plan(grouped_outer_kernel, programs, (scale,), constexprs, 4 if element == 2 else 8)
+
+
+def glu_gradient(
+    y: Tensor, h: Tensor, weights: Tensor, groups: Groups, options: ExpertOptions, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of ``h`` and of ``weights``; `glu_gradient_kernel` has the rest."""
+    out, of_weights = torch.empty_like(h), torch.zeros_like(weights)
+    if len(y):
+        about = tuple(y.shape), len(groups.offsets) - 1, options, keep
+        launch(glu_gradient_plan, about, (y, h, weights, out, of_weights, groups.order, groups.offsets), ())
+    return out, of_weights
+
+
+def glu_gradient_plan(shape: tuple[int, int], E: int, o: ExpertOptions, keep: bool) -> Plan:
+    slots, N = shape
+    block_n = max(16, min(1024, power_of_two(N)))
+    block_m = max(1, 1024 // block_n)
+    constexprs = dict(
+        E=E, N=N, ACTIVATION=o.activation, INTERLEAVED=o.interleaved, KEEP=keep, BLOCK_M=block_m, BLOCK_N=block_n
+    )
+    return Plan(glu_gradient_kernel, -(-slots // block_m), (slots, o.alpha, o.limit), constexprs, 4)
 
 
 def bias_gradient(a: Tensor, weights: Tensor | None, like: Tensor, groups: Groups, share: int) -> Tensor:
@@ -172,9 +172,6 @@ def combine_plan(T: int, E: int, N: int, topk: int) -> Plan:
     return Plan(combine_kernel, T * -(-N // block_n), (T,), constexprs, 4)
 
 
-PLAIN = ExpertOptions()
-
-
 def scattered_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor | None, experts: Tensor, order: Tensor,
     offsets: Tensor, tile_expert: Tensor, tile_row: Tensor, options: ScatterOptions,
@@ -184,7 +181,7 @@ def scattered_linear(
     w = weight.mT if o.transposed else weight
     out = x.new_empty if weights is not None else x.new_zeros  # rows of no expert are not written
     y = product(
-        x, w, groups, PLAIN, share=0 if o.grouped_in else o.k, scatter=not o.grouped_out, bias=bias,
+        x, w, groups, share=0 if o.grouped_in else o.k, scatter=not o.grouped_out, bias=bias,
         out=out((len(order), w.shape[1])),
     )  # fmt: skip
     if weights is None:
@@ -211,7 +208,7 @@ def scattered_gradient(
     share_x = 0 if o.grouped_in else o.k
     if of_x:
         out = x.new_zeros((len(order), w.shape[2])) if o.grouped_in else None
-        dx = product(grad, w.mT, groups, PLAIN, share=share, scatter=not o.grouped_in, out=out)
+        dx = product(grad, w.mT, groups, share=share, scatter=not o.grouped_in, out=out)
         if not o.grouped_in:
             dx = combine(dx, None, experts, len(w), x)
     if of_weight:

@@ -8,9 +8,11 @@ launched as it is.
 """
 
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -63,7 +65,7 @@ def launch(
         name = plan.kernel, plan.num_warps, *plan.constexprs.values(), variant
         compiled = _compiled.get(name)
         if compiled is None:
-            compiled = plan.kernel[(plan.programs,)](
+            compiled = with_scratch(plan.kernel[(plan.programs,)])(
                 *given, *_zeros(plan.workspace, device), *plan.numbers, **plan.constexprs, num_warps=plan.num_warps
             )
             if isinstance(plan.kernel, JITFunction):  # and not the interpreter
@@ -71,11 +73,29 @@ def launch(
             return
         if len(_launches) >= MOST:
             _launches.clear()
-        known = compiled[(plan.programs, 1, 1)], plan.workspace, (*plan.numbers, *plan.constexprs.values())
+        run = compiled[(plan.programs, 1, 1)]
+        if getattr(compiled.metadata, "global_scratch_size", 0):  # for the descriptors of its programs
+            run = with_scratch(run)
+        known = run, plan.workspace, (*plan.numbers, *plan.constexprs.values())
         _launches[key] = known
     run, workspace, rest = known
     # Of a tensor, Triton's launcher would ask the driver where it lies.
     run(*pointers, *_zeros(workspace, device), *rest, stream=driver.active.get_current_stream(device.index))
+
+
+def with_scratch(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` with torch's memory for what Triton allocates, which is nobody else's setting."""
+
+    def in_context(*arguments: Any, **options: Any) -> Any:
+        context = copy_context()
+        context.run(triton.set_allocator, _scratch)
+        return context.run(run, *arguments, **options)
+
+    return in_context
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def forget() -> None:

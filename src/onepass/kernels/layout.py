@@ -73,13 +73,18 @@ class Geometry:
         return {
             "rows": self.rows,
             "vocab": self.V,
-            "elements": f"{128 // self.VEC}-bit",
+            **elements(16 // self.VEC),
             "read": read.replace(" ", "+"),
         }
 
     def pieces(self, threads: int) -> int:
         """Of ``threads`` vectors each, that cover a row."""
         return -(-(self.V + self.VEC - 1 if self.align else self.V) // (threads * self.VEC))
+
+
+def elements(size: int) -> dict[str, str]:
+    """Part of a key: elements of ``size`` bytes."""
+    return {"elements": f"{8 * size}-bit"}
 
 
 def flat_rows(
@@ -137,6 +142,27 @@ def precision() -> str:
     if one_at_a_time() or triton.runtime.driver.active.get_current_target().backend == "hip":
         return "ieee"
     return "tf32x3"
+
+
+@lru_cache
+def has_tensor_memory() -> bool:
+    """Whether tiles can be loaded by a descriptor: from Hopper on, and in the interpreter."""
+    if one_at_a_time():
+        return True
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch >= 90
+
+
+SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # of a program, by compute capability
+
+
+@lru_cache
+def shared_memory() -> int:
+    """Bytes that a program may have."""
+    target = None if one_at_a_time() else triton.runtime.driver.active.get_current_target()
+    if target is not None and target.backend == "hip":
+        return 64 * 1024
+    return SHARED_KIB.get(target.arch if target is not None else 90, 99) * 1024
 
 
 @lru_cache

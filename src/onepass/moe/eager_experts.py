@@ -96,8 +96,9 @@ def wide(t: Tensor) -> torch.dtype:
 
 
 def expert_mlp(
-    hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Maybe,
-    down_bias: Maybe, a1: Maybe, b1: Maybe, a2: Maybe, b2: Maybe, options: ExpertOptions,
+    hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Maybe, down_bias: Maybe, a1: Maybe,
+    b1: Maybe, a2: Maybe, b2: Maybe, experts: Tensor, order: Tensor, offsets: Tensor, tile_expert: Tensor,
+    tile_row: Tensor, options: ExpertOptions,
 ) -> tuple[Tensor, Maybe]:  # fmt: skip
     """The result, and None: `gradient` computes all again."""
     o = options
@@ -112,9 +113,9 @@ def expert_mlp(
 
 
 def gradient(
-    grad: Tensor, hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor,
-    gate_up_bias: Maybe, down_bias: Maybe, a1: Maybe, b1: Maybe, a2: Maybe, b2: Maybe, h: Maybe,
-    options: ExpertOptions,
+    grad: Tensor, h: Maybe, hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Maybe,
+    down_bias: Maybe, a1: Maybe, b1: Maybe, a2: Maybe, b2: Maybe, experts: Tensor, order: Tensor, offsets: Tensor,
+    tile_expert: Tensor, tile_row: Tensor, options: ExpertOptions,
 ) -> ExpertGradients:  # fmt: skip
     """Of `EXPERT_TENSORS`, None where not needed."""
     o = options
@@ -139,7 +140,7 @@ def gradient(
 
 
 def group(experts: Tensor, E: int) -> Groups:
-    ids, order = experts.flatten().sort(stable=True)
+    ids, order = experts.where((experts >= 0) & (experts < E), E).flatten().sort(stable=True)
     offsets = torch.searchsorted(ids, torch.arange(E + 1, dtype=ids.dtype, device=ids.device), out_int32=True)
     return Groups(order.to(torch.int32), offsets, offsets.new_empty(0), offsets.new_empty(0))
 

@@ -1,4 +1,4 @@
-"""The experts of a MoE layer, from hidden states and a `Routing`; scattered products for blocks of one's own."""
+"""The experts of a MoE layer, from hidden states and a `Routing`."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from onepass import eager as core
 from onepass.checks import check_choice, check_device, check_number, described
 from onepass.dispatch import operation, path_of, refuse_second_derivatives
 from onepass.moe import eager_experts
+from onepass.moe.grouping import group_by_expert
 from onepass.moe.routing import Routing
 from onepass.options import ACTIVATIONS, EXPERT_TENSORS, ExpertGradients, ExpertOptions
 
@@ -74,11 +75,12 @@ def expert_mlp(
     experts = routing.experts.reshape(weights.shape).contiguous()
     if rows.dtype != torch.float64:
         weights = weights.float()
+    choices = experts, *group_by_expert(experts, len(gate_up_weight), rows)
     arguments = rows, weights, *tensors[2:]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments):
-        out: Tensor = _Experts.apply(experts, options, *arguments)
+        out: Tensor = _Experts.apply(options, *arguments, *choices)
     else:
-        out = _forward(rows, weights, experts, *tensors[2:], options)[0]
+        out = _forward(*arguments, *choices, options)[0]
     return out.view(hidden.shape)
 
 
@@ -127,19 +129,18 @@ def check_experts(tensors: list[Tensor | None], experts: Tensor, o: ExpertOption
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, experts: Tensor, options: ExpertOptions, *tensors: Tensor | None) -> Tensor:
-        needed = sum(1 << n for n, needs in enumerate(ctx.needs_input_grad[2:]) if needs)
+    def forward(ctx: Any, options: ExpertOptions, *tensors: Tensor | None) -> Tensor:
+        needed = sum(1 << n for n, needs in enumerate(ctx.needs_input_grad[1:]) if needs)
         ctx.options = options._replace(saved=True, needed=needed)
-        out, h = _forward(*tensors[:2], experts, *tensors[2:], ctx.options)
-        ctx.save_for_backward(experts, h, *tensors)
+        out, h = _forward(*tensors, ctx.options)
+        ctx.save_for_backward(h, *tensors)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        experts, h, *tensors = ctx.saved_tensors
-        found = _gradient(grad.contiguous(), *tensors[:2], experts, *tensors[2:], h, ctx.options)
-        return None, None, *found
+        found = _gradient(grad.contiguous(), *ctx.saved_tensors, ctx.options)
+        return None, *found, *(None,) * 5
 
 
 def _path(hidden: Tensor) -> Any:
@@ -162,21 +163,24 @@ def _like_gradient(options: ExpertOptions, **given: Any) -> Any:
 
 @operation("onepass::expert_mlp", _like_forward)
 def _forward(
-    hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
+    hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, a1: Tensor | None, b1: Tensor | None, a2: Tensor | None, b2: Tensor | None,
-    options: ExpertOptions,
+    experts: Tensor, order: Tensor, offsets: Tensor, tile_expert: Tensor, tile_row: Tensor, options: ExpertOptions,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    arguments = hidden, weights, experts, gate_up, down, gate_up_bias, down_bias, a1, b1, a2, b2
-    results: tuple[Tensor, Tensor | None] = _path(hidden).expert_mlp(*arguments, options)
+    arguments = hidden, weights, gate_up, down, gate_up_bias, down_bias, a1, b1, a2, b2
+    choices = experts, order, offsets, tile_expert, tile_row
+    results: tuple[Tensor, Tensor | None] = _path(hidden).expert_mlp(*arguments, *choices, options)
     return results
 
 
 @operation("onepass::expert_mlp_gradient", _like_gradient)
 def _gradient(
-    grad: Tensor, hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor,
+    grad: Tensor, h: Tensor | None, hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, a1: Tensor | None, b1: Tensor | None, a2: Tensor | None,
-    b2: Tensor | None, h: Tensor | None, options: ExpertOptions,
+    b2: Tensor | None, experts: Tensor, order: Tensor, offsets: Tensor, tile_expert: Tensor, tile_row: Tensor,
+    options: ExpertOptions,
 ) -> ExpertGradients:  # fmt: skip
-    arguments = hidden, weights, experts, gate_up, down, gate_up_bias, down_bias, a1, b1, a2, b2, h
-    results: ExpertGradients = _path(hidden).gradient(grad, *arguments, options)
+    arguments = h, hidden, weights, gate_up, down, gate_up_bias, down_bias, a1, b1, a2, b2
+    choices = experts, order, offsets, tile_expert, tile_row
+    results: ExpertGradients = _path(hidden).gradient(grad, *arguments, *choices, options)
     return results

@@ -5,27 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass import eager as core
 from onepass.checks import check_device, described
-from onepass.dispatch import operation, path_of, refuse_second_derivatives
-from onepass.moe import eager_experts
+from onepass.dispatch import operation, refuse_second_derivatives
 from onepass.moe.experts import expert_mlp
+from onepass.moe.grouping import group_by_expert, grouped_path
 from onepass.moe.routing import Routing
-from onepass.options import GroupOptions, Groups, ScatterOptions
-
-
-def group_by_expert(experts: Tensor, num_experts: int, like: Tensor) -> Groups:
-    """Sort the slots ``t·K + k`` of ``experts`` ``(T, K)`` by expert, for any number of `scattered_linear`.
-
-    Args:
-        experts: int32 or int64, the ids that tokens chose. One that is no expert's belongs to nobody.
-        num_experts: E.
-        like: a tensor of the device and dtype that will be multiplied.
-    """
-    if not isinstance(experts, Tensor) or experts.dtype not in (torch.int32, torch.int64) or experts.dim() != 2:
-        raise TypeError(f"experts: expected an int32 or int64 tensor (T, K), got {described(experts)}")
-    check_device(experts, like, "experts")
-    return Groups(*_group(experts, like, GroupOptions(num_experts)))
+from onepass.options import Groups, ScatterOptions
 
 
 def scattered_linear(
@@ -137,18 +122,6 @@ class _Scattered(torch.autograd.Function):
         return *_gradient(grad.contiguous(), *ctx.saved_tensors, ctx.options), *(None,) * 6
 
 
-def _path(x: Tensor) -> Any:
-    path = path_of(x)
-    return eager_experts if path is core else path.grouped
-
-
-def _like_group(experts: Tensor, like: Tensor, options: GroupOptions) -> tuple[Tensor, ...]:
-    slots, E = experts.numel(), options.num_experts
-    path = _path(like)
-    tiles = 0 if path is eager_experts else path.tiles_for(slots, E)
-    return tuple(experts.new_empty(n, dtype=torch.int32) for n in (slots, E + 1, tiles, tiles))
-
-
 def _like_forward(
     x: Tensor, weight: Tensor, weights: Tensor | None, order: Tensor, options: ScatterOptions, **_: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -165,19 +138,13 @@ def _like_gradient(options: ScatterOptions, **given: Any) -> Any:
     )
 
 
-@operation("onepass::group_by_expert", _like_group)
-def _group(experts: Tensor, like: Tensor, options: GroupOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    groups: Groups = _path(like).group(experts, options.num_experts)
-    return tuple(groups)  # type: ignore[return-value]
-
-
 @operation("onepass::scattered_linear", _like_forward)
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor | None, experts: Tensor, order: Tensor,
     offsets: Tensor, tile_expert: Tensor, tile_row: Tensor, options: ScatterOptions,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     of_groups = order, offsets, tile_expert, tile_row
-    results: tuple[Tensor, Tensor | None] = _path(x).scattered_linear(
+    results: tuple[Tensor, Tensor | None] = grouped_path(x).scattered_linear(
         x, weight, bias, weights, experts, *of_groups, options
     )
     return results
@@ -189,7 +156,7 @@ def _gradient(
     experts: Tensor, order: Tensor, offsets: Tensor, tile_expert: Tensor, tile_row: Tensor, options: ScatterOptions,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     of_groups = order, offsets, tile_expert, tile_row
-    results: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] = _path(x).scattered_gradient(
+    results: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] = grouped_path(x).scattered_gradient(
         grad, x, weight, bias, weights, y, experts, *of_groups, options
     )
     return results

@@ -1,0 +1,123 @@
+"""What happens to sorted rows between and after the products: activation, sums over tokens and over experts."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+    """``(activated, its derivative by gate, by up)``, float32."""
+    if ACTIVATION == "swiglu_clamped":
+        inside = gate <= limit
+        within = tl.abs(up) <= limit
+        gate = tl.minimum(gate, limit)
+        up = tl.clamp(up, -limit, limit) + 1.0
+        s = tl.sigmoid(alpha * gate)
+        f = gate * s
+        slope = tl.where(inside, s + alpha * f * (1.0 - s), 0.0)
+        return f * up, slope * up, tl.where(within, f, 0.0)
+    elif ACTIVATION == "silu":
+        s = tl.sigmoid(gate)
+        f = gate * s
+        slope = s + f * (1.0 - s)
+    elif ACTIVATION == "gelu":
+        phi = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+        f = gate * phi
+        slope = phi + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+    else:
+        inner = 0.7978845608028654 * gate * (1.0 + 0.044715 * gate * gate)
+        s = tl.sigmoid(2.0 * inner)  # (1 + tanh(inner)) / 2
+        f = gate * s
+        slope = s + f * (1.0 - s) * 2.0 * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * gate * gate)
+    return f * up, slope * up, f
+
+
+@triton.jit(do_not_specialize=["slots"])
+def glu_gradient_kernel(
+    y, h, weights, out, of_weights, order, offsets, slots, alpha, limit,
+    E: tl.constexpr, N: tl.constexpr, ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, KEEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """From the gradient y of the activated without the routing weight, and from gate and up in ``h``:
+
+    ``out``: the gradient of h. ``of_weights``: the sum of y times the activated.
+    ``y``: where KEEP, the activated times the routing weight takes its place.
+    """
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    there = row < tl.load(offsets + E)
+    slot = tl.load(order + row, mask=there, other=0)
+    weight = tl.load(weights + slot, mask=there, other=0.0)[:, None]
+    at_y = y + row.to(tl.int64)[:, None] * N
+    row_h = row.to(tl.int64)[:, None] * (2 * N)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for begin in range(0, N, BLOCK_N):
+        n = begin + tl.arange(0, BLOCK_N)[None, :]
+        mask = there[:, None] & (n < N)
+        if INTERLEAVED:
+            both = 2 * begin + tl.arange(0, 2 * BLOCK_N)[None, :]
+            wide = there[:, None] & (both < 2 * N)
+            pair = tl.load(h + row_h + both, mask=wide, other=0.0).to(tl.float32)
+            gate, up = tl.split(tl.reshape(pair, (BLOCK_M, BLOCK_N, 2)))
+        else:
+            gate = tl.load(h + row_h + n, mask=mask, other=0.0).to(tl.float32)
+            up = tl.load(h + row_h + N + n, mask=mask, other=0.0).to(tl.float32)
+        of_activated = tl.load(at_y + n, mask=mask, other=0.0).to(tl.float32)
+        activated, by_gate, by_up = activate(gate, up, alpha, limit, ACTIVATION)
+        total += tl.sum(tl.where(mask, of_activated * activated, 0.0), 1)
+        of_activated *= weight
+        by_gate = (of_activated * by_gate).to(out.dtype.element_ty)
+        by_up = (of_activated * by_up).to(out.dtype.element_ty)
+        if INTERLEAVED:
+            tl.store(out + row_h + both, tl.reshape(tl.join(by_gate, by_up), (BLOCK_M, 2 * BLOCK_N)), mask=wide)
+        else:
+            tl.store(out + row_h + n, by_gate, mask=mask)
+            tl.store(out + row_h + N + n, by_up, mask=mask)
+        if KEEP:
+            tl.store(at_y + n, (activated * weight).to(y.dtype.element_ty), mask=mask)
+    tl.store(of_weights + slot, total, mask=there)
+
+
+@triton.jit
+def grouped_sum_kernel(
+    a, weights, out, order, offsets, N: tl.constexpr, SHARE: tl.constexpr, A_ROW: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """``out[e]``: the sum of the rows of expert e, each times the weight of its slot: the gradient of a bias."""
+    TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    expert = tl.program_id(0) // TILES
+    n = tl.program_id(0) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+    end = tl.load(offsets + expert + 1)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in tl.range(tl.load(offsets + expert), end, BLOCK_M):
+        row = start + tl.arange(0, BLOCK_M)
+        there = row < end
+        slot = tl.load(order + row, mask=there, other=0)
+        source = (slot // SHARE if SHARE > 0 else row).to(tl.int64)
+        mask = there[:, None] & (n < N)[None, :]
+        part = tl.load(a + source[:, None] * A_ROW + n[None, :], mask=mask, other=0.0).to(tl.float32)
+        if weights is not None:
+            part *= tl.load(weights + slot, mask=there, other=0.0)[:, None]
+        acc += part
+    tl.store(out + expert.to(tl.int64) * N + n, tl.sum(acc, 0).to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit(do_not_specialize=["T"])
+def combine_kernel(
+    y, weights, experts, out, T, E: tl.constexpr, N: tl.constexpr, TOPK: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """``out[t]``: the sum over the slots of a token, times their weights where there are some."""
+    TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    t = (tl.program_id(0) // TILES).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n = tl.program_id(0) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (t < T)[:, None] & (n < N)[None, :]
+    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    for k in tl.static_range(TOPK):
+        slot = t * TOPK + k
+        expert = tl.load(experts + slot, mask=t < T, other=-1)
+        valid = (expert >= 0) & (expert < E)
+        part = tl.load(y + slot[:, None] * N + n[None, :], mask=mask & valid[:, None], other=0.0).to(tl.float32)
+        if weights is not None:
+            part *= tl.load(weights + slot, mask=(t < T) & valid, other=0.0)[:, None]
+        acc += part
+    tl.store(out + t[:, None] * N + n[None, :], acc.to(out.dtype.element_ty), mask=mask)

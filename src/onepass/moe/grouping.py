@@ -1,0 +1,44 @@
+"""Which slots are whose: what comes before any product of experts."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass import eager as core
+from onepass.checks import check_device, described
+from onepass.dispatch import operation, path_of
+from onepass.moe import eager_experts
+from onepass.options import GroupOptions, Groups
+
+
+def group_by_expert(experts: Tensor, num_experts: int, like: Tensor) -> Groups:
+    """Sort the slots ``t·K + k`` of ``experts`` ``(T, K)`` by expert, for any number of `scattered_linear`.
+
+    Args:
+        experts: int32 or int64, the ids that tokens chose. One that is no expert's belongs to nobody.
+        num_experts: E.
+        like: a tensor of the device and dtype that will be multiplied.
+    """
+    if not isinstance(experts, Tensor) or experts.dtype not in (torch.int32, torch.int64) or experts.dim() != 2:
+        raise TypeError(f"experts: expected an int32 or int64 tensor (T, K), got {described(experts)}")
+    check_device(experts, like, "experts")
+    return Groups(*_group(experts.contiguous(), like, GroupOptions(num_experts)))
+
+
+def grouped_path(x: Tensor) -> Any:
+    path = path_of(x)
+    return eager_experts if path is core else path.grouped
+
+
+def _like_group(experts: Tensor, like: Tensor, options: GroupOptions) -> tuple[Tensor, ...]:
+    slots, E = experts.numel(), options.num_experts
+    path = grouped_path(like)
+    tiles = 0 if path is eager_experts else path.tiles_for(slots, E)
+    return tuple(experts.new_empty(n, dtype=torch.int32) for n in (slots, E + 1, tiles, tiles))
+
+
+@operation("onepass::group_by_expert", _like_group)
+def _group(experts: Tensor, like: Tensor, options: GroupOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    groups: Groups = grouped_path(like).group(experts, options.num_experts)
+    return tuple(groups)  # type: ignore[return-value]
