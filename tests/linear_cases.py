@@ -11,7 +11,7 @@ N, H, V = 11, 19, 83
 def tiles_of(monkeypatch, size, slices=True):
     """Of ``size`` rows, or as many columns where a tile may be a slice of the vocabulary."""
 
-    def shape(count, gathered, heads, *_, known):
+    def shape(count, gathered, heads, *_, known, alone):
         vocab = heads[0].vocab
         return (max(count, 1), min(vocab, size)) if known and slices else (max(1, min(count, size)), vocab)
 

@@ -137,8 +137,8 @@ def test_operations_are_well_formed(device, dtype):
     )
     arguments = (hidden, weight, bias, target % V, target != -100, None)
     settings = (dtype, None, *options)
-    torch.library.opcheck(torch.ops.onepass.linear_statistics.default, (*arguments, *settings))
-    packed, _, _ = torch.ops.onepass.linear_statistics(*arguments, *settings)
+    torch.library.opcheck(torch.ops.onepass.linear_statistics.default, (*arguments, False, *settings))
+    packed, _, _ = torch.ops.onepass.linear_statistics(*arguments, False, *settings)
     row = torch.randn_like(packed[0])
     upstream = (packed, row, row, row, row, row)
     for needed in ((True, True, True), (False, True, False)):

@@ -24,9 +24,9 @@ class LinearLogits(LogitsSource):
         weight: ``(V, H)``, any strides; the dtype of ``hidden``, or any under autocast, whose dtype the products have
             then. A DTensor is gathered once.
         bias: ``(V,)`` or None, likewise.
-        max_memory: bytes of workspace, beyond inputs, results and gradients. None: on a GPU 0.6 GiB, for a loss of rows
-            with a gradient of the weight up to 2.5 GiB (or 1.25 and that gradient in float32), and never more than half
-            of what is free.
+        max_memory: bytes of workspace, beyond inputs, results and gradients. None: on a GPU 0.6 GiB; 2.5 GiB where
+            these hold all logits and no gradient is to come; for a loss of rows with a gradient of the weight 2.5 GiB
+            too (or 1.25 and that gradient in float32); and never more than half of what is free.
 
     All three are differentiable; what needs no gradient costs neither time nor memory for one. Gradients of the weight
     are summed over tiles in float32 and rounded once. The logits have the dtype of the products, as a linear layer's.

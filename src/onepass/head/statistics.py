@@ -22,14 +22,14 @@ def statistics(hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: 
         fields: tuple[Tensor, ...] = _LinearStatistics.apply(hidden, weight, bias, *arguments)
         return fields
     *others, options, dtype, max_memory = arguments
-    return pick(linear_statistics(hidden, weight, bias, *others, dtype, max_memory, options), options)
+    return pick(linear_statistics(hidden, weight, bias, *others, True, dtype, max_memory, options), options)
 
 
 class _LinearStatistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         *tensors, options, dtype, max_memory = arguments
-        results = linear_statistics(*tensors, dtype, max_memory, options)
+        results = linear_statistics(*tensors, False, dtype, max_memory, options)
         ctx.save_for_backward(*tensors, results[0])
         ctx.options, ctx.settings = options, (dtype, max_memory)
         return returned(ctx, results, options)
@@ -54,16 +54,17 @@ def linear_statistics(
     index: Tensor | None,
     row_mask: Tensor | None,
     class_weights: Tensor | None,
+    alone: bool,
     dtype: torch.dtype,
     max_memory: int | None,
     options: Options,
 ) -> Results:
-    """As `kernels.softmax_statistics`, of ``(N, V)`` logits."""
+    """As `kernels.softmax_statistics`, of ``(N, V)`` logits; ``alone`` says that no backward follows."""
     with gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
         head = Head(hidden, weight, bias, dtype)
         results = empty_linear_results(hidden, index, dtype, options)
         row_mask, options = mask_of(index, row_mask, options)
-        cut = plan([head], row_mask, False, max_memory, row_bytes(index))
+        cut = plan([head], row_mask, False, max_memory, row_bytes(index), alone=alone)
         row_mask = row_mask if defers(row_mask) else None
         if cut.kept is not None:
             for result in results:

@@ -16,7 +16,8 @@ from onepass.dispatch import path_of
 
 GIB = 1 << 30
 # The workspace where nobody says otherwise. A gradient of the weight pays for each of several tiles of rows with a pass
-# over a float32 sum, which is workspace too; one tile needs none. Where there is no such gradient, little is lost.
+# over a float32 sum, which is workspace too; one tile needs none. A forward alone has no activations or gradients
+# beside it that want the memory, so that it may be one tile, too. Elsewhere little is lost.
 ONE_TILE, TRAINED, UNTRAINED = int(2.5 * GIB), int(1.25 * GIB), int(0.585 * GIB)
 SLICES = int(0.3 * GIB)  # beside the sum of the hidden states' gradient, which is small
 ON_CPU = 1 << 25
@@ -110,12 +111,13 @@ def plan(
     max_memory: int | None,
     row_bytes: int = ROW + INDEX,
     known: bool = False,
+    alone: bool = False,
 ) -> Plan:
     """Equal tiles, as large as the workspace allows.
 
     The workspace is all that is alive at any time besides inputs, results and gradients: a tile of each head, what is
     gathered or cast, the numbers of its rows, the float32 sum of the weight's gradient (``trained``). That of the
-    products themselves, which torch keeps for each stream, is not ours to bound.
+    products themselves, which torch keeps for each stream, is not ours to bound. ``alone``: no backward follows.
 
     Where the numbers of the rows are ``known``, tiles may be slices of the vocabulary. Then each part of the weight's
     gradient is one product, and what is summed is the hidden states' gradient: far less, unless there are more rows
@@ -126,11 +128,11 @@ def plan(
     """
     head, total_rows = heads[0], heads[0].hidden.shape[0]
     settings = heads, trained, max_memory, row_bytes
-    of_all = tile_shape(total_rows, False, *settings, known=known)
+    of_all = tile_shape(total_rows, False, *settings, known=known, alone=alone)
     kept = kept_rows(row_mask)  # waits for the device, which has nothing to do from here to the first product
     if kept is None:
         return Plan(None, total_rows, of_all[0], head.vocab, of_all[1])
-    rows, columns = tile_shape(len(kept), True, *settings, known=known)
+    rows, columns = tile_shape(len(kept), True, *settings, known=known, alone=alone)
     return Plan(kept, len(kept), rows, head.vocab, columns)
 
 
@@ -142,6 +144,7 @@ def tile_shape(
     max_memory: int | None,
     row_bytes: int,
     known: bool,
+    alone: bool,
 ) -> tuple[int, int]:
     """Rows and columns of a tile where ``count`` rows are computed, which are ``gathered`` if they are not all."""
     head = heads[0]
@@ -158,7 +161,7 @@ def tile_shape(
     one_tile = fixed + count * per_row + (total if needs_sum(head, 1) else 0)
     limit = max_memory
     if limit is None:
-        limit = default_memory(head, fixed + total, per_row, one_tile, trained)
+        limit = default_memory(head, fixed + total, per_row, one_tile, trained, alone)
     slices = SLICES if head.hidden.is_cuda else ON_CPU
     if known and one_tile > (min(limit, fixed + slices) if max_memory is None else limit):
         columns = tile_columns(count, gathered, head, limit, max_memory, row_bytes, slices)
@@ -211,12 +214,12 @@ def equal(count: int, most: int) -> int:
     return min(-(-count // (tiles * block)) * block, most // block * block)
 
 
-def default_memory(head: Head, fixed: int, per_row: int, one_tile: int, trained: bool) -> int:
+def default_memory(head: Head, fixed: int, per_row: int, one_tile: int, trained: bool, alone: bool) -> int:
     """Our own choice of a workspace: at most half of what is free once the gradients have their place."""
     if head.hidden.device.type != "cuda":
         return fixed + max(ON_CPU, per_row)
     wanted = fixed + (TRAINED if trained else UNTRAINED)
-    if trained and one_tile - fixed <= ONE_TILE:
+    if (trained or alone) and one_tile - fixed <= ONE_TILE:
         wanted = one_tile
     gradients = trained * sum(t.numel() * t.element_size() for t in (head.hidden, head.weight))
     return max(fixed + per_row, allowed(wanted, gradients, head.hidden.device))
