@@ -109,10 +109,11 @@ CASES = {
         pair=PairOptions("jsd", 0.5, softcap=30.0, teacher_softcap=30.0),
         experts=1024,
         router=RouterOptions(32, "sigmoid", 16, 4, softcap=30.0, sums=True),
-        mlp=ExpertOptions("swiglu_clamped", True, True, saved=True, needed=0b0000111111),
+        mlp=ExpertOptions("swiglu_clamped", True, True, saved=True, needed=0b0000110111),
     ),
 }
-EXPERTS = {name for name in KERNELS if name in vars(import_module("onepass.kernels.grouped_matmul"))}
+OF_EXPERTS = [import_module(f"onepass.kernels.{name}") for name in ("grouping", "grouped_matmul", "grouped_rows")]
+EXPERTS = {name for name in KERNELS if any(name in vars(module) for module in OF_EXPERTS)}
 # Constants that a launcher passes but does not choose by its arguments.
 FIXED = {"TILES", "BLOCK"}
 TUNED = {"STAGES", "GROUP", "num_warps", "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_R", "BLOCK_T"}  # of experts
@@ -177,9 +178,9 @@ def launch_experts(case: Case, options: ExpertOptions, empty: Any) -> None:
     adapters: tuple[Any, ...] = (None,) * 4
     if options.needs("a1"):
         adapters = empty(E, 16, H), empty(E, 2 * width, 16), empty(E, 16, width), empty(E, H, 16)
-    arguments = hidden, weights, ids, gate_up, down, *biases, *adapters
+    arguments = hidden, weights, gate_up, down, *biases, *adapters, ids, *kernels.grouped.group(ids, E)
     out, h = kernels.experts.expert_mlp(*arguments, options)
-    kernels.experts.gradient(out, *arguments, h, options)
+    kernels.experts.gradient(out, h, *arguments, options)
 
 
 def resources(kernel: Any) -> dict[str, Any]:

@@ -93,6 +93,7 @@ def measure(
 def check(forward: Forward, batch: Batch) -> dict[str, Any]:
     """The largest error of a first call; the memory of a second, beyond the gradients that come out."""
     error = (batch.call(forward).detach() - batch.expected).abs().max().item()
+    batch.clear()
     extra = extra_memory(lambda: batch.call(forward), batch.hidden)
     gradients = sum(t.grad.nbytes for t in batch.leaves if t.grad is not None)
     return {"extra_bytes": None if extra is None else extra - gradients, "error": error}

@@ -38,10 +38,13 @@ class Batch:
         tensors = [self.hidden, self.routing.weights, self.gate_up, self.down, *self.lora]
         return [t for t in tensors if t.requires_grad]
 
-    def call(self, forward: "Forward") -> Tensor:
-        """Forward and, where there are gradients to take, backward."""
+    def clear(self) -> None:
         for t in self.leaves:
             t.grad = None
+
+    def call(self, forward: "Forward") -> Tensor:
+        """Forward and, where there are gradients to take, backward."""
+        self.clear()
         out = forward(self)
         if self.leaves:
             out.backward(self.upstream)

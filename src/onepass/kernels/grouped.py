@@ -29,7 +29,7 @@ def product(
     glu: bool = False,
     low: Tensor | None = None,
     lora: Tensor | None = None,
-    scale: float = 0.0,
+    scale: float = 1.0,
     bias: Tensor | None = None,
     h: Tensor | None = None,
     out: Tensor | None = None,
@@ -72,9 +72,11 @@ def product_plan(
     glu, scatter, scale = how
     block_m, block_k = rows_of_tile(slots, E), max(16, min(power_of_two(K), 128 // element))
     products = 2 if glu else 1
-    block_n = max(16, min(power_of_two(N), (256 if element == 2 else 64) // products))
+    widest = (256 if tma else 128) if element == 2 else 64  # addresses of a wide tile would want too many registers
+    block_n = max(16, min(power_of_two(N), widest // products))
     of_stage = (block_m + products * block_n) * block_k * element
-    rule = dict(STAGES=max(2, min(2 + products, layout.shared_memory() // of_stage)), GROUP=4)
+    tiles_of_expert = power_of_two(slots // (E * block_m))
+    rule = dict(STAGES=max(2, min(2 + products, layout.shared_memory() // of_stage)), GROUP=min(16, tiles_of_expert))
     key = {"rows": slots, "experts": E, "columns": N, "inner": K, "read": "glu" if glu else "plain"}
     numbers = choose(grouped_matmul_kernel, key | layout.elements(element), rule)
     constexprs = dict(
@@ -91,21 +93,21 @@ def product_plan(
 
 
 def outer(
-    a: Tensor, b: Tensor, out: Tensor, groups: Groups, *, share_a: int = 0, share_b: int = 0,
-    scale: float = 1.0,
-) -> Tensor:  # fmt: skip
-    """`grouped_outer_kernel` into ``out`` ``(E, N, K)``, of any strides."""
+    a: Tensor, b: Tensor, like: Tensor, groups: Groups, *, share_a: int = 0, share_b: int = 0, transposed: bool = False
+) -> Tensor:
+    """`grouped_outer_kernel` into a tensor ``(E, N, K)``, or ``(E, K, N)`` if ``transposed``, which is returned."""
+    found = torch.empty_like(like, memory_format=torch.contiguous_format)
+    out = found.mT if transposed else found
     strides = out.stride(), a.stride(0), b.stride(0)
-    about = tuple(out.shape), strides, (share_a, share_b), scale, a.element_size(), len(groups.order)
+    about = tuple(out.shape), strides, (share_a, share_b), a.element_size(), len(groups.order)
     launch(outer_plan, about, (a, b, out, groups.order, groups.offsets), ())
-    return out
+    return found
 
 
 def outer_plan(
     shape: Strides,
     strides: tuple[Strides, int, int],
     shares: tuple[int, int],
-    scale: float,
     element: int,
     slots: int,
 ) -> Plan:
@@ -121,7 +123,8 @@ def outer_plan(
         PRECISION=layout.precision(),
     )  # fmt: skip
     programs = E * -(-N // block_n) * -(-K // block_k)
-    return Plan(grouped_outer_kernel, programs, (scale,), constexprs, 4 if element == 2 else 8)
+    warps = 4 if element == 2 and layout.has_tensor_memory() else 8  # Hopper reads factors from shared memory
+    return Plan(grouped_outer_kernel, programs, (), constexprs, warps)
 
 
 def glu_gradient(
@@ -212,8 +215,7 @@ def scattered_gradient(
         if not o.grouped_in:
             dx = combine(dx, None, experts, len(w), x)
     if of_weight:
-        dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        outer(grad, x, dw.mT if o.transposed else dw, groups, share_a=share, share_b=share_x)
+        dw = outer(grad, x, weight, groups, share_a=share, share_b=share_x, transposed=o.transposed)
     if of_bias:
         db = bias_gradient(grad, None, bias, groups, share)  # type: ignore[arg-type]
     return dx, dw, db, dweights

@@ -30,7 +30,7 @@ def load_weight(
 
 @triton.jit
 def multiply_tile(
-    expert, tile, n_tile, x, w, descriptor, low, lora, bias, h, out, order, offsets, tile_row, lora_scale, alpha, limit,
+    expert, tile, n_tile, x, w, descriptor, low, lora, bias, h, out, order, offsets, tile_row, scale, alpha, limit,
     N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, GLU: tl.constexpr, ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr, SHARE: tl.constexpr, SCATTER: tl.constexpr,
     X_ROW: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_K: tl.constexpr,
@@ -52,6 +52,11 @@ def multiply_tile(
     edge = N if two else COLUMNS
     acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
     acc_up = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    if bias is not None:
+        bias += expert.to(tl.int64) * COLUMNS
+        acc += tl.load(bias + column, mask=column < edge, other=0.0).to(tl.float32)
+        if two:
+            acc_up += tl.load(bias + N + column, mask=column < edge, other=0.0).to(tl.float32)
     for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         k = (k0 + tl.arange(0, BLOCK_K))[None, :]
         mask = there[:, None] if K % BLOCK_K == 0 else there[:, None] & (k < K)
@@ -65,15 +70,10 @@ def multiply_tile(
         r = tl.arange(0, BLOCK_R)[None, :]
         a = tl.load(low + at_row * R + r, mask=there[:, None] & (r < R), other=0.0)
         b = load_weight(lora, lora, expert, 0, first, R, edge, L_E, L_N, L_R, BLOCK_R, WIDTH, "")
-        acc += lora_scale * tl.dot(a, b, input_precision=PRECISION)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
         if two:
             b = load_weight(lora, lora, expert, 0, N + first, R, COLUMNS, L_E, L_N, L_R, BLOCK_R, WIDTH, "")
-            acc_up += lora_scale * tl.dot(a, b, input_precision=PRECISION)
-    if bias is not None:
-        bias += expert.to(tl.int64) * COLUMNS
-        acc += tl.load(bias + column, mask=column < edge, other=0.0).to(tl.float32)
-        if two:
-            acc_up += tl.load(bias + N + column, mask=column < edge, other=0.0).to(tl.float32)
+            acc_up = tl.dot(a, b, acc_up, input_precision=PRECISION)
 
     if GLU:
         if h is not None:
@@ -88,7 +88,7 @@ def multiply_tile(
             gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
         y, _, _ = activate(gate, up, alpha, limit, ACTIVATION)
     else:
-        y = acc
+        y = scale * acc
     n = (n_tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     to = slot.to(tl.int64)[:, None] if SCATTER else at_row
     tl.store(out + to * N + n, y.to(out.dtype.element_ty), mask=there[:, None] & (n < N))
@@ -96,7 +96,7 @@ def multiply_tile(
 
 @triton.jit(do_not_specialize=["tiles"])
 def grouped_matmul_kernel(
-    x, w, low, lora, bias, h, out, order, offsets, tile_expert, tile_row, tiles, lora_scale, alpha, limit,
+    x, w, low, lora, bias, h, out, order, offsets, tile_expert, tile_row, tiles, scale, alpha, limit,
     E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, GLU: tl.constexpr, ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr, SHARE: tl.constexpr, SCATTER: tl.constexpr,
     X_ROW: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_K: tl.constexpr,
@@ -104,9 +104,9 @@ def grouped_matmul_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
     GROUP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """``y = x @ w[e]ᵀ + scale · low @ lora[e]ᵀ + bias[e]`` for the rows of every expert e.
+    """``y = x @ w[e]ᵀ + low @ lora[e]ᵀ + bias[e]`` for the rows of every expert e.
 
-    ``out = y``; of a GLU, the columns of y are gate and up, N of each: ``h = y`` where it is wanted, and
+    ``out = scale · y``; of a GLU, the columns of y are gate and up, N of each: ``h = y`` where it is wanted, and
     ``out = activate(gate, up)``. Programs take tiles in turns: while one stores, it loads for its next. TMA names the
     dimension in which ``w`` is contiguous, if it can be read by tensor-memory loads.
     """
@@ -129,21 +129,21 @@ def grouped_matmul_kernel(
         if expert < E:
             multiply_tile(
                 expert, tile, n_tile, x, w, descriptor, low, lora, bias, h, out, order, offsets, tile_row,
-                lora_scale, alpha, limit, N, K, R, GLU, ACTIVATION, INTERLEAVED, SHARE, SCATTER,
+                scale, alpha, limit, N, K, R, GLU, ACTIVATION, INTERLEAVED, SHARE, SCATTER,
                 X_ROW, W_E, W_N, W_K, L_E, L_N, L_R, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, STAGES, PRECISION, TMA,
             )  # fmt: skip
 
 
 @triton.jit
 def grouped_outer_kernel(
-    a, b, out, order, offsets, scale,
+    a, b, out, order, offsets,
     E: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     SHARE_A: tl.constexpr, SHARE_B: tl.constexpr, A_ROW: tl.constexpr, B_ROW: tl.constexpr,
     O_E: tl.constexpr, O_N: tl.constexpr, O_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``out[e] = scale · aᵀ @ b`` over the rows of expert e: the gradient of a weight. Zeros for one without rows."""
+    """``out[e] = aᵀ @ b`` over the rows of expert e: the gradient of a weight. Zeros for one without rows."""
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     TILES: tl.constexpr = K_TILES * ((N + BLOCK_N - 1) // BLOCK_N)
     expert = tl.program_id(0) // TILES
@@ -165,4 +165,4 @@ def grouped_outer_kernel(
         right = tl.load(b + b_row[:, None] + k[None, :], mask=there[:, None] & (k < K)[None, :], other=0.0)
         acc = tl.dot(left, right, acc, input_precision=PRECISION)
     at = out + expert.to(tl.int64) * O_E + n[:, None] * O_N + k[None, :] * O_K
-    tl.store(at, (acc * scale).to(out.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
+    tl.store(at, acc.to(out.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])

@@ -17,36 +17,38 @@ from onepass.kernels.layout import power_of_two
 from onepass.options import Groups
 
 MOST_ROWS = 128  # of a tile
-COMPARED = 16384  # a slot with an expert, by a program
+COMPARED = 8192  # a slot with an expert, by a program
 
 
 @triton.jit
 def chosen(experts, slots, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr):
-    """This block's slots, and a 1 where a slot chose an expert; E stands for none."""
+    """This block's slots, a 1 where a slot chose an expert, and a 1 where it chose none."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(experts + slot, mask=slot < slots, other=0)
-    expert = tl.where((expert < 0) | (expert > E), E, expert)
     here = (expert[:, None] == tl.arange(0, BLOCK_E)[None, :]) & (slot < slots)[:, None]
-    return slot, here.to(tl.int32)
+    none = (expert < 0) | (expert >= E)
+    return slot, here.to(tl.int32), none.to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["slots", "blocks"])
 def count_kernel(experts, counts, slots, blocks, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr):
-    """How many slots of each block of BLOCK chose each expert: ``counts`` ``(E + 1, blocks)``."""
-    _, here = chosen(experts, slots, E, BLOCK_E, BLOCK)
+    """How many slots of each block of BLOCK chose each expert, and none: ``counts`` ``(E + 1, blocks)``."""
+    _, here, none = chosen(experts, slots, E, BLOCK_E, BLOCK)
     e = tl.arange(0, BLOCK_E)
-    tl.store(counts + e * blocks + tl.program_id(0), tl.sum(here, 0), mask=e <= E)
+    tl.store(counts + e * blocks + tl.program_id(0), tl.sum(here, 0), mask=e < E)
+    tl.store(counts + E * blocks + tl.program_id(0), tl.sum(none, 0))
 
 
 @triton.jit(do_not_specialize=["slots", "blocks"])
 def place_kernel(experts, ends, order, slots, blocks, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr):
     """Put slots where they belong; ``ends`` are the sums of all counts up to and with each."""
-    slot, here = chosen(experts, slots, E, BLOCK_E, BLOCK)
+    slot, here, none = chosen(experts, slots, E, BLOCK_E, BLOCK)
     e = tl.arange(0, BLOCK_E)
     before = e * blocks + tl.program_id(0) - 1
-    begin = tl.load(ends + before, mask=(before >= 0) & (e <= E), other=0)
+    begin = tl.load(ends + before, mask=(before >= 0) & (e < E), other=0)
     place = tl.sum(here * (begin[None, :] + tl.cumsum(here, 0) - 1), 1)
-    tl.store(order + place, slot, mask=slot < slots)
+    of_none = tl.load(ends + E * blocks + tl.program_id(0) - 1) + tl.cumsum(none, 0) - 1
+    tl.store(order + tl.where(none > 0, of_none, place), slot, mask=slot < slots)
 
 
 @triton.jit(do_not_specialize=["blocks", "tiles"])
@@ -56,11 +58,12 @@ def tile_kernel(
 ):  # fmt: skip
     """Where each expert's rows begin; which expert a tile belongs to (E for none), and its first sorted row."""
     e = tl.arange(0, BLOCK_E)
-    begin = tl.load(ends + e * blocks - 1, mask=(e > 0) & (e <= E), other=0)
+    begin = tl.load(ends + e * blocks - 1, mask=(e > 0) & (e < E), other=0)
     end = tl.load(ends + (e + 1) * blocks - 1, mask=e < E, other=0)
     if tl.program_id(0) == 0:
-        tl.store(offsets + e, begin, mask=e <= E)
-    of_expert = tl.where(e < E, tl.cdiv(end - begin, BLOCK_M), 0)
+        tl.store(offsets + e, begin, mask=e < E)
+        tl.store(offsets + e + 1, end, mask=e == E - 1)
+    of_expert = tl.cdiv(end - begin, BLOCK_M)
     last = tl.cumsum(of_expert, 0)  # of the tiles of expert e, plus 1
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mine = (tile[:, None] < last[None, :]) & (tile[:, None] >= (last - of_expert)[None, :])
@@ -91,22 +94,21 @@ def group(experts: Tensor, E: int) -> Groups:
     launch(sort_plan, (count_kernel, slots, E), (experts,), (counts,))
     ends = counts.cumsum(0, dtype=torch.int32)
     launch(sort_plan, (place_kernel, slots, E), (experts,), (ends, order))
-    if tiles:
-        launch(tile_plan, (slots, E), (ends,), (offsets, tile_expert, tile_row))
+    launch(tile_plan, (slots, E), (ends,), (offsets, tile_expert, tile_row))
     return Groups(order, offsets, tile_expert, tile_row)
 
 
 def block_for(E: int) -> int:
-    return max(16, min(1024, COMPARED // power_of_two(E + 1)))
+    return max(16, min(1024, COMPARED // power_of_two(E)))
 
 
 def sort_plan(kernel: object, slots: int, E: int) -> Plan:
     block = block_for(E)
     blocks = -(-slots // block)
-    return Plan(kernel, blocks, (slots, blocks), dict(E=E, BLOCK_E=power_of_two(E + 1), BLOCK=block), 8)
+    return Plan(kernel, blocks, (slots, blocks), dict(E=E, BLOCK_E=power_of_two(E), BLOCK=block), 8)
 
 
 def tile_plan(slots: int, E: int) -> Plan:
     tiles, blocks = tiles_for(slots, E), -(-slots // block_for(E))
-    constexprs = dict(E=E, BLOCK_E=power_of_two(E + 1), BLOCK=16, BLOCK_M=rows_of_tile(slots, E))
+    constexprs = dict(E=E, BLOCK_E=power_of_two(E), BLOCK=16, BLOCK_M=rows_of_tile(slots, E))
     return Plan(tile_kernel, -(-tiles // 16), (blocks, tiles), constexprs, 4)
