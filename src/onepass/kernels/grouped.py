@@ -42,17 +42,20 @@ def product(
     about = (
         (slots, len(groups.tile_row), E, N, K, 0 if lora is None else lora.shape[2], share),
         (glu, scatter, scale), options, x.stride(0), w.stride(), () if lora is None else lora.stride(),
-        x.element_size(), tensor_memory(w), x.device,
+        x.element_size(), tensor_memory(w, glu and not options.interleaved), x.device,
     )  # fmt: skip
     if slots:
         launch(product_plan, about, (x, w, low, lora, bias, h, out, *groups), ())
     return out
 
 
-def tensor_memory(w: Tensor) -> str:
-    """The dimension in which ``w`` is contiguous, if the tensor-memory unit of Hopper and later can read it."""
+def tensor_memory(w: Tensor, halves: bool) -> str:
+    """The dimension in which ``w`` is contiguous, if the tensor-memory unit of Hopper and later can read it.
+
+    Of ``halves`` that lie beside each other a tile takes two parts, which that unit makes one only across rows.
+    """
     of_expert, of_n, of_k = w.stride()
-    name, other = ("K", of_n) if of_k == 1 else ("N", of_k if of_n == 1 else 0)
+    name, other = ("K", of_n) if of_k == 1 else ("N", of_k if of_n == 1 and not halves else 0)
     whole = all(n > 0 and n * w.element_size() % 16 == 0 for n in (of_expert, other))
     return name if layout.has_tensor_memory() and whole and w.data_ptr() % 16 == 0 else ""
 
@@ -72,7 +75,8 @@ def product_plan(
     glu, scatter, scale = how
     block_m, block_k = rows_of_tile(slots, E), max(16, min(power_of_two(K), 128 // element))
     products = 2 if glu else 1
-    widest = (256 if tma else 128) if element == 2 else 64  # addresses of a wide tile would want too many registers
+    hopper = layout.compute_capability() == 90
+    widest = (256 if tma and (hopper or not glu) else 128) if element == 2 else 64  # as registers allow
     block_n = max(16, min(power_of_two(N), widest // products))
     of_stage = (block_m + products * block_n) * block_k * element
     tiles_of_expert = power_of_two(slots // (E * block_m))
@@ -80,7 +84,8 @@ def product_plan(
     key = {"rows": slots, "experts": E, "columns": N, "inner": K, "read": "glu" if glu else "plain"}
     numbers = choose(grouped_matmul_kernel, key | layout.elements(element), rule)
     constexprs = dict(
-        E=E, N=N, K=K, R=R, GLU=glu, ACTIVATION=o.activation, INTERLEAVED=o.interleaved, SHARE=share, SCATTER=scatter,
+        E=E, N=N, K=K, R=R, ACTIVATION=o.activation if glu else "", INTERLEAVED=o.interleaved, SHARE=share,
+        SCATTER=scatter,
         X_ROW=x_row, W_E=w_strides[0], W_N=w_strides[1], W_K=w_strides[2],
         **dict(zip(("L_E", "L_N", "L_R"), lora_strides or (0, 0, 0))),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=max(16, power_of_two(R)),
@@ -123,7 +128,8 @@ def outer_plan(
         PRECISION=layout.precision(),
     )  # fmt: skip
     programs = E * -(-N // block_n) * -(-K // block_k)
-    warps = 4 if element == 2 and layout.has_tensor_memory() else 8  # Hopper reads factors from shared memory
+    hopper = layout.compute_capability() == 90  # which reads factors from shared memory
+    warps = 4 if element == 2 and hopper else 8
     return Plan(grouped_outer_kernel, programs, (), constexprs, warps)
 
 

@@ -12,83 +12,72 @@ from onepass.kernels.grouped_rows import activate
 
 @triton.jit
 def load_weight(
-    w, descriptor, e, k0, n0, K: tl.constexpr, N, W_E: tl.constexpr, W_N: tl.constexpr, W_K: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
+    w, descriptor, e, k0, n0, column, inside, K: tl.constexpr,
+    W_E: tl.constexpr, W_N: tl.constexpr, W_K: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
-    """``w[e, n0 : n0 + BLOCK_N, k0 : k0 + BLOCK_K]``, transposed; zeros beyond K."""
+    """``w[e, column, k0 : k0 + BLOCK_K]``, transposed; zeros beyond K."""
     if TMA == "K":
-        return tl.reshape(descriptor.load([e, n0, k0]), (BLOCK_N, BLOCK_K)).T
+        return tl.reshape(descriptor.load([e, 0, n0, k0]), (WIDTH, BLOCK_K)).T
     elif TMA == "N":
-        return tl.reshape(descriptor.load([e, k0, n0]), (BLOCK_K, BLOCK_N))
+        return tl.reshape(descriptor.load([e, k0, n0]), (BLOCK_K, WIDTH))
     else:
-        k, n = k0 + tl.arange(0, BLOCK_K), n0 + tl.arange(0, BLOCK_N)
-        mask = n[None, :] < N
+        k = k0 + tl.arange(0, BLOCK_K)
+        mask = inside[None, :]
         if K % BLOCK_K != 0:
             mask = mask & (k[:, None] < K)
-        return tl.load(w + e.to(tl.int64) * W_E + k[:, None] * W_K + n[None, :] * W_N, mask=mask, other=0.0)
+        return tl.load(w + e.to(tl.int64) * W_E + k[:, None] * W_K + column[None, :] * W_N, mask=mask, other=0.0)
 
 
 @triton.jit
 def multiply_tile(
     expert, tile, n_tile, x, w, descriptor, low, lora, bias, h, out, order, offsets, tile_row, scale, alpha, limit,
-    N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, GLU: tl.constexpr, ACTIVATION: tl.constexpr,
-    INTERLEAVED: tl.constexpr, SHARE: tl.constexpr, SCATTER: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, ACTIVATION: tl.constexpr, HALVES: tl.constexpr,
+    COLUMNS: tl.constexpr, SHARE: tl.constexpr, SCATTER: tl.constexpr,
     X_ROW: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_K: tl.constexpr,
     L_E: tl.constexpr, L_N: tl.constexpr, L_R: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One tile of `grouped_matmul_kernel`."""
+    """One tile of `grouped_matmul_kernel`: BLOCK_N columns of the result, WIDTH of the product."""
     row = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
     there = row < tl.load(offsets + expert + 1)
     slot = tl.load(order + row, mask=there, other=0)
     source = (slot // SHARE if SHARE > 0 else row).to(tl.int64)
     at_row = row.to(tl.int64)[:, None]
-    two: tl.constexpr = GLU and not INTERLEAVED  # products: of gate, and of up
-    WIDTH: tl.constexpr = 2 * BLOCK_N if GLU and INTERLEAVED else BLOCK_N
-    COLUMNS: tl.constexpr = 2 * N if GLU else N
-    first = n_tile * WIDTH
-    column = (first + tl.arange(0, WIDTH))[None, :]
-    edge = N if two else COLUMNS
+    # Gate and up of the same columns of the result: from two places, or one column in turns.
+    part: tl.constexpr = WIDTH // HALVES
+    n0 = n_tile * part
+    column = n0 + tl.arange(0, WIDTH) % part
+    inside = column < COLUMNS // HALVES
+    column += tl.arange(0, WIDTH) // part * (COLUMNS // HALVES)
     acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-    acc_up = tl.zeros((BLOCK_M, WIDTH), tl.float32)
     if bias is not None:
         bias += expert.to(tl.int64) * COLUMNS
-        acc += tl.load(bias + column, mask=column < edge, other=0.0).to(tl.float32)
-        if two:
-            acc_up += tl.load(bias + N + column, mask=column < edge, other=0.0).to(tl.float32)
+        acc += tl.load(bias + column, mask=inside, other=0.0)[None, :].to(tl.float32)
+    if R > 0:
+        r = tl.arange(0, BLOCK_R)[None, :]
+        adapted = tl.load(low + at_row * R + r, mask=there[:, None] & (r < R), other=0.0)
+        adapter = load_weight(lora, lora, expert, 0, n0, column, inside, R, L_E, L_N, L_R, BLOCK_R, WIDTH, "")
+        acc = tl.dot(adapted, adapter, acc, input_precision=PRECISION)
     for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         k = (k0 + tl.arange(0, BLOCK_K))[None, :]
         mask = there[:, None] if K % BLOCK_K == 0 else there[:, None] & (k < K)
         a = tl.load(x + source[:, None] * X_ROW + k, mask=mask, other=0.0)
-        b = load_weight(w, descriptor, expert, k0, first, K, edge, W_E, W_N, W_K, BLOCK_K, WIDTH, TMA)
+        b = load_weight(w, descriptor, expert, k0, n0, column, inside, K, W_E, W_N, W_K, BLOCK_K, WIDTH, TMA)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
-        if two:
-            b = load_weight(w, descriptor, expert, k0, N + first, K, COLUMNS, W_E, W_N, W_K, BLOCK_K, WIDTH, TMA)
-            acc_up = tl.dot(a, b, acc_up, input_precision=PRECISION)
-    if R > 0:
-        r = tl.arange(0, BLOCK_R)[None, :]
-        a = tl.load(low + at_row * R + r, mask=there[:, None] & (r < R), other=0.0)
-        b = load_weight(lora, lora, expert, 0, first, R, edge, L_E, L_N, L_R, BLOCK_R, WIDTH, "")
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
-        if two:
-            b = load_weight(lora, lora, expert, 0, N + first, R, COLUMNS, L_E, L_N, L_R, BLOCK_R, WIDTH, "")
-            acc_up = tl.dot(a, b, acc_up, input_precision=PRECISION)
 
-    if GLU:
+    if ACTIVATION == "":
+        y = scale * acc
+    else:
         if h is not None:
-            at = h + at_row * COLUMNS + column
-            wide = there[:, None] & (column < edge)
-            tl.store(at, acc.to(h.dtype.element_ty), mask=wide)
-            if two:
-                tl.store(at + N, acc_up.to(h.dtype.element_ty), mask=wide)
-        if two:
-            gate, up = acc, acc_up
+            at = h + at_row * COLUMNS + column[None, :]
+            tl.store(at, acc.to(h.dtype.element_ty), mask=there[:, None] & inside[None, :])
+        if HALVES == 2:
+            gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
         else:
             gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
         y, _, _ = activate(gate, up, alpha, limit, ACTIVATION)
-    else:
-        y = scale * acc
     n = (n_tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     to = slot.to(tl.int64)[:, None] if SCATTER else at_row
     tl.store(out + to * N + n, y.to(out.dtype.element_ty), mask=there[:, None] & (n < N))
@@ -97,24 +86,28 @@ def multiply_tile(
 @triton.jit(do_not_specialize=["tiles"])
 def grouped_matmul_kernel(
     x, w, low, lora, bias, h, out, order, offsets, tile_expert, tile_row, tiles, scale, alpha, limit,
-    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, GLU: tl.constexpr, ACTIVATION: tl.constexpr,
+    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr, SHARE: tl.constexpr, SCATTER: tl.constexpr,
     X_ROW: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_K: tl.constexpr,
     L_E: tl.constexpr, L_N: tl.constexpr, L_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
     GROUP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """``y = x @ w[e]ᵀ + low @ lora[e]ᵀ + bias[e]`` for the rows of every expert e.
+    """``y = x @ w[e]ᵀ + low @ lora[e]ᵀ + bias[e]`` for the rows of every expert e, and ``out = scale · y``.
 
-    ``out = scale · y``; of a GLU, the columns of y are gate and up, N of each: ``h = y`` where it is wanted, and
-    ``out = activate(gate, up)``. Programs take tiles in turns: while one stores, it loads for its next. TMA names the
-    dimension in which ``w`` is contiguous, if it can be read by tensor-memory loads.
+    With an ACTIVATION the columns of y are gate and up, N of each, and ``out = activate(gate, up)``; ``h = y`` where it
+    is wanted. Programs take tiles in turns: while one stores, it loads for its next. TMA names the dimension in which
+    ``w`` is contiguous, if it can be read by tensor-memory loads.
     """
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    WIDTH: tl.constexpr = 2 * BLOCK_N if GLU and INTERLEAVED else BLOCK_N
-    COLUMNS: tl.constexpr = 2 * N if GLU else N
+    COLUMNS: tl.constexpr = N if ACTIVATION == "" else 2 * N
+    WIDTH: tl.constexpr = BLOCK_N if ACTIVATION == "" else 2 * BLOCK_N
+    HALVES: tl.constexpr = 1 if ACTIVATION == "" or INTERLEAVED else 2
     if TMA == "K":
-        descriptor = tl.make_tensor_descriptor(w, [E, COLUMNS, K], [W_E, W_N, 1], [1, WIDTH, BLOCK_K])
+        descriptor = tl.make_tensor_descriptor(
+            w, [E, HALVES, COLUMNS // HALVES, K], [W_E, COLUMNS // HALVES * W_N, W_N, 1],
+            [1, HALVES, WIDTH // HALVES, BLOCK_K],
+        )  # fmt: skip
     elif TMA == "N":
         descriptor = tl.make_tensor_descriptor(w, [E, K, COLUMNS], [W_E, W_K, 1], [1, BLOCK_K, WIDTH])
     else:
@@ -129,8 +122,8 @@ def grouped_matmul_kernel(
         if expert < E:
             multiply_tile(
                 expert, tile, n_tile, x, w, descriptor, low, lora, bias, h, out, order, offsets, tile_row,
-                scale, alpha, limit, N, K, R, GLU, ACTIVATION, INTERLEAVED, SHARE, SCATTER,
-                X_ROW, W_E, W_N, W_K, L_E, L_N, L_R, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, STAGES, PRECISION, TMA,
+                scale, alpha, limit, N, K, R, ACTIVATION, HALVES, COLUMNS, SHARE, SCATTER,
+                X_ROW, W_E, W_N, W_K, L_E, L_N, L_R, BLOCK_M, BLOCK_N, WIDTH, BLOCK_K, BLOCK_R, STAGES, PRECISION, TMA,
             )  # fmt: skip
 
 

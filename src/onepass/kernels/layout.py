@@ -137,32 +137,28 @@ def threads_per_warp() -> int:
 
 
 @lru_cache
+def compute_capability() -> int:
+    """As Triton writes it (90 for Hopper); 0 where there is none: on AMD's cards and in the interpreter."""
+    target = None if one_at_a_time() else triton.runtime.driver.active.get_current_target()
+    return target.arch if target is not None and target.backend == "cuda" else 0
+
+
 def precision() -> str:
     """Of products of float32 tensors: to the last bits, on tensor cores where they can."""
-    if one_at_a_time() or triton.runtime.driver.active.get_current_target().backend == "hip":
-        return "ieee"
-    return "tf32x3"
+    return "tf32x3" if compute_capability() else "ieee"
 
 
-@lru_cache
 def has_tensor_memory() -> bool:
     """Whether tiles can be loaded by a descriptor: from Hopper on, and in the interpreter."""
-    if one_at_a_time():
-        return True
-    target = triton.runtime.driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch >= 90
+    return compute_capability() >= 90 or one_at_a_time()
 
 
-SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # of a program, by compute capability
+SHARED_KIB = {0: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 
 
-@lru_cache
 def shared_memory() -> int:
     """Bytes that a program may have."""
-    target = None if one_at_a_time() else triton.runtime.driver.active.get_current_target()
-    if target is not None and target.backend == "hip":
-        return 64 * 1024
-    return SHARED_KIB.get(target.arch if target is not None else 90, 99) * 1024
+    return SHARED_KIB.get(compute_capability(), 99) * 1024
 
 
 @lru_cache
