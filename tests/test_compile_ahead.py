@@ -116,7 +116,7 @@ OF_EXPERTS = [import_module(f"onepass.kernels.{name}") for name in ("grouping", 
 EXPERTS = {name for name in KERNELS if any(name in vars(module) for module in OF_EXPERTS)}
 # Constants that a launcher passes but does not choose by its arguments.
 FIXED = {"TILES", "BLOCK"}
-TUNED = {"STAGES", "GROUP", "num_warps", "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_R", "BLOCK_T"}  # of experts
+TUNED = {"STAGES", "num_warps", "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_R", "BLOCK_T"}  # of experts
 
 
 @triton.jit

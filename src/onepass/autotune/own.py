@@ -30,7 +30,7 @@ class Question(NamedTuple):
 
 _used: dict[tuple[str, ...], AutotuneRecord] = {}
 _asked: dict[str, Question] | None = None
-_tried: dict[str, Numbers] = {}  # by the name of a kernel
+_tried: dict[str, Numbers] = {}  # by the name of a question
 
 
 def choose(kernel: Any, key: dict[str, Any], rule: Numbers) -> Numbers:
@@ -41,10 +41,12 @@ def choose(kernel: Any, key: dict[str, Any], rule: Numbers) -> Numbers:
     """
     name = jitted(kernel).fn.__name__
     key = key | {"rule": "+".join(map(str, rule.values()))}
-    if _asked is not None:
-        _asked[json.dumps([name, key])] = Question(kernel, key, rule)
-    if name in _tried:
-        return _tried[name]
+    if _asked is not None or _tried:
+        question = json.dumps([name, key])
+        if _asked is not None:
+            _asked[question] = Question(kernel, key, rule)
+        if question in _tried:
+            return _tried[question]
     record = closest([r for r in shipped().get(name, ()) if r.config.keys() == rule.keys()], key)
     if record is None or record.source_hash != source_hash(kernel):
         return rule
@@ -68,18 +70,21 @@ def shipped() -> dict[str, list[AutotuneRecord]]:
 
 
 def candidates(rule: Numbers) -> list[Numbers]:
-    """Half, once and twice each number of the rule, which comes first.
+    """Half, once and twice each number of the rule, which comes first; of pipeline stages one less and one more.
 
     A 1 stays: where one program has a row to itself, a second costs a workspace, and its host time is not measured.
     """
-    sizes = [sorted({n, n // 2, min(2 * n, MOST_THREADS)}) if n > 1 else [n] for n in rule.values()]
+    sizes = []
+    for name, n in rule.items():
+        others = (n - 1, n + 1) if name == "STAGES" else (n // 2, min(2 * n, MOST_THREADS))
+        sizes.append(sorted({n, *others}) if n > 1 else [n])
     found = [dict(zip(rule, numbers)) for numbers in product(*sizes)]
     return sorted(found, key=lambda numbers: numbers != rule)
 
 
 @contextmanager
 def asking() -> Iterator[dict[str, Question]]:
-    """What is asked meanwhile."""
+    """What is asked meanwhile, each by its name."""
     global _asked
     found: dict[str, Question] = {}
     _asked = found
@@ -90,11 +95,10 @@ def asking() -> Iterator[dict[str, Question]]:
 
 
 @contextmanager
-def trying(kernel: Any, numbers: Numbers) -> Iterator[None]:
-    """Every launch that is planned meanwhile takes these."""
-    name = jitted(kernel).fn.__name__
-    _tried[name] = numbers
+def trying(question: str, numbers: Numbers) -> Iterator[None]:
+    """Launches that are planned meanwhile and ask this take these."""
+    _tried[question] = numbers
     try:
         yield
     finally:
-        del _tried[name]
+        del _tried[question]

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,10 +18,15 @@ from triton.runtime.errors import OutOfResources
 from onepass.autotune import AutotuneRecord, ConfigStore, own
 from onepass.autotune.tuners import record_from
 from onepass.cli.bench import SMALL, kernel_us, median_ms, parse_shape
+from onepass.cli.bench_experts import MIXTRAL, QWEN3_30B, SIZES
+from onepass.cli.bench_experts import parse_shape as parse_expert_shape
 from onepass.cli.implementations import LOSS_SHAPES, OPERATIONS, Operation, random_logits
+from onepass.kernels import grouped
 from onepass.kernels.launch import forget
 
-OPS = [name for name, operation in OPERATIONS.items() if operation.shapes is LOSS_SHAPES and any(operation.reads)]
+EXPERTS, EXPERT_SHAPE, EXPERT_SHAPES = "experts", "x".join(s.upper() for s in SIZES), (QWEN3_30B, MIXTRAL)
+LOSSES = [name for name, operation in OPERATIONS.items() if operation.shapes is LOSS_SHAPES and any(operation.reads)]
+OPS = [*LOSSES, EXPERTS]
 ROUNDS = 2  # over all candidates: between the first and the last a GPU's clock changes by more than they differ
 AHEAD = 0.99  # of the rule's time: less is noise
 app = typer.Typer(no_args_is_help=True, help=__doc__)
@@ -85,8 +91,13 @@ def export(
 def run(
     out: Annotated[Path, typer.Option(help="The store to write; one that is there takes part.")],
     op: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(OPS)}.", show_default="all")] = None,
-    shape: Annotated[list[str] | None, typer.Option(help="ROWSxVOCAB.", show_default=", ".join(LOSS_SHAPES))] = None,
-    dtype: Annotated[str, typer.Option(help="Of the logits.")] = "bfloat16",
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"ROWSxVOCAB; of experts {EXPERT_SHAPE}.", show_default=", ".join([*LOSS_SHAPES, *EXPERT_SHAPES])
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the logits, of the experts.")] = "bfloat16",
     milliseconds: Annotated[int, typer.Option(help="Measured of each candidate.")] = 30,
 ) -> None:
     """Measure our own kernels, forward and backward, with numbers around those of their rules."""
@@ -97,16 +108,46 @@ def run(
     for name in op or OPS:
         if name not in OPS:
             raise typer.BadParameter(f"expected one of {', '.join(OPS)}, got {name}", param_hint="--op")
-        for rows, vocab in map(parse_shape, shape or LOSS_SHAPES):
-            step = step_of(OPERATIONS[name], rows, vocab, getattr(torch, dtype), device)
+        for step, small in steps(name, shape, getattr(torch, dtype), device):
 
-            def time(call: Callable[[], object], few: bool = rows * vocab <= SMALL) -> float:
-                return (kernel_us(call, device) or 0) / 1e3 if few else median_ms(call, device, milliseconds)
+            def time(call: Callable[[], object], small: bool = small) -> float:
+                return (kernel_us(call, device) or 0) / 1e3 if small else median_ms(call, device, milliseconds)
 
             for record in measure(step, time, console, done):
                 store.add([record])
                 store.save()
     show([out])
+
+
+def steps(
+    op: str, shapes: list[str] | None, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[Callable[[], object], bool]]:
+    """What is measured of an operation, and whether that is so small that only the kernels' own time says something."""
+    if op == EXPERTS:
+        for sizes in map(parse_expert_shape, shapes or EXPERT_SHAPES):
+            yield from ((step, False) for step in grouped_products(sizes, dtype, device))
+    else:
+        for rows, vocab in map(parse_shape, shapes or LOSS_SHAPES):
+            yield step_of(OPERATIONS[op], rows, vocab, dtype, device), rows * vocab <= SMALL
+
+
+def grouped_products(
+    sizes: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device
+) -> list[Callable[[], torch.Tensor]]:
+    """Each product of `kernels.experts`, forward and backward."""
+    T, H, width, E, K = sizes
+    normal = partial(torch.randn, dtype=dtype, device=device)
+    hidden, gate_up, down = normal(T, H), normal(E, 2 * width, H), normal(E, H, width)
+    rows, both = normal(T * K, width), normal(T * K, 2 * width)
+    groups = grouped.group(torch.rand(T, E, device=device).topk(K).indices, E)
+    return [
+        lambda: grouped.product(hidden, gate_up, groups, share=K, glu=True, h=both),
+        lambda: grouped.product(rows, down, groups, scatter=True),
+        lambda: grouped.product(hidden, down.mT, groups, share=K),
+        lambda: grouped.product(both, gate_up.mT, groups, scatter=True),
+        lambda: grouped.outer(hidden, rows, down, groups, share_a=K),
+        lambda: grouped.outer(both, hidden, gate_up, groups, share_b=K),
+    ]
 
 
 def step_of(
@@ -144,7 +185,7 @@ def measure(
         turns = list(enumerate(candidates)) * ROUNDS
         for n, candidate in track(turns, description=text, console=console, transient=True):
             forget()
-            with own.trying(question.kernel, candidate), suppress(OutOfResources, CompilationError):
+            with own.trying(name, candidate), suppress(OutOfResources, CompilationError):
                 call()
                 times[n] = min(times[n], time(call))
         forget()

@@ -89,12 +89,12 @@ def product_plan(
         X_ROW=x_row, W_E=w_strides[0], W_N=w_strides[1], W_K=w_strides[2],
         **dict(zip(("L_E", "L_N", "L_R"), lora_strides or (0, 0, 0))),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=max(16, power_of_two(R)),
-        **numbers, PRECISION=layout.precision(), TMA=tma,
+        STAGES=numbers["STAGES"], PRECISION=layout.precision(), TMA=tma,
     )  # fmt: skip
     at_once = max(1, min(4, layout.shared_memory() // (of_stage * numbers["STAGES"])))
     programs = min(tiles * -(-N // block_n), at_once * layout.multiprocessors(device))
     warps = 8 if block_m * block_n * products * element >= 128 * 128 * 2 else 4
-    return Plan(grouped_matmul_kernel, programs, (tiles, scale, o.alpha, o.limit), constexprs, warps)
+    return Plan(grouped_matmul_kernel, programs, (tiles, numbers["GROUP"], scale, o.alpha, o.limit), constexprs, warps)
 
 
 def outer(

@@ -83,15 +83,15 @@ def multiply_tile(
     tl.store(out + to * N + n, y.to(out.dtype.element_ty), mask=there[:, None] & (n < N))
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["tiles", "group"])
 def grouped_matmul_kernel(
-    x, w, low, lora, bias, h, out, order, offsets, tile_expert, tile_row, tiles, scale, alpha, limit,
+    x, w, low, lora, bias, h, out, order, offsets, tile_expert, tile_row, tiles, group, scale, alpha, limit,
     E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr, SHARE: tl.constexpr, SCATTER: tl.constexpr,
     X_ROW: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_K: tl.constexpr,
     L_E: tl.constexpr, L_N: tl.constexpr, L_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
-    GROUP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """``y = x @ w[e]ᵀ + low @ lora[e]ᵀ + bias[e]`` for the rows of every expert e, and ``out = scale · y``.
 
@@ -113,11 +113,11 @@ def grouped_matmul_kernel(
     else:
         descriptor = w
     for work in tl.range(tl.program_id(0), tiles * N_TILES, tl.num_programs(0), flatten=True):
-        # GROUP tiles of rows meet the same columns of the weights at about the same time, which stay in the cache.
-        begin = work // (GROUP * N_TILES) * GROUP
-        height = tl.minimum(tiles - begin, GROUP)
-        tile = begin + work % (GROUP * N_TILES) % height
-        n_tile = work % (GROUP * N_TILES) // height
+        # A group of tiles meets the same columns of the weights at about the same time, which stay in the cache.
+        begin = work // (group * N_TILES) * group
+        height = tl.minimum(tiles - begin, group)
+        tile = begin + work % (group * N_TILES) % height
+        n_tile = work % (group * N_TILES) // height
         expert = tl.load(tile_expert + tile)
         if expert < E:
             multiply_tile(
