@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Everything that is claimed of a GPU, in the order in which it matters: benchmarks against the installed peers, the
 # GPU suite, accuracy, and compute-sanitizer over the suite. Results go to the folder $1 (default .bench); $2 names a
-# part: logits, routers, heads, trainers (which needs TRL), autotune (Liger or fla) or checks (default all). About 20
-# minutes on an H100. Without a .git here, say ONEPASS_COMMIT=<commit>.
+# part: logits, routers, experts, heads, trainers (which needs TRL), autotune (Liger or fla) or checks (default all).
+# About 25 minutes on an H100. Without a .git here, say ONEPASS_COMMIT=<commit>.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-.bench}
@@ -27,6 +27,10 @@ fi
 if wants routers; then
   bench --op softmax_topk --op sigmoid_topk --name routers
 fi
+if wants experts; then
+  measure bench-experts --name experts
+  measure bench-experts --op experts_forward --shape 4096x4096x14336x8x2 --routing uniform --name experts-mixtral
+fi
 if wants heads; then
   measure bench-head --no-compile --shape 8192x4096x151936 --name linear-head
   measure bench-head --no-compile "${frozen_or_not[@]}" --shape 32768x2048x151936 --no-peers --name linear-head-memory
@@ -49,4 +53,5 @@ if wants checks; then
   memcheck softmax_ tests/test_statistics.py tests/test_losses.py tests/test_softmax_loss.py tests/test_distillation.py
   memcheck divergence tests/test_distillation.py
   memcheck routing tests/test_routing.py
+  memcheck grouped tests/test_experts.py tests/test_scattered.py
 fi

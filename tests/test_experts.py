@@ -205,6 +205,24 @@ def test_leading_dimensions_and_strides(device):
     assert torch.equal(again, expected)
 
 
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements():
+    """The last tokens, whose rows lie beyond, are as they are alone."""
+    T, H, I, E, K = 66000, 64, 2080, 16, 8  # noqa: E741
+    assert T * K * 2 * I > 2**31
+    randn = lambda *shape: (torch.randn(*shape, device="cuda") * 0.1).bfloat16()  # noqa: E731
+    hidden, weights, upstream = randn(T, H), torch.rand(T, K, device="cuda"), randn(T, H)
+    both = randn(E, 2 * I, H), randn(E, H, I)
+    ids = torch.rand(T, E, device="cuda").topk(K).indices
+    found = []
+    for rows in (slice(None), slice(T - 50, T)):
+        leaves = hidden[rows].detach().requires_grad_(), weights[rows].detach().requires_grad_()
+        out = expert_mlp(leaves[0], Routing(leaves[1], ids[rows], ids), *both)
+        found.append([t[-50:] for t in (out, *torch.autograd.grad(out, leaves, upstream[rows]))])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
+
+
 def test_second_derivatives_are_refused():
     of, experts = inputs()
     tensors = leaves(of, torch.float32, "cpu")

@@ -37,7 +37,12 @@ def run(experts, implementation, hidden, ids, weights, device="cpu"):
     leaves = hidden.detach().to(device).requires_grad_(), weights.detach().to(device).requires_grad_()
     out = experts(leaves[0], ids.to(device), leaves[1])
     wanted = [*leaves, *[p for p in experts.parameters() if p.requires_grad]]
-    return [out, *torch.autograd.grad(out, wanted, torch.linspace(-1, 1, out.numel()).view(out.shape).to(out))]
+    return [
+        out,
+        *torch.autograd.grad(
+            out, wanted, torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out)
+        ),
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +65,25 @@ def test_as_the_eager_experts(device, family, routed):
     got = run(experts.to(device), "onepass", *routed, device)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_no_further_from_float64_than_grouped_mm(family):
+    generator = torch.Generator().manual_seed(1)
+    hidden, scores = torch.randn(500, 256, generator=generator), torch.rand(500, 6, generator=generator)
+    weights, ids = scores.topk(2)
+    sizes = dict(hidden_size=256, intermediate_size=192, moe_intermediate_size=192)
+    experts = experts_of(family, **sizes).bfloat16()
+    rounded = experts_of(family, **sizes)
+    rounded.load_state_dict(experts.state_dict())
+    exact = run(rounded.double(), "eager", hidden.bfloat16().double(), ids, weights.double())
+    error = {}
+    for implementation in ("grouped_mm", "onepass"):
+        found = run(experts.cuda(), implementation, hidden.bfloat16(), ids, weights, "cuda")
+        error[implementation] = [(a.cpu().double() - b).norm() / b.norm() for a, b in zip(found, exact, strict=True)]
+    for ours, theirs in zip(error["onepass"], error["grouped_mm"], strict=True):
+        assert ours <= 1.02 * theirs and ours < 1e-2, error
 
 
 @pytest.mark.parametrize("act, name", [("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("silu", "silu")])
