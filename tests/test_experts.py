@@ -96,6 +96,7 @@ CASES = {
     "gpt-oss": dict(activation="swiglu_clamped", biased=True, transposed=True, interleaved=True, H=40, T=21),
     "transposed, adapters": dict(transposed=True, rank=3, I=40, E=3),
     "interleaved, adapters": dict(interleaved=True, rank=17, I=70, H=33),
+    "adapters of a high rank": dict(rank=130, I=40),
     "all biased": dict(activation="swiglu_clamped", biased=True, rank=2, interleaved=True, transposed=True),
     "one expert": dict(E=1, K=1, T=40),
     "more experts than tokens": dict(E=37, K=6, T=3),

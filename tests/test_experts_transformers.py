@@ -83,7 +83,7 @@ def test_bfloat16_is_no_further_from_float64_than_grouped_mm(family):
         found = run(experts.cuda(), implementation, hidden.bfloat16(), ids, weights, "cuda")
         error[implementation] = [(a.cpu().double() - b).norm() / b.norm() for a, b in zip(found, exact, strict=True)]
     for ours, theirs in zip(error["onepass"], error["grouped_mm"], strict=True):
-        assert ours <= 1.02 * theirs and ours < 1e-2, error
+        assert ours <= 1.02 * theirs and ours < 5e-2, error  # gpt-oss: gradients jump at its limit
 
 
 @pytest.mark.parametrize("act, name", [("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("silu", "silu")])

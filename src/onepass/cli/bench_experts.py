@@ -10,10 +10,9 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from onepass.cli.bench import DTYPES, bars, conclude, extra_memory, first_line, new_report
-from onepass.cli.bench_head import free, in_turns
+from onepass.cli.bench_head import free, in_turns, table
 from onepass.cli.implementations_experts import OPERATIONS, Batch, Forward, dense, implementations, make_batch
 
 KINDS = ("uniform", "zipf")
@@ -52,7 +51,7 @@ def bench_experts(
         batch = make_batch(operation, sizes, how, DTYPES[kind], device)
         measured = measure(case, batch, peers, rounds, milliseconds, device, console, report["not_run"])
         report["results"] += [case | m for m in measured]
-        console.print(table(case, measured))
+        console.print(table(title(case), COLUMNS, measured))
         (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")  # whatever comes after
     groups = [list(group) for _, group in itertools.groupby(report["results"], key=title)]
     panels = [(title(g[0]).replace(", ", "\n", 1), g, g[0]["baseline_ms"]) for g in groups]
@@ -102,17 +101,3 @@ def check(forward: Forward, batch: Batch) -> dict[str, Any]:
 def title(case: dict[str, Any]) -> str:
     sizes = " x ".join(str(case[s]) for s in SIZES)
     return f"{case['operation']}, {sizes}, {case['routing']}, {case['dtype']}"
-
-
-def table(case: dict[str, Any], measured: list[dict[str, Any]]) -> Table:
-    result = Table(*COLUMNS, title=title(case), title_justify="left")
-    for column in result.columns[1:]:
-        column.justify = "right"
-    for m in sorted(measured, key=lambda m: m["ms"]):
-        result.add_row(
-            m["implementation"], f"{m['ms']:.3f}", f"{m['ratio']:.2f}",
-            "" if m["extra_bytes"] is None else f"{m['extra_bytes'] / 2**30:.3f}",
-            "" if m["error"] is None else f"{m['error']:.1e}",
-            style="bold" if m["implementation"] == "onepass" else None,
-        )  # fmt: skip
-    return result

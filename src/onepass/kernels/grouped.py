@@ -74,27 +74,43 @@ def product_plan(
     slots, tiles, E, N, K, R, share = sizes
     glu, scatter, scale = how
     block_m, block_k = rows_of_tile(slots, E), max(16, min(power_of_two(K), 128 // element))
-    products = 2 if glu else 1
-    hopper = layout.compute_capability() == 90
-    widest = (256 if tma and (hopper or not glu) else 128) if element == 2 else 64  # as registers allow
-    block_n = max(16, min(power_of_two(N), widest // products))
-    of_stage = (block_m + products * block_n) * block_k * element
+    products, block_r = 2 if glu else 1, max(16, power_of_two(R))
+    block_n, of_stage, most = tile_that_fits(N, products, (block_m, block_k, block_r if R else 0), element, bool(tma))
+    if most < 1:
+        raise ValueError(f"adapters: expected a rank that fits into shared memory, got {R}")
     tiles_of_expert = power_of_two(slots // (E * block_m))
-    rule = dict(STAGES=max(2, min(2 + products, layout.shared_memory() // of_stage)), GROUP=min(16, tiles_of_expert))
+    rule = dict(STAGES=min(2 + products, most), GROUP=min(16, tiles_of_expert))
     key = {"rows": slots, "experts": E, "columns": N, "inner": K, "read": "glu" if glu else "plain"}
     numbers = choose(grouped_matmul_kernel, key | layout.elements(element), rule)
+    stages = min(numbers["STAGES"], most)
     constexprs = dict(
         E=E, N=N, K=K, R=R, ACTIVATION=o.activation if glu else "", INTERLEAVED=o.interleaved, SHARE=share,
         SCATTER=scatter,
         X_ROW=x_row, W_E=w_strides[0], W_N=w_strides[1], W_K=w_strides[2],
         **dict(zip(("L_E", "L_N", "L_R"), lora_strides or (0, 0, 0))),
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=max(16, power_of_two(R)),
-        STAGES=numbers["STAGES"], PRECISION=layout.precision(), TMA=tma,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=block_r, STAGES=stages,
+        PRECISION=layout.precision(), TMA=tma,
     )  # fmt: skip
-    at_once = max(1, min(4, layout.shared_memory() // (of_stage * numbers["STAGES"])))
+    at_once = max(1, min(4, layout.shared_memory() // (of_stage * stages)))
     programs = min(tiles * -(-N // block_n), at_once * layout.multiprocessors(device))
     warps = 8 if block_m * block_n * products * element >= 128 * 128 * 2 else 4
     return Plan(grouped_matmul_kernel, programs, (tiles, numbers["GROUP"], scale, o.alpha, o.limit), constexprs, warps)
+
+
+def tile_that_fits(
+    N: int, products: int, blocks: tuple[int, int, int], element: int, tma: bool
+) -> tuple[int, int, int]:
+    """Columns of a tile of the result; the bytes of a stage, and how many stages there may be beside the adapter."""
+    block_m, block_k, block_r = blocks
+    hopper = layout.compute_capability() == 90
+    widest = (256 if tma and (hopper or products == 1) else 128) if element == 2 else 64  # as registers allow
+    block_n = max(16, min(power_of_two(N), widest // products))
+    while True:
+        column_bytes = (block_m + products * block_n) * element
+        most = (layout.shared_memory() - column_bytes * block_r) // (column_bytes * block_k)
+        if most >= 2 or block_n == 16:
+            return block_n, column_bytes * block_k, most
+        block_n //= 2
 
 
 def outer(
