@@ -56,7 +56,7 @@ def tensor_memory(w: Tensor, halves: bool) -> str:
     """
     of_expert, of_n, of_k = w.stride()
     name, other = ("K", of_n) if of_k == 1 else ("N", of_k if of_n == 1 and not halves else 0)
-    whole = all(n > 0 and n * w.element_size() % 16 == 0 for n in (of_expert, other))
+    whole = w.numel() and all(n > 0 and n * w.element_size() % 16 == 0 for n in (of_expert, other))
     return name if layout.has_tensor_memory() and whole and w.data_ptr() % 16 == 0 else ""
 
 

@@ -70,8 +70,8 @@ def expert_mlp(
         dtype = torch.get_autocast_dtype(hidden.device.type)
         tensors = [t if t is None or n == 1 else t.to(dtype) for n, t in enumerate(tensors)]
     check_experts(tensors, routing.experts, options)
-    rows = tensors[0].reshape(-1, hidden.shape[-1]).contiguous()  # type: ignore[union-attr]
     weights = routing.weights.reshape(-1, routing.weights.shape[-1]).contiguous()
+    rows = tensors[0].reshape(len(weights), hidden.shape[-1]).contiguous()  # type: ignore[union-attr]
     experts = routing.experts.reshape(weights.shape).contiguous()
     if rows.dtype != torch.float64:
         weights = weights.float()

@@ -19,9 +19,14 @@ def group_by_expert(experts: Tensor, num_experts: int, like: Tensor) -> Groups:
         experts: int32 or int64, the ids that tokens chose. One that is no expert's belongs to nobody.
         num_experts: E.
         like: a tensor of the device and dtype that will be multiplied.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
     """
     if not isinstance(experts, Tensor) or experts.dtype not in (torch.int32, torch.int64) or experts.dim() != 2:
         raise TypeError(f"experts: expected an int32 or int64 tensor (T, K), got {described(experts)}")
+    if num_experts < 1:
+        raise ValueError(f"num_experts: expected 1 or more, got {num_experts}")
     check_device(experts, like, "experts")
     return Groups(*_group(experts.contiguous(), like, GroupOptions(num_experts)))
 
