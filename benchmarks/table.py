@@ -10,6 +10,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SUMMARY = "<!-- summary: benchmarks/table.py -->\n", "<!-- end of summary -->\n"
 AUTOTUNE = "<!-- autotune: benchmarks/table.py -->\n", "<!-- end of autotune -->\n"
+EXPERTS = "<!-- experts: benchmarks/table.py -->\n", "<!-- end of experts -->\n"
 TRAINERS = "<!-- trainers: benchmarks/table.py -->\n", "<!-- end of trainers -->\n"
 LINEAR_HEAD = "<!-- linear head: benchmarks/table.py -->\n", "<!-- end of linear head -->\n"
 INTRODUCTION = """# Measured
@@ -121,6 +122,22 @@ def head_summary(reports: dict[Path, dict]) -> str:
     return HEADS + grid(["ms", "rows × hidden × vocabulary", *columns], rows) if rows else ""
 
 
+def expert_table(path: Path, report: dict) -> str:
+    rows = []
+    sizes = "tokens", "hidden", "intermediate", "experts", "choices"
+    for (operation, *shape, routing), group in groupby(
+        report["results"], key=lambda r: (r["operation"], *[r[s] for s in sizes], r["routing"])
+    ):
+        for r in sorted(group, key=lambda r: r["ms"]):
+            mark = "**" if r["implementation"] == "onepass" else ""
+            row = [named(r), f"{r['ms']:.2f}", f"{r['ratio']:.2f}", gib(r)]
+            case = [f"`{operation}`", " × ".join(map(str, shape)), routing]
+            rows.append(case + [f"{mark}{cell}{mark}" if cell else "" for cell in row])
+    return f"{where(path, report)}\n\n" + grid(
+        ["", " × ".join(sizes), "routing", "", "ms", "× dense", "extra GiB"], rows
+    )
+
+
 def trainer_table(path: Path, report: dict) -> str:
     here, sizes = report["environment"], report["sizes"]
     about = (
@@ -185,6 +202,7 @@ if __name__ == "__main__":
     reports = {path: json.loads(path.read_text()) for path in sorted((HERE / "results").glob("*.json"))}
     tuned = {path: reports.pop(path) for path in list(reports) if "tunes" in reports[path]["results"]}
     trainers = {path: reports.pop(path) for path in list(reports) if "trainer" in reports[path]["results"][0]}
+    experts = {path: reports.pop(path) for path in list(reports) if "routing" in reports[path]["results"][0]}
     heads = {path: report for path, report in reports.items() if "hidden" in report["results"][0]}
     text = [INTRODUCTION]
     for path, report in reports.items():
@@ -197,6 +215,7 @@ if __name__ == "__main__":
     written = between(readme.read_text(), SUMMARY, summary(logits))
     readme.write_text(between(written, LINEAR_HEAD, head_summary(heads)))
     for name, marks, tables in (
+        ("moe.md", EXPERTS, [expert_table(*of) for of in experts.items()]),
         ("integrations.md", TRAINERS, [trainer_table(*of) for of in trainers.items()]),
         ("autotune.md", AUTOTUNE, [autotune_table(*of) for of in tuned.items()]),
     ):
