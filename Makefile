@@ -24,7 +24,8 @@ test-trl-%: $(READY)
 	echo $(CURDIR)/$(VENV)/lib/python*/site-packages > `echo $(VENV)-trl-$*/lib/python*/site-packages`/base.pth
 	$(VENV)-trl-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps trl==$*
 	$(VENV)-trl-$*/bin/python -m pip install --quiet --disable-pip-version-check requests  # which they import
-	PYTHONPATH=src $(VENV)-trl-$*/bin/python -m pytest -p no:cacheprovider tests/test_trainers.py tests/test_integrations.py
+	PYTHONPATH=src $(VENV)-trl-$*/bin/python -m pytest -p no:cacheprovider tests/test_trainers.py tests/test_patching.py \
+		tests/test_integrations.py
 
 lint: $(READY)
 	$(BIN)/ruff check src tests benchmarks examples

@@ -1,17 +1,11 @@
-"""`onepass.patch`: what is replaced, what is refused, what comes back; and each replacement against the original."""
+"""What `onepass.patch` puts in place, each against the original that it stands for; and the plugin of axolotl."""
 
-import subprocess
-import sys
-import threading
-from collections import Counter
 from importlib import import_module
-from types import ModuleType
 
 import pytest
 import torch
 
 import onepass
-from onepass.integrations import patching
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 trl = pytest.importorskip("trl")
@@ -26,154 +20,6 @@ N, H, V = 23, 16, 67
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def module():
-    """A module of a user, that imported a name before."""
-    made = ModuleType("somebodys_trainer")
-    made.chosen = utils.selective_log_softmax
-    sys.modules[made.__name__] = made
-    yield made
-    del sys.modules[made.__name__]
-
-
-def test_importing_onepass_imports_no_library():
-    code = "import onepass, sys; assert not {'trl', 'transformers', 'datasets', 'axolotl'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_names_are_replaced_wherever_they_are_held(module):
-    original, loss = utils.selective_log_softmax, loss_utils.ForCausalLMLoss
-    router = import_module("transformers.models.mixtral.modeling_mixtral").MixtralTopKRouter
-    forward = router.forward
-    with onepass.patch() as patched:
-        ours = import_module("onepass.integrations.trl").selective_log_softmax
-        assert utils.selective_log_softmax is module.chosen is ours
-        assert {loss_utils.LOSS_MAPPING[k].__module__ for k in ("ForCausalLM", "ForConditionalGeneration")} == {
-            "onepass.integrations.transformers"
-        }
-        assert router.forward is not forward
-        # Imported while the patch is there.
-        later = ModuleType("imported_later")
-        later.renamed = utils.selective_log_softmax
-        sys.modules[later.__name__] = later
-        replaced = {(p.module, p.name): p for p in patched.replaced}
-        assert replaced["somebodys_trainer", "chosen"] == ("somebodys_trainer", "chosen", original, ours)
-        assert "somebodys_trainer.chosen -> onepass.integrations.trl.selective_log_softmax" in str(patched)
-    del sys.modules[later.__name__]
-    assert utils.selective_log_softmax is module.chosen is later.renamed is original
-    assert loss_utils.LOSS_MAPPING["ForCausalLM"] is loss_utils.ForCausalLMLoss is loss
-    assert router.forward is forward
-
-
-def test_patches_nest_and_restore_once(module):
-    original = utils.selective_log_softmax
-    first, second = onepass.patch("trl"), onepass.patch("trl")
-    assert second.replaced == first.replaced and first.replaced
-    first.restore()
-    first.restore()
-    assert utils.selective_log_softmax is module.chosen is not original
-    second.restore()
-    assert utils.selective_log_softmax is module.chosen is original
-
-
-def test_a_plan_changes_nothing(module):
-    original = utils.selective_log_softmax
-    planned = patching.plan()
-    assert utils.selective_log_softmax is module.chosen is original
-    with onepass.patch() as patched:
-        assert patched.replaced == planned.replaced == patching.plan().replaced
-        assert patched.kept == planned.kept
-
-
-def test_what_another_wrote_over_ours_is_left_alone(module):
-    original, other = utils.selective_log_softmax, object()
-    with onepass.patch("trl"):
-        module.chosen = other
-    assert module.chosen is other and utils.selective_log_softmax is original
-
-
-def test_threads():
-    original = utils.selective_log_softmax
-    failed, start = [], threading.Barrier(4)
-
-    def work():
-        start.wait()
-        try:
-            for _ in range(3):
-                with onepass.patch("trl"):
-                    assert utils.selective_log_softmax is not original
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed and utils.selective_log_softmax is original
-
-
-def test_an_unknown_signature_is_refused_as_a_whole(monkeypatch):
-    def selective_log_softmax(logits, index, something_new):
-        raise AssertionError
-
-    loss = loss_utils.ForCausalLMLoss
-    monkeypatch.setattr(utils, "selective_log_softmax", selective_log_softmax)
-    match = rf"selective_log_softmax: onepass {onepass.__version__} knows.*trl {trl.__version__} has .*something_new"
-    with pytest.raises(RuntimeError, match=match):
-        onepass.patch()
-    assert loss_utils.ForCausalLMLoss is loss and utils.selective_log_softmax is selective_log_softmax
-    monkeypatch.delattr(utils, "selective_log_softmax")
-    with pytest.raises(RuntimeError, match="has no such name; nothing was patched"):
-        onepass.patch("trl")
-
-
-def test_a_router_that_returns_something_else_is_refused(monkeypatch):
-    router = import_module("transformers.models.olmoe.modeling_olmoe").OlmoeTopKRouter
-
-    def forward(self, hidden_states):
-        return hidden_states
-
-    monkeypatch.setattr(router, "forward", forward)
-    with pytest.raises(RuntimeError, match=r"OlmoeTopKRouter.forward.*that returns \(router_logits.*something else"):
-        onepass.patch("transformers")
-
-
-def test_a_failure_half_way_is_undone(monkeypatch, module):
-    original, loss = utils.selective_log_softmax, loss_utils.ForCausalLMLoss
-    write, count = patching._Place.write, Counter()
-
-    def fails(self, value):
-        count["writes"] += 1
-        if count["writes"] == 5:
-            raise OSError("of somebody's __setattr__")
-        write(self, value)
-
-    monkeypatch.setattr(patching._Place, "write", fails)
-    with pytest.raises(OSError, match="somebody"):
-        onepass.patch()
-    assert utils.selective_log_softmax is module.chosen is original
-    assert loss_utils.LOSS_MAPPING["ForCausalLM"] is loss_utils.ForCausalLMLoss is loss
-    assert not patching._active
-
-
-def test_versions_and_names(monkeypatch):
-    with pytest.raises(ValueError, match="libraries: expected any of 'transformers', 'trl', got 'TRL'"):
-        onepass.patch("TRL")
-    monkeypatch.setattr(trl, "__version__", "0.20.0")
-    with onepass.patch("trl") as patched:
-        assert not patched.replaced and len(patched.kept) >= 4
-        assert "selective_log_softmax kept: replaced from 0.29; trl 0.20.0 has" in str(patched)
-    monkeypatch.setattr(patching, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"trl is not installed; pip install 'onepass\[trl\]'"):
-        onepass.patch("trl")
-    with onepass.patch() as patched:
-        assert str(patched) == "nothing to replace"
-
-
-# The replacements against the originals.
 
 
 def both(name, *arguments, of=utils, module="trl", inputs=(), **options):
