@@ -114,6 +114,26 @@ def test_fused_head(softcap, scale, outputs):
 
 
 @LATEST
+def test_fused_head_rounds_a_bias_as_trl_does():
+    """Of whole numbers, whose products no order of summing changes: only when they are rounded matters."""
+    from trl.kernels import chunked_logprob
+
+    hidden, weight = (torch.randint(-15, 16, (n, H)).bfloat16().requires_grad_() for n in (N, V))
+    bias, targets = (200 * torch.randn(V)).bfloat16().requires_grad_(), torch.randint(V, (N,))
+    found = []
+    for function in (chunked_logprob.ChunkedLogProbFunction, _ours("ChunkedLogProbFunction")):
+        results = function.apply(hidden, weight, bias, targets, 50.0, 10, None, 1.0, ("entropy", "mean_logits"))
+        of = results[0].sum() + 2 * results[1].sum()
+        found.append((results, [g.float() for g in torch.autograd.grad(of, [hidden, weight, bias])]))
+    (theirs, of_theirs), (ours, of_ours) = found
+    assert_same([(theirs, ()), (ours, ())], atol=1e-4)
+    for a, b in zip(of_theirs, of_ours):
+        torch.testing.assert_close(b, a, rtol=1e-2, atol=1e-2 * a.abs().max().item())
+    once = onepass.softmax_statistics(onepass.LinearLogits(hidden, weight, bias), targets, temperature=50.0)
+    assert (once.log_probs - ours[0]).abs().max() > 1e-2
+
+
+@LATEST
 def test_fused_head_takes_no_more_tokens_at_a_time_than_trl_is_told_to(monkeypatch):
     from trl.kernels import chunked_logprob
 

@@ -61,7 +61,7 @@ def linear_statistics(
 ) -> Results:
     """As `kernels.softmax_statistics`, of ``(N, V)`` logits; ``alone`` says that no backward follows."""
     with gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
-        head = Head(hidden, weight, bias, dtype)
+        head = Head(hidden, weight, bias, dtype, options.bias_apart)
         results = empty_linear_results(hidden, index, dtype, options)
         row_mask, options = mask_of(index, row_mask, options)
         cut = plan([head], row_mask, False, max_memory, row_bytes(index), alone=alone)
@@ -118,7 +118,7 @@ def linear_gradient(
     """
     upstream = (grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected)
     with gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
-        head = Head(hidden, weight, bias, dtype)
+        head = Head(hidden, weight, bias, dtype, options.bias_apart)
         row_mask, options = mask_of(index, row_mask, options)
         cut = plan([head], row_mask, needed[1], max_memory, row_bytes(index), known=True)
         row_mask = row_mask if defers(row_mask) else None

@@ -28,10 +28,15 @@ ALIGNED = 16  # bytes to which rows are padded: matrix products are slow where a
 
 
 class Head:
-    """What logits are made of: hidden ``(N, H)``, weight ``(V, H)``, bias ``(V,)`` or None, dtype of the products."""
+    """What logits are made of: hidden ``(N, H)``, weight ``(V, H)``, bias ``(V,)`` or None, dtype of the products.
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
-        self.hidden, self.weight, self.bias, self.dtype = hidden, weight, bias, dtype
+    A bias that is ``apart`` is added to the rounded product, which rounds once more.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, apart: bool = False
+    ) -> None:
+        self.hidden, self.weight, self.bias, self.dtype, self.apart = hidden, weight, bias, dtype, apart
         self.vocab = weight.shape[0]
         self.held: tuple[slice, Tensor, Tensor | None] | None = None
         self.padded_vocab = padded(self.vocab, dtype)
@@ -253,10 +258,12 @@ def tiles(heads: Sequence[Head], plan: Plan) -> Iterator[tuple[Rows, slice, Tens
             logits = [b[: rows.n] if columns == ALL else b[:, : columns.stop - columns.start] for b in buffers]
             for head, x, out in zip(heads, hidden, logits):
                 weight, bias = head.factors(columns)
-                if bias is None:
+                if bias is None or head.apart:
                     torch.mm(x, weight.t(), out=out)
                 else:
                     torch.addmm(bias, x, weight.t(), out=out)
+                if bias is not None and head.apart:
+                    out.add_(bias)
             yield rows, columns, hidden[0], logits
 
 

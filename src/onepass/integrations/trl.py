@@ -12,6 +12,7 @@ from onepass.integrations.patching import Target, parameters
 from onepass.losses import log_probs
 from onepass.losses.distillation import kl_div
 from onepass.losses.reduction import reduced
+from onepass.options import Options
 from onepass.statistics import softmax_statistics
 
 FUSED = "trl.kernels.chunked_logprob"
@@ -82,6 +83,15 @@ def _masked(result: Tensor, row_mask: Tensor | None) -> Tensor:
     return result if row_mask is None else result.masked_fill(row_mask == 0, 0.0)
 
 
+class TwiceRounded(LinearLogits):
+    """With the bias added to the rounded product, as TRL's fused head has it; a linear layer rounds their sum."""
+
+    def statistics(
+        self, index: Tensor | None, row_mask: Tensor | None, class_weights: Tensor | None, options: Options
+    ) -> tuple[Tensor, ...]:
+        return super().statistics(index, row_mask, class_weights, options._replace(bias_apart=True))
+
+
 class ChunkedLogProbFunction:
     """The numbers of TRL's fused heads, from `onepass.linear_softmax_statistics`."""
 
@@ -102,8 +112,8 @@ class ChunkedLogProbFunction:
         parts = []
         for rows, target in _parts(hidden, targets):
             s = softmax_statistics(
-                _head(rows, weight, bias), target, temperature=float(temperature), softcap=final_logit_softcapping,
-                logit_scale=float(logit_scale), expected_logit="entropy" in outputs,
+                _head(rows, weight, bias, TwiceRounded), target, temperature=float(temperature),
+                softcap=final_logit_softcapping, logit_scale=float(logit_scale), expected_logit="entropy" in outputs,
                 metrics=[ours for theirs, ours in METRICS.items() if theirs in outputs],
             )  # fmt: skip
             entropy = s.entropy if "entropy" in outputs else None
@@ -189,11 +199,11 @@ def _bool(row_mask: Tensor | None) -> Tensor | None:
     return None if row_mask is None else row_mask != 0
 
 
-def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LinearLogits:
+def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None, kind: type[LinearLogits] = LinearLogits) -> LinearLogits:
     """In the dtype of the hidden states, or autocast's, as a linear layer of a trainer in mixed precision."""
     if not torch.is_autocast_enabled(hidden.device.type):
         weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-    return LinearLogits(hidden, weight, bias)
+    return kind(hidden, weight, bias)
 
 
 def _scaled(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> LinearLogits:
