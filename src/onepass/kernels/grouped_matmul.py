@@ -29,60 +29,6 @@ def load_weight(
         return tl.load(w + e.to(tl.int64) * W_E + k[:, None] * W_K + column[None, :] * W_N, mask=mask, other=0.0)
 
 
-@triton.jit
-def multiply_tile(
-    expert, tile, n_tile, x, w, descriptor, low, lora, bias, h, out, order, offsets, tile_row, scale, alpha, limit,
-    N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, ACTIVATION: tl.constexpr, HALVES: tl.constexpr,
-    COLUMNS: tl.constexpr, SHARE: tl.constexpr, SCATTER: tl.constexpr,
-    X_ROW: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_K: tl.constexpr,
-    L_E: tl.constexpr, L_N: tl.constexpr, L_R: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """One tile of `grouped_matmul_kernel`: BLOCK_N columns of the result, WIDTH of the product."""
-    row = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
-    there = row < tl.load(offsets + expert + 1)
-    slot = tl.load(order + row, mask=there, other=0)
-    source = (slot // SHARE if SHARE > 0 else row).to(tl.int64)
-    at_row = row.to(tl.int64)[:, None]
-    # Gate and up of the same columns of the result: from two places, or one column in turns.
-    part: tl.constexpr = WIDTH // HALVES
-    n0 = n_tile * part
-    column = n0 + tl.arange(0, WIDTH) % part
-    inside = column < COLUMNS // HALVES
-    column += tl.arange(0, WIDTH) // part * (COLUMNS // HALVES)
-    acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-    if bias is not None:
-        bias += expert.to(tl.int64) * COLUMNS
-        acc += tl.load(bias + column, mask=inside, other=0.0)[None, :].to(tl.float32)
-    if R > 0:
-        r = tl.arange(0, BLOCK_R)[None, :]
-        adapted = tl.load(low + at_row * R + r, mask=there[:, None] & (r < R), other=0.0)
-        adapter = load_weight(lora, lora, expert, 0, n0, column, inside, R, L_E, L_N, L_R, BLOCK_R, WIDTH, "")
-        acc = tl.dot(adapted, adapter, acc, input_precision=PRECISION)
-    for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        k = (k0 + tl.arange(0, BLOCK_K))[None, :]
-        mask = there[:, None] if K % BLOCK_K == 0 else there[:, None] & (k < K)
-        a = tl.load(x + source[:, None] * X_ROW + k, mask=mask, other=0.0)
-        b = load_weight(w, descriptor, expert, k0, n0, column, inside, K, W_E, W_N, W_K, BLOCK_K, WIDTH, TMA)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
-
-    if ACTIVATION == "":
-        y = scale * acc
-    else:
-        if h is not None:
-            at = h + at_row * COLUMNS + column[None, :]
-            tl.store(at, acc.to(h.dtype.element_ty), mask=there[:, None] & inside[None, :])
-        if HALVES == 2:
-            gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
-        else:
-            gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
-        y, _, _ = activate(gate, up, alpha, limit, ACTIVATION)
-    n = (n_tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    to = slot.to(tl.int64)[:, None] if SCATTER else at_row
-    tl.store(out + to * N + n, y.to(out.dtype.element_ty), mask=there[:, None] & (n < N))
-
-
 @triton.jit(do_not_specialize=["tiles", "group"])
 def grouped_matmul_kernel(
     x, w, low, lora, bias, h, out, order, offsets, tile_expert, tile_row, tiles, group, scale, alpha, limit,
@@ -103,11 +49,11 @@ def grouped_matmul_kernel(
     COLUMNS: tl.constexpr = N if ACTIVATION == "" else 2 * N
     WIDTH: tl.constexpr = BLOCK_N if ACTIVATION == "" else 2 * BLOCK_N
     HALVES: tl.constexpr = 1 if ACTIVATION == "" or INTERLEAVED else 2
+    PART: tl.constexpr = WIDTH // HALVES
     if TMA == "K":
         descriptor = tl.make_tensor_descriptor(
-            w, [E, HALVES, COLUMNS // HALVES, K], [W_E, COLUMNS // HALVES * W_N, W_N, 1],
-            [1, HALVES, WIDTH // HALVES, BLOCK_K],
-        )  # fmt: skip
+            w, [E, HALVES, COLUMNS // HALVES, K], [W_E, COLUMNS // HALVES * W_N, W_N, 1], [1, HALVES, PART, BLOCK_K]
+        )
     elif TMA == "N":
         descriptor = tl.make_tensor_descriptor(w, [E, K, COLUMNS], [W_E, W_K, 1], [1, BLOCK_K, WIDTH])
     else:
@@ -120,11 +66,46 @@ def grouped_matmul_kernel(
         n_tile = work % (group * N_TILES) // height
         expert = tl.load(tile_expert + tile)
         if expert < E:
-            multiply_tile(
-                expert, tile, n_tile, x, w, descriptor, low, lora, bias, h, out, order, offsets, tile_row,
-                scale, alpha, limit, N, K, R, ACTIVATION, HALVES, COLUMNS, SHARE, SCATTER,
-                X_ROW, W_E, W_N, W_K, L_E, L_N, L_R, BLOCK_M, BLOCK_N, WIDTH, BLOCK_K, BLOCK_R, STAGES, PRECISION, TMA,
-            )  # fmt: skip
+            row = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
+            there = row < tl.load(offsets + expert + 1)
+            slot = tl.load(order + row, mask=there, other=0)
+            source = (slot // SHARE if SHARE > 0 else row).to(tl.int64)
+            at_row = row.to(tl.int64)[:, None]
+            # Gate and up of the same columns of the result: from two places, or one column in turns.
+            n0 = n_tile * PART
+            column = n0 + tl.arange(0, WIDTH) % PART
+            inside = column < COLUMNS // HALVES
+            column += tl.arange(0, WIDTH) // PART * (COLUMNS // HALVES)
+            acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+            if bias is not None:
+                of_columns = tl.load(bias + expert.to(tl.int64) * COLUMNS + column, mask=inside, other=0.0)
+                acc += of_columns[None, :].to(tl.float32)
+            if R > 0:
+                r = tl.arange(0, BLOCK_R)[None, :]
+                adapted = tl.load(low + at_row * R + r, mask=there[:, None] & (r < R), other=0.0)
+                adapter = load_weight(lora, lora, expert, 0, n0, column, inside, R, L_E, L_N, L_R, BLOCK_R, WIDTH, "")
+                acc = tl.dot(adapted, adapter, acc, input_precision=PRECISION)
+            for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+                k = (k0 + tl.arange(0, BLOCK_K))[None, :]
+                mask = there[:, None] if K % BLOCK_K == 0 else there[:, None] & (k < K)
+                a = tl.load(x + source[:, None] * X_ROW + k, mask=mask, other=0.0)
+                b = load_weight(w, descriptor, expert, k0, n0, column, inside, K, W_E, W_N, W_K, BLOCK_K, WIDTH, TMA)
+                acc = tl.dot(a, b, acc, input_precision=PRECISION)
+
+            if ACTIVATION == "":
+                y = scale * acc
+            else:
+                if h is not None:
+                    at = h + at_row * COLUMNS + column[None, :]
+                    tl.store(at, acc.to(h.dtype.element_ty), mask=there[:, None] & inside[None, :])
+                if HALVES == 2:
+                    gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
+                else:
+                    gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
+                y, _, _ = activate(gate, up, alpha, limit, ACTIVATION)
+            n = (n_tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+            to = slot.to(tl.int64)[:, None] if SCATTER else at_row
+            tl.store(out + to * N + n, y.to(out.dtype.element_ty), mask=there[:, None] & (n < N))
 
 
 @triton.jit
