@@ -72,7 +72,20 @@ def test_bench_head_writes_what_it_measured(tmp_path, monkeypatch):
     assert report["not_run"] == {} and (tmp_path / "bench-head.png").stat().st_size > 5_000
 
 
-@pytest.mark.parametrize("command", ["bench", "bench-head"])
+def test_bench_experts_writes_what_it_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "")
+    alone = "--no-peers", "--rounds", 1, "--milliseconds", 5, "--routing", "zipf"
+    result = run("bench-experts", "--shape", "20x16x8x4x2", *alone, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "bench-experts.json").read_text())
+    assert [r["implementation"] for r in report["results"]] == ["dense", "onepass"] * 3
+    assert [r["operation"] for r in report["results"][1::2]] == ["experts_forward", "experts", "experts_lora"]
+    assert [report["results"][0][k] for k in ("tokens", "intermediate", "experts", "routing")] == [20, 8, 4, "zipf"]
+    assert all(r["ms"] == r["runs"][0] > 0 and r["error"] < 1e-4 for r in report["results"][1::2])
+    assert report["not_run"] == {} and (tmp_path / "bench-experts.png").stat().st_size > 5_000
+
+
+@pytest.mark.parametrize("command", ["bench", "bench-head", "bench-experts"])
 @pytest.mark.parametrize("arguments", [("--shape", "8192"), ("--op", "softmax"), ("--dtype", "int8")])
 def test_bench_refuses_what_it_does_not_know(command, arguments):
     result = run(command, *arguments)

@@ -8,7 +8,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +26,12 @@ PASSES = ("forward", "backward", "forward+backward")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SMALL = 1 << 25  # logits up to which calls are bound by the host: the kernels' own time is shown too
 ROUNDS = 35
+# Options that the other benchmarks have, too.
+Masked = Annotated[float, typer.Option(min=0, max=0.99, help="Share of rows that are masked.")]
+Compiled = Annotated[bool, typer.Option("--compile/--no-compile", help="Run torch.compile too.")]
+Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="Run the installed peers too.")]
+Out = Annotated[Path, typer.Option(help="Folder for the JSON and the PNG.")]
+Name = Annotated[str, typer.Option(help="Their name.")]
 
 
 def bench(
@@ -35,18 +41,16 @@ def bench(
         typer.Option(help="ROWSxVOCABULARY (of routers TOKENSxEXPERTS), e.g. 8192x151936; repeatable."),
     ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16, fp32; repeatable.")] = None,
-    masked: Annotated[float, typer.Option(min=0, max=0.99, help="Share of rows that are masked.")] = 0.0,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Run torch.compile too.")] = True,
-    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Run the installed peers too.")] = True,
+    masked: Masked = 0.0,
+    compiled: Compiled = True,
+    peers: Peers = True,
     milliseconds: Annotated[int, typer.Option(help="Time spent on each measurement.")] = 100,
-    out: Annotated[Path, typer.Option(help="Folder for the JSON and the PNG.")] = Path(".bench"),
-    name: Annotated[str, typer.Option(help="Their name.")] = "bench",
+    out: Out = Path(".bench"),
+    name: Name = "bench",
 ) -> None:
     """Time operations against torch and installed peers; write a table, a JSON and a PNG."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for value, choices in [(v, OPERATIONS) for v in op or ()] + [(v, DTYPES) for v in dtype or ()]:
-        if value not in choices:
-            raise typer.BadParameter(f"{value!r}: expected one of {', '.join(choices)}")
+    check_choices((op, OPERATIONS), (dtype, DTYPES))
     console = Console(width=None if sys.stdout.isatty() else 160)
     report = new_report(console, device)
     copy, results, missing = report["copy_gb_per_s"], report["results"], report["not_run"]
@@ -80,6 +84,13 @@ def bench(
         (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")  # whatever comes after
     plot(report, out / f"{name}.png")
     conclude(console, report, out / name)
+
+
+def check_choices(*given: tuple[list[str] | None, Collection[str]]) -> None:
+    for values, choices in given:
+        for value in values or ():
+            if value not in choices:
+                raise typer.BadParameter(f"{value!r}: expected one of {', '.join(choices)}")
 
 
 def shapes_of(operation: str, device: torch.device) -> Sequence[str]:

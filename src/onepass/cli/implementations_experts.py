@@ -1,10 +1,10 @@
 """The experts of `onepass bench-experts`, ours and those of peers, called as their users call them.
 
-A function takes ``(batch)`` and returns the result; what requires a gradient gets one from `Batch.call`.
+A function takes an `ExpertsBatch` and returns the result.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from onepass import moe
 from onepass.cli.environment import package_version
+from onepass.cli.in_turns import Batch, Entrant, Tensors
 
 RANK, SCALING = 16, 2.0
 # Products that cannot be avoided, of those that the forward makes: forward, gradient of the inputs, of the weights.
@@ -22,41 +23,30 @@ OPERATIONS = {"experts_forward": 1, "experts": 3, "experts_lora": 2}
 
 
 @dataclass
-class Batch:
-    """One case: tokens, routing, weights, adapters, and the result in float64."""
-
+class ExpertsBatch(Batch):
     hidden: Tensor
     routing: moe.Routing
     gate_up: Tensor
     down: Tensor
     lora: list[Tensor] = field(default_factory=list)  # A and B of gate_up, A and B of down
-    expected: Tensor = field(default_factory=lambda: torch.empty(0))
-    upstream: Tensor = field(default_factory=lambda: torch.empty(0))
+    expected: Tensors = ()
+    upstream: Sequence[Tensor] = ()
 
     @property
-    def leaves(self) -> list[Tensor]:
-        tensors = [self.hidden, self.routing.weights, self.gate_up, self.down, *self.lora]
-        return [t for t in tensors if t.requires_grad]
+    def tensors(self) -> list[Tensor]:
+        return [self.hidden, self.routing.weights, self.gate_up, self.down, *self.lora]
 
-    def clear(self) -> None:
-        for t in self.leaves:
-            t.grad = None
-
-    def call(self, forward: "Forward") -> Tensor:
-        """Forward and, where there are gradients to take, backward."""
-        self.clear()
-        out = forward(self)
-        if self.leaves:
-            out.backward(self.upstream)
-        return out
+    @property
+    def arguments(self) -> tuple["ExpertsBatch"]:
+        return (self,)
 
 
-Forward = Callable[[Batch], Tensor]
+Function = Callable[[ExpertsBatch], Tensor]
 
 
 def make_batch(
     operation: str, sizes: tuple[int, int, int, int, int], kind: str, dtype: torch.dtype, device: torch.device
-) -> Batch:
+) -> ExpertsBatch:
     """``sizes``: tokens, hidden, intermediate, experts, choices. "zipf": the n-th expert is chosen as 1 / n."""
     T, H, width, E, K = sizes
     generator = torch.Generator(device).manual_seed(0)
@@ -70,7 +60,7 @@ def make_batch(
     gumbel = -torch.empty(T, E, device=device).exponential_(generator=generator).log()
     weights, experts = (gumbel + share.log()).softmax(-1).topk(K)
     counts = torch.bincount(experts.flatten(), minlength=E).int()
-    batch = Batch(
+    batch = ExpertsBatch(
         normal(T, H), moe.Routing(weights / weights.sum(-1, keepdim=True), experts, counts),
         normal(E, 2 * width, H, std=H**-0.5), normal(E, H, width, std=width**-0.5),
     )  # fmt: skip
@@ -80,8 +70,9 @@ def make_batch(
     with torch.no_grad():
         routing = batch.routing._replace(weights=batch.routing.weights.double())
         hidden, gate_up, down = (t.double() for t in (batch.hidden, batch.gate_up, batch.down))
-        batch.expected = ours(Batch(hidden, routing, gate_up, down, [t.double() for t in batch.lora]))  # the definition
-    batch.upstream = normal(T, H)
+        lora = [t.double() for t in batch.lora]
+        batch.expected = (ours(ExpertsBatch(hidden, routing, gate_up, down, lora)),)  # the definition
+    batch.upstream = (normal(T, H),)
     for t in (batch.hidden, batch.routing.weights, *batch.lora):
         t.requires_grad_(operation != "experts_forward")
     for t in (batch.gate_up, batch.down):
@@ -89,7 +80,7 @@ def make_batch(
     return batch
 
 
-def dense(batch: Batch, times: int) -> Callable[[], None]:
+def dense(batch: ExpertsBatch, times: int) -> Callable[[], None]:
     """Products of as many FLOPs, each one call of the library on whole tensors."""
     slots, width = batch.routing.experts.numel(), batch.down.shape[2]
     rows = batch.hidden.detach().repeat(batch.routing.experts.shape[1], 1)
@@ -104,7 +95,7 @@ def dense(batch: Batch, times: int) -> Callable[[], None]:
     return products
 
 
-def ours(batch: Batch) -> Tensor:
+def ours(batch: ExpertsBatch) -> Tensor:
     first = second = None
     if batch.lora:
         a1, b1, a2, b2 = batch.lora
@@ -113,7 +104,7 @@ def ours(batch: Batch) -> Tensor:
     return moe.expert_mlp(batch.hidden, batch.routing, *weights, lora_gate_up=first, lora_down=second)
 
 
-def merged(batch: Batch) -> tuple[Tensor, Tensor]:
+def merged(batch: ExpertsBatch) -> tuple[Tensor, Tensor]:
     """Both weights with their adapters multiplied out, as PEFT has them for whoever takes a whole weight."""
     if not batch.lora:
         return batch.gate_up, batch.down
@@ -121,10 +112,10 @@ def merged(batch: Batch) -> tuple[Tensor, Tensor]:
     return torch.baddbmm(batch.gate_up, b1, a1, alpha=SCALING), torch.baddbmm(batch.down, b2, a2, alpha=SCALING)
 
 
-def transformers(name: str) -> Forward:
+def transformers(name: str) -> Function:
     forward = getattr(importlib.import_module("transformers.integrations.moe"), f"{name}_experts_forward")
 
-    def call(batch: Batch) -> Tensor:
+    def call(batch: ExpertsBatch) -> Tensor:
         gate_up, down = merged(batch)
         module = SimpleNamespace(
             gate_up_proj=gate_up, down_proj=down, num_experts=len(down), has_gate=True, has_bias=False,
@@ -141,11 +132,11 @@ def silu_gate(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def scattermoe() -> Forward:
+def scattermoe() -> Function:
     """Its `GLUMLP`, on the batch's weights."""
     layers = importlib.import_module("scattermoe.parallel_experts")
 
-    def call(batch: Batch) -> Tensor:
+    def call(batch: ExpertsBatch) -> Tensor:
         gate_up, down = merged(batch)
         K = batch.routing.experts.shape[1]
         order = layers.flatten_sort_count(batch.routing.experts, num_experts=len(down))
@@ -158,19 +149,22 @@ def scattermoe() -> Forward:
     return call
 
 
-PEERS: dict[str, tuple[str, Callable[[], Forward]]] = {
+PEERS: dict[str, tuple[str, Callable[[], Function]]] = {
     "transformers grouped_mm": ("transformers", partial(transformers, "grouped_mm")),
     "ScatterMoE": ("scattermoe", scattermoe),
 }
 
 
-def implementations(peers: bool) -> tuple[dict[str, tuple[str, Forward]], dict[str, str]]:
-    """``{name: (version, function)}`` of what is here, and why each of the others is not."""
-    found: dict[str, tuple[str, Forward]] = {"onepass": ("", ours)}
-    missing = {}
+def implementations(peers: bool) -> tuple[list[Entrant], dict[str, str]]:
+    """Those that are here, and why each of the others is not."""
+    found, missing = [entrant("onepass", "", ours)], {}
     for name, (package, load) in PEERS.items() if peers else ():
         try:
-            found[name] = package_version(package) or "", load()
+            found.append(entrant(name, package_version(package), load()))
         except Exception as error:  # a peer may fail to import in any way; the table says so and goes on
             missing[name] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
     return found, missing
+
+
+def entrant(name: str, version: str | None, function: Function) -> Entrant:
+    return Entrant(name, version, lambda batch: (function(batch),))

@@ -5,7 +5,7 @@ are the same for all. ``mask`` is None, or the rows that count; the other target
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,33 +16,29 @@ from torch import Generator, Tensor
 import onepass
 from onepass.cli.bench import exact
 from onepass.cli.implementations import cross_entropy, kl_div, log_probs_and_entropy, mean
-from onepass.cli.peers import Forward
+from onepass.cli.in_turns import Batch, Forward, Tensors
 from onepass.cli.peers_head import policy_loss
 
-Tensors = tuple[Tensor, ...]
 COUNTS = {1: "one bare GEMM", 2: "two bare GEMMs", 3: "three bare GEMMs", 4: "four bare GEMMs"}
 
 
 @dataclass
-class Batch:
-    """The inputs of one case, and its outputs in float64."""
-
+class HeadBatch(Batch):
     hidden: Tensor
     weight: Tensor
     rows: Tensors
     constants: Tensors
     mask: Tensor | None
     expected: Tensors = ()
-    upstream: tuple[Tensor | None, ...] = ()
+    upstream: Sequence[Tensor | None] = ()
 
-    def call(self, forward: Forward) -> Tensors:
-        """Forward and, where there are gradients to take, backward."""
-        self.hidden.grad = self.weight.grad = None
-        with torch.set_grad_enabled(self.hidden.requires_grad):
-            outputs = forward(self.hidden, self.weight, *self.rows, *self.constants, self.mask)
-        if self.hidden.requires_grad:
-            torch.autograd.backward(outputs, self.upstream)
-        return outputs
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.hidden, self.weight]
+
+    @property
+    def arguments(self) -> tuple[Tensor | None, ...]:
+        return self.hidden, self.weight, *self.rows, *self.constants, self.mask
 
 
 Inputs = Callable[[Tensor, Tensor, Tensor, Tensor | None, Generator], tuple[Tensors, Tensors]]
@@ -85,7 +81,7 @@ class HeadOperation:
     def eager(self, hidden: Tensor, weight: Tensor, *others: Tensor | None) -> Tensors:
         return self.definition(F.linear(hidden, weight), *others)
 
-    def bare(self, batch: Batch) -> Callable[[], list[Tensor]]:
+    def bare(self, batch: HeadBatch) -> Callable[[], list[Tensor]]:
         """The products alone, each one call of the library on whole tensors that are there already."""
         hidden, weight = batch.hidden.detach(), batch.weight.detach()
         logits = hidden.new_empty(hidden.shape[0], weight.shape[0])
@@ -96,14 +92,14 @@ class HeadOperation:
         }
         return lambda: [products[p]() for p in self.products]
 
-    def batch(self, shape: tuple[int, int, int], dtype: torch.dtype, masked: float, device: torch.device) -> Batch:
+    def batch(self, shape: tuple[int, int, int], dtype: torch.dtype, masked: float, device: torch.device) -> HeadBatch:
         rows, width, vocab = shape
         generator = torch.Generator(device).manual_seed(0)
         hidden, weight = draw_head((rows, width), vocab, dtype, generator)
         mask = torch.rand(rows, generator=generator, device=device) >= masked if masked else None
         target = torch.randint(vocab, (rows,), generator=generator, device=device)
         target = target if mask is None else target.where(mask, -100)
-        batch = Batch(hidden, weight, *self.inputs(hidden, weight, target, mask, generator), mask)
+        batch = HeadBatch(hidden, weight, *self.inputs(hidden, weight, target, mask, generator), mask)
         exact_weight, constants = weight.double(), [c.double() for c in batch.constants]
 
         def definition(hidden: Tensor, *others: Tensor | None) -> Tensors:
