@@ -71,7 +71,7 @@ CASES = {
         16384,
         128256,
         Options("log_probs entropy"),
-        mlp=ExpertOptions(saved=True, needed=0b1111111111, gate_up_scale=2.0, down_scale=2.0),
+        mlp=ExpertOptions(needed=0b1111111111, gate_up_scale=2.0, down_scale=2.0),
     ),
     "unaligned_rows": Case(
         4096,
@@ -109,7 +109,7 @@ CASES = {
         pair=PairOptions("jsd", 0.5, softcap=30.0, teacher_softcap=30.0),
         experts=1024,
         router=RouterOptions(32, "sigmoid", 16, 4, softcap=30.0, sums=True),
-        mlp=ExpertOptions("swiglu_clamped", True, True, saved=True, needed=0b0000110111),
+        mlp=ExpertOptions("swiglu_clamped", True, True, needed=0b0000110111),
     ),
 }
 OF_EXPERTS = [import_module(f"onepass.kernels.{name}") for name in ("grouping", "grouped_matmul", "grouped_rows")]

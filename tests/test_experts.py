@@ -210,6 +210,16 @@ def test_autocast_takes_all_but_the_weights_of_the_routing(device):
         assert (a.cpu().double() - b).abs().max() < 3e-2 * b.abs().max()
 
 
+def test_autocast_leaves_float64_alone():
+    of, experts = inputs()
+    tensors = leaves(of, torch.float64, "cpu")
+    expected = run(expert_mlp, tensors, experts)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, grads = run(expert_mlp, tensors, experts)
+    assert out.dtype == torch.float64 and torch.equal(out, expected[0])
+    assert all(torch.equal(grads[name], g) for name, g in expected[1].items())
+
+
 def test_leading_dimensions_and_strides(device):
     of, experts = inputs(T=12)
     of = {n: t.to(device, torch.float32) for n, t in of.items()}
@@ -269,6 +279,12 @@ BAD = {
     "lora_down[0]: expected shape (5, 3, 24)": dict(lora_down=(torch.zeros(5, 3, 20), torch.zeros(5, 20, 3), 1.0)),
     "lora_down[1]: expected shape (5, 20, 3)": dict(lora_down=(torch.zeros(5, 3, 24), torch.zeros(5, 20, 4), 1.0)),
     "limit: expected a finite number above 0": dict(limit=0.0),
+    "hidden: expected a floating-point tensor (..., H), got [1.0] (list)": dict(hidden=[1.0]),
+    "routing.weights: expected a floating-point tensor, got None": dict(weights=None),
+    "gate_up_weight: expected a tensor of three dimensions, got None": dict(gate_up=None),
+    "lora_down: expected (A, B, scaling)": dict(lora_down=(torch.zeros(5, 3, 24), torch.zeros(5, 20, 3))),
+    "lora_gate_up: expected (A, B, scaling)": dict(lora_gate_up=(torch.zeros(5, 3, 20), None, 1.0)),
+    "lora_gate_up[2]: expected a number": dict(lora_gate_up=(torch.zeros(5, 3, 20), torch.zeros(5, 48, 3), "1")),
 }  # fmt: skip
 
 
@@ -280,6 +296,11 @@ def test_one_clear_error(message):
     with pytest.raises((TypeError, ValueError)) as error:
         expert_mlp(given.pop("hidden"), routing, given.pop("gate_up"), given.pop("down"), **given)
     assert message in str(error.value)
+
+
+def test_what_is_no_routing():
+    with pytest.raises(TypeError, match="routing: expected a Routing"):
+        expert_mlp(torch.zeros(3, 4), torch.zeros(3, 2), torch.zeros(2, 6, 4), torch.zeros(2, 4, 3))
 
 
 def test_bitwise_reproducible(device):

@@ -83,12 +83,35 @@ def test_without_groups_and_without_bias():
     assert torch.equal(layer(x, experts), layer(x, experts, group_by_expert(experts, E, x)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_autocast(monkeypatch, dtype):
+    monkeypatch.setenv("TRITON_INTERPRET", "")  # which has no products of bfloat16
+    experts, (x, _, weight, bias, weights) = inputs("cpu", dtype)
+    tensors = x, weight, bias, weights
+    expected = scattered_linear(x, weight, experts, bias=bias, weights=weights)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = scattered_linear(x, weight, experts, bias=bias, weights=weights)
+    assert out.dtype == (torch.float64 if dtype == torch.float64 else torch.bfloat16)
+    upstream = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    found = [(y, *torch.autograd.grad(y, tensors, upstream.to(y))) for y in (out, expected)]
+    for got, exact in zip(*found, strict=True):
+        assert (got - exact).abs().max() <= (0 if dtype == torch.float64 else 3e-2) * exact.abs().max()
+
+
+GROUPS = group_by_expert(torch.zeros(T, K, dtype=torch.long), E, torch.zeros(1))
+
+
 @pytest.mark.parametrize("change, message", [
     (dict(x=torch.zeros(3)), "x: expected a floating-point tensor"),
     (dict(x=torch.zeros(T + 1, INPUTS)), "x: expected shape"),
-    (dict(weight=torch.zeros(E, OUTPUTS, INPUTS).half()), "weight: expected a tensor of three dimensions"),
+    (dict(weight=torch.zeros(E, OUTPUTS, INPUTS).half()), "weight: expected a tensor of torch.float32, that of x"),
+    (dict(weight=torch.zeros(OUTPUTS, INPUTS)), "weight: expected a tensor of three dimensions"),
     (dict(experts=torch.zeros(T, K)), "experts: expected an int32 or int64"),
+    (dict(experts=torch.zeros(T, K), groups=GROUPS), "experts: expected an int32 or int64"),
     (dict(bias=torch.zeros(E, 3)), "bias: expected shape"),
+    (dict(bias=torch.zeros(E, OUTPUTS).double()), "bias: expected a tensor of torch.float32, that of x"),
+    (dict(weights=torch.zeros(T, K).int()), "weights: expected a floating-point tensor"),
+    (dict(groups=torch.zeros(T * K)), "groups: expected what `group_by_expert` returns"),
     (dict(weights=torch.zeros(T, 1)), "weights: expected shape"),
     (dict(weights=torch.zeros(T, K), grouped_out=True), "grouped_out: expected False"),
     (dict(groups=group_by_expert(torch.zeros(T, K, dtype=torch.long), E + 1, torch.zeros(1))), "groups.offsets"),

@@ -21,6 +21,12 @@ def path_of(*logits: Logits) -> Any:
     return _kernels()
 
 
+def part_of(x: Logits, name: str, in_torch: Any) -> Any:
+    """The module of that name beside the kernels, or the one that does the same in PyTorch."""
+    path = path_of(x)
+    return in_torch if path is eager else getattr(path, name)
+
+
 @lru_cache
 def _kernels() -> Any:
     from onepass import kernels  # Triton is on Linux only
@@ -77,6 +83,12 @@ def operation(name: str, like: Callable[..., Any]) -> Callable[[Callable[..., An
         return call
 
     return register
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast makes of ``x`` in a product; None where it is off, and of float64, which it leaves alone."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if x.dtype != torch.float64 and torch.is_autocast_enabled(kind) else None
 
 
 ABSENT = torch.uint8  # the dtype of what stands for None: no result has it

@@ -183,8 +183,7 @@ class ExpertOptions(NamedTuple):
     down_scale: float = 0.0
     alpha: float = 1.702
     limit: float = 7.0
-    saved: bool = False  # whether a gradient will be wanted
-    needed: int = 0  # of which tensors a gradient is wanted: bit n is that of the n-th of `EXPERT_TENSORS`
+    needed: int = 0  # of which tensors a gradient will be wanted: bit n is that of the n-th of `EXPERT_TENSORS`
 
     def needs(self, name: str) -> bool:
         return bool(self.needed >> EXPERT_TENSORS.index(name) & 1)

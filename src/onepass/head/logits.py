@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onepass.checks import FLOATS, described
-from onepass.dispatch import is_plain
+from onepass.dispatch import autocast_dtype, is_plain
 from onepass.head.gather import whole
 from onepass.head.loss import row_losses
 from onepass.head.row_loss import RowLoss, StatisticsLoss
@@ -58,16 +58,13 @@ class LinearLogits(LogitsSource):
             )
         if bias is not None and tuple(getattr(bias, "ds_shape", bias.shape)) != shape[:1]:
             raise ValueError(f"bias: expected shape {shape[:1]}, got {tuple(bias.shape)}")
-        kind = hidden.device.type
-        self.dtype = hidden.dtype
-        if hidden.dtype != torch.float64 and torch.is_autocast_enabled(kind):
-            self.dtype = torch.get_autocast_dtype(kind)
+        self.dtype = autocast_dtype(hidden) or hidden.dtype
         for value, name in ((weight, "weight"), (bias, "bias")):
             if value is None:
                 continue
             if value.device != hidden.device:
                 raise ValueError(f"{name}: expected device {hidden.device}, that of hidden, got {value.device}")
-            if value.dtype != hidden.dtype and not torch.is_autocast_enabled(kind):
+            if value.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
                 raise TypeError(f"{name}: expected {hidden.dtype}, the dtype of hidden, got {value.dtype}")
         if max_memory is not None and (isinstance(max_memory, bool) or not isinstance(max_memory, int)):
             raise TypeError(f"max_memory: expected a number of bytes or None, got {described(max_memory)}")

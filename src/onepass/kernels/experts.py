@@ -15,7 +15,7 @@ def expert_mlp(
     o = options
     w1, w2 = (w.mT if o.transposed else w for w in (gate_up, down))
     groups, K = Groups(order, offsets, tile_expert, tile_row), experts.shape[1]
-    h = hidden.new_empty((experts.numel(), w1.shape[1])) if o.saved else None
+    h = hidden.new_empty((experts.numel(), w1.shape[1])) if o.needed else None
     low1 = None if a1 is None else product(hidden, a1, groups, share=K, scale=o.gate_up_scale)
     activated = product(hidden, w1, groups, o, share=K, glu=True, low=low1, lora=b1, bias=gate_up_bias, h=h)
     low2 = None if a2 is None else product(activated, a2, groups, scale=o.down_scale)

@@ -1,20 +1,19 @@
 """The experts of a MoE layer, from hidden states and a `Routing`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onepass import eager as core
-from onepass.checks import check_choice, check_device, check_number, described
-from onepass.dispatch import operation, path_of, refuse_second_derivatives
+from onepass.checks import FLOATS, INF, check_choice, check_device, check_number, described
+from onepass.dispatch import autocast_dtype, operation, part_of, refuse_second_derivatives
 from onepass.moe import eager_experts
 from onepass.moe.grouping import group_by_expert
 from onepass.moe.routing import Routing
 from onepass.options import ACTIVATIONS, EXPERT_TENSORS, ExpertGradients, ExpertOptions
 
 Adapter = tuple[Tensor, Tensor, float]
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def expert_mlp(
@@ -58,18 +57,25 @@ def expert_mlp(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
 
-    Under autocast all but the routing's weights are taken in its dtype.
+    Under autocast all but the routing's weights are taken in its dtype, unless ``hidden`` is float64.
     """
-    a1, b1, scale1 = lora_gate_up or (None, None, 0.0)
-    a2, b2, scale2 = lora_down or (None, None, 0.0)
+    if not isinstance(hidden, Tensor) or hidden.dtype not in FLOATS or hidden.dim() < 1:
+        raise TypeError(f"hidden: expected a floating-point tensor (..., H), got {described(hidden)}")
+    if not (hasattr(routing, "weights") and hasattr(routing, "experts")):
+        raise TypeError(f"routing: expected a Routing, got {described(routing)}")
+    check_choice(activation, "activation", ACTIVATIONS)
+    check_number(alpha, "alpha", -INF)
+    check_number(limit, "limit", 0)
+    a1, b1, scale1 = adapter_of(lora_gate_up, "lora_gate_up")
+    a2, b2, scale2 = adapter_of(lora_down, "lora_down")
     options = ExpertOptions(
         activation, bool(transposed), bool(interleaved), float(scale1), float(scale2), float(alpha), float(limit)
     )
     tensors = [hidden, routing.weights, gate_up_weight, down_weight, gate_up_bias, down_bias, a1, b1, a2, b2]
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        tensors = [t if t is None or n == 1 else t.to(dtype) for n, t in enumerate(tensors)]
-    check_experts(tensors, routing.experts, options)
+    dtype = autocast_dtype(hidden)
+    if dtype is not None:
+        tensors = [t.to(dtype) if isinstance(t, Tensor) and n != 1 else t for n, t in enumerate(tensors)]
+    check_experts(tensors[0], tensors[1:], routing.experts, options)  # type: ignore[arg-type]
     weights = routing.weights.reshape(-1, routing.weights.shape[-1]).contiguous()
     rows = tensors[0].reshape(len(weights), hidden.shape[-1]).contiguous()  # type: ignore[union-attr]
     experts = routing.experts.reshape(weights.shape).contiguous()
@@ -84,13 +90,17 @@ def expert_mlp(
     return out.view(hidden.shape)
 
 
-def check_experts(tensors: list[Tensor | None], experts: Tensor, o: ExpertOptions) -> None:
-    hidden, weights, gate_up, down, gate_up_bias, down_bias, a1, b1, a2, b2 = tensors
-    check_choice(o.activation, "activation", ACTIVATIONS)
-    check_number(o.alpha, "alpha", -float("inf"))
-    check_number(o.limit, "limit", 0)
-    if not isinstance(hidden, Tensor) or hidden.dtype not in FLOATS or hidden.dim() < 1:
-        raise TypeError(f"hidden: expected a floating-point tensor (..., H), got {described(hidden)}")
+def adapter_of(value: Adapter | None, name: str) -> tuple[Tensor | None, Tensor | None, float]:
+    if value is None:
+        return None, None, 0.0
+    if not isinstance(value, tuple | list) or len(value) != 3 or not all(isinstance(t, Tensor) for t in value[:2]):
+        raise TypeError(f"{name}: expected (A, B, scaling), two tensors and a number, got {described(value)}")
+    check_number(value[2], f"{name}[2]", -INF)
+    return value[0], value[1], value[2]
+
+
+def check_experts(hidden: Tensor, others: Sequence[Tensor | None], experts: Tensor, o: ExpertOptions) -> None:
+    weights, gate_up, down, gate_up_bias, down_bias, a1, b1, a2, b2 = others
     if not isinstance(experts, Tensor) or experts.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"routing.experts: expected an int32 or int64 tensor, got {described(experts)}")
     if experts.dim() != hidden.dim() or experts.shape[:-1] != hidden.shape[:-1]:
@@ -113,7 +123,7 @@ def check_experts(tensors: list[Tensor | None], experts: Tensor, o: ExpertOption
         rank = a.shape[1] if isinstance(a, Tensor) and a.dim() == 3 else "R"
         shapes |= {f"{name}[0]": (a, (E, rank, inputs)), f"{name}[1]": (b, (E, outputs, rank))}
     for name, (t, shape) in shapes.items():
-        if t is None:
+        if t is None and name != "routing.weights":
             continue
         if not isinstance(t, Tensor) or not t.is_floating_point():
             raise TypeError(f"{name}: expected a floating-point tensor, got {described(t)}")
@@ -131,7 +141,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: ExpertOptions, *tensors: Tensor | None) -> Tensor:
         needed = sum(1 << n for n, needs in enumerate(ctx.needs_input_grad[1:]) if needs)
-        ctx.options = options._replace(saved=True, needed=needed)
+        ctx.options = options._replace(needed=needed)
         out, h = _forward(*tensors, ctx.options)
         ctx.save_for_backward(h, *tensors)
         return out
@@ -144,13 +154,12 @@ class _Experts(torch.autograd.Function):
 
 
 def _path(hidden: Tensor) -> Any:
-    path = path_of(hidden)
-    return eager_experts if path is core else path.experts
+    return part_of(hidden, "experts", eager_experts)
 
 
 def _like_forward(hidden: Tensor, experts: Tensor, gate_up: Tensor, options: ExpertOptions, **_: Any) -> Any:
     width = gate_up.shape[2 if options.transposed else 1]
-    h = hidden.new_empty((experts.numel(), width)) if options.saved else None
+    h = hidden.new_empty((experts.numel(), width)) if options.needed else None
     return torch.empty_like(hidden, memory_format=torch.contiguous_format), h
 
 

@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass import eager as core
 from onepass.checks import check_device, described
-from onepass.dispatch import operation, path_of
+from onepass.dispatch import operation, part_of
 from onepass.moe import eager_experts
 from onepass.options import GroupOptions, Groups
 
@@ -23,17 +22,20 @@ def group_by_expert(experts: Tensor, num_experts: int, like: Tensor) -> Groups:
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
     """
-    if not isinstance(experts, Tensor) or experts.dtype not in (torch.int32, torch.int64) or experts.dim() != 2:
-        raise TypeError(f"experts: expected an int32 or int64 tensor (T, K), got {described(experts)}")
+    check_choices(experts)
     if num_experts < 1:
         raise ValueError(f"num_experts: expected 1 or more, got {num_experts}")
     check_device(experts, like, "experts")
     return Groups(*_group(experts.contiguous(), like, GroupOptions(num_experts)))
 
 
+def check_choices(experts: Tensor) -> None:
+    if not isinstance(experts, Tensor) or experts.dtype not in (torch.int32, torch.int64) or experts.dim() != 2:
+        raise TypeError(f"experts: expected an int32 or int64 tensor (T, K), got {described(experts)}")
+
+
 def grouped_path(x: Tensor) -> Any:
-    path = path_of(x)
-    return eager_experts if path is core else path.grouped
+    return part_of(x, "grouped", eager_experts)
 
 
 def _like_group(experts: Tensor, like: Tensor, options: GroupOptions) -> tuple[Tensor, ...]:

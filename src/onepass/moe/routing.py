@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass import eager as core
 from onepass.checks import check_choice, check_device, check_logits, check_number, check_row_mask, described
-from onepass.dispatch import operation, path_of, refuse_second_derivatives
+from onepass.dispatch import operation, part_of, refuse_second_derivatives
 from onepass.moe import eager
 from onepass.options import GROUP_SCORES, MAX_EXPERTS, MAX_K, SCORES, RouterOptions, RoutingResults, empty_routing
 
@@ -234,8 +233,7 @@ class _Route(torch.autograd.Function):
 
 
 def _path(logits: Tensor) -> Any:
-    path = path_of(logits)
-    return eager if path is core else path.routing
+    return part_of(logits, "routing", eager)
 
 
 @operation("onepass::route", lambda logits, options, **_: empty_routing(logits, options))

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.checks import check_device, described
-from onepass.dispatch import operation, refuse_second_derivatives
+from onepass.checks import FLOATS, check_device, described
+from onepass.dispatch import autocast_dtype, operation, refuse_second_derivatives
 from onepass.moe.experts import expert_mlp
-from onepass.moe.grouping import group_by_expert, grouped_path
+from onepass.moe.grouping import check_choices, group_by_expert, grouped_path
 from onepass.moe.routing import Routing
 from onepass.options import Groups, ScatterOptions
 
@@ -44,14 +44,27 @@ def scattered_linear(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
 
+    Under autocast ``x``, ``weight`` and ``bias`` are taken in its dtype, unless ``x`` is float64.
+
     Reference: Tan et al., "Scattered Mixture-of-Experts Implementation", arXiv:2403.08245.
     """
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() != 2:
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.dim() != 2:
         raise TypeError(f"x: expected a floating-point tensor (rows, inputs), got {described(x)}")
-    if not isinstance(weight, Tensor) or weight.dim() != 3 or weight.dtype != x.dtype:
-        raise TypeError(f"weight: expected a tensor of three dimensions and {x.dtype}, got {described(weight)}")
+    if not isinstance(weight, Tensor) or weight.dim() != 3:
+        raise TypeError(f"weight: expected a tensor of three dimensions, got {described(weight)}")
+    dtype = autocast_dtype(x)
+    if dtype is not None:
+        x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype) if isinstance(bias, Tensor) else bias
+    for of_type, name in ((weight, "weight"), (bias, "bias")):
+        if of_type is not None and (not isinstance(of_type, Tensor) or of_type.dtype != x.dtype):
+            raise TypeError(f"{name}: expected a tensor of {x.dtype}, that of x, got {described(of_type)}")
+    if weights is not None and (not isinstance(weights, Tensor) or weights.dtype not in FLOATS):
+        raise TypeError(f"weights: expected a floating-point tensor, got {described(weights)}")
+    check_choices(experts)
     if groups is None:
         groups = group_by_expert(experts, len(weight), x)
+    elif not isinstance(groups, Groups):
+        raise TypeError(f"groups: expected what `group_by_expert` returns, got {described(groups)}")
     (T, K), (E, N, inputs) = experts.shape, weight.mT.shape if transposed else weight.shape
     shapes = {
         "x": (x, (T * K if grouped_in else T, inputs)), "bias": (bias, (E, N)), "weights": (weights, (T, K)),
