@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Everything that is claimed of a GPU, in the order in which it matters: benchmarks against the installed peers, the
 # GPU suite, accuracy, and compute-sanitizer over the suite. Results go to the folder $1 (default .bench); $2 names a
-# part: logits, routers, experts, heads, trainers (which needs TRL), autotune (Liger or fla) or checks (default all).
-# About 25 minutes on an H100. Without a .git here, say ONEPASS_COMMIT=<commit>.
+# part: logits, routers, experts, heads, trainers (which needs TRL), autotune (Liger or fla), versions (only where
+# ONEPASS_BASELINE names a checkout of another version, against which this one is timed) or checks (default all).
+# About 25 minutes on an H100, and 4 for versions. Without a .git here, say ONEPASS_COMMIT=<commit>; a baseline without
+# one goes by its folder's name.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-.bench}
@@ -41,6 +43,9 @@ if wants trainers; then
 fi
 if wants autotune; then
   "$python" -W ignore benchmarks/autotune.py --out "$out" 2>&1 | tee "$out/autotune.log" | tail -n 12
+fi
+if wants versions && [[ -n ${ONEPASS_BASELINE:-} ]]; then
+  "$python" -W ignore benchmarks/versions.py --baseline "$ONEPASS_BASELINE" --out "$out" 2>&1 | tee "$out/versions.log"
 fi
 if wants checks; then
   "$python" -m pytest tests -m gpu -n 12 -p no:cacheprovider 2>&1 | tee "$out/tests.log" | tail -n 3

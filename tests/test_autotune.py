@@ -23,7 +23,7 @@ from autotune_cases import SOURCE, a_record, load
 from onepass import autotune
 from onepass.autotune import AutotuneRecord, AutotuneReportCallback, ConfigStore, own, tuners
 from onepass.autotune.record import WORD
-from onepass.autotune.sources import source_hash
+from onepass.autotune.sources import identity_of, source_hash
 from onepass.cli.autotune import grouped_products, measure, step_of
 from onepass.cli.implementations import OPERATIONS
 from onepass.kernels import launch
@@ -256,6 +256,10 @@ def test_show_merge_and_export(tmp_path):
     shown = command("show", *paths)
     assert "local.k" in shown and "BLOCK 8" in shown and "+25.0%" in shown and "2 of 2 records" in shown
     assert "1 of 2 records" in command("show", *paths, "--kernel", "OTHER")
+    bracketed = ConfigStore(tmp_path / "bracketed.json")
+    bracketed.add([a_record(gpu="a GPU [/of] brackets")])
+    bracketed.save()
+    assert "a GPU [/of] brackets" in command("show", bracketed.path), "names are no markup"
     assert "2 records" in command("merge", *paths, "--out", tmp_path / "c.json")
     assert len(ConfigStore(tmp_path / "c.json")) == 2
     assert "1 records" in command(
@@ -303,6 +307,7 @@ def test_any_candidate_gives_the_same_results(interpreted, op, kernels, shape):
     assert [r.kernel for r in records] == kernels
     for record in records:
         assert record.key["rows"] == shape[0] and record.key["vocab"] == shape[1]
+        assert record.source_hash == "version 1"
         assert len(record.candidates) >= 3 and record.config == record.candidates[0]["config"], "the first took least"
         assert all(c["config"].keys() == record.config.keys() for c in record.candidates)
 
@@ -336,7 +341,7 @@ def test_what_is_shipped_is_used(interpreted, monkeypatch):
     key = question.key | {"rows": 12, "vocab": 250}  # near enough
     assert key["rule"] == "+".join(map(str, question.rule.values()))
     record = a_record(
-        kernel="softmax_statistics_kernel", source_hash=source_hash(question.kernel), key=key, config=numbers
+        kernel="softmax_statistics_kernel", source_hash=identity_of(question.kernel), key=key, config=numbers
     )
     plans = []
     real = launch.Plan
@@ -344,7 +349,8 @@ def test_what_is_shipped_is_used(interpreted, monkeypatch):
     monkeypatch.setattr(kernels, "Plan", lambda *a: plans.append(real(*a)) or plans[-1])
     monkeypatch.setattr(own, "_used", {})
     for fields, used in (
-        ({}, True), ({"source_hash": "1"}, False), ({"key": key | {"vocab": 5000}}, False),
+        ({}, True), ({"source_hash": "version 2"}, False), ({"source_hash": source_hash(question.kernel)}, False),
+        ({"key": key | {"vocab": 5000}}, False),
         ({"key": key | {"read": "entropy"}}, False), ({"key": key | {"rule": "1+1+1"}}, False),
         ({"config": {"LANES": 64}}, False), ({"kernel": "other"}, False),
     ):  # fmt: skip
@@ -355,16 +361,50 @@ def test_what_is_shipped_is_used(interpreted, monkeypatch):
         taken = {name: plans[-1].constexprs[name] for name in numbers}
         assert taken == (numbers if used else question.rule), fields
     assert own.collect_own() == [record] and record in autotune.collect()
+    monkeypatch.setattr(own, "shipped", lambda: {record.kernel: [replace(record, source_hash="version 2"), record]})
+    for version, used in ((1, True), (2, True), (3, False)):
+        monkeypatch.setitem(own.VERSIONS, record.kernel, version)
+        forget()
+        torch.testing.assert_close(onepass.selective_log_softmax(logits, target), expected)
+        assert {name: plans[-1].constexprs[name] for name in numbers} == (numbers if used else question.rule), version
 
 
-def test_what_is_shipped_is_of_the_gpu_that_its_name_says_and_of_the_kernels_as_they_are():
-    """After a change to a kernel: `onepass autotune run` again, or no record. A stale one is never used."""
+def test_our_kernels_are_told_by_their_version_and_all_others_by_their_source(library, tmp_path, monkeypatch):
+    monkeypatch.setitem(own.VERSIONS, "plain_kernel", 3)
+    changed = tmp_path / "changed.py"
+    changed.write_text(SOURCE.read_text().replace("activation", "act"))
+    assert changed.read_text() != SOURCE.read_text()
+    ours, ours_changed = (load(source, "onepass.kernels.some") for source in (SOURCE, changed))
+    theirs, theirs_changed = (load(source, "onepass_of_others") for source in (SOURCE, changed))
+    assert identity_of(ours.plain_kernel) == identity_of(ours_changed.plain_kernel) == "version 3"
+    assert identity_of(ours.heuristics_inside_kernel) == "version 1"
+    assert identity_of(theirs.plain_kernel) == source_hash(ours.plain_kernel)
+    assert identity_of(theirs_changed.plain_kernel) == source_hash(ours_changed.plain_kernel)
+    assert source_hash(ours.plain_kernel) != source_hash(ours_changed.plain_kernel)
+
+
+def test_a_session_tells_our_kernels_by_their_version(library, tmp_path, monkeypatch):
+    changed = tmp_path / "changed.py"  # an argument has another name
+    changed.write_text(SOURCE.read_text().replace("kernel(x, y, n", "kernel(a, y, n").replace("tl.load(x", "tl.load(a"))
+    for source, version, benchmarked in ((SOURCE, 1, 3), (changed, 1, 0), (changed, 2, 3)):
+        monkeypatch.setitem(own.VERSIONS, "plain_kernel", version)
+        library.again()
+        ours = load(source, "onepass.kernels.some")
+        with autotune.session(tmp_path / "store.json"):
+            assert ours.run() and len(ours.benchmarks) == benchmarked, (source, version)
+    assert {r.source_hash for r in ConfigStore(tmp_path / "store.json").records} == {"version 1", "version 2"}
+
+
+def test_what_is_shipped_is_of_the_gpu_that_its_name_says_and_of_the_versions_of_the_kernels():
+    """After a version was raised: `onepass autotune run` again, or no record. An earlier one is never used."""
     shipped = {path.stem: ConfigStore(path).records for path in own.SHIPPED.glob("*.json")}
     assert shipped and all(shipped.values())
     assert all(gpu in record.gpu.lower() for gpu, records in shipped.items() for record in records)
     for record in (record for records in shipped.values() for record in records):
         kernel = getattr(importlib.import_module(record.module), record.kernel)
-        assert record.source_hash == source_hash(kernel), record.kernel
+        assert record.source_hash == identity_of(kernel), record.kernel
+    modules = [module for name, module in sys.modules.items() if name.startswith("onepass.kernels.")]
+    assert all(any(hasattr(module, name) for module in modules) for name in own.VERSIONS), "a kernel that is not there"
 
 
 def test_run_needs_a_gpu(tmp_path):

@@ -1,20 +1,27 @@
 """Keep what Triton's autotuner chose and use it again: real autotuners, a benchmarker that counts."""
 
+import contextlib
+import copy
 import json
+import math
 import os
 import signal
+import stat
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 import triton
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from triton.runtime.autotuner import Autotuner
 
 from autotune_cases import SOURCE, a_record, load
 from onepass import autotune
-from onepass.autotune import ConfigStore, store, tuners
+from onepass.autotune import AutotuneRecord, ConfigStore, store, tuners
 from onepass.autotune.sources import source_hash
 
 # Keep and use again.
@@ -225,9 +232,349 @@ def test_a_store_that_cannot_be_written_is_a_warning(library, tmp_path, monkeypa
     monkeypatch.setattr(os, "fsync", full)
     with pytest.warns(RuntimeWarning, match="not saved: no space left"), autotune.session(tmp_path / "store.json"):
         assert library.run()
-    written(tmp_path / "file", "")
-    with pytest.raises(NotADirectoryError), autotune.session(tmp_path / "file" / "store.json"):
-        pytest.fail("a path that can never work is an error before there is anything to lose")
+
+
+@contextlib.contextmanager
+def warned(*expected):
+    """Exactly these, and each once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    found = [(w.category, str(w.message)) for w in caught]
+    assert len(found) == len(expected), found
+    assert all(c is RuntimeWarning and text in message for (c, message), text in zip(found, expected)), found
+
+
+def nested(levels):
+    return "[" * levels + "]" * levels
+
+
+# Fields of a record as text of JSON.
+HOSTILE = {
+    "a dtype that is none": ("key", '{"n": 40, "activation": {"dtype": "nosuch"}}'),
+    "a dtype that is something else of torch": ("key", '{"n": 40, "activation": {"dtype": "nn"}}'),
+    "a dtype that is a list": ("key", '{"n": 40, "activation": {"dtype": []}}'),
+    "an object": ("key", '{"n": 40, "activation": {"a": 1}}'),
+    "lists in lists": ("key", '{"n": 40, "activation": ' + nested(300) + "}"),
+    "many lists in lists": ("key", '{"n": 40, "activation": ' + nested(100_000) + "}"),
+    "an enormous integer": ("key", '{"activation": "silu", "n": 1' + "0" * 400 + "}"),
+    "a key that is no number": ("key", '{"n": NaN, "activation": "silu"}'),
+    "a key that is infinite": ("key", '{"n": 1e999, "activation": "silu"}'),
+    "a path": ("key", '{"n": 40, "activation": "/home/someone"}'),
+    "many entries": ("key", json.dumps({f"n{n}": 1 for n in range(5000)})),
+    "a configuration that is no number": ("config", '{"BLOCK": NaN}'),
+    "a configuration of objects": ("config", '{"BLOCK": {"a": []}}'),
+    "an enormous configuration": ("config", '{"BLOCK": 1' + "0" * 400 + "}"),
+    "a dtype that is a number": ("dtypes", "[1]"),
+    "a dtype in a list": ("dtypes", '[["torch.float32"]]'),
+    "a dtype that does not exist": ("dtypes", '["torch.nosuch"]'),
+    "a time that is no number": ("milliseconds", "NaN"),
+    "an infinite time": ("milliseconds", "Infinity"),
+    "a negative time": ("milliseconds", "-1.0"),
+    "no time at all": ("milliseconds", "0"),
+    "an enormous time": ("milliseconds", "1" + "0" * 400),
+    "a time that is true": ("milliseconds", "true"),
+    "candidates that are numbers": ("candidates", "[1]"),
+    "candidates that are empty": ("candidates", "[{}]"),
+    "a candidate with more fields": ("candidates", '[{"config": {}, "milliseconds": 1.0, "path": 1}]'),
+    "a candidate without names": ("candidates", '[{"config": [], "milliseconds": 1.0}]'),
+    "a time of a candidate that is a word": ("candidates", '[{"config": {"BLOCK": 8}, "milliseconds": "1"}]'),
+    "a time of a candidate that is no number": ("candidates", '[{"config": {"BLOCK": 8}, "milliseconds": NaN}]'),
+    "negative memory": ("shared_memory", "-1"),
+    "enormous memory": ("shared_memory", "1" + "0" * 400),
+    "memory that is true": ("shared_memory", "true"),
+    "an escape sequence": ("gpu", '"\\u001b[31m"'),
+    "half of a character": ("gpu", '"\\ud800"'),
+    "a long name": ("module", '"' + "x" * 10_000 + '"'),
+}
+
+
+def a_store_with(record, field, text):
+    """A file of this record and a second one, in which a field is replaced."""
+    second = json.dumps(record.to_json() | {field: "HERE"}).replace('"HERE"', text)
+    records = f"[{json.dumps(replace(record, kernel='other').to_json())}, {second}]"
+    return VERSIONED.format(1).replace("[]", records)
+
+
+def use(path, library):
+    """All that can be done with a store."""
+    kept = ConfigStore(path)
+    for nearest in (False, True):
+        for tuner in (library.plain_kernel, library.heuristics_inside_kernel):
+            for key in ((40, "silu", "torch.float32", "torch.float32"), (80, "silu"), (1e308,)):
+                kept.find(tuner, key, nearest)
+    assert kept.warm() >= 0 and len(kept.records) == len(kept)
+    kept.add(autotune.collect())
+    kept.save()
+
+
+def use_in_a_session(path, library):
+    with autotune.session(path, nearest=True):
+        assert library.run() and len(library.benchmarks) == 3, "tuning goes on"
+
+
+@pytest.mark.parametrize("field, text", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_record_damages_its_file(library, tmp_path, field, text):
+    assert library.run()
+    (record,) = autotune.collect()
+    fresh = library.again()
+    hostile = a_store_with(record, field, text).encode()
+    for way in (use, use_in_a_session):
+        path = written(tmp_path / f"{way.__name__}.json", hostile)
+        with warned(f"autotune store {path}: it is damaged"):
+            way(path, fresh)
+        assert (tmp_path / f"{path.name}.damaged").read_bytes() == hostile
+        with warned():
+            ConfigStore(path)
+    with contextlib.suppress(RecursionError):  # of `json`
+        data = json.loads(text)
+        with pytest.raises(ValueError):
+            AutotuneRecord.from_json(record.to_json() | {field: data})
+
+
+def test_a_record_that_is_right_is_read_as_it_was():
+    some = dict(key={"n": -1, "x": 2**64 - 1, "y": [1, [2.5, None, True], {"dtype": "bfloat16"}], "z": ""},
+                dtypes=["torch.float8_e4m3fn"], candidates=[{"config": {}, "milliseconds": None}])  # fmt: skip
+    record = a_record(**some)
+    assert AutotuneRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
+    assert tuners.cache_key(record) == (
+        -1,
+        2**64 - 1,
+        (1, (2.5, None, True), torch.bfloat16),
+        "",
+        "torch.float8_e4m3fn",
+    )
+    with pytest.raises(ValueError, match="key: expected"):
+        a_record(key={"n": 2**64})
+
+
+def test_a_file_that_is_damaged_while_a_session_runs(library, tmp_path):
+    path = tmp_path / "store.json"
+    with warned("it is damaged"), autotune.session(path):
+        assert library.run(n=40)
+        written(path, nested(100_000))
+        assert library.run(n=80), "which saves"
+    assert len(ConfigStore(path)) == 2 and (tmp_path / "store.json.damaged").read_text() == nested(100_000)
+
+
+@pytest.mark.parametrize("text", ['{"configs": []}', '{"format": "onepass autotune store", "version": 99}'])
+def test_a_file_that_is_never_written_over_is_one_warning(library, tmp_path, text):
+    path = written(tmp_path / "store.json", text)
+    with warned("nothing is saved"), autotune.session(path):
+        assert library.run(n=40) and library.run(n=80)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("where", ["", "folder", "file/store.json"])
+def test_a_path_that_is_no_file(library, tmp_path, where):
+    (tmp_path / "folder" / "inside").mkdir(parents=True)
+    written(tmp_path / "file", "kept")
+    path = tmp_path / where
+    with warned("it cannot be read"):
+        kept = ConfigStore(path)
+        assert len(kept) == 0 and kept.warm() == 0
+    with pytest.raises(OSError):
+        kept.save()
+    with warned("it cannot be read", "not saved"), autotune.session(path):
+        assert library.run(n=40) and library.run(n=80)
+    assert (tmp_path / "folder" / "inside").is_dir() and (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_file_that_must_not_be_read(library, tmp_path, monkeypatch):
+    """Which root may always; therefore what opens files says so."""
+    path, real = written(tmp_path / "store.json", "not ours"), open
+
+    def denied(file, *arguments, **options):
+        if str(file) == str(path):
+            raise PermissionError(13, "Permission denied", str(file))
+        return real(file, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("io.open", denied)
+        with warned("it cannot be read"):
+            assert len(ConfigStore(path)) == 0
+        with warned("it cannot be read", "not saved"), autotune.session(path):
+            assert library.run(n=40) and library.run(n=80)
+    assert path.read_text() == "not ours", "nor is it written over"
+
+
+@pytest.mark.parametrize("where", ["damaged", "directory"])
+def test_a_process_that_names_a_hostile_store(tmp_path, where):
+    path = written(tmp_path / "damaged", nested(100_000)) if where == "damaged" else tmp_path
+    p = process("import onepass; print('imported')", ONEPASS_AUTOTUNE_STORE=str(path))
+    output, errors = p.communicate(timeout=120)
+    assert p.returncode == 0 and output == "imported\n" and "Traceback" not in errors, errors
+    assert errors.count("it is damaged") == (where == "damaged")
+    assert errors.count("it cannot be read") == errors.count("not saved") == (where == "directory")
+
+
+@pytest.mark.parametrize("time", [math.nan, 0.0, -1.0, 1e300])
+def test_times_that_are_none_are_not_kept(library, tmp_path, monkeypatch, time):
+    monkeypatch.setattr(library.plain_kernel, "do_bench", lambda call, quantiles: [time] * 3)
+    with warned(), autotune.session(tmp_path / "store.json"):
+        assert library.run()
+    with warned():
+        (record,) = ConfigStore(tmp_path / "store.json").records
+    assert record.milliseconds is None and [c["milliseconds"] for c in record.candidates] == [None] * 3
+
+
+def test_how_far_apart_numbers_are():
+    for known, wanted, apart in (
+        (1, 4, 2),
+        (12, 3, 2),
+        (1, 5, math.inf),
+        (5e-324, 1e308, math.inf),
+        (2**64, 2.0**63, 1),
+    ):
+        for a, b in ((known, wanted), (wanted, known)):
+            assert store.distance({"n": a}, {"n": b}) == apart
+
+
+def test_a_kernel_without_a_source_is_not_known(library, monkeypatch):
+    def missing(function):
+        raise OSError("could not get source code")
+
+    assert library.run()
+    kept = ConfigStore()
+    kept.add(autotune.collect())
+    library.again()
+    monkeypatch.setattr("inspect.getsource", missing)  # what Triton's interpreter leaves to ask
+    assert len(kept) == 1 and kept.warm() == (1 if torch.cuda.is_available() else 0)
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_saved_file_keeps_its_mode(tmp_path):
+    kept = ConfigStore(tmp_path / "store.json")
+    before = os.umask(0o027)
+    try:
+        kept.save()
+        assert mode(kept.path) == 0o640, "a new file has the usual one"
+        for text in (None, "damaged"):
+            if text is not None:
+                written(kept.path, text)
+            kept.path.chmod(0o604)
+            with warned(*["it is damaged"] * (text is not None)):
+                kept.save()
+            assert mode(kept.path) == 0o604
+    finally:
+        os.umask(before)
+
+
+def test_a_symlink_stays_one(tmp_path):
+    (tmp_path / "links").mkdir()
+    link, target = tmp_path / "links" / "store.json", tmp_path / "elsewhere" / "real.json"
+    link.symlink_to(target)
+    for n, text in enumerate((None, None, "damaged")):
+        if text is not None:
+            written(target, text)
+        kept = ConfigStore()
+        kept.path = link
+        kept.add([a_record(key={"n": n})])
+        with warned(*["it is damaged"] * (text is not None)):
+            kept.save()
+        assert link.is_symlink() and len(ConfigStore(target)) == (n + 1 if text is None else 1)
+    assert [p.name for p in link.parent.iterdir()] == ["store.json"]
+    assert sorted(p.name for p in target.parent.iterdir()) == ["real.json", "real.json.damaged", "real.json.lock"]
+
+
+def test_what_a_killed_process_left_is_not_followed(tmp_path):
+    other = written(tmp_path / "other", "kept")
+    (tmp_path / "store.json.new").symlink_to(other)
+    kept = ConfigStore(tmp_path / "store.json")
+    kept.add([a_record()])
+    kept.save()
+    assert other.read_text() == "kept" and len(ConfigStore(kept.path)) == 1 and not kept.path.is_symlink()
+
+
+def test_reading_needs_no_filelock(tmp_path):
+    kept = ConfigStore(tmp_path / "store.json")
+    kept.add([a_record()])
+    kept.save()
+    code = """
+sys.modules["filelock"] = None
+from onepass.autotune import own, session
+assert own.shipped() is not None and len(ConfigStore(sys.argv[1])) == 1
+try:
+    ConfigStore(sys.argv[1]).save()
+except ModuleNotFoundError:
+    print("not saved")
+with session(sys.argv[1]):
+    print("in a session")
+"""
+    p = process(code, kept.path)
+    output, errors = p.communicate(timeout=120)
+    assert output == "not saved\nin a session\n" and errors.count("RuntimeWarning") == 1, errors
+    assert "not saved" in errors and "filelock" in errors and len(ConfigStore(kept.path)) == 1
+
+
+# Values that a careless or a hostile program may write.
+BAD = [10**400, -1, 0, True, math.nan, math.inf, 1e308, 5e-324, {}, [], [1], {"a": []}, {"dtype": "nosuch"},
+       {"dtype": []}, {"dtype": "half"}, [[[[]]]], json.loads(nested(300)), "torch.nn", ["torch.nn"], "/home",
+       "x" * 1000, [{"config": {}}], [{"config": {}, "milliseconds": -1}]]  # fmt: skip
+VALUES = st.sampled_from(BAD) | st.integers() | st.floats() | st.text(max_size=4)
+BYTES = st.sampled_from([b"9" * 400, b"[" * 10**5, b'{"a":' * 10**5, b""]) | st.binary(max_size=3)
+
+
+def entries(value):
+    """All entries of all lists and dictionaries of a document, each as what holds it and its key."""
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield value, key
+        yield from entries(value[key])
+
+
+def mutated(data, text):
+    """The text with some of its bytes changed, or with one or two of its values replaced, left out or renamed."""
+    if data.draw(st.integers(0, 3)) == 0:
+        at, length = data.draw(st.integers(0, len(text))), data.draw(st.sampled_from([0, 1, 5, 100]))
+        return text[:at].encode() + data.draw(BYTES) + text[at + length :].encode()
+    document = json.loads(text)
+    for _ in range(data.draw(st.integers(1, 2))):
+        holder, key = data.draw(st.sampled_from(list(entries(document))))
+        what = data.draw(st.sampled_from(["replace", "replace", "replace", "remove", "rename"]))
+        if what == "replace":
+            holder[key] = copy.deepcopy(data.draw(VALUES))
+        else:
+            value = holder.pop(key)
+            if what == "rename" and isinstance(holder, dict):
+                holder[data.draw(st.text(max_size=4))] = value
+    return json.dumps(document).encode()
+
+
+@settings(
+    max_examples=400, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_damage_is_one_warning(library, tmp_path, monkeypatch, data):
+    tuner = library.plain_kernel
+    monkeypatch.setattr(store, "autotuners", lambda: [tuner, library.heuristics_inside_kernel])  # a fast search
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    key = (40, "silu", "torch.float32", "torch.float32")
+    kept = ConfigStore(tmp_path / "valid.json")
+    timings = {config: time for config, time in zip(library.CONFIGS, (3.0, math.inf, 1.0))}
+    for k in (key, (41, torch.float16, "torch.float32")):
+        kept.add([tuners.record_of(tuner, k, library.CONFIGS[2], timings)])
+    assert len(kept) == 2
+    if not kept.path.exists():
+        kept.save()
+    path = written(tmp_path / "store.json", mutated(data, kept.path.read_text()))
+    tuner.cache.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hostile = ConfigStore(path)
+        assert hostile.warm() <= 2
+        assert hostile.find(tuner, key) in (None, *hostile.records)
+        assert hostile.find(tuner, (80, "silu", *key[2:]), nearest=True) in (None, *hostile.records)
+        assert all(r.margin is None or r.margin >= -1 for r in hostile.records)
+        hostile.save()
+    assert len(caught) <= 1 and all(w.category is RuntimeWarning for w in caught), caught
+    if not caught or "nothing is saved" not in str(caught[0].message):
+        with warned():
+            assert len(ConfigStore(path)) == len(hostile)
+    else:
+        assert len(hostile) == 0
 
 
 def test_the_file_is_for_people_too(tmp_path):

@@ -226,20 +226,3 @@ def test_a_forward_alone_is_one_product():
             onepass.linear_selective_log_softmax_and_entropy(hidden, weight, target.abs() % vocab)
         whole = (torch.cuda.max_memory_allocated() - before) / (hidden.shape[0] * vocab * 2)
         assert 1 <= whole < 1.1 if alone else whole < 0.6, whole
-
-
-@pytest.mark.gpu
-def test_our_own_choice_fits_what_is_free():
-    """Where little is left the tiles get smaller: here the default workspace alone would be more than there is."""
-    vocab = 151936
-    hidden, weight, _, target = batch("cuda", torch.bfloat16, (8192,), 512, vocab)
-    target = target.abs() % vocab
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(hidden.device).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1.6 * 2**30) / total)
-    try:
-        loss = onepass.linear_cross_entropy(hidden, weight, target)
-        loss.backward()
-        assert loss.isfinite()
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -1,6 +1,8 @@
-"""Argument checks: one error that names the argument, what came and what was expected."""
+"""Argument checks: one error that names the argument, what came and what was expected; numbers in their own type."""
 
+import reprlib
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -9,12 +11,23 @@ from onepass.source import Logits, LogitsSource
 
 INF = float("inf")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
+
+
+def short(value: Any) -> str:
+    """What ``value`` is in an error: at most a line, however long it is."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} of shape {tuple(value.shape)} on {value.device}"
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # an int of more digits than Python prints
+        return f"an int of {value.bit_length()} bits"
 
 
 def described(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} of shape {tuple(value.shape)} on {value.device}"
-    return f"{value!r} ({type(value).__name__})"
+    return short(value) if isinstance(value, torch.Tensor) else f"{short(value)} ({type(value).__name__})"
 
 
 def check_logits(logits: Logits, name: str = "logits") -> None:
@@ -39,8 +52,8 @@ def check_index(index: torch.Tensor, logits: Logits, name: str = "index", many: 
 
 
 def check_row_mask(row_mask: torch.Tensor, logits: Logits, name: str = "row_mask") -> None:
-    if not isinstance(row_mask, torch.Tensor) or row_mask.dtype.is_floating_point or row_mask.dtype.is_complex:
-        raise TypeError(f"{name}: expected a bool (or 0/1 integer) tensor, got {described(row_mask)}")
+    if not isinstance(row_mask, torch.Tensor) or row_mask.dtype.is_complex:
+        raise TypeError(f"{name}: expected a bool (or 0/1) tensor, got {described(row_mask)}")
     if row_mask.shape != logits.shape[:-1]:
         raise ValueError(f"{name}: expected shape {tuple(logits.shape[:-1])}, got {tuple(row_mask.shape)}")
     check_device(row_mask, logits, name)
@@ -51,6 +64,8 @@ def check_class_weights(weights: torch.Tensor, logits: Logits, name: str) -> Non
         raise TypeError(f"{name}: expected a floating-point tensor, got {described(weights)}")
     if weights.shape != logits.shape[-1:]:
         raise ValueError(f"{name}: expected shape ({logits.shape[-1]},), got {tuple(weights.shape)}")
+    if weights.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name}: expected constants, got a tensor that requires a gradient; detach it")
     check_device(weights, logits, name)
 
 
@@ -80,28 +95,36 @@ def check_teacher(
         check_device(mask, student_logits, "mask")
 
 
-def check_pair(student: Logits, teacher: Logits, vocab_size: int | None) -> None:
+def check_pair(student: Logits, teacher: Logits, vocab_size: int | None) -> int:
+    """How many columns of both are compared."""
     if student.shape[:-1] != teacher.shape[:-1]:
         raise ValueError(f"teacher_logits: expected the rows of the student, {tuple(student.shape[:-1])}, "
                          f"got {tuple(teacher.shape[:-1])}")  # fmt: skip
     check_device(teacher, student, "teacher_logits")
-    if vocab_size is None:
-        if student.shape[-1] != teacher.shape[-1]:
-            raise ValueError(f"vocab_size: expected a number of columns for {student.shape[-1]} of the student and "
-                             f"{teacher.shape[-1]} of the teacher, got None")  # fmt: skip
-    elif isinstance(vocab_size, bool) or not isinstance(vocab_size, int):
-        raise TypeError(f"vocab_size: expected an int, got {described(vocab_size)}")
-    elif not 0 < vocab_size <= min(student.shape[-1], teacher.shape[-1]):
-        raise ValueError(f"vocab_size: expected 1 to {min(student.shape[-1], teacher.shape[-1])}, got {vocab_size}")
+    columns = student.shape[-1], teacher.shape[-1]
+    if vocab_size is None and columns[0] != columns[1]:
+        raise ValueError(f"teacher_logits: expected {columns[0]} columns, those of the student, got {columns[1]}; "
+                         "vocab_size says how many columns of both are compared")  # fmt: skip
+    return columns[0] if vocab_size is None else check_integer(vocab_size, "vocab_size", 1, min(columns))
 
 
-def check_transform(temperature: Any, softcap: Any, logit_scale: Any = 1.0, prefix: str = "") -> None:
-    if softcap is None and type(temperature) is type(logit_scale) is float and 0 < temperature < INF > abs(logit_scale):
-        return  # nearly every call; what follows costs five times as much
-    check_number(temperature, f"{prefix}temperature", 0)
-    check_number(logit_scale, f"{prefix}logit_scale", -float("inf"))
-    if softcap is not None:
-        check_number(softcap, f"{prefix}softcap", 0)
+def check_transform(
+    temperature: Any, softcap: Any, logit_scale: Any = 1.0, prefix: str = ""
+) -> tuple[float, float | None, float]:
+    """Temperature, soft-cap and logit scale as floats, of a transform that float32 can hold."""
+    floats = softcap is None and type(temperature) is type(logit_scale) is float
+    if floats and 1e-30 < temperature < 1e30 and -1e8 < logit_scale < 1e8:
+        return temperature, None, logit_scale  # nearly every call; what follows costs five times as much
+    temperature = check_number(temperature, f"{prefix}temperature", 0)
+    softcap = None if softcap is None else check_number(softcap, f"{prefix}softcap", 0)
+    logit_scale = check_number(logit_scale, f"{prefix}logit_scale", -INF)
+    for name, divisor in (("temperature", temperature), ("softcap", softcap)):
+        if divisor is not None and not SMALLEST <= max(1.0, abs(logit_scale)) / divisor <= LARGEST:
+            raise ValueError(
+                f"{prefix}{name}: expected a finite number above 0 by which float32 can divide a logit, "
+                f"got {divisor:g} with a logit_scale of {logit_scale:g}"
+            )
+    return temperature, softcap, logit_scale
 
 
 def check_device(tensor: Logits, logits: Logits, name: str) -> None:
@@ -109,16 +132,42 @@ def check_device(tensor: Logits, logits: Logits, name: str) -> None:
         raise ValueError(f"{name}: expected device {logits.device}, that of the logits, got {tensor.device}")
 
 
-def check_number(value: Any, name: str, low: float, high: float = float("inf"), open_low: bool = True) -> None:
-    if type(value) is float and low < value < min(high, float("inf")):
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+def check_number(value: Any, name: str, low: float, high: float = LARGEST, open_low: bool = True) -> float:
+    """The number as a float, from an int, a float, a scalar of numpy or a tensor of no dimension on the CPU."""
+    if type(value) is float and low < value < high:
+        return value
+    number: Any = scalar(value, name, "a number")
+    is_number = isinstance(number, Real) and not isinstance(number, bool)
+    if not is_number:
         raise TypeError(f"{name}: expected a number, got {described(value)}")
-    if not (low < value < float("inf") if open_low else low <= value <= high):
-        bounds = f"a finite number above {low:g}" if open_low else f"a number in [{low:g}, {high:g}]"
-        raise ValueError(f"{name}: expected {bounds}, got {value!r}")
+    if not (low < number <= high if open_low else low <= number <= high):
+        bounds = f"a number in [{low:g}, {high:g}]" if high < LARGEST else "a finite number"
+        bounds += f" {'above' if open_low else 'of at least'} {low:g}" if high == LARGEST and low > -INF else ""
+        raise ValueError(f"{name}: expected {bounds}, got {short(value)}")
+    return float(number)
+
+
+def check_integer(value: Any, name: str, low: int = -(2**63), high: int = 2**63 - 1) -> int:
+    """The number as an int, from an int, an integer of numpy or an integer tensor of no dimension on the CPU."""
+    number: Any = value if type(value) is int else scalar(value, name, "an int")
+    is_integer = isinstance(number, Integral) and not isinstance(number, bool)
+    if not is_integer:
+        raise TypeError(f"{name}: expected an int, got {described(value)}")
+    if not low <= number <= high:
+        raise ValueError(f"{name}: expected {low} to {high}, got {short(value)}")
+    return int(number)
+
+
+def scalar(value: Any, name: str, wanted: str) -> Any:
+    """What is in a tensor of no dimension; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.dim() or value.device.type != "cpu" or value.requires_grad:
+        why = ", which requires a gradient" if value.requires_grad else ""
+        raise TypeError(f"{name}: expected {wanted}, got {described(value)}{why}")
+    return value.item()
 
 
 def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {short(value)}")

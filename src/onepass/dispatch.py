@@ -8,6 +8,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_dispatch_stack_at, _len_torch_dispatch_stack
 
 from onepass import eager
 from onepass.source import Logits
@@ -37,21 +39,51 @@ def _kernels() -> Any:
 PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
-def is_plain(*arguments: Any) -> bool:
-    """Plain tensors in eager mode skip the dispatcher, which costs more than a small kernel; everything that traces or
-    wraps (torch.compile, export, fake tensors, tensor subclasses) goes through the registered operations."""
+def is_untraced(*arguments: Any) -> bool:
+    """Whether all tensors are plain and nothing traces the call (torch.compile, export, fake tensors, subclasses)."""
     for a in arguments:
         if type(a) not in PLAIN and isinstance(a, Tensor):
             return False
     return not torch.compiler.is_compiling()
 
 
-def operation(name: str, like: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def is_plain(*arguments: Any) -> bool:
+    """Whether the dispatcher may be skipped, which costs more than a small kernel. What traces, and a
+    `TorchDispatchMode` (which counts FLOPs, say), goes through the registered operations."""
+    return is_untraced(*arguments) and not _len_torch_dispatch_stack()
+
+
+def refuse_forward_mode(*arguments: Any) -> None:
+    """A dual tensor would silently lose its tangent: no operation here computes one."""
+    if forward_ad._current_level >= 0 and any(
+        isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in arguments
+    ):
+        raise NotImplementedError("onepass: forward-mode differentiation is not implemented, got a dual tensor")
+
+
+FLOPS: dict[Any, Callable[..., int]] = {}  # of operations
+
+
+def tell_flop_counters() -> None:
+    """The formulas, to FLOP counters that are active. (Torch's table of them is in a module that imports Triton.)"""
+    if torch.compiler.is_compiling():
+        return
+    for n in range(_len_torch_dispatch_stack()):
+        registry = getattr(getattr(_get_dispatch_stack_at(n), "counter", None), "flop_registry", None)
+        if registry is not None:
+            registry.update(FLOPS)
+
+
+def operation(
+    name: str, like: Callable[..., Any], flops: Callable[..., int] | None = None, composite: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make ``function(tensor, ..., options)`` an operation registered with torch, used unless all tensors are plain.
 
     The operation takes the fields of the options, a named tuple, as flat arguments. ``like`` takes what the function
     takes, by name, and returns its results unwritten, for what traces. Both may return None among tensors: an operation
-    cannot, so that something else stands for it there.
+    cannot, so that something else stands for it there. ``flops`` takes the same with shapes for tensors, and returns
+    what `torch.utils.flop_counter` counts, for an operation whose products are kernels of our own; one without it that
+    is made of torch's products is ``composite``: a mode sees those.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,11 +105,22 @@ def operation(name: str, like: Callable[..., Any]) -> Callable[[Callable[..., An
         )
         registered = torch.library.custom_op(name, prototype, mutates_args=())
         registered.register_fake(fake)
+        if flops is not None:
+            names = [p.name for p in (*first, *fields)]
+
+            def counted(*arguments: Any, **_: Any) -> int:
+                shapes = [a.shape if isinstance(a, Tensor) else a for a in arguments]
+                return flops(**dict(zip(names, shapes)))
+
+            FLOPS[getattr(torch.ops.onepass, name.partition("::")[2])] = counted
+        may_skip = is_untraced if composite else is_plain
 
         @wraps(function)
         def call(*arguments: Any) -> Any:
-            if is_plain(*arguments):
+            if may_skip(*arguments):
+                refuse_forward_mode(*arguments)
                 return function(*arguments)
+            tell_flop_counters()
             return _with_none(registered(*arguments[:-1], *arguments[-1]))
 
         return call

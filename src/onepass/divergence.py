@@ -11,13 +11,10 @@ from onepass.options import PAIR_NUMBERS, PairOptions, empty_pair_numbers
 LOSS = PAIR_NUMBERS.index("divergence")
 
 
-def divergence(
-    student: Tensor, teacher: Tensor, row_mask: Tensor | None, options: PairOptions, vocab_size: int | None = None
-) -> Tensor:
-    """One number a row, ``(...)``, differentiable with respect to both. Arguments are checked already."""
+def divergence(student: Tensor, teacher: Tensor, row_mask: Tensor | None, options: PairOptions, vocab: int) -> Tensor:
+    """Of the first ``vocab`` columns, one number a row, ``(...)``, differentiable with respect to both. Arguments are
+    checked already."""
     student, teacher = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (student, teacher))
-    row_mask = None if row_mask is None else row_mask.contiguous()
-    vocab = vocab_size or student.shape[-1]
     if torch.is_grad_enabled() and (student.requires_grad or teacher.requires_grad):
         loss: Tensor = _Divergence.apply(student, teacher, row_mask, options, vocab)
         return loss

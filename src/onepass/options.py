@@ -35,7 +35,6 @@ class Options(NamedTuple):
     class_weight: float = 0.0  # of every class, where there is no tensor of class weights
     sharpness: float = 2.0  # one over the second temperature; 2 is that of `log_sum_sq_probs`
     ignore_index: int | None = None  # rows with this index (one a row) are masked
-    bias_apart: bool = False  # a linear head's bias is added to its rounded product, not within
 
     @property
     def names(self) -> tuple[str, ...]:

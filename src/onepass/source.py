@@ -50,6 +50,11 @@ class LogitsSource:
         raise NotImplementedError
 
     @property
+    def settings(self) -> Any:
+        """How the logits are made, beside their `parts`; see `head.tiles.Settings`."""
+        raise NotImplementedError
+
+    @property
     def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Hidden states ``(N, H)``, weight ``(V, H)`` and bias ``(V,)``."""
         raise NotImplementedError

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from onepass import eager
 from onepass.checks import (
+    INF,
     check_choice,
     check_class_weights,
     check_index,
@@ -21,6 +22,7 @@ from onepass.checks import (
     check_number,
     check_row_mask,
     check_transform,
+    described,
 )
 from onepass.dispatch import empty_gradient, is_plain, operation, path_of, refuse_second_derivatives
 from onepass.inplace import mark_overwritten
@@ -129,8 +131,8 @@ def softmax_statistics(
         s = onepass.softmax_statistics(logits, labels)
         loss = -s.log_probs.mean() + 1e-4 * s.logsumexp.square().mean() - 0.01 * s.entropy.mean()
     """
-    options = wanted(index, class_weights, metrics, expected_logit, logit_scale, softcap, temperature)
     check_logits(logits)
+    options = wanted(index, class_weights, metrics, expected_logit, logit_scale, softcap, temperature)
     if index is not None:
         check_index(index, logits)
     return SoftmaxStatistics(**read(logits, index, row_mask, options, class_weights=class_weights))
@@ -146,6 +148,8 @@ def wanted(
     temperature: float,
 ) -> Options:
     """The fields of `SoftmaxStatistics` that these arguments of `softmax_statistics` ask for."""
+    if isinstance(metrics, str) or not isinstance(metrics, Sequence):
+        raise TypeError(f"metrics: expected a sequence of names, got {described(metrics)}")
     for metric in metrics:
         check_choice(metric, "metrics", METRICS)
     if "is_top1" in metrics and index is None:
@@ -154,7 +158,25 @@ def wanted(
     fields += ["expected_logit"] if expected_logit else []
     fields += ["selected"] if index is not None else []
     fields += ["weighted_logit"] if class_weights is not None else []
-    return Options(" ".join([*fields, *metrics]), logit_scale, softcap, temperature)
+    return reading(" ".join([*fields, *metrics]), logit_scale, softcap, temperature)
+
+
+def reading(
+    fields: str,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    ignore_index: int | None = None,
+    sharpness: float | None = None,
+) -> Options:
+    """`Options` of checked and typed numbers.
+
+    Each is passed, and none is a default: one that Dynamo first meets within an autograd function is an input of that
+    function's graph alone, and a second loss in the same graph would fail.
+    """
+    temperature, softcap, logit_scale = check_transform(temperature, softcap, logit_scale)
+    sharpness = 2.0 if sharpness is None else sharpness
+    return Options(fields, logit_scale, softcap, temperature, 0.0, sharpness, ignore_index)
 
 
 def read(
@@ -195,16 +217,12 @@ def checked(
     """Index, mask, class weights and options as the two operations take them."""
     if row_mask is not None:
         check_row_mask(row_mask, logits)
-        row_mask = row_mask.contiguous()
-    check_transform(options.temperature, options.softcap, options.logit_scale)
     weights = None
-    if isinstance(class_weights, Tensor):
+    if isinstance(class_weights, Tensor) and class_weights.dim():
         check_class_weights(class_weights, logits, "class_weights")
-        weights = class_weights.detach().contiguous()
+        weights = class_weights.detach()
     elif class_weights is not None:
-        check_number(class_weights, "class_weights", -float("inf"))
-        options = options._replace(class_weight=float(class_weights))
-    index = None if index is None else index.contiguous()
+        options = options._replace(class_weight=check_number(class_weights, "class_weights", -INF))
     if (DEBUG or logits.is_cpu) and (is_plain(logits) if isinstance(logits, Tensor) else logits.takes_row_losses):
         _check_range(logits, index, row_mask, options, index_name)
     return index, row_mask, weights, options
@@ -223,10 +241,23 @@ def gather_logits(logits: Tensor, index: Tensor, index_name: str = "index") -> T
 def check_inplace(logits: Logits) -> None:
     if not isinstance(logits, Tensor):
         raise ValueError(f"inplace_backward: expected a tensor of logits, got {type(logits).__name__}")
-    if any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape)):
-        raise ValueError("inplace_backward: expected logits of which no two elements share memory, got expanded logits")
+    if overlaps(logits):
+        raise ValueError(
+            "inplace_backward: expected logits of which no two elements share memory, got overlapping (expanded?) "
+            f"logits of shape {tuple(logits.shape)} and strides {logits.stride()}"
+        )
     if logits.stride(-1) != 1 and logits.shape[-1] > 1:
         raise ValueError(f"inplace_backward: expected a contiguous last dimension, got strides {logits.stride()}")
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Whether two elements may share memory: whether a dimension steps by less than the smaller ones span."""
+    span = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1 and stride <= span:
+            return tensor.numel() > 1
+        span += stride * (size - 1)
+    return False
 
 
 def _check_range(

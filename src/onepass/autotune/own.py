@@ -12,11 +12,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from onepass.autotune.record import AutotuneRecord, here
-from onepass.autotune.sources import jitted, source_hash
+from onepass.autotune.sources import identity_of, jitted
 from onepass.autotune.store import ConfigStore, closest
 
 SHIPPED = Path(__file__).parent / "shipped"
 MOST_THREADS = 1024  # of a program
+# Versions of our kernels by name; a kernel that is not listed has version 1. Records of another version are not used.
+# Raise it when the tuned numbers of a kernel mean something else, or when the work of one of its programs changes, so
+# that what was measured says nothing of it any more. A comment, a renamed argument or other code for the same work is
+# no reason to.
+VERSIONS: dict[str, int] = {}
 Numbers = dict[str, int]
 
 
@@ -47,8 +52,10 @@ def choose(kernel: Any, key: dict[str, Any], rule: Numbers) -> Numbers:
             _asked[question] = Question(kernel, key, rule)
         if question in _tried:
             return _tried[question]
-    record = closest([r for r in shipped().get(name, ()) if r.config.keys() == rule.keys()], key)
-    if record is None or record.source_hash != source_hash(kernel):
+    identity = identity_of(kernel)
+    known = [r for r in shipped().get(name, ()) if r.source_hash == identity and r.config.keys() == rule.keys()]
+    record = closest(known, key)
+    if record is None:
         return rule
     _used[record.identity] = record
     return {number: record.config[number] for number in rule}

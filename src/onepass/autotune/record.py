@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from typing import Any
@@ -13,6 +13,13 @@ import triton
 
 # Strings that may be a key's value ("silu", "bf16"): none that could be a path.
 WORD = re.compile(r"[A-Za-z0-9_.+-]{0,64}\Z")
+DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}  # "torch.bfloat16": torch.bfloat16
+# What a record may hold at most.
+MOST_LETTERS = 256  # of a name
+MOST_ENTRIES = 4096  # of a list or a dictionary
+MOST_LEVELS = 8  # of lists within lists
+MOST_BITS = 64  # of an integer
+MOST_MILLISECONDS = 1e9
 
 
 class NotPlain(ValueError):
@@ -21,21 +28,76 @@ class NotPlain(ValueError):
 
 def encode(value: Any) -> Any:
     """A key's or a configuration's value as JSON has it; dtypes are ``{"dtype": name}``."""
-    if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
-        return value
-    if isinstance(value, str) and WORD.match(value):
-        return value
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, tuple | list):
-        return [encode(v) for v in value]
-    raise NotPlain(f"a value of type {type(value).__name__}")
+        value = [encode(v) for v in value]
+    if isinstance(value, dict) or not is_encoded(value):
+        raise NotPlain(f"a value of type {type(value).__name__}")
+    return value
 
 
 def decode(value: Any) -> Any:
+    """The opposite of `encode`, of a value that `is_encoded`."""
     if isinstance(value, dict):
-        return getattr(torch, value["dtype"])
+        return DTYPES[f"torch.{value['dtype']}"]
     return tuple(decode(v) for v in value) if isinstance(value, list) else value
+
+
+def is_encoded(value: Any, levels: int = MOST_LEVELS) -> bool:
+    """Whether `encode` returns such a value."""
+    if isinstance(value, dict):
+        name = value.get("dtype")
+        return len(value) == 1 and isinstance(name, str) and is_dtype(f"torch.{name}")
+    if isinstance(value, list):
+        return levels > 0 and is_list(value, lambda v: is_encoded(v, levels - 1))
+    if isinstance(value, str):
+        return WORD.match(value) is not None
+    if isinstance(value, int):  # a bool, too
+        return value.bit_length() <= MOST_BITS
+    return value is None or (isinstance(value, float) and math.isfinite(value))
+
+
+def is_name(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= MOST_LETTERS and value.isprintable()
+
+
+def is_dtype(name: Any) -> bool:
+    """Whether it is the name of a dtype of this version of torch, such as "torch.bfloat16"."""
+    return isinstance(name, str) and name in DTYPES
+
+
+def is_time(value: Any) -> bool:
+    """Whether it is a duration in milliseconds: a positive number, not of days."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MOST_MILLISECONDS
+
+
+def is_list(value: Any, check: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and len(value) <= MOST_ENTRIES and all(map(check, value))
+
+
+def are_arguments(value: Any) -> bool:
+    """Whether it is a key or a configuration: values that `is_encoded`, by name."""
+    if not isinstance(value, dict) or len(value) > MOST_ENTRIES:
+        return False
+    return all(is_name(name) and is_encoded(v) for name, v in value.items())
+
+
+def is_candidate(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"config", "milliseconds"}:
+        return False
+    return are_arguments(value["config"]) and (value["milliseconds"] is None or is_time(value["milliseconds"]))
+
+
+# What the fields of a record hold, but for those that are names.
+CHECKS: dict[str, Callable[[Any], bool]] = {
+    "key": are_arguments,
+    "dtypes": lambda value: is_list(value, is_dtype),
+    "config": are_arguments,
+    "milliseconds": lambda value: value is None or is_time(value),
+    "candidates": lambda value: is_list(value, is_candidate),
+    "shared_memory": lambda value: type(value) is int and 0 <= value < 2**MOST_BITS,
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +107,8 @@ class AutotuneRecord:
     Attributes:
         kernel: the function's name.
         module: where it is defined, if that is an installed package; else "local".
-        source_hash: sha256 of the kernel and the functions that it calls.
+        source_hash: `onepass.autotune.sources.identity_of` the kernel: sha256 of it and the functions that it calls;
+            of our own kernels ``"version 1"``.
         key: the arguments that `triton.autotune` was told to tune by, by name.
         dtypes: of all tensor arguments in their order, which Triton adds to the key.
         config: meta-parameters, ``num_warps``, ``num_stages``, ``num_ctas``.
@@ -54,6 +117,9 @@ class AutotuneRecord:
             for one that cannot run. Empty where Triton did not keep them.
         gpu, compute_capability, shared_memory: name, ``"9.0"`` (``"gfx942"``), bytes a block may have.
         torch, triton: versions.
+
+    Raises:
+        ValueError: a field does not have the form that is stated above, or is larger than any that occurs.
     """
 
     kernel: str
@@ -69,6 +135,11 @@ class AutotuneRecord:
     shared_memory: int = 0
     torch: str = ""
     triton: str = ""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            if not CHECKS.get(f.name, is_name)(getattr(self, f.name)):
+                raise ValueError(f"{f.name}: expected what the documentation of AutotuneRecord states")
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -101,13 +172,6 @@ class AutotuneRecord:
         names = {f.name for f in fields(cls)}
         if not isinstance(data, dict) or set(data) != names:
             raise ValueError(f"expected a record with {', '.join(sorted(names))}")
-        kinds: dict[str, Any] = {
-            "key": dict, "dtypes": list, "config": dict, "candidates": list, "shared_memory": int,
-            "milliseconds": int | float | None,
-        }  # fmt: skip
-        for name, value in data.items():
-            if not isinstance(value, kinds.get(name, str)):
-                raise ValueError(f"{name}: expected {kinds.get(name, str)}, got {value!r}")
         return cls(**data)
 
 

@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -35,7 +34,8 @@ def session(
     On entry the autotuners are warmed; a kernel that is imported later is warmed when it is first called. A key that is
     not known is tuned by Triton as always, shown while it is, and saved at once, so that a killed run keeps it too. On
     exit, also by an exception, all that the process has chosen is saved. Nothing of this is in the way of a launch:
-    what is watched is called only where Triton benchmarks.
+    what is watched is called only where Triton benchmarks. A store that cannot be read or saved is a warning. Saving
+    needs the extra ``autotune``.
 
     Args:
         path: of the store, see `ConfigStore`. Also what ``ONEPASS_AUTOTUNE_STORE`` names for a whole process.
@@ -66,8 +66,8 @@ def for_process(path: str) -> None:
 def _save(store: ConfigStore) -> None:
     try:
         store.save()
-    except OSError as error:  # a full disk is no reason to lose a training run
-        warnings.warn(f"autotune store {store.path}: not saved: {error}", RuntimeWarning, stacklevel=3)
+    except Exception as error:  # neither a full disk nor a missing package is a reason to lose a training run
+        store.warn(f"not saved: {error}")
 
 
 class Session:

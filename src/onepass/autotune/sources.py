@@ -1,4 +1,4 @@
-"""Whether a kernel is still the one that was measured.
+"""Whether a kernel is still the one that was measured: `identity_of`.
 
 Triton has a hash, too (``cache_key``), for what it compiled: that one changes with a kernel's line number in its file,
 and with the order in which kernels that share a function are first used.
@@ -23,6 +23,16 @@ def jitted(kernel: Any) -> Any:
     while not inspect.isfunction(kernel.fn):
         kernel = kernel.fn
     return kernel
+
+
+def identity_of(kernel: Any) -> str:
+    """What a record states as ``source_hash``: the version of a kernel of onepass, `source_hash` of any other."""
+    from onepass.autotune.own import VERSIONS  # which imports this module
+
+    function = jitted(kernel).fn
+    if function.__module__.split(".")[0] == "onepass":
+        return f"version {VERSIONS.get(function.__name__, 1)}"
+    return source_hash(kernel)
 
 
 def source_hash(kernel: Any) -> str:

@@ -3,29 +3,38 @@
 import json
 import math
 import os
+import stat
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from onepass.autotune.record import AutotuneRecord, NotPlain, here, label_of, minor
-from onepass.autotune.sources import source_hash
+from onepass.autotune.sources import identity_of
 from onepass.autotune.tuners import autotuners, cache_key, labelled, matching
 
 FORMAT, VERSION = "onepass autotune store", 1
+LEFT_OUT = "it is left out, as if there were none"
+KEPT = f"{LEFT_OUT}, and nothing is saved"
+# What is said of a file that is not used, by its state.
+WARNINGS = {
+    "damaged": f"it is damaged; {LEFT_OUT}",
+    "old": f"an older version of onepass wrote it; {LEFT_OUT}",
+    "foreign": f"it is no store of onepass; {KEPT}",
+    "newer": f"a newer version of onepass wrote it (this one reads version {VERSION}); {KEPT}",
+}
 
 
 class ConfigStore:
-    """Records by kernel, hash of its source, GPU architecture, minor version of Triton and labelled key.
+    """Records by kernel, hash of its source (of our own its version), GPU architecture, minor version of Triton and
+    labelled key.
 
     Args:
         path: of a JSON file, read now if it is there; None for a store in memory.
 
-    A file that cannot be read, or that another version wrote, is a warning, and the store begins empty. `save` puts a
-    damaged file and one of an older version aside (``.damaged``, ``.old``); it never writes over one of a newer version
-    or of another program.
+    A file that cannot be read, that holds anything that is no `AutotuneRecord`, or that another version wrote, is one
+    warning, and the store begins empty. `save` puts a damaged file and one of an older version aside (``.damaged``,
+    ``.old``); it never writes over one of a newer version or of another program.
 
     Example::
 
@@ -39,8 +48,15 @@ class ConfigStore:
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self.path = None if path is None else Path(path)
         self._records: dict[tuple[str, ...], AutotuneRecord] = {}
+        self._warned: set[str] = set()
         if self.path is not None:
-            self.add(self._read(warn=True)[0])
+            try:
+                records, state = self._read()
+                problem = WARNINGS.get(state)
+            except (OSError, MemoryError) as error:
+                records, problem = [], f"it cannot be read: {error}; {LEFT_OUT}"
+            self.warn(problem)
+            self.add(records)
 
     @property
     def records(self) -> list[AutotuneRecord]:
@@ -71,10 +87,11 @@ class ConfigStore:
         """
         try:
             labels, dtypes = labelled(tuner, key)
-        except NotPlain:
+            identity = identity_of(tuner)
+        except (NotPlain, OSError):  # a key of objects; a kernel without a source
             return None
         about = here()
-        place = tuner.base_fn.__name__, source_hash(tuner), about["compute_capability"], minor(about["triton"])
+        place = tuner.base_fn.__name__, identity, about["compute_capability"], minor(about["triton"])
         known = self._records.get((*place, label_of(labels, dtypes)))
         if known is None and nearest:
             known = closest([r for r in self.records if r.place == place and r.dtypes == dtypes], labels)
@@ -102,28 +119,49 @@ class ConfigStore:
 
     def save(self) -> None:
         """Write all records and those that other processes wrote meanwhile: to a file beside it, which then takes its
-        place, so that nobody ever finds half of one."""
+        place, so that nobody ever finds half of one. A symlink stays one: its target is written. A file keeps its
+        permissions.
+
+        Raises:
+            OSError: it cannot be read or written, for example because it is a directory.
+            ModuleNotFoundError: the package filelock is missing (extra ``autotune``).
+        """
         if self.path is None:
             raise ValueError("path: expected a store with a path, got None")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{self.path}.lock"):
-            written, state = self._read(warn=False)
+        from filelock import FileLock
+
+        path = Path(os.path.realpath(self.path))
+        if path.exists() and not path.is_file():
+            raise OSError(f"expected a file, got {path}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            written, state = self._read()
+            self.warn(WARNINGS.get(state))
             if state in ("newer", "foreign"):
-                self._warn(state, "nothing is saved")
                 return
+            mode = None if state == "missing" else stat.S_IMODE(path.stat().st_mode)
             if state in ("damaged", "old"):
-                self.path.replace(f"{self.path}.{state}")
+                path.replace(f"{path}.{state}")
             self.add(written)
             text = {"format": FORMAT, "version": VERSION, "records": [r.to_json() for r in self.records]}
-            beside = Path(f"{self.path}.new")  # one name: what a killed process left is written over
-            with beside.open("w", encoding="utf-8") as file:
+            beside = Path(f"{path}.new")
+            beside.unlink(missing_ok=True)  # of a process that was killed
+            with beside.open("x", encoding="utf-8") as file:
+                if mode is not None:
+                    beside.chmod(mode)
                 json.dump(text, file, indent=1, allow_nan=False)
                 file.write("\n")
                 file.flush()
                 os.fsync(file.fileno())
-            beside.replace(self.path)
+            beside.replace(path)
 
-    def _read(self, warn: bool) -> tuple[list[AutotuneRecord], str]:
+    def warn(self, problem: str | None) -> None:
+        """Say what is wrong with the file, once; None: nothing is."""
+        if problem is not None and problem not in self._warned:
+            self._warned.add(problem)
+            warnings.warn(f"autotune store {self.path}: {problem}", RuntimeWarning, stacklevel=3)
+
+    def _read(self) -> tuple[list[AutotuneRecord], str]:
         """Records, and whether the file is "missing", "ours", "damaged", "foreign", "old" or "newer"."""
         records: list[AutotuneRecord] = []
         state = "ours"
@@ -137,20 +175,9 @@ class ConfigStore:
                 records = [AutotuneRecord.from_json(record) for record in data["records"]]
         except FileNotFoundError:
             return [], "missing"
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             records, state = [], "damaged"
-        if warn and state != "ours":
-            self._warn(state, "it is left out, as if there were none")
         return records, state
-
-    def _warn(self, state: str, what: str) -> None:
-        why = {
-            "damaged": "it is damaged",
-            "foreign": "it is no store of onepass",
-            "old": "an older version of onepass wrote it",
-            "newer": f"a newer version of onepass wrote it (this one reads version {VERSION})",
-        }
-        warnings.warn(f"autotune store {self.path}: {why[state]}; {what}", RuntimeWarning, stacklevel=4)
 
 
 def faster(record: AutotuneRecord, known: AutotuneRecord) -> bool:
@@ -175,6 +202,5 @@ def distance(known: dict[str, Any], wanted: dict[str, Any]) -> float:
         if a == b and type(a) is type(b):
             continue
         numbers = all(isinstance(v, int | float) and not isinstance(v, bool) and v > 0 for v in (a, b))
-        apart = abs(math.log2(a / b)) if numbers else math.inf
-        total += apart if apart <= 2 else math.inf
+        total += abs(math.log2(a / b)) if numbers and 1 / 4 <= a / b <= 4 else math.inf
     return total

@@ -16,8 +16,8 @@ from triton import Config
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import KernelInterface
 
-from onepass.autotune.record import AutotuneRecord, NotPlain, decode, encode, here
-from onepass.autotune.sources import jitted, source_hash
+from onepass.autotune.record import AutotuneRecord, NotPlain, decode, encode, here, is_time
+from onepass.autotune.sources import identity_of, jitted
 
 LOG = logging.getLogger(__name__)
 Timings = dict[Config, float]
@@ -58,17 +58,16 @@ def record_from(
     timings: Sequence[tuple[dict[str, Any], float]] = (),
 ) -> AutotuneRecord:
     """Of what `triton.jit` made, in whatever wrapper; ``timings`` are of all candidates, infinite if one cannot run."""
-    never = float("inf")
-    milliseconds = next((t for c, t in timings if c == config), None)
-    if milliseconds == never:
+    time = next((t for c, t in timings if c == config), None)
+    if time == float("inf"):
         raise NotPlain("none of its configurations runs")
     candidates = [
-        {"config": c, "milliseconds": None if t == never else t} for c, t in sorted(timings, key=lambda pair: pair[1])
+        {"config": c, "milliseconds": t if is_time(t) else None} for c, t in sorted(timings, key=lambda pair: pair[1])
     ]
     function = jitted(kernel).fn
     return AutotuneRecord(
-        kernel=function.__name__, module=public_module(function.__module__), source_hash=source_hash(kernel), key=key,
-        dtypes=dtypes, config=config, milliseconds=milliseconds, candidates=candidates, **here(),
+        kernel=function.__name__, module=public_module(function.__module__), source_hash=identity_of(kernel), key=key,
+        dtypes=dtypes, config=config, milliseconds=time if is_time(time) else None, candidates=candidates, **here(),
     )  # fmt: skip
 
 

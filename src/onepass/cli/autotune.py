@@ -39,7 +39,7 @@ def show(
     kernel: Annotated[str, typer.Option(help="Only kernels whose name contains this.")] = "",
 ) -> None:
     """What was chosen for every key, and by how much it was ahead of the runner-up."""
-    console = Console(width=None if Console().is_terminal else 200)
+    console = Console(width=None if Console().is_terminal else 200, markup=False)  # names may have brackets
     store = merged(stores)
     table = Table("kernel", "key", "chosen", "ms", "runner-up", "tried", "GPU", "Triton")
     for r in chosen(store, kernel):

@@ -5,9 +5,10 @@ A function takes ``(hidden, weight, *rows, *constants, mask)``, see `implementat
 
 import importlib
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from onepass.cli.implementations import mean
 from onepass.cli.peers import Forward, Implementation, Peer, attribute
 
+TRL_UTILS = "trl.trainer.utils"
 TRL_CHUNK_SIZE = 32768  # of its trainers: trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
 
 
@@ -24,16 +26,42 @@ def policy_loss(advantages: Tensor, old_log_probs: Tensor, log_probs: Tensor, en
     return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) - 0.01 * entropy
 
 
+@contextmanager
+def stand_in(name: str, **names: Any) -> Iterator[None]:
+    """While it lasts, a module of that name has these names alone; afterwards `sys.modules` is as it was."""
+    before = {name: sys.modules[name]} if name in sys.modules else {}
+    sys.modules[name] = module = ModuleType(name)
+    vars(module).update(names)
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        sys.modules.update(before)
+
+
+def without_trainers(function: Any) -> Any:
+    """TRL's autograd function for where the modules of its trainers cannot be imported.
+
+    Its backward imports from them the context in which ZeRO-3 gathers the weight of the head, which is empty here.
+    """
+
+    class WithoutTrainers(function):  # type: ignore[misc]
+        @staticmethod
+        def backward(*arguments: Any) -> Any:
+            with stand_in(TRL_UTILS, maybe_gather_lm_head_ctx=lambda *parameters: nullcontext()):
+                return function.backward(*arguments)
+
+    return WithoutTrainers
+
+
 def trl(*outputs: str) -> Callable[..., tuple[Tensor, ...]]:
     """Log-probs and ``outputs`` of each row; those that are masked are left out as by TRL's trainers, and are 0."""
-    call = attribute("trl.kernels.chunked_logprob", "ChunkedLogProbFunction").apply
+    function = attribute("trl.kernels.chunked_logprob", "ChunkedLogProbFunction")
     try:
-        importlib.import_module("trl.trainer.utils")
+        importlib.import_module(TRL_UTILS)
     except (ImportError, RuntimeError):  # transformers raises either
-        # Its backward takes from there a context that is empty without DeepSpeed; the rest of it needs all trainers do.
-        trainer = ModuleType("trl.trainer.utils")
-        vars(trainer)["maybe_gather_lm_head_ctx"] = lambda *parameters: nullcontext()
-        sys.modules[trainer.__name__] = trainer
+        function = without_trainers(function)
+    call = function.apply
 
     def rows(hidden: Tensor, weight: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
         kept = (hidden, target) if mask is None else (hidden[mask], target[mask])

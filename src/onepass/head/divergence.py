@@ -8,7 +8,7 @@ from torch import Tensor
 from onepass.dispatch import operation, refuse_second_derivatives
 from onepass.head.loss import walk
 from onepass.head.row_loss import DivergenceLoss, Source
-from onepass.head.tiles import empty_gradients
+from onepass.head.tiles import Settings, empty_gradients
 from onepass.options import PairOptions
 from onepass.source import Logits, LogitsSource
 
@@ -24,13 +24,14 @@ def linear_divergence(
     """``Σ / divisor`` over the rows that are not masked, or of every row; differentiable in the student."""
     source: Source
     if isinstance(teacher, Tensor):
-        source = (teacher.detach().reshape(-1, teacher.shape[-1]), None, None), teacher.dtype
+        rows = teacher.detach().reshape(-1, teacher.shape[-1])
+        source = (rows if rows.stride(-1) == 1 else rows.contiguous(), None, None), teacher.dtype
     else:
         source = teacher.parts, teacher.dtype
     if student.takes_row_losses:
         return student.loss_of_rows(DivergenceLoss(student.dtype, source, options, vocab), row_mask, divisor)
     row_mask = None if row_mask is None else row_mask.reshape(-1) != 0
-    settings = vocab, student.dtype, source[1], student.max_memory
+    settings = vocab, source[1], *student.settings
     loss: Tensor = _Divergence.apply(*student.parts, *source[0], row_mask, settings, options)
     return loss.reshape(student.shape[:-1]) if divisor is None else loss.sum() / divisor
 
@@ -57,6 +58,7 @@ class _Divergence(torch.autograd.Function):
     lambda hidden, dtype, teacher_dtype, **_: hidden.new_empty(
         hidden.shape[0], dtype=torch.promote_types(torch.promote_types(dtype, teacher_dtype), torch.float32)
     ),
+    composite=True,
 )
 def _forward(
     hidden: Tensor,
@@ -67,18 +69,21 @@ def _forward(
     teacher_bias: Tensor | None,
     row_mask: Tensor | None,
     vocab: int,
-    dtype: torch.dtype,
     teacher_dtype: torch.dtype,
+    dtype: torch.dtype,
     max_memory: int | None,
+    bias_apart: bool,
     options: PairOptions,
 ) -> Tensor:
     source = (teacher, teacher_weight, teacher_bias), teacher_dtype
-    return walk((hidden, weight, bias), row_mask, DivergenceLoss(dtype, source, options, vocab), dtype, max_memory)[0]
+    row_loss = DivergenceLoss(dtype, source, options, vocab)
+    return walk((hidden, weight, bias), row_mask, row_loss, Settings(dtype, max_memory, bias_apart))[0]
 
 
 @operation(
     "onepass::linear_divergence_gradient",
     lambda hidden, weight, bias, needed, **_: empty_gradients((hidden, weight, bias), needed),
+    composite=True,
 )
 def _gradient(
     hidden: Tensor,
@@ -91,12 +96,14 @@ def _gradient(
     grad: Tensor,
     needed: list[bool],
     vocab: int,
-    dtype: torch.dtype,
     teacher_dtype: torch.dtype,
+    dtype: torch.dtype,
     max_memory: int | None,
+    bias_apart: bool,
     options: PairOptions,
 ) -> list[Tensor | None]:
     source = (teacher, teacher_weight, teacher_bias), teacher_dtype
     row_loss = DivergenceLoss(dtype, source, options, vocab)
-    gradients = walk((hidden, weight, bias), row_mask, row_loss, dtype, max_memory, needed, grad)[1]
+    settings = Settings(dtype, max_memory, bias_apart)
+    gradients = walk((hidden, weight, bias), row_mask, row_loss, settings, needed, grad)[1]
     return gradients.scaled(None)  # type: ignore[union-attr]

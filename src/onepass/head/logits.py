@@ -5,12 +5,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from onepass.checks import FLOATS, described
-from onepass.dispatch import autocast_dtype, is_plain
+from onepass.checks import FLOATS, check_integer, described
+from onepass.dispatch import autocast_dtype, is_untraced
 from onepass.head.gather import whole
 from onepass.head.loss import row_losses
 from onepass.head.row_loss import RowLoss, StatisticsLoss
 from onepass.head.statistics import statistics
+from onepass.head.tiles import Settings
 from onepass.options import Options
 from onepass.source import LogitsSource
 
@@ -26,7 +27,8 @@ class LinearLogits(LogitsSource):
         bias: ``(V,)`` or None, likewise.
         max_memory: bytes of workspace, beyond inputs, results and gradients. None: on a GPU 0.6 GiB; 2.5 GiB where
             these hold all logits and no gradient is to come; for a loss of rows with a gradient of the weight 2.5 GiB
-            too (or 1.25 and that gradient in float32); and never more than half of what is free.
+            too (or 1.25 and that gradient in float32). It follows from shapes alone, so that results do not depend on
+            what else is in memory.
 
     All three are differentiable; what needs no gradient costs neither time nor memory for one. Gradients of the weight
     are summed over tiles in float32 and rounded once. The logits have the dtype of the products, as a linear layer's.
@@ -42,6 +44,8 @@ class LinearLogits(LogitsSource):
         logits = onepass.LinearLogits(hidden, lm_head.weight)
         log_probs, entropy = onepass.selective_log_softmax_and_entropy(logits, labels)
     """
+
+    bias_apart = False  # whether the bias is added to the rounded product, which rounds twice
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, max_memory: int | None = None
@@ -66,9 +70,8 @@ class LinearLogits(LogitsSource):
                 raise ValueError(f"{name}: expected device {hidden.device}, that of hidden, got {value.device}")
             if value.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
                 raise TypeError(f"{name}: expected {hidden.dtype}, the dtype of hidden, got {value.dtype}")
-        if max_memory is not None and (isinstance(max_memory, bool) or not isinstance(max_memory, int)):
-            raise TypeError(f"max_memory: expected a number of bytes or None, got {described(max_memory)}")
-        self.hidden, self.weight, self.bias, self.max_memory = hidden, weight, bias, max_memory
+        self.max_memory = None if max_memory is None else check_integer(max_memory, "max_memory")
+        self.hidden, self.weight, self.bias = hidden, weight, bias
         self.shape = torch.Size((*hidden.shape[:-1], shape[0]))
         self.device = hidden.device
 
@@ -83,7 +86,12 @@ class LinearLogits(LogitsSource):
 
     @property
     def takes_row_losses(self) -> bool:
-        return is_plain(self.hidden, self.weight, self.bias)
+        return is_untraced(self.hidden, self.weight, self.bias)
+
+    @property
+    def settings(self) -> Settings:
+        """How the logits are made, beside what they are made of."""
+        return Settings(self.dtype, self.max_memory, self.bias_apart)
 
     def statistics(
         self, index: Tensor | None, row_mask: Tensor | None, class_weights: Tensor | None, options: Options
@@ -92,7 +100,7 @@ class LinearLogits(LogitsSource):
         rows = self.shape[:-1]
         index = None if index is None else index.reshape(rows.numel(), *index.shape[len(rows) :])
         row_mask = None if row_mask is None else row_mask.reshape(-1)
-        fields = statistics(*self.parts, index, row_mask, class_weights, options, self.dtype, self.max_memory)
+        fields = statistics(*self.parts, index, row_mask, class_weights, options, self.settings)
         return tuple([f.reshape(*rows, *f.shape[1:]) for f in fields])
 
     def loss(
@@ -118,7 +126,9 @@ class LinearLogits(LogitsSource):
     ) -> Tensor:
         """See `LogitsSource.loss_of_rows`."""
         row_mask = None if row_mask is None else row_mask.reshape(-1) != 0
-        if divisor is not None:
-            divisor = torch.as_tensor(divisor, dtype=row_loss.dtype, device=self.device).detach().reshape(())
-        loss = row_losses(self.parts, row_mask, row_loss, divisor, inputs, self.dtype, self.max_memory)
+        if isinstance(divisor, Tensor):
+            divisor = divisor.detach().reshape(()).to(self.device, row_loss.dtype)
+        elif divisor is not None:  # filled on the device: a copy to it would wait
+            divisor = torch.full((), divisor, dtype=row_loss.dtype, device=self.device)
+        loss = row_losses(self.parts, row_mask, row_loss, divisor, inputs, self.settings)
         return loss.reshape(self.shape[:-1]) if divisor is None else loss

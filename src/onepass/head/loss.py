@@ -1,15 +1,16 @@
 """A loss of every row of a linear head, known while the row's tile is there: three products."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onepass.dispatch import refuse_second_derivatives
+from onepass.dispatch import refuse_forward_mode, refuse_second_derivatives
 from onepass.head.gather import gathered
 from onepass.head.row_loss import RowLoss
-from onepass.head.tiles import Gradients, Head, defers, plan, tiles
+from onepass.head.tiles import Gradients, Head, Settings, defers, plan, tiles
 
 Parts = tuple[Any, Any, Any]  # rows of hidden states, weight, bias or None
 
@@ -20,15 +21,14 @@ def row_losses(
     row_loss: RowLoss,
     divisor: Tensor | None,
     inputs: Sequence[Tensor],
-    dtype: torch.dtype,
-    max_memory: int | None,
+    settings: Settings,
 ) -> Tensor:
     """``Σ row_loss / divisor`` over the rows that are not masked, or without a divisor every row's; differentiable."""
-    settings = row_mask, row_loss, dtype, max_memory
+    refuse_forward_mode(*parts, *inputs)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*parts, *inputs)):
-        loss: Tensor = _RowLosses.apply(*parts, *settings, divisor, *inputs)
+        loss: Tensor = _RowLosses.apply(*parts, row_mask, row_loss, settings, divisor, *inputs)
         return loss
-    losses = walk(parts, *settings)[0]
+    losses = walk(parts, row_mask, row_loss, settings)[0]
     return losses if divisor is None else losses.sum() / divisor
 
 
@@ -36,8 +36,7 @@ def walk(
     parts: Parts,
     row_mask: Tensor | None,
     row_loss: RowLoss,
-    dtype: torch.dtype,
-    max_memory: int | None,
+    settings: Settings,
     needed: Sequence[bool] = (False, False, False),
     scale: Tensor | None = None,
     of_inputs: Sequence[Tensor | None] = (),
@@ -49,9 +48,10 @@ def walk(
     hidden = parts[0]
     parameters = [p for of_head, _ in row_loss.heads for p in of_head[1:]]
     with gathered(*parts[1:], *parameters), torch.autocast(hidden.device.type, enabled=False):
-        heads = [Head(*parts, dtype), *[Head(*of_head, kind) for of_head, kind in row_loss.heads]]
+        heads = [Head(*parts, settings.dtype, settings.bias_apart)]
+        heads += [Head(*of_head, dtype) for of_head, dtype in row_loss.heads]
         losses = hidden.new_zeros(hidden.shape[0], dtype=row_loss.dtype)
-        cut = plan(heads, row_mask, needed[1], max_memory, row_loss.row_bytes)
+        cut = plan(heads, row_mask, needed[1], settings.max_memory, row_loss.row_bytes)
         row_mask = row_mask if defers(row_mask) else None
         gradients = None if scale is None else Gradients(heads[0], cut, needed)
         for rows, columns, states, logits in tiles(heads, cut):
@@ -76,34 +76,36 @@ class _RowLosses(torch.autograd.Function):
         bias: Tensor | None,
         row_mask: Tensor | None,
         row_loss: RowLoss,
-        dtype: torch.dtype,
-        max_memory: int | None,
+        settings: Settings,
         divisor: Tensor | None,
         *inputs: Tensor,
     ) -> Tensor:
         parts = hidden, weight, bias
-        walked: dict[str, Any] = {"dtype": dtype, "max_memory": max_memory, "needed": ctx.needs_input_grad[:3]}
-        ctx.divisor = divisor
-        ctx.of_inputs = [torch.zeros_like(i) if n else None for i, n in zip(inputs, ctx.needs_input_grad[8:])]
+        ctx.reduced, ctx.needed_inputs = divisor is not None, ctx.needs_input_grad[7:]
         if divisor is None:  # every row has an upstream gradient of its own: the tiles come back for it
-            ctx.save_for_backward(*parts, row_mask)
-            ctx.row_loss, ctx.walked = row_loss, walked
-            return walk(parts, row_mask, row_loss, dtype, max_memory)[0]
+            ctx.save_for_backward(*parts, row_mask, *row_loss.tensors)
+            ctx.row_loss, ctx.settings = row_loss.holding([None] * len(row_loss.tensors)), settings
+            ctx.generators = generator_states(hidden.device)
+            return walk(parts, row_mask, row_loss, settings)[0]
+        of_inputs = [torch.zeros_like(i) if n else None for i, n in zip(inputs, ctx.needed_inputs)]
         # A tile takes its part of the mean at once, unless it is float16: that could not hold it before it is scaled.
-        ctx.late = dtype == torch.float16
-        scale = torch.ones_like(divisor) if ctx.late else 1 / divisor
-        losses, ctx.gradients = walk(parts, row_mask, row_loss, **walked, scale=scale, of_inputs=ctx.of_inputs)
+        late = settings.dtype == torch.float16
+        scale = torch.ones_like(divisor) if late else 1 / divisor
+        needed = ctx.needs_input_grad[:3]
+        losses, ctx.gradients = walk(parts, row_mask, row_loss, settings, needed, scale, of_inputs)
+        ctx.save_for_backward(divisor if late else None, *of_inputs)
         return losses.sum() / divisor
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        if ctx.divisor is None:
-            of_inputs = [None if g is None else torch.zeros_like(g) for g in ctx.of_inputs]
-            hidden, weight, bias, row_mask = ctx.saved_tensors
-            gradients = walk(
-                (hidden, weight, bias), row_mask, ctx.row_loss, **ctx.walked, scale=grad, of_inputs=of_inputs
-            )[1]
+        if not ctx.reduced:
+            hidden, weight, bias, row_mask, *tensors = ctx.saved_tensors
+            row_loss = ctx.row_loss.holding(tensors)
+            of_inputs = [torch.zeros_like(i) if n else None for i, n in zip(row_loss.inputs, ctx.needed_inputs)]
+            needed = ctx.needs_input_grad[:3]
+            with generators_at(ctx.generators, hidden.device):
+                _, gradients = walk((hidden, weight, bias), row_mask, row_loss, ctx.settings, needed, grad, of_inputs)
             found = gradients.scaled(None)  # type: ignore[union-attr]
         elif ctx.gradients is None:
             raise RuntimeError(
@@ -111,8 +113,31 @@ class _RowLosses(torch.autograd.Function):
                 "compute it again, or take reduction='none'"
             )
         else:
-            scale = grad / ctx.divisor if ctx.late else grad
+            divisor, *of_inputs = ctx.saved_tensors
+            scale = grad if divisor is None else grad / divisor
             gradients, ctx.gradients = ctx.gradients, None
             found = gradients.scaled(scale)
-            of_inputs = [None if g is None else g * scale for g in ctx.of_inputs]
-        return (*found, *[None] * 5, *of_inputs)
+            of_inputs = [None if g is None else g * scale for g in of_inputs]
+        return (*found, *[None] * 4, *of_inputs)
+
+
+def generator_states(device: torch.device) -> list[Tensor] | None:
+    """The states of the generators that a loss may draw from; None where a CUDA graph is captured, which keeps them."""
+    if device.type != "cuda":
+        return [torch.get_rng_state()]
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    return [torch.get_rng_state(), torch.cuda.get_rng_state(device)]
+
+
+@contextmanager
+def generators_at(states: list[Tensor] | None, device: torch.device) -> Iterator[None]:
+    """The generators as they were, for a loss that is computed again, and after it as they are."""
+    if states is None:
+        yield
+        return
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
+        torch.set_rng_state(states[0])
+        if len(states) > 1:
+            torch.cuda.set_rng_state(states[1], device)
+        yield

@@ -1,6 +1,7 @@
 """The loss of a row of logits, on a tile of rows: its value and, in place, the gradient of the tile."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, Protocol
 
 import torch
@@ -22,11 +23,20 @@ class RowLoss(Protocol):
         dtype: of the losses.
         heads: what makes the logits that it takes besides the first ones.
         row_bytes: of its own work on a row.
+        inputs: differentiable tensors of the rows.
+        tensors: all that it reads, those of ``heads`` and the ``inputs`` among them, for autograd to save.
     """
 
     dtype: torch.dtype
     heads: Sequence[Source]
     row_bytes: int
+    inputs: Sequence[Tensor]
+
+    @property
+    def tensors(self) -> Sequence[Tensor | None]: ...
+
+    def holding(self, tensors: Sequence[Tensor | None]) -> "RowLoss":
+        """The same loss of other ``tensors``."""
 
     def __call__(self, logits: Sequence[Tensor], rows: Rows, row_mask: Tensor | None, scale: Tensor | None) -> Found:
         """The loss of ``rows``, ``(n,)``. With ``scale``, one number or one a row, also the gradients of
@@ -57,7 +67,16 @@ class StatisticsLoss:
         self.dtype = torch.promote_types(dtype, torch.float32)
         numbers = sum(i[:1].numel() for i in inputs) + (index[:1].numel() if index is not None else 1)
         self.row_bytes = ROW + INDEX * numbers
-        self.checked = False
+        self.checked = not torch.is_grad_enabled()
+
+    @property
+    def tensors(self) -> Sequence[Tensor | None]:
+        return [self.index, self.class_weights, *self.inputs]
+
+    def holding(self, tensors: Sequence[Tensor | None]) -> "StatisticsLoss":
+        other = copy(self)
+        other.index, other.class_weights, *other.inputs = tensors  # type: ignore[assignment]
+        return other
 
     def __call__(self, logits: Sequence[Tensor], rows: Rows, row_mask: Tensor | None, scale: Tensor | None) -> Found:
         x = logits[0]
@@ -74,9 +93,11 @@ class StatisticsLoss:
         else:
             results = path.softmax_statistics(*given, options)
         fields = dict(zip(options.names, pick(results, options)))
-        if scale is None or in_one:
+        if in_one or (scale is None and self.checked):
             with torch.no_grad():
                 return self.rows(fields, inputs, rows.n, row_mask), ()
+        if scale is None:
+            return self.differentiated(fields, inputs, rows.n, row_mask, None)[0], ()
         loss, upstream, of_inputs = self.differentiated(fields, inputs, rows.n, row_mask, scale)
         path.softmax_gradient(*given, results[0], *upstream, options, x)
         return loss, of_inputs
@@ -89,7 +110,7 @@ class StatisticsLoss:
         row_mask: Tensor | None,
         scale: Any,
     ) -> tuple[Tensor, Sequence[Tensor | None], Sequence[Tensor | None]]:
-        """The losses, and the gradients of ``Σ scale·loss`` with respect to the fields and to the inputs."""
+        """The losses and, with ``scale``, the gradients of ``Σ scale·loss`` with respect to fields and inputs."""
         leaves = [n for n in fields if n not in NOT_DIFFERENTIABLE]
         fields |= {name: fields[name].detach().requires_grad_() for name in leaves}
         for part, whole in zip(inputs, self.inputs):
@@ -100,7 +121,8 @@ class StatisticsLoss:
         grads: Sequence[Tensor | None] = [None] * len(variables)
         if loss.requires_grad:
             self.check(loss, variables)
-            grads = torch.autograd.grad(loss, variables, scale.expand_as(loss), allow_unused=True)
+            if scale is not None:
+                grads = torch.autograd.grad(loss, variables, scale.expand_as(loss), allow_unused=True)
         rest = iter(grads[len(leaves) :])
         of_inputs = [next(rest) if i.requires_grad else None for i in inputs]
         return loss.detach(), upstream_of(dict(zip(leaves, grads))), of_inputs
@@ -134,7 +156,8 @@ class StatisticsLoss:
         if (DEBUG or loss.is_cpu) and len(loss) > 1:
             first = torch.zeros_like(loss).index_fill_(0, torch.zeros(1, dtype=torch.long, device=loss.device), 1.0)
             found = torch.autograd.grad(loss, variables, first, retain_graph=True, allow_unused=True)
-            if any(g is not None and (g[1:] != 0).any() for g in found):
+            # A NaN tells of no coupling: it may be 0 times an infinite slope of another row.
+            if any(g is not None and ((g[1:] != 0) & ~g[1:].isnan()).any() for g in found):
                 raise ValueError(
                     "loss_fn: expected a loss of each row alone, got one whose first row depends on others; "
                     "take linear_softmax_statistics for losses that couple rows"
@@ -145,6 +168,7 @@ class DivergenceLoss:
     """The divergence of rows of logits and a teacher's: logits that are there, or a head of its own."""
 
     heads: Sequence[Source] = ()
+    inputs: Sequence[Tensor] = ()
 
     def __init__(self, dtype: torch.dtype, teacher: Source, options: PairOptions, vocab: int) -> None:
         (logits, weight, _), teacher_dtype = teacher
@@ -153,10 +177,22 @@ class DivergenceLoss:
         self.row_bytes = ROW
         self.teacher: Tensor | None = None
         if weight is None:
-            self.teacher = logits if logits.stride(-1) == 1 else logits.contiguous()
+            self.teacher = logits
             self.row_bytes += logits.shape[-1] * logits.element_size()  # where rows are left out
         else:
             self.heads = (teacher,)
+
+    @property
+    def tensors(self) -> Sequence[Tensor | None]:
+        return [self.teacher] if not self.heads else self.heads[0][0]
+
+    def holding(self, tensors: Sequence[Tensor | None]) -> "DivergenceLoss":
+        other = copy(self)
+        if self.heads:
+            other.heads = ((tuple(tensors), self.heads[0][1]),)  # type: ignore[assignment]
+        else:
+            (other.teacher,) = tensors
+        return other
 
     def __call__(self, logits: Sequence[Tensor], rows: Rows, row_mask: Tensor | None, scale: Tensor | None) -> Found:
         x = logits[0]

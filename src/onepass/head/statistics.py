@@ -15,23 +15,22 @@ from onepass.statistics import returned, upstream_of
 def statistics(hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     """The fields of ``options`` of rows ``(N, H)``, differentiable.
 
-    ``arguments`` are ``(N,)`` or ``(N, K)`` index, ``(N,)`` row mask, class weights, options, the dtype of the products
-    and max_memory.
+    ``arguments`` are ``(N,)`` or ``(N, K)`` index, ``(N,)`` row mask, class weights, options and `Settings`.
     """
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias)):
         fields: tuple[Tensor, ...] = _LinearStatistics.apply(hidden, weight, bias, *arguments)
         return fields
-    *others, options, dtype, max_memory = arguments
-    return pick(linear_statistics(hidden, weight, bias, *others, True, dtype, max_memory, options), options)
+    *others, options, settings = arguments
+    return pick(linear_statistics(hidden, weight, bias, *others, True, *settings, options), options)
 
 
 class _LinearStatistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        *tensors, options, dtype, max_memory = arguments
-        results = linear_statistics(*tensors, False, dtype, max_memory, options)
+        *tensors, options, settings = arguments
+        results = linear_statistics(*tensors, False, *settings, options)
         ctx.save_for_backward(*tensors, results[0])
-        ctx.options, ctx.settings = options, (dtype, max_memory)
+        ctx.options, ctx.settings = options, settings
         return returned(ctx, results, options)
 
     @staticmethod
@@ -40,12 +39,13 @@ class _LinearStatistics(torch.autograd.Function):
         upstream = upstream_of(dict(zip(ctx.options.names, grads)))
         needed = ctx.needs_input_grad[:3]
         found = linear_gradient(*ctx.saved_tensors, *upstream, list(needed), *ctx.settings, ctx.options)
-        return *found, *[None] * 6
+        return *found, *[None] * 5
 
 
 @operation(
     "onepass::linear_statistics",
     lambda hidden, index, dtype, options, **_: empty_linear_results(hidden, index, dtype, options),
+    composite=True,
 )
 def linear_statistics(
     hidden: Tensor,
@@ -57,11 +57,12 @@ def linear_statistics(
     alone: bool,
     dtype: torch.dtype,
     max_memory: int | None,
+    bias_apart: bool,
     options: Options,
 ) -> Results:
     """As `kernels.softmax_statistics`, of ``(N, V)`` logits; ``alone`` says that no backward follows."""
     with gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
-        head = Head(hidden, weight, bias, dtype, options.bias_apart)
+        head = Head(hidden, weight, bias, dtype, bias_apart)
         results = empty_linear_results(hidden, index, dtype, options)
         row_mask, options = mask_of(index, row_mask, options)
         cut = plan([head], row_mask, False, max_memory, row_bytes(index), alone=alone)
@@ -93,6 +94,7 @@ def row_bytes(index: Tensor | None) -> int:
 @operation(
     "onepass::linear_gradient",
     lambda hidden, weight, bias, needed, **_: empty_gradients((hidden, weight, bias), needed),
+    composite=True,
 )
 def linear_gradient(
     hidden: Tensor,
@@ -110,6 +112,7 @@ def linear_gradient(
     needed: list[bool],
     dtype: torch.dtype,
     max_memory: int | None,
+    bias_apart: bool,
     options: Options,
 ) -> list[Tensor | None]:
     """Of hidden, weight and bias, each where ``needed``, from the gradients of the statistics.
@@ -118,7 +121,7 @@ def linear_gradient(
     """
     upstream = (grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected)
     with gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
-        head = Head(hidden, weight, bias, dtype, options.bias_apart)
+        head = Head(hidden, weight, bias, dtype, bias_apart)
         row_mask, options = mask_of(index, row_mask, options)
         cut = plan([head], row_mask, needed[1], max_memory, row_bytes(index), known=True)
         row_mask = row_mask if defers(row_mask) else None

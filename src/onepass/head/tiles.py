@@ -22,9 +22,18 @@ ONE_TILE, TRAINED, UNTRAINED = int(2.5 * GIB), int(1.25 * GIB), int(0.585 * GIB)
 SLICES = int(0.3 * GIB)  # beside the sum of the hidden states' gradient, which is small
 ON_CPU = 1 << 25
 LEAST_COLUMNS = 128  # of a slice: products are slow below
-EAGER_BLOCKS = 1 << 26  # that `eager` walks rows in
+EAGER_BLOCKS, EAGER_BYTES = 1 << 26, 64  # that `eager` walks rows in: at most, and for a logit
 ROW, INDEX = 1536, 64  # bytes for the numbers of a row and what its programs share, and of each of its indices
 ALIGNED = 16  # bytes to which rows are padded: matrix products are slow where an odd vocabulary leaves them unaligned
+
+
+class Settings(NamedTuple):
+    """How logits are made: the dtype of the products, the bytes of workspace (None: our own choice), and whether the
+    bias is added to the rounded product."""
+
+    dtype: torch.dtype
+    max_memory: int | None = None
+    bias_apart: bool = False
 
 
 class Head:
@@ -159,7 +168,7 @@ def tile_shape(
     if trained and head.weight.dtype.itemsize < 4:
         total = 4 * head.weight.numel()
     if head.hidden.device.type == "cpu":
-        fixed += EAGER_BLOCKS
+        fixed += min(EAGER_BLOCKS, EAGER_BYTES * count * head.vocab)
         per_row += 4 * (head.vocab + head.hidden.shape[1]) * (trained and head.upcasts)
         total += 4 * head.weight.numel() * (trained and head.upcasts)
     fixed += 4 * head.hidden.numel() * (head.dtype == torch.float16)  # see `Gradients`
@@ -188,7 +197,7 @@ def tile_columns(
     per_column = count * size + H * cast + 16 + 4 * (count + H) * head.upcasts
     of_row = row_bytes + H * (size * (gathered or head.hidden.dtype != head.dtype) + 4 + 4 * head.upcasts)
     fixed = (1 << 18) + 9 * head.hidden.shape[0] * gathered + count * of_row
-    fixed += EAGER_BLOCKS * (head.hidden.device.type == "cpu")
+    fixed += min(EAGER_BLOCKS, EAGER_BYTES * count * head.vocab) * (head.hidden.device.type == "cpu")
     least = min(LEAST_COLUMNS, head.vocab - 1)
     if max_memory is None:
         limit = min(limit, fixed + max(slices, least * per_column))
@@ -220,27 +229,13 @@ def equal(count: int, most: int) -> int:
 
 
 def default_memory(head: Head, fixed: int, per_row: int, one_tile: int, trained: bool, alone: bool) -> int:
-    """Our own choice of a workspace: at most half of what is free once the gradients have their place."""
+    """Our own choice of a workspace. It follows from shapes alone: were it to follow what is free, results would not be
+    bitwise the same from run to run, and ranks could disagree."""
     if head.hidden.device.type != "cuda":
         return fixed + max(ON_CPU, per_row)
-    wanted = fixed + (TRAINED if trained else UNTRAINED)
     if (trained or alone) and one_tile - fixed <= ONE_TILE:
-        wanted = one_tile
-    gradients = trained * sum(t.numel() * t.element_size() for t in (head.hidden, head.weight))
-    return max(fixed + per_row, allowed(wanted, gradients, head.hidden.device))
-
-
-def allowed(wanted: int, gradients: int, device: torch.device) -> int:
-    """``wanted`` bytes, or half of those that can still be allocated."""
-    stats = torch.cuda.memory_stats_as_nested_dict(device)
-    allocated, reserved = (
-        stats.get(f"{kind}_bytes", {}).get("all", {}).get("current", 0) for kind in ("allocated", "reserved")
-    )
-    if reserved - allocated - gradients >= 2 * wanted:
-        return wanted  # torch's allocator holds it, as it does after a first step: the driver would take longer to ask
-    free, total = torch.cuda.mem_get_info(device)
-    fraction = getattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _: 1.0)(device)
-    return min(wanted, (min(free + reserved, int(fraction * total)) - allocated - gradients) // 2)
+        return one_tile
+    return fixed + max(TRAINED if trained else UNTRAINED, per_row)
 
 
 def needs_sum(head: Head, tiles: int) -> bool:

@@ -2,20 +2,24 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from onepass.integrations.patching import original
+from onepass.integrations.patching import original, unsupported
 from onepass.moe.eager_experts import activate
 from onepass.moe.experts import Adapter, expert_mlp
 from onepass.moe.routing import Routing
 from onepass.options import ACTIVATIONS, ExpertOptions
 
 NAME = "onepass"
+INTERFACE = "transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS"
+SINCE = "5.7"  # the first version of transformers whose models may be set to a name that somebody registered
 PEFT = "peft.tuners.lora.layer", "ParamWrapper._activate_lora"
+DEFAULTS = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False}
 HELD = "_onepass_adapters"  # an attribute of experts while their forward runs
 
 
@@ -39,8 +43,8 @@ def experts_forward(
     Raises:
         NotImplementedError: no gate, a norm behind the experts, or a gate that is none of `expert_mlp`'s.
     """
-    if not self.has_gate or self.has_post_expert_norm:
-        what = "experts with a norm of their own" if self.has_gate else "experts without a gate"
+    if not option(self, "has_gate") or option(self, "has_post_expert_norm"):
+        what = "experts with a norm of their own" if option(self, "has_gate") else "experts without a gate"
         raise NotImplementedError(f"experts_implementation='{NAME}': {type(self).__name__} has {what}")
     gate = gate_of(self)
     gate_up, lora_gate_up = weight_of(self, "gate_up_proj")
@@ -48,11 +52,16 @@ def experts_forward(
     routing = Routing(top_k_weights, top_k_index, top_k_index)  # whose counts are not read
     return expert_mlp(
         hidden_states, routing, gate_up, down, activation=gate.activation, interleaved=gate.interleaved,
-        alpha=gate.alpha, limit=gate.limit, transposed=self.is_transposed,  # type: ignore[arg-type]
-        gate_up_bias=self.gate_up_proj_bias if self.has_bias else None,  # type: ignore[arg-type]
-        down_bias=self.down_proj_bias if self.has_bias else None,  # type: ignore[arg-type]
+        alpha=gate.alpha, limit=gate.limit, transposed=option(self, "is_transposed"),
+        gate_up_bias=self.gate_up_proj_bias if option(self, "has_bias") else None,  # type: ignore[arg-type]
+        down_bias=self.down_proj_bias if option(self, "has_bias") else None,  # type: ignore[arg-type]
         lora_gate_up=lora_gate_up, lora_down=lora_down,
     )  # fmt: skip
+
+
+def option(experts: nn.Module, name: str) -> bool:
+    """An option of ``use_experts_implementation``, which instances have from the version on that introduced it."""
+    return getattr(experts, name, DEFAULTS[name])
 
 
 def gate_of(experts: nn.Module) -> Gate:
@@ -96,7 +105,7 @@ def weight_of(experts: nn.Module, name: str) -> tuple[Tensor, Adapter | None]:
     if factors is None:
         return weight, None
     left, right, scaling = factors
-    return weight, (left.mT, right.mT, scaling) if experts.is_transposed else (right, left, scaling)
+    return weight, (left.mT, right.mT, scaling) if option(experts, "is_transposed") else (right, left, scaling)
 
 
 @contextmanager
@@ -106,7 +115,7 @@ def activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
     adapters = [name for name in active_adapters if name in self.lora_A]
     ours = getattr(getattr(experts, "config", None), "_experts_implementation", None) == NAME
     whole = self.get_param().is_floating_point() and self.get_param().element_size() > 1  # not quantised
-    if not (ours and whole and len(adapters) == 1 and self.num_experts > 1 and hasattr(self, "get_delta_factors")):
+    if not (ours and whole and len(adapters) == 1 and self.num_experts > 1):
         with original(*PEFT)(self, active_adapters):
             yield
         return
@@ -119,9 +128,7 @@ def activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
 
 
 def register() -> None:
-    """Add the name to transformers' experts, where it stays: models may be set to it."""
-    try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    except ImportError:  # of an older version
-        return
-    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    """Add the name to transformers' experts, where it stays: models may be set to it. Not before 5.7 of transformers,
+    which refuses every name but its own."""
+    if not unsupported(INTERFACE[0], SINCE):
+        getattr(import_module(INTERFACE[0]), INTERFACE[1]).register(NAME, experts_forward)

@@ -24,6 +24,8 @@ class Target(NamedTuple):
         since, until: the first version that has it in this form, and the first that has it no more. Others keep theirs.
         method: whose signature it is, of a class that is replaced as a whole.
         returns: how the source of what it returns begins, where the signature does not tell versions apart.
+        registered: whether ``name`` is a registry of the library, to which the integration's ``register`` adds the
+            replacement under a name of its own. It stays there, and nothing is replaced.
     """
 
     module: str
@@ -34,6 +36,7 @@ class Target(NamedTuple):
     until: str | None = None
     method: str | None = None
     returns: str = ""
+    registered: bool = False
 
 
 class Replaced(NamedTuple):
@@ -185,42 +188,54 @@ def _targets(integrations: Sequence[ModuleType]) -> list[Target]:
 
 def _resolved(targets: Sequence[Target]) -> tuple[dict[tuple[str, str], _Active], list[Kept]]:
     """The originals, of a form that is known, and what is kept."""
-    from packaging.version import Version
-
     found: dict[tuple[str, str], _Active] = {}
     kept = []
     for t in targets:
-        key, library = (t.module, t.name), t.module.partition(".")[0]
-        has = import_module(library).__version__
+        key = t.module, t.name
         if key in _active:
             found[key] = _active[key]
-        elif Version(has) < Version(t.since) or (t.until and Version(has) >= Version(t.until)):
-            versions = f"from {t.since}" + (f" to before {t.until}" if t.until else "")
-            kept.append(Kept(*key, f"replaced {versions}; {library} {has} has it not, or in another form"))
-        else:
-            try:
-                original: Any = import_module(t.module)
-            except (ImportError, RuntimeError) as error:  # of something that its module needs: nobody can use it
-                kept.append(Kept(*key, f"cannot be imported: {error}".partition("\n")[0]))
-                continue
-            for part in t.name.split("."):
-                original = getattr(original, "__dict__", {}).get(part)
-            _check(t, original, f"{library} {has}")
+            continue
+        try:
+            reason = unsupported(t.module, t.since, t.until)
+            original: Any = None if reason else import_module(t.module)
+        except (ImportError, RuntimeError) as error:  # of something that its module needs: nobody can use it
+            reason = f"cannot be imported: {error}".partition("\n")[0]
+        if reason:
+            kept.append(Kept(*key, reason))
+            continue
+        for part in t.name.split("."):
+            original = getattr(original, "__dict__", {}).get(part)
+        _check(t, original)
+        if not t.registered:
             found[key] = _Active(original, t.replacement)
     return found, kept
 
 
-def _check(t: Target, original: Any, library: str) -> None:
+def unsupported(module: str, since: str, until: str | None = None) -> str:
+    """Why the version of the library that is installed is not supported; empty where it is."""
+    # A dependency of every library here but not of onepass, so it is imported only once there is one of them.
+    from packaging.version import Version
+
+    library = module.partition(".")[0]
+    has = import_module(library).__version__
+    if Version(since) <= Version(has) and (until is None or Version(has) < Version(until)):
+        return ""
+    versions = f"from {since}" + (f" to before {until}" if until else "")
+    return f"supported {versions}; {library} {has} has it not, or in another form"
+
+
+def _check(t: Target, original: Any) -> None:
     function: Any = getattr(original, t.method, None) if t.method else original
     got = parameters(function) if callable(function) else None
     name = f"{t.name}.{t.method}" if t.method else t.name
     if got is not None and got in t.signatures and _returned(function, t.returns):
         return
+    library = t.module.partition(".")[0]
     known = " or ".join(f"({s})" for s in t.signatures) + (f" that returns {t.returns}..." if t.returns else "")
     found = "no such name" if got is None else f"({got})" + (", which returns something else" if t.returns else "")
     raise RuntimeError(
-        f"{t.module}.{name}: onepass {_own_version()} knows it as {known}, but {library} has {found}; "
-        "nothing was patched"
+        f"{t.module}.{name}: onepass {_own_version()} knows it as {known}, but "
+        f"{library} {import_module(library).__version__} has {found}; nothing was patched"
     )
 
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.integrations.experts import PEFT, activate_lora, register
+from onepass.integrations.experts import INTERFACE, PEFT, SINCE, activate_lora, experts_forward, register
 from onepass.integrations.patching import Target
 from onepass.losses.cross_entropy import cross_entropy
 from onepass.moe.families import router_outputs
@@ -58,22 +58,28 @@ def router_of(family: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     return forward
 
 
-# The module and the class of every family's router.
+class Router(NamedTuple):
+    """The class of a family's router, and the first version in which `forward` returns what `router_of` does."""
+
+    name: str
+    since: str
+
+
 ROUTERS = {
-    "mixtral": "MixtralTopKRouter",
-    "qwen2_moe": "Qwen2MoeTopKRouter",
-    "qwen3_moe": "Qwen3MoeTopKRouter",
-    "qwen3_next": "Qwen3NextTopKRouter",
-    "olmoe": "OlmoeTopKRouter",
-    "deepseek_v2": "DeepseekV2TopkRouter",
-    "deepseek_v3": "DeepseekV3TopkRouter",
-    "glm4_moe": "Glm4MoeTopkRouter",
-    "minimax": "MiniMaxTopKRouter",
-    "minimax_m2": "MiniMaxM2TopKRouter",
-    "gpt_oss": "GptOssTopKRouter",
-    "ernie4_5_moe": "Ernie4_5_MoeTopKRouter",
-    "hunyuan_v1_moe": "HunYuanMoEV1Gate",
-    "dots1": "Dots1TopkRouter",
+    "mixtral": Router("MixtralTopKRouter", "5.7"),
+    "qwen2_moe": Router("Qwen2MoeTopKRouter", "5.7"),
+    "qwen3_moe": Router("Qwen3MoeTopKRouter", "5.7"),
+    "qwen3_next": Router("Qwen3NextTopKRouter", "5.7"),
+    "olmoe": Router("OlmoeTopKRouter", "5.7"),
+    "deepseek_v2": Router("DeepseekV2TopkRouter", "5.13"),
+    "deepseek_v3": Router("DeepseekV3TopkRouter", "5.13"),
+    "glm4_moe": Router("Glm4MoeTopkRouter", "5.13"),
+    "minimax": Router("MiniMaxTopKRouter", "5.7"),
+    "minimax_m2": Router("MiniMaxM2TopKRouter", "5.0"),
+    "gpt_oss": Router("GptOssTopKRouter", "5.0"),
+    "ernie4_5_moe": Router("Ernie4_5_MoeTopKRouter", "5.13"),
+    "hunyuan_v1_moe": Router("HunYuanMoEV1Gate", "5.13"),
+    "dots1": Router("Dots1TopkRouter", "5.13"),
 }
 TARGETS = [
     Target(
@@ -82,11 +88,12 @@ TARGETS = [
     ),
     *(
         Target(
-            f"transformers.models.{family}.modeling_{family}", f"{router}.forward", router_of(family),
+            f"transformers.models.{family}.modeling_{family}", f"{router.name}.forward", router_of(family),
             ("self, hidden_states", "self, hidden_states, e_score_correction_bias"),
-            since="5.15", returns="(router_logits, ",
+            since=router.since, returns="(router_logits, ",
         )
         for family, router in ROUTERS.items()
     ),
-    *([Target(*PEFT, activate_lora, ("self, active_adapters",), since="0.18")] if find_spec("peft") else []),
+    Target(*INTERFACE, experts_forward, ("key, value",), since=SINCE, method="register", registered=True),
+    *([Target(*PEFT, activate_lora, ("self, active_adapters",), since="0.21")] if find_spec("peft") else []),
 ]  # fmt: skip

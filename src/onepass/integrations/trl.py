@@ -12,7 +12,6 @@ from onepass.integrations.patching import Target, parameters
 from onepass.losses import log_probs
 from onepass.losses.distillation import kl_div
 from onepass.losses.reduction import reduced
-from onepass.options import Options
 from onepass.statistics import softmax_statistics
 
 FUSED = "trl.kernels.chunked_logprob"
@@ -86,10 +85,7 @@ def _masked(result: Tensor, row_mask: Tensor | None) -> Tensor:
 class TwiceRounded(LinearLogits):
     """With the bias added to the rounded product, as TRL's fused head has it; a linear layer rounds their sum."""
 
-    def statistics(
-        self, index: Tensor | None, row_mask: Tensor | None, class_weights: Tensor | None, options: Options
-    ) -> tuple[Tensor, ...]:
-        return super().statistics(index, row_mask, class_weights, options._replace(bias_apart=True))
+    bias_apart = True
 
 
 class ChunkedLogProbFunction:

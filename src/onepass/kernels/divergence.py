@@ -21,7 +21,7 @@ import triton.language as tl
 
 from onepass.autotune.own import choose
 from onepass.kernels import layout
-from onepass.kernels.launch import Plan, launch
+from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, row_groups, workspace
 from onepass.kernels.online_softmax import LOG2E, LOWEST, transform, transform_and_slope
 from onepass.kernels.rows import arrives_last, row_start, write_zeros
@@ -141,9 +141,10 @@ def merge(mp, sp, mq, sq, d, MIXTURE: tl.constexpr):
     do_not_specialize_on_alignment=["row_mask", "p_numbers", "q_numbers", "loss", "pieces"],
 )  # fmt: skip
 def divergence_kernel(
-    p, q, row_mask, p_numbers, q_numbers, loss, pieces,
-    rows, V, inner_rows, p_outer_stride: tl.int64, p_inner_stride: tl.int64, q_outer_stride: tl.int64,
-    q_inner_stride: tl.int64, p_inner, p_outer, q_inner, q_outer, w_p, w_q,
+    p: Rows, q: Rows, row_mask: Flat, p_numbers: Out, q_numbers: Out, loss: Out, pieces: Out,
+    rows: tl.int32, V: tl.int32, inner_rows: tl.int32, p_outer_stride: tl.int64, p_inner_stride: tl.int64,
+    q_outer_stride: tl.int64, q_inner_stride: tl.int64, p_inner: tl.float32, p_outer: tl.float32,
+    q_inner: tl.float32, q_outer: tl.float32, w_p: tl.float32, w_q: tl.float32,
     MIXTURE: tl.constexpr, P_SOFTCAP: tl.constexpr, Q_SOFTCAP: tl.constexpr, ALIGN: tl.constexpr,
     SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -258,12 +259,13 @@ def write_tile(x, y, out, col0, low, high, x_shift, x_norm, y_shift, y_norm, mea
     do_not_specialize_on_alignment=["row_mask", "x_numbers", "y_numbers", "grad"],
 )  # fmt: skip
 def divergence_gradient_kernel(
-    x, y, out, row_mask, x_numbers, y_numbers, grad,
-    rows, V, inner_rows, x_outer_stride: tl.int64, x_inner_stride: tl.int64, y_outer_stride: tl.int64,
-    y_inner_stride: tl.int64, out_outer_stride: tl.int64, out_inner_stride: tl.int64, g_stride,
-    x_inner, x_outer, y_inner, y_outer, w_x, w_y,
-    MIXTURE: tl.constexpr, FIRST: tl.constexpr, X_SOFTCAP: tl.constexpr, Y_SOFTCAP: tl.constexpr, ALIGN: tl.constexpr,
-    SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr,
+    x: Rows, y: Rows, out: Rows, row_mask: Flat, x_numbers: Flat, y_numbers: Flat, grad: Strided,
+    rows: tl.int32, V: tl.int32, inner_rows: tl.int32, x_outer_stride: tl.int64, x_inner_stride: tl.int64,
+    y_outer_stride: tl.int64, y_inner_stride: tl.int64, out_outer_stride: tl.int64, out_inner_stride: tl.int64,
+    g_stride: tl.int32, x_inner: tl.float32, x_outer: tl.float32, y_inner: tl.float32, y_outer: tl.float32,
+    w_x: tl.float32, w_y: tl.float32,
+    MIXTURE: tl.constexpr, FIRST: tl.constexpr, X_SOFTCAP: tl.constexpr, Y_SOFTCAP: tl.constexpr,
+    ALIGN: tl.constexpr, SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     TILE: tl.constexpr = LANES * VEC
     pieces = tl.cdiv(V + VEC - 1 if ALIGN else V, TILE * TILES)
@@ -331,7 +333,7 @@ def divergence(
     for first, pair in row_groups(student, teacher) if rows else ():
         p, q = options.ordered(*pair)
         tensors = flat_rows(first, (row_mask, p_numbers, q_numbers, packed[6]))
-        launch(plan_for, (layout_of(p), layout_of(q), p.device, rows, options), (p, q), tensors)
+        launch(plan_for, (layout_of(p), layout_of(q), p.device, rows, options), (p, q, *tensors))
     return packed
 
 
@@ -372,4 +374,4 @@ def divergence_gradient(
         x, y = (t, s) if of_teacher else (s, t)
         about = layout_of(x), layout_of(y), layout_of(g), grad.stride(0), rows, of_teacher, options
         tensors = flat_rows(first, (row_mask, *numbers, grad))
-        launch(gradient_plan_for, about, (x, y, g), tensors)
+        launch(gradient_plan_for, about, (x, y, g, *tensors))

@@ -45,7 +45,7 @@ def product(
         x.element_size(), tensor_memory(w, glu and not options.interleaved), x.device,
     )  # fmt: skip
     if slots:
-        launch(product_plan, about, (x, w, low, lora, bias, h, out, *groups), ())
+        launch(product_plan, about, (x, w, low, lora, bias, h, out, *groups))
     return out
 
 
@@ -121,7 +121,7 @@ def outer(
     out = found.mT if transposed else found
     strides = out.stride(), a.stride(0), b.stride(0)
     about = tuple(out.shape), strides, (share_a, share_b), a.element_size(), len(groups.order)
-    launch(outer_plan, about, (a, b, out, groups.order, groups.offsets), ())
+    launch(outer_plan, about, (a, b, out, groups.order, groups.offsets))
     return found
 
 
@@ -156,7 +156,7 @@ def glu_gradient(
     out, of_weights = torch.empty_like(h), torch.zeros_like(weights)
     if len(y):
         about = tuple(y.shape), len(groups.offsets) - 1, options, keep
-        launch(glu_gradient_plan, about, (y, h, weights, out, of_weights, groups.order, groups.offsets), ())
+        launch(glu_gradient_plan, about, (y, h, weights, out, of_weights, groups.order, groups.offsets))
     return out, of_weights
 
 
@@ -173,7 +173,7 @@ def glu_gradient_plan(shape: tuple[int, int], E: int, o: ExpertOptions, keep: bo
 def bias_gradient(a: Tensor, weights: Tensor | None, like: Tensor, groups: Groups, share: int) -> Tensor:
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     about = tuple(out.shape), share, a.stride(0)
-    launch(bias_plan, about, (a, weights, out, groups.order, groups.offsets), ())
+    launch(bias_plan, about, (a, weights, out, groups.order, groups.offsets))
     return out
 
 
@@ -187,7 +187,7 @@ def combine(y: Tensor, weights: Tensor | None, experts: Tensor, E: int, like: Te
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     T, N = out.shape
     if T:
-        launch(combine_plan, (T, E, N, experts.shape[1]), (y, weights, experts, out), ())
+        launch(combine_plan, (T, E, N, experts.shape[1]), (y, weights, experts, out))
     return out
 
 

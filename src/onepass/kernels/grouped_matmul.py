@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from onepass.kernels.grouped_rows import activate
+from onepass.kernels.launch import Flat, Out, Rows, Strided
 
 
 @triton.jit
@@ -31,11 +32,12 @@ def load_weight(
 
 @triton.jit(do_not_specialize=["tiles", "group"])
 def grouped_matmul_kernel(
-    x, w, low, lora, bias, h, out, order, offsets, tile_expert, tile_row, tiles, group, scale, alpha, limit,
+    x: Rows, w: Strided, low: Flat, lora: Strided, bias: Flat, h: Out, out: Out, order: Flat, offsets: Flat,
+    tile_expert: Flat, tile_row: Flat,
+    tiles: tl.int32, group: tl.int32, scale: tl.float32, alpha: tl.float32, limit: tl.float32,
     E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, ACTIVATION: tl.constexpr,
-    INTERLEAVED: tl.constexpr, SHARE: tl.constexpr, SCATTER: tl.constexpr,
-    X_ROW: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_K: tl.constexpr,
-    L_E: tl.constexpr, L_N: tl.constexpr, L_R: tl.constexpr,
+    INTERLEAVED: tl.constexpr, SHARE: tl.constexpr, SCATTER: tl.constexpr, X_ROW: tl.constexpr, W_E: tl.constexpr,
+    W_N: tl.constexpr, W_K: tl.constexpr, L_E: tl.constexpr, L_N: tl.constexpr, L_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -110,10 +112,9 @@ def grouped_matmul_kernel(
 
 @triton.jit
 def grouped_outer_kernel(
-    a, b, out, order, offsets,
-    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    SHARE_A: tl.constexpr, SHARE_B: tl.constexpr, A_ROW: tl.constexpr, B_ROW: tl.constexpr,
-    O_E: tl.constexpr, O_N: tl.constexpr, O_K: tl.constexpr,
+    a: Rows, b: Rows, out: Strided, order: Flat, offsets: Flat,
+    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SHARE_A: tl.constexpr, SHARE_B: tl.constexpr,
+    A_ROW: tl.constexpr, B_ROW: tl.constexpr, O_E: tl.constexpr, O_N: tl.constexpr, O_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip

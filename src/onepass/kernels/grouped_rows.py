@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from onepass.kernels.launch import Flat, Out, Rows
+
 
 @triton.jit
 def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
@@ -34,7 +36,8 @@ def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["slots"])
 def glu_gradient_kernel(
-    y, h, weights, out, of_weights, order, offsets, slots, alpha, limit,
+    y: Out, h: Flat, weights: Flat, out: Out, of_weights: Out, order: Flat, offsets: Flat,
+    slots: tl.int32, alpha: tl.float32, limit: tl.float32,
     E: tl.constexpr, N: tl.constexpr, ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, KEEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -79,8 +82,8 @@ def glu_gradient_kernel(
 
 @triton.jit
 def grouped_sum_kernel(
-    a, weights, out, order, offsets, N: tl.constexpr, SHARE: tl.constexpr, A_ROW: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    a: Rows, weights: Flat, out: Out, order: Flat, offsets: Flat,
+    N: tl.constexpr, SHARE: tl.constexpr, A_ROW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """``out[e]``: the sum of the rows of expert e, each times the weight of its slot: the gradient of a bias."""
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -103,8 +106,9 @@ def grouped_sum_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def combine_kernel(
-    y, weights, experts, out, T, E: tl.constexpr, N: tl.constexpr, TOPK: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    y: Flat, weights: Flat, experts: Flat, out: Out,
+    T: tl.int32,
+    E: tl.constexpr, N: tl.constexpr, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """``out[t]``: the sum over the slots of a token, times their weights where there are some."""
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.kernels.launch import Plan, launch
+from onepass.kernels.launch import Flat, Out, Plan, launch
 from onepass.kernels.layout import power_of_two
 from onepass.options import Groups
 
@@ -31,7 +31,11 @@ def chosen(experts, slots, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit(do_not_specialize=["slots", "blocks"])
-def count_kernel(experts, counts, slots, blocks, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr):
+def count_kernel(
+    experts: Flat, counts: Out,
+    slots: tl.int32, blocks: tl.int32,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """How many slots of each block of BLOCK chose each expert, and none: ``counts`` ``(E + 1, blocks)``."""
     _, here, none = chosen(experts, slots, E, BLOCK_E, BLOCK)
     e = tl.arange(0, BLOCK_E)
@@ -40,7 +44,11 @@ def count_kernel(experts, counts, slots, blocks, E: tl.constexpr, BLOCK_E: tl.co
 
 
 @triton.jit(do_not_specialize=["slots", "blocks"])
-def place_kernel(experts, ends, order, slots, blocks, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr):
+def place_kernel(
+    experts: Flat, ends: Flat, order: Out,
+    slots: tl.int32, blocks: tl.int32,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Put slots where they belong; ``ends`` are the sums of all counts up to and with each."""
     slot, here, none = chosen(experts, slots, E, BLOCK_E, BLOCK)
     e = tl.arange(0, BLOCK_E)
@@ -53,8 +61,9 @@ def place_kernel(experts, ends, order, slots, blocks, E: tl.constexpr, BLOCK_E: 
 
 @triton.jit(do_not_specialize=["blocks", "tiles"])
 def tile_kernel(
-    ends, offsets, tile_expert, tile_row, blocks, tiles, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    ends: Flat, offsets: Out, tile_expert: Out, tile_row: Out,
+    blocks: tl.int32, tiles: tl.int32,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Where each expert's rows begin; which expert a tile belongs to (E for none), and its first sorted row."""
     e = tl.arange(0, BLOCK_E)
@@ -91,10 +100,10 @@ def group(experts: Tensor, E: int) -> Groups:
     if not slots:
         return Groups(order, offsets.zero_(), tile_expert, tile_row)
     counts = new((E + 1) * -(-slots // block))
-    launch(sort_plan, (count_kernel, slots, E), (experts,), (counts,))
+    launch(sort_plan, (count_kernel, slots, E), (experts, counts))
     ends = counts.cumsum(0, dtype=torch.int32)
-    launch(sort_plan, (place_kernel, slots, E), (experts,), (ends, order))
-    launch(tile_plan, (slots, E), (ends,), (offsets, tile_expert, tile_row))
+    launch(sort_plan, (place_kernel, slots, E), (experts, ends, order))
+    launch(tile_plan, (slots, E), (ends, offsets, tile_expert, tile_row))
     return Groups(order, offsets, tile_expert, tile_row)
 
 

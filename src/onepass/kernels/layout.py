@@ -90,11 +90,11 @@ def elements(size: int) -> dict[str, str]:
 def flat_rows(
     first: int, tensors: Sequence[torch.Tensor | None], per_row: Sequence[int] = ()
 ) -> Sequence[torch.Tensor | None]:
-    """The parts of contiguous tensors, of ``per_row`` elements a row (1 where not given), from row ``first`` on."""
+    """The parts of tensors, of ``per_row`` elements a row (1 where not given), from row ``first`` on."""
     if first == 0:
         return tensors
     counts = per_row or [1] * len(tensors)
-    return [None if t is None else t.view(-1)[first * n :] for t, n in zip(tensors, counts)]
+    return [None if t is None else t.reshape(-1)[first * n :] for t, n in zip(tensors, counts)]
 
 
 def lanes_for(vocab: int, vec: int, most: int = MAX_LANES) -> int:

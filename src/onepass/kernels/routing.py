@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from onepass.kernels import layout
-from onepass.kernels.launch import Plan, launch
+from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import power_of_two
 from onepass.kernels.online_softmax import LOG2E, LOWEST, transform, transform_and_slope
 from onepass.options import RouterOptions, RoutingResults, empty_routing
@@ -149,8 +149,9 @@ def raw_scores(z, m, total, valid, SCORE: tl.constexpr, AFTER: tl.constexpr):
     ],
 )  # fmt: skip
 def routing_kernel(
-    logits, selection_bias, token_mask, weights, experts, counts, prob_sums, logsumexp,
-    T, stride: tl.int64, inner, outer, scale, eps,
+    logits: Rows, selection_bias: Flat, token_mask: Flat, weights: Out, experts: Out, counts: Out, prob_sums: Out,
+    logsumexp: Out,
+    T: tl.int32, stride: tl.int64, inner: tl.float32, outer: tl.float32, scale: tl.float32, eps: tl.float32,
     E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
     TOP2: tl.constexpr, RENORMALIZE: tl.constexpr, AFTER: tl.constexpr, SOFTCAP: tl.constexpr, ALONE: tl.constexpr,
     VEC: tl.constexpr, CHUNKS: tl.constexpr, STEP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -175,10 +176,13 @@ def routing_kernel(
     active = t < T
     if token_mask is not None:
         active = active & (tl.load(token_mask + t, mask=t < T, other=0) != 0)
-    z = ()
+    x, z = (), ()
     for c in tl.static_range(CHUNKS):
-        x = tl.load(start[:, None] + e[c], mask=active[:, None] if WHOLE else active[:, None] & there[c], other=0.0)
-        z = z + (only(there[c], transform(x, inner, outer, SOFTCAP), WHOLE),)
+        of_chunk = tl.load(
+            start[:, None] + e[c], mask=active[:, None] if WHOLE else active[:, None] & there[c], other=0.0
+        )
+        x = x + (of_chunk,)
+        z = z + (only(there[c], transform(of_chunk, inner, outer, SOFTCAP), WHOLE),)
     m = tl.zeros([BLOCK_T], tl.float32)
     total = m + 1.0
     p = z
@@ -198,27 +202,36 @@ def routing_kernel(
         void = total - total
         tl.store(logsumexp + t, tl.where(active, m + tl.log(total) + void, 0.0), mask=t < T)
     odd = tl.zeros([BLOCK_T, W], tl.int1)
-    v = ()
+    # Without a bias the order of the scores is that of the logits, which no rounding of a score changes. Scores are
+    # computed where they are added up.
+    SCORED: tl.constexpr = selection_bias is not None or (GROUPS > 1 and TOP2)
+    v, judged = (), ()
     for c in tl.static_range(CHUNKS):
         odd = odd | (has_no_score(z[c], SCORE) & there[c])
-        if AFTER:
-            value = z[c]
-        elif SCORE == SOFTMAX:
-            value = p[c] * inverse
-        elif SCORE == SIGMOID:
-            value = sigmoid(z[c])
-        else:
-            value = sqrtsoftplus(z[c])
-        if selection_bias is not None:  # read for every token, to lie as the logits do
-            bias = tl.load(selection_bias + e[c] + tl.zeros([BLOCK_T, 1], tl.int32), mask=there[c], other=0.0)
-            value = tl.maximum(value + bias.to(tl.float32), LOWEST)
-        value = tl.where(z[c] == float("-inf"), LOWEST, value)  # off, but before what must not be chosen
+        value = x[c].to(tl.float32) if SOFTCAP else z[c]
+        score = z[c]
+        if SCORED:
+            if not AFTER:
+                if SCORE == SOFTMAX:
+                    score = p[c] * inverse
+                elif SCORE == SIGMOID:
+                    score = sigmoid(z[c])
+                else:
+                    score = sqrtsoftplus(z[c])
+            if selection_bias is not None:  # read for every token, to lie as the logits do
+                bias = tl.load(selection_bias + e[c] + tl.zeros([BLOCK_T, 1], tl.int32), mask=there[c], other=0.0)
+                score = tl.maximum(score + bias.to(tl.float32), LOWEST)
+                value = score
+            score = tl.where(z[c] == float("-inf"), LOWEST, score)
+        # -inf is off, but comes before what must not be chosen.
+        value = tl.where(z[c] == float("-inf"), LOWEST, tl.maximum(value, LOWEST))
         v = v + (only(there[c], value, WHOLE),)
+        judged = judged + (only(there[c], score if SCORED and TOP2 else value, WHOLE),)
     bad = undefined(odd, total, SCORE)
     if GROUPS > 1:
         of_group = ()
         for c in tl.static_range(CHUNKS):
-            grouped = tl.reshape(v[c], [BLOCK_T, GROUPS_OF_CHUNK, BLOCK_J])
+            grouped = tl.reshape(judged[c], [BLOCK_T, GROUPS_OF_CHUNK, BLOCK_J])
             best_j = tl.max(grouped, axis=2)
             score = best_j
             if TOP2:
@@ -268,8 +281,10 @@ def routing_kernel(
     ],
 )  # fmt: skip
 def routing_gradient_kernel(
-    logits, out, experts, token_mask, grad_weights, grad_prob_sums, grad_logsumexp,
-    T, stride: tl.int64, w_stride, p_stride, l_stride, inner, outer, scale, eps,
+    logits: Rows, out: Out, experts: Flat, token_mask: Flat, grad_weights: Strided, grad_prob_sums: Strided,
+    grad_logsumexp: Strided,
+    T: tl.int32, stride: tl.int64, w_stride: tl.int32, p_stride: tl.int32, l_stride: tl.int32, inner: tl.float32,
+    outer: tl.float32, scale: tl.float32, eps: tl.float32,
     E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, AFTER: tl.constexpr,
     SOFTCAP: tl.constexpr, VEC: tl.constexpr, OUT_VEC: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -393,7 +408,7 @@ def route(
         counts.zero_()
     if T:
         tensors = selection_bias, token_mask, weights, experts, counts, parts, logsumexp
-        launch(plan_for, ((T, E, logits.stride(0)), options), (logits,), tensors)
+        launch(plan_for, ((T, E, logits.stride(0)), options), (logits, *tensors))
     if parts is not None and programs != 1:
         torch.sum(parts, 0, out=prob_sums)
     return results
@@ -430,5 +445,5 @@ def gradient(
     strides = tuple([0 if g is None else g.stride(0) for g in upstream])
     if T:
         about = (T, E, logits.stride(0)), strides, options
-        launch(gradient_plan_for, about, (logits, out), (experts, token_mask, *upstream))
+        launch(gradient_plan_for, about, (logits, out, experts, token_mask, *upstream))
     return out

@@ -1,14 +1,16 @@
-"""A tensor times a number that is on the device: not read, nor written, where that number is 1."""
+"""A tensor times a number that is on the device: neither read nor written where that number is 1."""
 
 import torch
 import triton
 import triton.language as tl
 
+from onepass.kernels.launch import Flat, Out, Plan, launch
+
 BLOCK = 4096
 
 
 @triton.jit(do_not_specialize=["n"])
-def scale_kernel(x, scale, n: tl.int64, BLOCK: tl.constexpr):
+def scale_kernel(x: Out, scale: Flat, n: tl.int64, BLOCK: tl.constexpr):
     s = tl.load(scale)
     if s != 1.0:
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -16,7 +18,11 @@ def scale_kernel(x, scale, n: tl.int64, BLOCK: tl.constexpr):
         tl.store(x + i, (value.to(s.dtype) * s).to(x.dtype.element_ty), mask=i < n)
 
 
+def plan_for(n: int) -> Plan:
+    return Plan(scale_kernel, triton.cdiv(n, BLOCK), (n,), dict(BLOCK=BLOCK), 4)
+
+
 def scale_(x: torch.Tensor, scale: torch.Tensor) -> None:
     """``x *= scale`` for a contiguous ``x`` and a ``scale`` of one element."""
     if x.numel():
-        scale_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, scale, x.numel(), BLOCK=BLOCK)
+        launch(plan_for, (x.numel(),), (x, scale))

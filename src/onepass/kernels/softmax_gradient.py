@@ -19,7 +19,7 @@ import triton.language as tl
 
 from onepass.autotune.own import choose
 from onepass.kernels import layout
-from onepass.kernels.launch import Plan, launch
+from onepass.kernels.launch import Flat, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, power_of_two, row_groups
 from onepass.kernels.online_softmax import FLOOR, LOG2E, transform_and_slope
 from onepass.kernels.rows import row_start, write_zeros
@@ -72,11 +72,13 @@ def write_tile(logits, out, class_weights, col0, low, high, shift, log_normalize
     ],
 )  # fmt: skip
 def softmax_gradient_kernel(
-    logits, class_weights, out, index, row_mask, packed,
-    grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected,
-    rows, V, K, inner_rows, outer_stride: tl.int64, inner_stride: tl.int64,
-    out_outer_stride: tl.int64, out_inner_stride: tl.int64,
-    n_stride, e_stride, w_stride, t_stride, s_stride, inner, outer, class_weight, sharpness, ignore_index: tl.int64,
+    logits: Rows, class_weights: Flat, out: Rows, index: Flat, row_mask: Flat, packed: Flat,
+    grad_log_normalizer: Strided, grad_expected_logit: Strided, grad_weighted_logit: Strided, grad_tempered: Strided,
+    grad_selected: Strided,
+    rows: tl.int32, V: tl.int32, K: tl.int32, inner_rows: tl.int32, outer_stride: tl.int64, inner_stride: tl.int64,
+    out_outer_stride: tl.int64, out_inner_stride: tl.int64, n_stride: tl.int32, e_stride: tl.int32,
+    w_stride: tl.int32, t_stride: tl.int32, s_stride: tl.int32, inner: tl.float32, outer: tl.float32,
+    class_weight: tl.float32, sharpness: tl.float32, ignore_index: tl.int64,
     SOFTCAP: tl.constexpr, IGNORE: tl.constexpr, LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, ALIGN: tl.constexpr,
     SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
     SOME_K: tl.constexpr,
@@ -209,4 +211,4 @@ def softmax_gradient(
     for first, (x, g) in row_groups(logits, out) if rows else ():
         tensors = flat_rows(first, (index, row_mask, packed, n, e, w, t, s), (K, 1, 1, 1, 1, 1, 1, K))
         about = layout_of(x), layout_of(g), gradient_strides, rows, K, options
-        launch(plan_for, about, (x, class_weights, g), tensors)
+        launch(plan_for, about, (x, class_weights, g, *tensors))

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from onepass.kernels import layout
-from onepass.kernels.launch import Plan, launch
+from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Layout, layout_of, power_of_two
 from onepass.kernels.online_softmax import LOWEST, merge, transform
 from onepass.kernels.rows import take_turn, wait_for_all, write_zeros
@@ -34,9 +34,10 @@ MOST_LANES, TILES = 256, 5
     ],
 )  # fmt: skip
 def softmax_loss_kernel(
-    logits, class_weights, index, row_mask, packed, chosen, grad_log_normalizer, grad_weighted_logit, grad_selected,
-    pieces,
-    rows, V, row_stride: tl.int64, n_stride, w_stride, s_stride, inner, outer, class_weight,
+    logits: Rows, class_weights: Flat, index: Flat, row_mask: Flat, packed: Out, chosen: Out,
+    grad_log_normalizer: Strided, grad_weighted_logit: Strided, grad_selected: Strided, pieces: Out,
+    rows: tl.int32, V: tl.int32, row_stride: tl.int64, n_stride: tl.int32, w_stride: tl.int32, s_stride: tl.int32,
+    inner: tl.float32, outer: tl.float32, class_weight: tl.float32,
     SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, WEIGHTED: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
     UNROLL: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -130,12 +131,30 @@ def softmax_loss_kernel(
         write_zeros(x, low, high, 0, LANES, VEC)
 
 
+def splits_for(vocab: int, size: int) -> int:
+    """Programs that share a row of logits of ``size`` bytes each."""
+    # Programs that wait for each other must run at the same time, which those of the interpreter do not.
+    if layout.one_at_a_time():
+        return 1
+    vec = 16 // size
+    return power_of_two(-(-vocab // (layout.lanes_for(vocab, vec, MOST_LANES) * vec * TILES)))
+
+
+def most_splits(device: torch.device) -> int:
+    """How many programs of a row may wait for each other.
+
+    All that wait belong to the last row that was begun, one row of a launch, and leave room for its other programs as
+    long as they do not fill the device. A multiprocessor holds at least one program, in fact several: with a quarter
+    of the multiprocessors, launches of several streams can wait side by side, and those of a slice of a device too.
+    """
+    return layout.multiprocessors(device) // 4
+
+
 def plan_for(x: Layout, gradient_strides: tuple[int, ...], options: Options) -> Plan:
     (rows, V), (row_stride, _), size = x
     VEC = 16 // size
     lanes = layout.lanes_for(V, VEC, MOST_LANES)
-    # Programs that wait for each other must run at the same time, which those of the interpreter do not.
-    SPLITS = 1 if layout.one_at_a_time() else power_of_two(-(-V // (lanes * VEC * TILES)))
+    SPLITS = splits_for(V, size)
     plain = options.softcap is None and not options.wants("weighted_logit")
     constexprs = dict(
         SOFTCAP=options.softcap is not None, LOG_PROBS=options.wants("log_probs"),
@@ -149,7 +168,10 @@ def plan_for(x: Layout, gradient_strides: tuple[int, ...], options: Options) -> 
 
 
 def takes_in_one(logits: torch.Tensor, index: torch.Tensor | None, options: Options) -> bool:
-    """Whether the kernel can: ``(rows, V)`` logits in rows of whole vectors, one index a row, some of the fields."""
+    """Whether the kernel can: ``(rows, V)`` logits in rows of whole vectors, one index a row, some of the fields, and
+    no more programs a row than can wait for each other."""
+    if logits.is_cuda and splits_for(logits.shape[-1], logits.element_size()) > max(1, most_splits(logits.device)):
+        return False
     one = index is not None and index.dim() == 1 and options.ignore_index is None
     aligned = not (logits.stride(0) * logits.element_size() % 16 or logits.data_ptr() % 16)
     return one and aligned and FIELDS.issuperset(options.names)
@@ -170,5 +192,5 @@ def softmax_loss(
         grads = of_normalizer, of_weighted, of_selected
         strides = tuple([0 if g is None else g.stride(0) for g in grads])
         about = layout_of(logits), strides, options
-        launch(plan_for, about, (logits, class_weights), (index, row_mask, packed, chosen, *grads))
+        launch(plan_for, about, (logits, class_weights, index, row_mask, packed, chosen, *grads))
     return results

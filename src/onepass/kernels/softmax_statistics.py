@@ -11,7 +11,7 @@ import triton.language as tl
 
 from onepass.autotune.own import choose
 from onepass.kernels import layout
-from onepass.kernels.launch import Plan, launch
+from onepass.kernels.launch import Flat, Out, Plan, Rows, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, power_of_two, row_groups, workspace
 from onepass.kernels.online_softmax import LOWEST, merge, transform, update
 from onepass.kernels.rows import arrives_last, row_start
@@ -80,9 +80,10 @@ def first_vector(first, m_before, s_before, m, s, col0, LANES: tl.constexpr, VEC
     do_not_specialize_on_alignment=["index", "row_mask", "packed", "chosen", "is_top1", "pieces"],
 )
 def softmax_statistics_kernel(
-    logits, class_weights, index, row_mask, packed, chosen, is_top1, pieces,
-    rows, V, K, inner_rows, outer_stride: tl.int64, inner_stride: tl.int64, inner, outer, class_weight,
-    sharpness, ignore_index: tl.int64,
+    logits: Rows, class_weights: Flat, index: Flat, row_mask: Flat, packed: Out, chosen: Out, is_top1: Out,
+    pieces: Out,
+    rows: tl.int32, V: tl.int32, K: tl.int32, inner_rows: tl.int32, outer_stride: tl.int64, inner_stride: tl.int64,
+    inner: tl.float32, outer: tl.float32, class_weight: tl.float32, sharpness: tl.float32, ignore_index: tl.int64,
     SOFTCAP: tl.constexpr, IGNORE: tl.constexpr, LOG_PROBS: tl.constexpr, EXPECTED: tl.constexpr,
     WEIGHTED: tl.constexpr, TEMPERED: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr,
     LANES: tl.constexpr, UNROLL: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -260,5 +261,5 @@ def softmax_statistics(
     for first, (x,) in row_groups(logits) if rows else ():
         tensors = flat_rows(first, (index, row_mask, packed, chosen, is_top1), (K, 1, 1, K, K))
         about = layout_of(x), x.device, rows, K, options
-        launch(plan_for, about, (x, class_weights), tensors)
+        launch(plan_for, about, (x, class_weights, *tensors))
     return results

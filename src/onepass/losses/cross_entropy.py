@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from onepass.checks import check_choice, check_class_weights, check_index, check_logits, check_number
-from onepass.options import Options
+from onepass.checks import check_choice, check_class_weights, check_index, check_integer, check_logits, check_number
 from onepass.source import Logits, LogitsSource
-from onepass.statistics import check_inplace, checked, read
+from onepass.statistics import check_inplace, checked, read, reading
 
 
 def cross_entropy(
@@ -52,8 +51,9 @@ def cross_entropy(
     check_logits(logits)
     check_index(target, logits, "target", many=False)
     check_choice(reduction, "reduction", ("mean", "sum", "none"))
-    check_number(label_smoothing, "label_smoothing", 0, 1, open_low=False)
-    check_number(z_loss_weight, "z_loss_weight", 0, open_low=False)
+    label_smoothing = check_number(label_smoothing, "label_smoothing", 0, 1, open_low=False)
+    z_loss_weight = check_number(z_loss_weight, "z_loss_weight", 0, open_low=False)
+    ignore_index = check_integer(ignore_index, "ignore_index")
     if weight is not None:
         check_class_weights(weight, logits, "weight")
 
@@ -64,12 +64,15 @@ def cross_entropy(
         class_weights = weight if weight is not None else 1.0 / logits.shape[-1]
     if label_smoothing or z_loss_weight:
         fields += " shift log_normalizer"
-    options = Options(fields, logit_scale, softcap, temperature, ignore_index=ignore_index)
+    options = reading(fields, logit_scale, softcap, temperature, ignore_index)
     if weight is not None:
         weight = weight.detach().to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
 
     def count_of(target: Tensor, kept: Tensor) -> Tensor:
-        return kept if weight is None else weight[target.where(kept != 0, 0)] * kept
+        if weight is None:
+            return kept
+        # A target outside the vocabulary has made its row NaN; here it must only not be read.
+        return weight[target.clamp(0, len(weight) - 1)] * kept
 
     def terms(s: dict[str, Tensor], target: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         # The fields of ignored rows are 0, and so is all that follows. Signs are turned once, at the end.
@@ -86,6 +89,9 @@ def cross_entropy(
     if isinstance(logits, LogitsSource) and reduction != "none" and logits.takes_row_losses:
         if inplace_backward:
             check_inplace(logits)
+        _, _, weights, options = checked(
+            logits, target, None, options, class_weights=class_weights, index_name="target"
+        )
         kept = target != ignore_index
         count = count_of(target, kept).sum()
         share_of_z = count / kept.sum() if reduction == "mean" else 1.0
@@ -94,9 +100,6 @@ def cross_entropy(
             score, z_loss, _ = terms(s, target)
             return -score if z_loss is None else z_loss * share_of_z - score
 
-        _, _, weights, options = checked(
-            logits, target, None, options, class_weights=class_weights, index_name="target"
-        )
         options = options._replace(ignore_index=None)  # such rows are masked
         divisor = count if reduction == "mean" else 1.0
         return logits.loss(loss_of_rows, options, target, kept, weights, (target,), divisor, linear=not z_loss_weight)

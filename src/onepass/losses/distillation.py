@@ -11,6 +11,7 @@ from torch.nn.functional import logsigmoid
 from onepass.checks import (
     check_choice,
     check_index,
+    check_integer,
     check_logits,
     check_number,
     check_pair,
@@ -18,14 +19,16 @@ from onepass.checks import (
     check_teacher,
     check_transform,
 )
+from onepass.dispatch import is_plain
 from onepass.divergence import divergence
 from onepass.head.divergence import linear_divergence
 from onepass.losses.reduction import divisor_of, reduced
-from onepass.options import Options, PairOptions
+from onepass.options import PairOptions
 from onepass.source import Logits, LogitsSource
-from onepass.statistics import checked, gather_logits, read
+from onepass.statistics import DEBUG, checked, gather_logits, read, reading
 
 DIRECTIONS = ("forward", "reverse", "jsd")
+BETA = 0.5  # unless somebody says otherwise, which only a Jensen-Shannon divergence listens to
 
 
 def topk_kl_div(
@@ -36,7 +39,7 @@ def topk_kl_div(
     *,
     temperature: float = 1.0,
     direction: str = "forward",
-    beta: float = 0.5,
+    beta: float = BETA,
     renormalize: bool = False,
     reduction: str = "sum",
     num_items: float | Tensor | None = None,
@@ -61,7 +64,7 @@ def topk_kl_div(
             anything, and rows without any token are not read: their loss and gradient are exactly 0.
         temperature: :math:`T > 0` of the student. (Hinton's factor :math:`T^2` is the caller's to multiply.)
         direction: ``"forward"``, ``"reverse"`` or ``"jsd"``.
-        beta: weight of the teacher in ``"jsd"``, in [0, 1].
+        beta: weight of the teacher in ``"jsd"``, in [0, 1]; an error with another direction.
         renormalize: False: the student is normalised over the whole vocabulary, and the teacher is taken as it is.
             True: both are normalised over the row's given tokens; only those logits are read.
         reduction: ``"sum"``, ``"mean"`` (over the rows that ``mask`` leaves a token of; 0 if there are none) or
@@ -79,7 +82,9 @@ def topk_kl_div(
             row is NaN instead.
     """
     check_logits(student_logits, "student_logits")
-    check_number(temperature, "temperature", 0)
+    direction, beta = resolved(direction, beta)
+    options = reading("selected" if renormalize else "log_probs", temperature=temperature)
+    temperature = options.temperature
     teacher = Teacher(student_logits, teacher_ids, teacher_log_probs, mask, renormalize)
     if renormalize and isinstance(student_logits, Tensor):
         z = gather_logits(student_logits, teacher.ids, "teacher_ids")
@@ -89,7 +94,6 @@ def topk_kl_div(
     def student_of(s: dict[str, Tensor], teacher: Teacher) -> Tensor:
         return teacher.normalized(s["selected"]) if renormalize else s["log_probs"]
 
-    options = Options("selected" if renormalize else "log_probs", temperature=temperature)
     if isinstance(student_logits, LogitsSource) and student_logits.takes_row_losses:
         rows = student_logits.shape[:-1].numel()
         divisor = divisor_of(rows if teacher.rows is None else teacher.rows, reduction, num_items)
@@ -98,7 +102,7 @@ def topk_kl_div(
             part = teacher.of(log_probs)
             return part.terms(student_of(s, part), direction, beta).sum(-1)
 
-        checked(student_logits, teacher.ids, teacher.rows, options, index_name="teacher_ids")
+        checked(student_logits, teacher.ids, teacher.rows, options, index_name="teacher_ids")  # the range of the ids
         return student_logits.loss(
             loss_of_rows, options, teacher.ids, teacher.rows, None, (teacher.log_probs,), divisor
         )
@@ -116,7 +120,7 @@ def distillation_loss(
     alpha: float = 0.5,
     temperature: float = 1.0,
     direction: str = "forward",
-    beta: float = 0.5,
+    beta: float = BETA,
     renormalize: bool = False,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -138,16 +142,19 @@ def distillation_loss(
     """
     check_logits(student_logits, "student_logits")
     check_index(labels, student_logits, "labels", many=False)
-    check_number(alpha, "alpha", 0, 1, open_low=False)
-    check_number(temperature, "temperature", 0)
+    direction, beta = resolved(direction, beta)
+    alpha = check_number(alpha, "alpha", 0, 1, open_low=False)
+    ignore_index = check_integer(ignore_index, "ignore_index")
+    temperature, _, _ = check_transform(temperature, None)
     teacher = Teacher(student_logits, teacher_ids, teacher_log_probs, mask, renormalize)
     labelled = labels != ignore_index
     row_mask = None if teacher.rows is None else labelled | teacher.rows
     # Rows with a teacher but no label are read too; what they say of token 0 is left out below.
-    index = torch.cat([labels.masked_fill(~labelled, 0).unsqueeze(-1).to(teacher.ids.dtype), teacher.ids], dim=-1)
+    labels = labels.masked_fill(~labelled, 0).unsqueeze(-1)
+    index = torch.cat([t.to(torch.promote_types(labels.dtype, teacher.ids.dtype)) for t in (labels, teacher.ids)], -1)
     one_normalizer = renormalize or temperature == 1.0
     fields = "selected log_normalizer" if one_normalizer else "selected log_normalizer tempered_log_normalizer"
-    options = Options(fields, sharpness=1.0 / temperature)
+    options = reading(fields, sharpness=1.0 / temperature)
     s = read(student_logits, index, row_mask, options, index_name="labels or teacher_ids")
     selected = s["selected"] if temperature == 1.0 else s["selected"] / temperature
     if renormalize:
@@ -165,7 +172,7 @@ def kl_div(
     mask: Tensor | None = None,
     *,
     direction: str = "forward",
-    beta: float = 0.5,
+    beta: float = BETA,
     temperature: float = 1.0,
     softcap: float | None = None,
     teacher_temperature: float | None = None,
@@ -193,7 +200,7 @@ def kl_div(
             Of a student that is `onepass.LinearLogits`, a constant: logits, or LinearLogits too.
         mask: ``(...)``, bool or 0/1. Rows where it is 0 are not read; their loss and gradient are 0.
         direction: ``"forward"``, ``"reverse"`` or ``"jsd"``.
-        beta: weight of the teacher in ``"jsd"``, in [0, 1].
+        beta: weight of the teacher in ``"jsd"``, in [0, 1]; an error with another direction.
         temperature, softcap: of the student's logits, see `onepass.softmax_statistics`.
         teacher_temperature, teacher_softcap: of the teacher's; without its own temperature it has the student's.
         vocab_size: only the first ``vocab_size`` columns of both are compared: for two models of one tokenizer, of
@@ -214,24 +221,22 @@ def kl_div(
     """
     check_logits(student_logits, "student_logits")
     check_logits(teacher_logits, "teacher_logits")
-    check_pair(student_logits, teacher_logits, vocab_size)
+    vocab = check_pair(student_logits, teacher_logits, vocab_size)
     if mask is not None:
         check_row_mask(mask, student_logits, "mask")
-    direction = resolved(direction, beta)
+    direction, beta = resolved(direction, beta)
+    temperature, softcap, _ = check_transform(temperature, softcap)
     teacher_temperature = temperature if teacher_temperature is None else teacher_temperature
-    check_transform(temperature, softcap)
-    check_transform(teacher_temperature, teacher_softcap, prefix="teacher_")
+    teacher_temperature, teacher_softcap, _ = check_transform(teacher_temperature, teacher_softcap, prefix="teacher_")
     options = PairOptions(direction, beta, temperature, softcap, teacher_temperature, teacher_softcap)
     rows = student_logits.shape[:-1].numel() if mask is None else mask != 0
     if isinstance(student_logits, Tensor) and isinstance(teacher_logits, Tensor):
-        return reduced(
-            divergence(student_logits, teacher_logits, mask, options, vocab_size), rows, reduction, num_items
-        )
+        return reduced(divergence(student_logits, teacher_logits, mask, options, vocab), rows, reduction, num_items)
     if not isinstance(student_logits, LogitsSource):
         raise TypeError("teacher_logits: expected a tensor for a student that is a tensor, got LinearLogits")
     if torch.is_grad_enabled() and teacher_logits.requires_grad:
         raise ValueError("teacher_logits: expected no gradient for a student that is a linear head; detach them")
-    vocab, divisor = vocab_size or student_logits.shape[-1], divisor_of(rows, reduction, num_items)
+    divisor = divisor_of(rows, reduction, num_items)
     return linear_divergence(student_logits, teacher_logits, mask, options, vocab, divisor)
 
 
@@ -259,6 +264,11 @@ class Teacher:
                 masked = masked.unsqueeze(-1)
             log_probs = log_probs.masked_fill(masked, -float("inf"))
             ids = ids.masked_fill(masked, 0)
+        look = not renormalize and (DEBUG or log_probs.is_cpu) and is_plain(log_probs)
+        if look and (log_probs > 1e-3).any():
+            raise ValueError(
+                f"teacher_log_probs: expected logarithms of probabilities, at most 0, got {log_probs.max().item():g}"
+            )
         self.ids, self.log_probs = ids, log_probs
         if renormalize:  # a row without any token would be NaN
             self.log_probs = log_probs.log_softmax(-1).masked_fill_(self.absent, -float("inf"))
@@ -286,7 +296,6 @@ class Teacher:
         return reduced(terms.sum(-1) if reduction == "none" else terms, rows, reduction, num_items)
 
     def terms(self, student: Tensor, direction: str, beta: float) -> Tensor:
-        direction = resolved(direction, beta)
         # A term p·x is 0 where p is, whatever x; masking x, and not the product, keeps NaN from the gradient too.
         # So does a backward of masked_fill for the log_softmax of a row without any token.
         if direction == "forward":
@@ -303,13 +312,15 @@ class Teacher:
         return of_teacher + of_student
 
 
-def resolved(direction: str, beta: float) -> str:
-    """The direction, checked; a Jensen-Shannon divergence with ``beta`` 0 or 1 is one of the others."""
+def resolved(direction: str, beta: float) -> tuple[str, float]:
+    """Direction and beta, checked; a Jensen-Shannon divergence with ``beta`` 0 or 1 is one of the others."""
     check_choice(direction, "direction", DIRECTIONS)
-    check_number(beta, "beta", 0, 1, open_low=False)
-    if direction == "jsd" and beta in (0, 1):
-        return "reverse" if beta else "forward"
-    return direction
+    beta = check_number(beta, "beta", 0, 1, open_low=False)
+    if direction == "jsd":
+        return {0.0: "forward", 1.0: "reverse"}.get(beta, direction), beta
+    if beta != BETA:
+        raise ValueError(f"beta: expected direction='jsd' with it, got beta={beta} with direction={direction!r}")
+    return direction, beta
 
 
 class TopKKLDivLoss(torch.nn.Module):
@@ -320,7 +331,7 @@ class TopKKLDivLoss(torch.nn.Module):
         *,
         temperature: float = 1.0,
         direction: str = "forward",
-        beta: float = 0.5,
+        beta: float = BETA,
         renormalize: bool = False,
         reduction: str = "sum",
     ) -> None:
@@ -354,7 +365,7 @@ class KLDivLoss(torch.nn.Module):
         self,
         *,
         direction: str = "forward",
-        beta: float = 0.5,
+        beta: float = BETA,
         temperature: float = 1.0,
         softcap: float | None = None,
         teacher_temperature: float | None = None,

@@ -183,8 +183,11 @@ def linear_loss(
     """
     logits = LinearLogits(hidden, weight, bias, max_memory=max_memory)
     options = wanted(index, class_weights, metrics, expected_logit, logit_scale, softcap, temperature)
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn: expected a function of the statistics and the row_inputs, got {described(loss_fn)}")
     if index is not None:
         check_index(index, logits)
+    index, row_mask, weights, options = checked(logits, index, row_mask, options, class_weights=class_weights)
     shape = logits.shape[:-1]
     for value in row_inputs:
         if not isinstance(value, Tensor):
@@ -198,7 +201,6 @@ def linear_loss(
         loss = loss_fn(s, *row_inputs)
         loss = loss if row_mask is None else torch.where(row_mask != 0, loss, 0.0)
         return reduced(loss, rows, reduction, num_items)
-    index, row_mask, weights, options = checked(logits, index, row_mask, options, class_weights=class_weights)
     divisor = divisor_of(rows, reduction, num_items)
     return logits.loss(
         lambda fields, *parts: loss_fn(SoftmaxStatistics(**fields), *parts),

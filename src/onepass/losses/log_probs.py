@@ -3,9 +3,8 @@
 from torch import Tensor
 
 from onepass.checks import check_index, check_logits
-from onepass.options import Options
 from onepass.source import Logits
-from onepass.statistics import read
+from onepass.statistics import read, reading
 
 
 def selective_log_softmax(
@@ -36,7 +35,7 @@ def selective_log_softmax(
     """
     check_logits(logits)
     check_index(index, logits)
-    options = Options("log_probs", logit_scale, softcap, temperature)
+    options = reading("log_probs", logit_scale, softcap, temperature)
     return read(logits, index, row_mask, options, inplace_backward=inplace_backward)["log_probs"]
 
 
@@ -55,7 +54,7 @@ def entropy_from_logits(
     Classes of probability 0 contribute 0.
     """
     check_logits(logits)
-    options = Options("entropy", logit_scale, softcap, temperature)
+    options = reading("entropy", logit_scale, softcap, temperature)
     return read(logits, None, row_mask, options, inplace_backward=inplace_backward)["entropy"]
 
 
@@ -76,6 +75,6 @@ def selective_log_softmax_and_entropy(
     """
     check_logits(logits)
     check_index(index, logits)
-    options = Options("log_probs entropy", logit_scale, softcap, temperature)
+    options = reading("log_probs entropy", logit_scale, softcap, temperature)
     s = read(logits, index, row_mask, options, inplace_backward=inplace_backward)
     return s["log_probs"], s["entropy"]

@@ -2,17 +2,21 @@
 
 from torch import Tensor
 
-from onepass.checks import check_choice
+from onepass.checks import check_choice, check_number, described, short
 
 
 def divisor_of(rows: Tensor | int, reduction: str, num_items: float | Tensor | None) -> Tensor | float | None:
     """What the sum over rows is divided by: ``num_items``, or of a mean how many ``rows`` there are (a mask, or how
-    many; at least 1). None for ``"none"``."""
+    many; at least 1). None for ``"none"``. A number that is on the CPU is a float, so that nothing waits for a copy."""
     check_choice(reduction, "reduction", ("sum", "mean", "none"))
     if num_items is not None:
         if reduction == "none":
-            raise ValueError(f"num_items: expected None with reduction='none', got {num_items!r}")
-        return num_items
+            raise ValueError(f"num_items: expected None with reduction='none', got {short(num_items)}")
+        if isinstance(num_items, Tensor):
+            if num_items.numel() != 1 or num_items.requires_grad or num_items.is_complex():
+                raise TypeError(f"num_items: expected a constant of one element, got {described(num_items)}")
+            return num_items.item() if num_items.is_cpu else num_items.reshape(())
+        return check_number(num_items, "num_items", 0)
     if reduction == "mean":
         return rows.sum().clamp(min=1) if isinstance(rows, Tensor) else max(rows, 1)
     return 1 if reduction == "sum" else None
@@ -24,5 +28,5 @@ def reduced(loss: Tensor, rows: Tensor | int, reduction: str, num_items: float |
     if divisor is None:
         return loss
     if isinstance(divisor, Tensor):
-        divisor = divisor.to(loss.device)  # trainers count items on a CPU, too
+        divisor = divisor.to(loss.device)
     return loss.sum() if isinstance(divisor, int) and divisor == 1 else loss.sum() / divisor

@@ -12,7 +12,7 @@ def route(
 ) -> RoutingResults:
     """Weights, experts, counts and the sums for the losses, of ``(T, E)`` logits."""
     z = transformed(logits, options)
-    experts = select(z, selection_bias, token_mask, options)
+    experts = select(logits, z, selection_bias, token_mask, options)
     chosen = raw_scores(z, experts, options)
     if options.renormalize:
         chosen = chosen / (chosen.sum(-1, keepdim=True) + options.eps)
@@ -20,6 +20,7 @@ def route(
     prob_sums = logsumexp = None
     if options.sums:
         p, logsumexp = z.softmax(-1), z.logsumexp(-1)
+        logsumexp = logsumexp.masked_fill(logsumexp == float("inf"), float("nan"))  # no distribution
         if token_mask is not None:
             p = p.masked_fill((token_mask == 0).unsqueeze(-1), 0.0)
             logsumexp = logsumexp.masked_fill(token_mask == 0, 0.0)
@@ -98,20 +99,27 @@ def undefined(z: Tensor, options: RouterOptions) -> Tensor:
     return bad.any(-1, keepdim=True)
 
 
-def select(z: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, options: RouterOptions) -> Tensor:
-    """The experts of every token, best first."""
+def select(
+    logits: Tensor, z: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, options: RouterOptions
+) -> Tensor:
+    """The experts of every token, best first.
+
+    Without a bias the order of the scores is that of the logits, which no rounding of a soft-cap or of a score changes.
+    """
     T, E = z.shape
     lowest = torch.finfo(z.dtype).min
-    value = z if options.score_after_topk else score(z, options)
+    judged = z if options.score_after_topk else score(z, options)
+    value = logits.to(z.dtype)
     if selection_bias is not None:
-        value = value + selection_bias.to(value.dtype)
-    value = value.clamp(min=lowest).masked_fill(z == float("-inf"), lowest)
+        value = judged = judged + selection_bias.to(judged.dtype)
+    value, judged = (v.clamp(min=lowest).masked_fill(z == float("-inf"), lowest) for v in (value, judged))
     if options.n_group > 1:
-        grouped = value.view(T, options.n_group, E // options.n_group)
+        scores = judged if options.group_score == "top2_sum" else value
+        grouped = scores.view(T, options.n_group, E // options.n_group)
         of_group = grouped.topk(2, dim=-1)[0].sum(-1) if options.group_score == "top2_sum" else grouped.amax(-1)
         best = of_group.clamp(min=lowest).sort(dim=-1, descending=True, stable=True)[1][:, : options.topk_group]
         kept = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, best, True)
-        value = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).view(T, E)
+        value = value.view(grouped.shape).masked_fill(~kept.unsqueeze(-1), float("-inf")).view(T, E)
     nothing = undefined(z, options)
     if token_mask is not None:
         nothing = nothing | (token_mask == 0).unsqueeze(-1)

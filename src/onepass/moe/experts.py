@@ -1,5 +1,6 @@
 """The experts of a MoE layer, from hidden states and a `Routing`."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,21 +65,19 @@ def expert_mlp(
     if not (hasattr(routing, "weights") and hasattr(routing, "experts")):
         raise TypeError(f"routing: expected a Routing, got {described(routing)}")
     check_choice(activation, "activation", ACTIVATIONS)
-    check_number(alpha, "alpha", -INF)
-    check_number(limit, "limit", 0)
+    alpha = check_number(alpha, "alpha", -INF)
+    limit = check_number(limit, "limit", 0)
     a1, b1, scale1 = adapter_of(lora_gate_up, "lora_gate_up")
     a2, b2, scale2 = adapter_of(lora_down, "lora_down")
-    options = ExpertOptions(
-        activation, bool(transposed), bool(interleaved), float(scale1), float(scale2), float(alpha), float(limit)
-    )
+    options = ExpertOptions(activation, bool(transposed), bool(interleaved), scale1, scale2, alpha, limit)
     tensors = [hidden, routing.weights, gate_up_weight, down_weight, gate_up_bias, down_bias, a1, b1, a2, b2]
     dtype = autocast_dtype(hidden)
     if dtype is not None:
         tensors = [t.to(dtype) if isinstance(t, Tensor) and n != 1 else t for n, t in enumerate(tensors)]
     check_experts(tensors[0], tensors[1:], routing.experts, options)  # type: ignore[arg-type]
-    weights = routing.weights.reshape(-1, routing.weights.shape[-1]).contiguous()
-    rows = tensors[0].reshape(len(weights), hidden.shape[-1]).contiguous()  # type: ignore[union-attr]
-    experts = routing.experts.reshape(weights.shape).contiguous()
+    tokens, K = hidden.shape[:-1].numel(), routing.experts.shape[-1]
+    weights, experts = routing.weights.reshape(tokens, K), routing.experts.reshape(tokens, K)
+    rows = tensors[0].reshape(tokens, hidden.shape[-1]).contiguous()  # type: ignore[union-attr]
     if rows.dtype != torch.float64:
         weights = weights.float()
     choices = experts, *group_by_expert(experts, len(gate_up_weight), rows)
@@ -95,8 +94,7 @@ def adapter_of(value: Adapter | None, name: str) -> tuple[Tensor | None, Tensor 
         return None, None, 0.0
     if not isinstance(value, tuple | list) or len(value) != 3 or not all(isinstance(t, Tensor) for t in value[:2]):
         raise TypeError(f"{name}: expected (A, B, scaling), two tensors and a number, got {described(value)}")
-    check_number(value[2], f"{name}[2]", -INF)
-    return value[0], value[1], value[2]
+    return value[0], value[1], check_number(value[2], f"{name}[2]", -INF)
 
 
 def check_experts(hidden: Tensor, others: Sequence[Tensor | None], experts: Tensor, o: ExpertOptions) -> None:
@@ -170,7 +168,15 @@ def _like_gradient(options: ExpertOptions, **given: Any) -> Any:
     )
 
 
-@operation("onepass::expert_mlp", _like_forward)
+def _flops(hidden: Sequence[int], experts: Sequence[int], down: Sequence[int], needed: int, **given: Any) -> int:
+    """Of the products of all choices: three of a width each way, and as many for each of the gradients."""
+    passes = 1
+    if "grad" in given:
+        passes = sum(needed >> EXPERT_TENSORS.index(name) & 1 for name in ("hidden", "down"))
+    return 6 * math.prod(experts) * down[1] * down[2] * passes
+
+
+@operation("onepass::expert_mlp", _like_forward, _flops)
 def _forward(
     hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, a1: Tensor | None, b1: Tensor | None, a2: Tensor | None, b2: Tensor | None,
@@ -182,7 +188,7 @@ def _forward(
     return results
 
 
-@operation("onepass::expert_mlp_gradient", _like_gradient)
+@operation("onepass::expert_mlp_gradient", _like_gradient, _flops)
 def _gradient(
     grad: Tensor, h: Tensor | None, hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, a1: Tensor | None, b1: Tensor | None, a2: Tensor | None,

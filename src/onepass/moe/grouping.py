@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.checks import check_device, described
+from onepass.checks import check_device, check_integer, described
 from onepass.dispatch import operation, part_of
 from onepass.moe import eager_experts
 from onepass.options import GroupOptions, Groups
@@ -23,10 +23,11 @@ def group_by_expert(experts: Tensor, num_experts: int, like: Tensor) -> Groups:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
     """
     check_choices(experts)
-    if num_experts < 1:
-        raise ValueError(f"num_experts: expected 1 or more, got {num_experts}")
+    num_experts = check_integer(num_experts, "num_experts", 1)
+    if not isinstance(like, Tensor):
+        raise TypeError(f"like: expected a tensor, got {described(like)}")
     check_device(experts, like, "experts")
-    return Groups(*_group(experts.contiguous(), like, GroupOptions(num_experts)))
+    return Groups(*_group(experts, like, GroupOptions(num_experts)))
 
 
 def check_choices(experts: Tensor) -> None:
@@ -38,10 +39,15 @@ def grouped_path(x: Tensor) -> Any:
     return part_of(x, "grouped", eager_experts)
 
 
+def tile_count(like: Tensor, slots: int, num_experts: int) -> int:
+    """How many tiles of rows `Groups` has for a product with ``like``: none where PyTorch computes it."""
+    path = grouped_path(like)
+    return 0 if path is eager_experts else int(path.tiles_for(slots, num_experts))
+
+
 def _like_group(experts: Tensor, like: Tensor, options: GroupOptions) -> tuple[Tensor, ...]:
     slots, E = experts.numel(), options.num_experts
-    path = grouped_path(like)
-    tiles = 0 if path is eager_experts else path.tiles_for(slots, E)
+    tiles = tile_count(like, slots, E)
     return tuple(experts.new_empty(n, dtype=torch.int32) for n in (slots, E + 1, tiles, tiles))
 
 

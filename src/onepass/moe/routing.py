@@ -7,7 +7,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.checks import check_choice, check_device, check_logits, check_number, check_row_mask, described
+from onepass.checks import (
+    INF,
+    check_choice,
+    check_device,
+    check_integer,
+    check_logits,
+    check_number,
+    check_row_mask,
+    check_transform,
+    described,
+)
 from onepass.dispatch import operation, part_of, refuse_second_derivatives
 from onepass.moe import eager
 from onepass.options import GROUP_SCORES, MAX_EXPERTS, MAX_K, SCORES, RouterOptions, RoutingResults, empty_routing
@@ -89,9 +99,10 @@ def route(
         k, score, n_group, topk_group, group_score, renormalize, scale, eps, score_after_topk, softcap, losses
     )
     try:
-        check_once(router_logits.shape[-1], *options)
+        options = check_once(router_logits.shape[-1], *options)
     except TypeError:  # what cannot be hashed is no option
-        check_options(options, router_logits.shape[-1])
+        options = check_options(options, router_logits.shape[-1])
+    k = options.k
     tokens, E = router_logits.shape[:-1], router_logits.shape[-1]
     if selection_bias is not None:
         if not isinstance(selection_bias, Tensor) or not selection_bias.is_floating_point():
@@ -99,12 +110,10 @@ def route(
         if selection_bias.shape != (E,):
             raise ValueError(f"selection_bias: expected shape ({E},), got {tuple(selection_bias.shape)}")
         check_device(selection_bias, router_logits, "selection_bias")
-        selection_bias = (
-            selection_bias.detach().to(torch.promote_types(router_logits.dtype, torch.float32)).contiguous()
-        )
+        selection_bias = selection_bias.detach().to(torch.promote_types(router_logits.dtype, torch.float32))
     if token_mask is not None:
         check_row_mask(token_mask, router_logits, "token_mask")
-        token_mask = token_mask.reshape(-1).contiguous()
+        token_mask = token_mask.reshape(-1)
     logits = router_logits if router_logits.dim() == 2 else router_logits.reshape(-1, E)
     logits = logits if logits.stride(-1) == 1 or E == 1 else logits.contiguous()
     if torch.is_grad_enabled() and logits.requires_grad:
@@ -181,22 +190,26 @@ def _layers(routing: Routing | Sequence[Routing]) -> Sequence[Routing]:
     return layers
 
 
-def check_options(o: RouterOptions, experts: int) -> None:
+def check_options(o: RouterOptions, experts: int) -> RouterOptions:
+    """The same options, each in its declared type."""
     if experts > MAX_EXPERTS:
         raise ValueError(f"router_logits: expected at most {MAX_EXPERTS} experts, got {experts}")
-    for value, name, most in (
-        (o.k, "k", min(MAX_K, experts)), (o.n_group, "n_group", experts), (o.topk_group, "topk_group", o.n_group),
-    ):  # fmt: skip
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}: expected an int, got {described(value)}")
-        if not 1 <= value <= most:
-            raise ValueError(f"{name}: expected 1 to {most} for {experts} experts, got {value}")
+    n_group = check_integer(o.n_group, "n_group", 1, experts)
+    o = RouterOptions(
+        k=check_integer(o.k, "k", 1, min(MAX_K, experts)),
+        score=o.score,
+        n_group=n_group,
+        topk_group=check_integer(o.topk_group, "topk_group", 1, n_group),
+        group_score=o.group_score,
+        renormalize=bool(o.renormalize),
+        scale=check_number(o.scale, "scale", -INF),
+        eps=check_number(o.eps, "eps", 0, open_low=False),
+        score_after_topk=bool(o.score_after_topk),
+        softcap=check_transform(1.0, o.softcap)[1],
+        sums=bool(o.sums),
+    )
     check_choice(o.score, "score", SCORES)
     check_choice(o.group_score, "group_score", GROUP_SCORES)
-    check_number(o.scale, "scale", -float("inf"))
-    check_number(o.eps, "eps", 0, open_low=False)
-    if o.softcap is not None:
-        check_number(o.softcap, "softcap", 0)
     if experts % o.n_group:
         raise ValueError(f"n_group: expected a divisor of {experts} experts, got {o.n_group}")
     size = experts // o.n_group
@@ -204,12 +217,13 @@ def check_options(o: RouterOptions, experts: int) -> None:
         raise ValueError("group_score: expected 'max' for groups of one expert, got 'top2_sum'")
     if o.k > o.topk_group * size and o.n_group > 1:
         raise ValueError(f"k: expected at most the {o.topk_group * size} experts of {o.topk_group} groups, got {o.k}")
+    return o
 
 
 @lru_cache(typed=True)
-def check_once(experts: int, *options: Any) -> None:
+def check_once(experts: int, *options: Any) -> RouterOptions:
     """A router is called once a layer, with the same options."""
-    check_options(RouterOptions(*options), experts)
+    return check_options(RouterOptions(*options), experts)
 
 
 class _Route(torch.autograd.Function):

@@ -1,5 +1,7 @@
 """Linear layers of experts on rows that are scattered or grouped: what blocks of one's own are made of."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor, nn
 from onepass.checks import FLOATS, check_device, described
 from onepass.dispatch import autocast_dtype, operation, refuse_second_derivatives
 from onepass.moe.experts import expert_mlp
-from onepass.moe.grouping import check_choices, group_by_expert, grouped_path
+from onepass.moe.grouping import check_choices, group_by_expert, grouped_path, tile_count
 from onepass.moe.routing import Routing
 from onepass.options import Groups, ScatterOptions
 
@@ -66,20 +68,24 @@ def scattered_linear(
     elif not isinstance(groups, Groups):
         raise TypeError(f"groups: expected what `group_by_expert` returns, got {described(groups)}")
     (T, K), (E, N, inputs) = experts.shape, weight.mT.shape if transposed else weight.shape
+    tiles = (tile_count(x, T * K, E),)
     shapes = {
         "x": (x, (T * K if grouped_in else T, inputs)), "bias": (bias, (E, N)), "weights": (weights, (T, K)),
         "groups.offsets": (groups.offsets, (E + 1,)), "groups.order": (groups.order, (T * K,)),
+        "groups.tile_expert": (groups.tile_expert, tiles), "groups.tile_row": (groups.tile_row, tiles),
     }  # fmt: skip
     for name, (t, shape) in shapes.items():
         if t is not None and tuple(t.shape) != shape:
             raise ValueError(f"{name}: expected shape {shape}, got {tuple(t.shape)}")
+        if t is not None and name.startswith("groups") and t.dtype != torch.int32:
+            raise TypeError(f"{name}: expected int32, got {t.dtype}")
         if t is not None:
             check_device(t, x, name)
     if weights is not None and grouped_out:
         raise ValueError("grouped_out: expected False where there are weights, got True")
-    weights = weights if weights is None or x.dtype == torch.float64 else weights.float().contiguous()
+    weights = weights if weights is None or x.dtype == torch.float64 else weights.float()
     options = ScatterOptions(bool(transposed), bool(grouped_in), bool(grouped_out), K)
-    out: Tensor = _Scattered.apply(x.contiguous(), weight, bias, weights, experts.contiguous(), options, *groups)
+    out: Tensor = _Scattered.apply(x.contiguous(), weight, bias, weights, experts, options, *groups)
     return out
 
 
@@ -151,7 +157,12 @@ def _like_gradient(options: ScatterOptions, **given: Any) -> Any:
     )
 
 
-@operation("onepass::scattered_linear", _like_forward)
+def _flops(weight: Sequence[int], experts: Sequence[int], needed: int, **given: Any) -> int:
+    """Of the product of all choices, and of the gradients of x and weight where needed."""
+    return 2 * math.prod(experts) * weight[1] * weight[2] * ((needed & 0b11).bit_count() if "grad" in given else 1)
+
+
+@operation("onepass::scattered_linear", _like_forward, _flops)
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor | None, experts: Tensor, order: Tensor,
     offsets: Tensor, tile_expert: Tensor, tile_row: Tensor, options: ScatterOptions,
@@ -163,7 +174,7 @@ def _forward(
     return results
 
 
-@operation("onepass::scattered_linear_gradient", _like_gradient)
+@operation("onepass::scattered_linear_gradient", _like_gradient, _flops)
 def _gradient(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor | None, y: Tensor | None,
     experts: Tensor, order: Tensor, offsets: Tensor, tile_expert: Tensor, tile_row: Tensor, options: ScatterOptions,

@@ -1,0 +1,487 @@
+"""What every public function does with its arguments, whatever they are: generated from the signatures.
+
+`border_cases` has a valid call of every function with every parameter; the first tests fail where one is missing. Each
+tensor is then laid out in memory in every way, given in a wrong way, and written to between forward and backward; each
+number is given in every type. What a function makes of valid arguments is tested elsewhere.
+"""
+
+import inspect
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+import onepass
+from border_cases import (
+    CASES,
+    EXEMPT,
+    EXPANSIONS,
+    HUGE,
+    LAYOUTS,
+    NAN,
+    OPTIONS_OF,
+    ROUTER,
+    TEACHER,
+    Integer,
+    Laid,
+    Number,
+    flattened,
+    forms,
+    integer_forms,
+    of_functions,
+    parameters,
+    public_names,
+    quick_interpreter,
+    resolve,
+    root,
+    tensors_of,
+)
+from onepass.moe import route
+
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+every_function = pytest.mark.parametrize("case", of_functions(), ids=str)
+LONG = [0.5] * 100_000
+
+
+@pytest.fixture(autouse=True)
+def path(request, monkeypatch):
+    """The name of the path, where a test has one."""
+    if "device" not in request.fixturenames:
+        yield ""
+        return
+    device = request.getfixturevalue("device")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors are small
+    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if interpreted:
+        quick_interpreter(monkeypatch)
+    yield "interpreter" if interpreted else "gpu" if device.type == "cuda" else "eager"
+    torch.set_num_threads(threads)
+
+
+# The table
+
+
+def test_every_public_function_has_a_case():
+    assert {c.function for c in CASES} | set(EXEMPT) == set(public_names())
+    assert not {c.function for c in CASES} & set(EXEMPT)
+
+
+@pytest.mark.parametrize("name", sorted({c.function for c in CASES}))
+def test_every_parameter_has_a_value(name):
+    """And not only None, which is a value that says nothing."""
+    given = {root(leaf) for case in CASES if case.function == name for leaf, v in case.arguments.items()
+             if v is not None}  # fmt: skip
+    assert given == set(parameters(name)), "give each parameter of the signature a value in border_cases.CASES"
+
+
+def test_options_that_are_passed_on_are_known():
+    passing = set()
+    for name in {c.function for c in CASES}:
+        function = resolve(name)
+        for signature in (inspect.signature(f) for f in (function, getattr(function, "forward", function))):
+            if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+                passing.add(name)
+    assert passing == set(OPTIONS_OF)
+
+
+@every_case
+def test_every_number_of_a_case_says_what_it_may_be(case):
+    """A plain int or float in a case would be tested in no other type; only sizes of modules are such."""
+    sizes = {"num_experts", "input_size", "output_size", "hidden_size"} if case.is_module else set()
+    plain = {n for n, v in case.arguments.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    assert plain <= sizes
+
+
+# Layouts
+
+_expected: dict[tuple[str, str], dict[str, Tensor]] = {}
+
+
+def expected_of(case, device, path):
+    """What the case gives as it stands in the table; computed once on each path."""
+    if (str(case), path) not in _expected:
+        _expected[str(case), path] = case.results(case.values(device))
+    return _expected[str(case), path]
+
+
+def differing(case, device, layouts, expected=None):
+    """The results and gradients that the layouts of leaves change, and the leaves whose memory was written to.
+
+    ``expected`` are the results of contiguous tensors; without, the layouts change values, and these are computed.
+    """
+    values = case.values(device)
+    laid = {n: Laid(values[n].detach(), of, harmless=root(n) == "groups") for n, of in layouts.items()}
+    if expected is None:
+        plain = {n: each.plain.requires_grad_(n in case.grad) for n, each in laid.items()}
+        expected = case.results(case.values(device, **plain))
+    views = {n: each.view.requires_grad_(n in case.grad) for n, each in laid.items()}
+    got = case.results(case.values(device, **views))
+    written = [n for n, each in laid.items() if not each.is_untouched(inside=not writes(case, n))]
+    return [f"the memory of {n}" for n in written] + [
+        n for n in expected if n not in got or not close(got[n], expected[n])
+    ]
+
+
+def writes(case, leaf):
+    return leaf in case.refused and case.arguments.get("inplace_backward", False)
+
+
+def close(got, expected):
+    """Bitwise, or within what another order of the same sums makes."""
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return False
+    if not got.is_floating_point():
+        return torch.equal(got, expected)
+    bound = 1e-6 * max(expected.abs().nan_to_num(0, 0, 0).max().item(), 1.0) if expected.numel() else 0.0
+    return bool(((got == expected) | (got.isnan() & expected.isnan()) | ((got - expected).abs() <= bound)).all())
+
+
+def check_layouts(case, device, layouts, expected=None):
+    """All at once, which is few calls; where something differs, one after the other says which tensor it was."""
+    layouts = {n: of for n, of in layouts.items() if not (n in case.refused and of in NOT_CONTIGUOUS)}
+    together = outcome(case, device, layouts, expected)
+    if together:
+        alone = {f"{n}, {of}": outcome(case, device, {n: of}, expected) for n, of in layouts.items()}
+        wrong = {name: what for name, what in alone.items() if what} or {"only together": together}
+        pytest.fail("; ".join(f"{name}: {what}" for name, what in wrong.items()), pytrace=False)
+
+
+def outcome(*arguments):
+    try:
+        return differing(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+
+
+NOT_CONTIGUOUS = ("every second", "transposed", *EXPANSIONS)
+
+
+@every_function
+@pytest.mark.parametrize("turn", range(len(LAYOUTS)))
+def test_layouts(device, path, case, turn):
+    """In as many turns as there are layouts each tensor has had each of them."""
+    layouts = {n: LAYOUTS[(turn + place) % len(LAYOUTS)] for place, n in enumerate(tensors_of(case.values(device)))}
+    check_layouts(case, device, layouts, expected_of(case, device, path))
+
+
+@every_function
+@pytest.mark.parametrize("turn", range(len(EXPANSIONS)))
+def test_expanded_tensors(device, case, turn):
+    """Of tensors that are constant along a dimension, beside their copies."""
+    names = [n for n in tensors_of(case.values(device)) if n not in case.fixed]
+    check_layouts(case, device, {n: EXPANSIONS[(turn + place) % 2] for place, n in enumerate(names)})
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.refused], ids=str)
+@pytest.mark.parametrize("layout", NOT_CONTIGUOUS)
+def test_layouts_that_are_refused(device, case, layout):
+    for leaf, name in case.refused.items():
+        laid = Laid(case.values(device)[leaf].detach(), layout)
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            case.call(case.values(device, **{leaf: laid.view.requires_grad_()}))
+        assert laid.is_untouched()
+
+
+# Numbers
+
+
+def same(got, expected):
+    return list(got) == list(expected) and all(
+        torch.equal(got[n].nan_to_num(), expected[n].nan_to_num()) and got[n].dtype == expected[n].dtype for n in got
+    )
+
+
+@every_case
+def test_numbers_in_every_type(device, path, case):
+    """An int first and then a fraction, and the other way round: what is kept of a call must not make the next one."""
+    if path == "interpreter":
+        pytest.skip("takes fewer calls, of all numbers at once")
+    plain = expected_of(case, device, path)
+    for leaf in case.leaves(Number):
+        number = case.arguments[leaf]
+        expected = {number.value: plain}
+        for value in (number.whole, number.value, number.whole):
+            for kind, given in reversed(forms(value).items()):
+                got = case.results(case.values(device, **{leaf: given}))
+                assert same(got, expected.setdefault(value, got)), f"{leaf} = {value} as {kind}"
+    for leaf in case.leaves(Integer):
+        for kind, given in integer_forms(case.arguments[leaf].value).items():
+            assert same(case.results(case.values(device, **{leaf: given})), plain), f"{leaf} as {kind}"
+
+
+@pytest.fixture
+def types_of_numbers(monkeypatch):
+    """Of each call of an interpreted kernel, the types of its numbers: a compiled one is compiled for those."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    seen = {}
+    original = InterpretedFunction.run
+
+    def run(self, *args, **options):
+        types = tuple(type(a).__name__ for a in args if not isinstance(a, Tensor) and a is not None)
+        seen.setdefault((self.__name__, len(types)), set()).add(types)
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    return seen
+
+
+@pytest.mark.parametrize("case", [c for c in of_functions() if c.leaves((Number, Integer))], ids=str)
+def test_numbers_reach_kernels_in_one_type(device, path, case, types_of_numbers):
+    """A kernel that was compiled for an int is launched again with what comes: a float would be read as an int."""
+    if path != "interpreter":
+        pytest.skip("looks at what is interpreted")
+    case.results(case.values(device, **{n: case.arguments[n].whole for n in case.leaves(Number)}))
+    turned = {}
+    for place, leaf in enumerate(case.leaves((Number, Integer))):
+        of = case.arguments[leaf]
+        given = list((forms if isinstance(of, Number) else integer_forms)(of.value).values())
+        turned[leaf] = given[place % len(given)]
+    assert same(case.results(case.values(device, **turned)), expected_of(case, device, path))
+    several = {kernel: types for kernel, types in types_of_numbers.items() if len(types) > 1}
+    assert not several
+
+
+AFTER = {
+    "scale": (lambda x, v: route(x, 2, scale=v).weights, 1, 2.5),
+    "eps": (lambda x, v: route(x, 2, score="sigmoid", eps=v).weights, 0, 1e-20),
+    "router softcap": (lambda x, v: route(x, 2, softcap=v).weights, 30, 5.5),
+    "softcap": (lambda x, v: onepass.entropy_from_logits(x, softcap=v), 30, 5.5),
+    "temperature": (lambda x, v: onepass.entropy_from_logits(x, temperature=v), 1, 0.7),
+    "logit_scale": (lambda x, v: onepass.entropy_from_logits(x, logit_scale=v), 1, 0.7),
+    "beta": (lambda x, v: onepass.kl_div(x, TEACHER[:, : x.shape[-1]].to(x), direction="jsd", beta=v), 0, 0.3),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+@pytest.mark.parametrize("turned", [False, True], ids=["an int first", "a fraction first"])
+def test_a_number_after_another(device, name, turned):
+    function, *values = AFTER[name]
+    exact = ROUTER.double()
+    for value in values[::-1] if turned else values:
+        got, expected = (function(x, value) for x in (ROUTER.to(device), exact))
+        torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-5, atol=1e-6)
+
+
+# Errors
+
+# What else an error may begin with: of two arguments that do not fit, either may be named.
+ALIASES = {
+    "teacher": {"teacher_logits"},
+    "weight": {"bias", "class_weights", "teacher_logits", "num_experts"},
+    "gate_up_weight": {"down_weight", "num_experts"},
+    "lora_gate_up[0]": {"lora_gate_up[1]"},
+    "lora_down[0]": {"lora_down[1]"},
+}
+FIRST = ("logits", "student_logits", "hidden", "x", "router_logits", "hidden_states", "experts", "like")
+
+
+def names_of(case, leaf):
+    """What an error about a leaf may begin with."""
+    names = {leaf, root(leaf), leaf.rpartition(".")[2]}
+    return names.union(*(ALIASES.get(name, ()) for name in names))
+
+
+def names_of_all(case):
+    return set().union(*(names_of(case, leaf) for leaf in case.values() if leaf != "loss_fn"))
+
+
+def check_error(case, device, leaf, value, names, what):
+    try:
+        case.call(case.values(device, **{leaf: value}))
+    except (TypeError, ValueError) as error:
+        message = str(error)
+        name = message.partition(":")[0]
+        assert name in names, f"{leaf}, {what}: names {name[:80]!r} in {message[:200]!r}"
+        assert len(message) < 500, f"{leaf}, {what}: {len(message)} characters, {message[:200]}"
+    except Exception as error:
+        pytest.fail(f"{leaf}, {what}: {type(error).__name__}: {str(error)[:200]}")
+    else:
+        pytest.fail(f"{leaf}, {what}: no error")
+
+
+def every_error(checks):
+    """Run all and report all, since one that is missing says nothing of the next."""
+    failed = []
+    for check in checks:
+        try:
+            check_error(*check)
+        except BaseException as error:
+            if not isinstance(error, (AssertionError, pytest.fail.Exception)):
+                raise
+            failed.append(str(error).split("\nassert")[0])
+    if failed:
+        pytest.fail("\n" + "\n".join(failed), pytrace=False)
+
+
+def optional(case, leaf):
+    if leaf != root(leaf):
+        return leaf.endswith(".bias")
+    return parameters(case.function)[leaf].default is None or (case.function, leaf) == ("linear_loss", "index")
+
+
+@every_case
+def test_numbers_that_are_refused(device, case):
+    checks = []
+    for leaf in case.leaves((Number, Integer)):
+        number = case.arguments[leaf]
+        wrong = [("a bool", True), ("a string", "1"), ("NaN", NAN), ("many numbers", LONG), ("two", torch.ones(2))]
+        wrong += [("one that requires a gradient", torch.tensor(0.5, requires_grad=True))]
+        wrong += [("an infinite tensor", torch.tensor(float("inf")))] if number.bad and number.bad != (HUGE,) else []
+        wrong += [("a fraction", 1.5)] if isinstance(number, Integer) else []
+        wrong += [] if optional(case, leaf) else [("None", None)]
+        wrong += [(repr(b)[:20], b) for b in number.bad]
+        if leaf == "class_weights":
+            wrong = [w for w in wrong if w[0] != "two"] + [("two", torch.ones(2))]
+        checks += [(case, device, leaf, value, names_of(case, leaf), what) for what, value in wrong]
+    every_error(checks)
+
+
+CHOICES = ("reduction", "direction", "score", "group_score", "activation")
+
+
+@every_case
+def test_choices_that_are_refused(device, case):
+    checks = []
+    for leaf in [n for n in case.arguments if n in (*CHOICES, "metrics")]:
+        wrong = {"another": "unknown", "a number": 3, "many numbers": LONG, "a long name": "x" * 100_000}
+        if leaf == "metrics":
+            wrong |= {"another in a list": ["unknown"]}
+        else:
+            wrong |= {"None": None, "a list": [case.arguments[leaf]]}
+        checks += [(case, device, leaf, value, {leaf}, what) for what, value in wrong.items()]
+    every_error(checks)
+
+
+# Shapes that no other argument contradicts.
+FITTING = {
+    ("LinearLogits", "hidden", "one row fewer"),
+    ("LinearLogits", "hidden", "one dimension more"),
+    ("linear_cross_entropy", "weight", "one row fewer"),
+    ("linear_topk_kl_div", "weight", "one row fewer"),
+    *((function, "class_weights", "no dimension")
+      for function in ("softmax_statistics", "linear_softmax_statistics", "linear_loss")),
+    ("moe.router_z_loss", "routing.counts", "one row fewer"),
+    ("moe.group_by_expert", "experts", "one row fewer"),
+    *(("moe.group_by_expert", "like", what) for what in ("no dimension", "one dimension more", "one row fewer")),
+}  # fmt: skip
+# Of these only some of what is in them is read.
+UNREAD = {
+    "moe.load_balancing_loss": {"routing.experts", "routing.logsumexp"},
+    "moe.router_z_loss": {"routing.experts", "routing.prob_sums"},
+}
+# All in the dtype of the hidden states.
+ONE_DTYPE = {"weight", "bias", "gate_up_weight", "down_weight", "gate_up_bias", "down_bias", "lora_gate_up[0]",
+             "lora_gate_up[1]", "lora_down[0]", "lora_down[1]"}  # fmt: skip
+
+
+def wrong_dtypes(case, leaf, tensor):
+    if tensor.dtype == torch.bool or "mask" in leaf:
+        return (torch.complex64,)
+    if leaf == "routing.counts":
+        return (torch.complex64,)
+    if root(leaf) == "row_inputs":
+        return ()  # what the function takes
+    if not tensor.is_floating_point():
+        return torch.float32, torch.bool, torch.int16
+    found = (torch.int64, torch.bool, torch.complex64)
+    in_head = "hidden" in case.arguments or "x" in case.arguments
+    return (*found, torch.float64, torch.float16) if leaf in ONE_DTYPE and in_head else found
+
+
+@every_case
+def test_tensors_that_are_refused(device, path, case):
+    checks = []
+    for leaf, tensor in case.values(device).items():
+        unread = leaf in UNREAD.get(case.function, ()) or root(leaf) == "block" or leaf.startswith("groups.tile")
+        if not isinstance(tensor, Tensor) or unread:
+            continue
+        names, tensor = names_of(case, leaf), tensor.detach()
+        either = names_of_all(case) if leaf.rpartition(".")[2] in FIRST else names
+        wrong = {} if optional(case, leaf) or leaf == "num_items" else {"None": None}
+        wrong |= {"many numbers": LONG, "a string": "one"}
+        if case.is_module and leaf in inspect.signature(resolve(case.function)).parameters:
+            wrong = {}  # which torch refuses to register
+        if tensor.dim():
+            wrong |= {str(dtype): tensor.to(dtype) for dtype in wrong_dtypes(case, leaf, tensor)}
+        else:
+            wrong |= {"complex": tensor.to(torch.complex64), "two": torch.ones(2, device=device)}
+        checks += [(case, device, leaf, value, names, what) for what, value in wrong.items()]
+        if not tensor.dim():
+            continue
+        shapes = {"no dimension": tensor.new_zeros(()), "one dimension more": tensor.unsqueeze(0),
+                  "one row fewer": tensor[:-1], "on another device": tensor.to("meta")}  # fmt: skip
+        if case.function == "moe.GLUMLP" and leaf == "hidden":
+            shapes.pop("on another device")  # where the module is moved to
+        checks += [
+            (case, device, leaf, value, either, what)
+            for what, value in shapes.items()
+            if (case.function, leaf, what) not in FITTING
+        ]
+    every_error(checks)
+
+
+# Writes between forward and backward
+
+# A write need not be an error where the gradient was taken in the forward pass: by a linear head, of a sum or mean.
+GRADIENT_IS_TAKEN = {
+    "cross_entropy, a head", "linear_cross_entropy", "linear_cross_entropy, at once", "linear_topk_kl_div",
+    "linear_kl_div", "linear_loss",
+}  # fmt: skip
+# Nor where a copy was taken of what is small, or where a tensor only selects or is not in the gradient.
+MAY_BE_WRITTEN = {
+    "topk_kl_div": {"teacher_ids", "teacher_log_probs", "mask"},
+    "topk_kl_div, renormalized": {"teacher_ids", "teacher_log_probs"},
+    "topk_kl_div, items in a tensor": {"teacher_log_probs"},
+    "distillation_loss": {"labels", "teacher_ids", "teacher_log_probs", "mask"},
+    "distillation_loss, a head": {"labels", "teacher_ids", "teacher_log_probs"},
+    "linear_cross_entropy, of rows": {"class_weights"},
+    "linear_topk_kl_div, of rows": {"teacher_log_probs"},
+    "linear_kl_div, a head teaches, of rows": {"mask"},
+    "linear_loss, of rows": {"row_mask"},
+    "moe.route": {"selection_bias"},
+    "moe.softmax_topk": {"selection_bias"},
+    "moe.sigmoid_topk": {"selection_bias"},
+    "moe.load_balancing_loss": {"routing.experts", "routing.counts", "routing.prob_sums", "routing.logsumexp"},
+    "moe.router_z_loss": {"routing.experts", "routing.counts", "routing.prob_sums"},
+}
+
+
+def write(tensor):
+    with torch.no_grad():
+        if tensor.dtype == torch.bool:
+            tensor.logical_not_()
+        elif tensor.is_floating_point():
+            tensor.add_(1)
+        else:
+            tensor.zero_()
+
+
+@pytest.mark.parametrize("case", [c for c in of_functions() if c.grad], ids=str)
+def test_a_write_before_the_backward(device, path, case):
+    """It is an error, or the gradient is that of the forward pass."""
+    expected = expected_of(case, device, path)
+    wrong = []
+    for leaf in tensors_of(case.values(device)):
+        values = case.values(device)
+        outputs = flattened(case.call(values))
+        write(values[leaf])
+        try:
+            got = case.gradients(outputs, values)
+        except RuntimeError:
+            continue
+        if not same(got, {n: expected[n] for n in got}):
+            wrong.append(f"{leaf}: another gradient")
+        elif str(case) not in GRADIENT_IS_TAKEN and leaf not in MAY_BE_WRITTEN.get(str(case), ()):
+            wrong.append(f"{leaf}: no error")
+    if wrong:
+        pytest.fail("; ".join(wrong), pytrace=False)
+
+
+def test_what_may_be_written_is_in_the_table():
+    cases = {str(case): case for case in CASES}
+    assert set(cases) >= GRADIENT_IS_TAKEN
+    for name, leaves in MAY_BE_WRITTEN.items():
+        assert leaves <= set(tensors_of(cases[name].values()))
