@@ -5,10 +5,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-# The package is tested with the last TRL; `make test-trl` is for the earlier ones, each in an environment of its own.
+# `make test` takes the last version of every library. The oldest that is supported of each replacement
+# (docs/integrations.md), and what lies between where it has another form, have an environment of their own each.
 EARLIER_TRL := 0.29.1 1.10.0
+EARLIER_TRANSFORMERS := 4.56.0 5.0.0 5.6.0 5.7.0 5.13.0
+EARLIER_PEFT := 0.21.0
 
-.PHONY: demo test test-trl lint bench clean
+.PHONY: demo test test-trl test-transformers test-peft lint bench clean
 
 demo: $(READY)
 	$(BIN)/onepass demo
@@ -18,14 +21,23 @@ test: lint
 
 test-trl: $(EARLIER_TRL:%=test-trl-%)
 
-test-trl-%: $(READY)
-	rm -rf $(VENV)-trl-$*
-	$(PYTHON) -m venv $(VENV)-trl-$*
-	echo $(CURDIR)/$(VENV)/lib/python*/site-packages > `echo $(VENV)-trl-$*/lib/python*/site-packages`/base.pth
-	$(VENV)-trl-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps trl==$*
-	$(VENV)-trl-$*/bin/python -m pip install --quiet --disable-pip-version-check requests  # which they import
-	PYTHONPATH=src $(VENV)-trl-$*/bin/python -m pytest -p no:cacheprovider tests/test_trainers.py tests/test_patching.py \
-		tests/test_integrations.py
+test-transformers: $(EARLIER_TRANSFORMERS:%=test-transformers-%)
+
+test-peft: $(EARLIER_PEFT:%=test-peft-%)
+
+test-trl-%: ALSO := requests  # which they import
+test-trl-%: TESTS := tests/test_trainers.py tests/test_patching.py tests/test_integrations.py
+test-transformers-%: ALSO := datasets  # of a version for the same huggingface-hub
+test-transformers-%: TESTS := $(addprefix tests/test_,patching.py integrations.py moe_families.py experts_transformers.py)
+test-peft-%: TESTS := tests/test_patching.py tests/test_moe_families.py tests/test_experts_transformers.py
+
+# One version of one library (as in `make test-transformers-5.17.0`), on top of what the main environment has.
+test-%: $(READY)
+	rm -rf $(VENV)-$*
+	$(PYTHON) -m venv $(VENV)-$*
+	echo $(CURDIR)/$(VENV)/lib/python*/site-packages > `echo $(VENV)-$*/lib/python*/site-packages`/base.pth
+	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts $(subst -,==,$*) $(ALSO)
+	PYTHONPATH=src $(VENV)-$*/bin/python -m pytest -p no:cacheprovider $(TESTS)
 
 lint: $(READY)
 	$(BIN)/ruff check src tests benchmarks examples
@@ -49,4 +61,4 @@ TORCH := $(shell grep '^torch==' requirements-dev.txt)
 AXOLOTL := axolotl==0.19.0 addict==2.4.0
 
 clean:
-	rm -rf $(VENV) $(VENV)-trl-* .bench demo.png
+	rm -rf $(VENV) $(VENV)-* .bench demo.png

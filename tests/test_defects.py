@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from linear_cases import LOSSES as OF_HEADS
-from linear_cases import batch, gradients, policy_loss
+from linear_cases import V, batch, gradients, policy_loss
 from onepass.head import tiles
 from onepass.moe import Routing
 from test_torch import ALL, example
@@ -226,7 +226,17 @@ def test_08_a_random_loss(device):
 
 # 9. Linear heads neither wait for the device nor keep a CUDA graph from being captured.
 
-FORMS = OF_HEADS | {
+
+def teacher_of(t):
+    """Logits as `linear_cases.teacher_logits`, made where they are needed."""
+    return torch.arange(t.numel() * V, device=t.device).view(*t.shape, V).remainder(17) / 5.0
+
+
+FORMS = {name: form for name, form in OF_HEADS.items() if "kl_div" not in name or "topk" in name} | {
+    "kl_div": lambda x, t: onepass.kl_div(x, teacher_of(t), t != -100, reduction="mean"),
+    "kl_div, none": lambda x, t: onepass.kl_div(x, teacher_of(t), reduction="none", vocab_size=V - 7),
+    "kl_div, reverse": lambda x, t: onepass.kl_div(x, teacher_of(t), direction="reverse", temperature=2.0),
+    "jsd": lambda x, t: onepass.kl_div(x, teacher_of(t), direction="jsd", softcap=5.0, num_items=3),
     "linear_loss": lambda x, t: onepass.linear_loss(
         x.hidden, x.weight, t.clamp(min=0), policy_loss, t.float(), -t.float().abs() / 50, bias=x.bias
     ),

@@ -6,9 +6,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 
 import onepass
 from onepass.integrations import experts as integration
+
+pytestmark = pytest.mark.skipif(
+    Version(transformers.__version__) < Version(integration.SINCE),
+    reason=f"supported from transformers {integration.SINCE} on",
+)
 
 FAMILIES = {
     "mixtral": "MixtralExperts", "qwen3_moe": "Qwen3MoeExperts", "olmoe": "OlmoeExperts",
@@ -24,7 +30,8 @@ SMALL = dict(
 def experts_of(family, **options):
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     config = transformers.AutoConfig.for_model(family, **SMALL | options)
-    found = getattr(module, FAMILIES[family])(config)
+    earlier = FAMILIES[family].replace("Experts", "NaiveMoe")
+    found = getattr(module, FAMILIES[family] if hasattr(module, FAMILIES[family]) else earlier)(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in found.parameters():
@@ -67,6 +74,38 @@ def test_as_the_eager_experts(device, family, routed):
         torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_options_that_an_earlier_version_does_not_set(family, routed):
+    """``has_post_expert_norm`` is an attribute of experts from transformers 5.20 on."""
+    experts = experts_of(family)
+    expected = run(experts, "eager", *routed)
+    for name, default in integration.DEFAULTS.items():
+        if getattr(experts, name, default) == default:
+            experts.__dict__.pop(name, None)
+    assert not hasattr(experts, "has_post_expert_norm")
+    for a, b in zip(run(experts, "onepass", *routed), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("how", ["from_config", "set_experts_implementation"])
+def test_a_model_is_set_to_it(how, monkeypatch):
+    calls, expert_mlp = [], integration.expert_mlp
+    monkeypatch.setattr(integration, "expert_mlp", lambda *a, **k: calls.append(a) or expert_mlp(*a, **k))
+    config = transformers.AutoConfig.for_model("mixtral", **SMALL, vocab_size=31, num_hidden_layers=2)
+    tokens = torch.arange(14).view(2, 7)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    expected = theirs(tokens).logits
+    assert not calls
+    if how == "from_config":
+        ours = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="onepass")
+        ours.load_state_dict(theirs.state_dict())
+    else:
+        ours = theirs
+        ours.set_experts_implementation("onepass")
+    torch.testing.assert_close(ours(tokens).logits, expected)
+    assert len(calls) == 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_no_further_from_float64_than_grouped_mm(family):
@@ -101,8 +140,12 @@ def test_an_unknown_gate_is_an_error(routed):
 @pytest.mark.parametrize("parameters", [["gate_up_proj", "down_proj"], ["down_proj"]], ids="+".join)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_adapters_of_peft(device, family, parameters, patched, routed, monkeypatch):
-    """What the experts get is the base weight and the factors; under the patch, nobody multiplies them out."""
+    """What the experts get is the base weight and the factors; under the patch, nobody multiplies them out.
+
+    Before 0.21 PEFT has no factors to give: it multiplies them out, patched or not.
+    """
     peft = pytest.importorskip("peft")
+    factors = Version(peft.__version__) >= Version("0.21")
     found, adapted, weight_of = [], [], integration.weight_of
 
     def spy(*arguments):
@@ -127,10 +170,11 @@ def test_adapters_of_peft(device, family, parameters, patched, routed, monkeypat
         hidden, weights = (t.detach().to(where).requires_grad_() for t in routed[::2])
         adapted.clear()
         with onepass.patch("transformers") if patched else nullcontext(), monkeypatch.context() as m:
-            if patched and implementation == "onepass":
+            if patched and factors and implementation == "onepass":
                 m.setattr(torch.nn.utils.parametrize, "register_parametrization", pytest.fail)
             out = experts(hidden, routed[1].to(where), weights)
-        assert adapted == (["gate_up_proj" in parameters, True] if implementation == "onepass" else [])
+        expected = [factors and "gate_up_proj" in parameters, factors] if implementation == "onepass" else []
+        assert adapted == expected
         wanted = {n: p for n, p in experts.named_parameters() if "lora" in n}
         assert len(wanted) == 2 * len(parameters)
         grads = torch.autograd.grad(out, [hidden, weights, *wanted.values()], torch.ones_like(out))

@@ -35,7 +35,7 @@ def where(device):
 
 
 @triton.jit(do_not_specialize=["n", "k"])
-def affine_kernel(x: Flat, rows: Rows, out: Out, n: tl.int32, a: tl.float32, k: tl.int64, BLOCK: tl.constexpr):
+def affine_kernel(x: "Flat", rows: "Rows", out: "Out", n: tl.int32, a: tl.float32, k: tl.int64, BLOCK: tl.constexpr):
     """``out = a·x + rows[:, 0]``, of which ``k`` says the stride."""
     i = tl.arange(0, BLOCK)
     value = tl.load(x + i, mask=i < n) * a + tl.load(rows + i * k, mask=i < n)
@@ -43,12 +43,12 @@ def affine_kernel(x: Flat, rows: Rows, out: Out, n: tl.int32, a: tl.float32, k: 
 
 
 @triton.jit
-def undeclared_tensor_kernel(x, out: Out, BLOCK: tl.constexpr):
+def undeclared_tensor_kernel(x, out: "Out", BLOCK: tl.constexpr):
     tl.store(out + tl.arange(0, BLOCK), tl.load(x + tl.arange(0, BLOCK)))
 
 
 @triton.jit
-def undeclared_number_kernel(out: Out, a, BLOCK: tl.constexpr):
+def undeclared_number_kernel(out: "Out", a, BLOCK: tl.constexpr):
     tl.store(out + tl.arange(0, BLOCK), a + tl.zeros([BLOCK], tl.float32))
 
 
@@ -66,7 +66,7 @@ def affine(x, rows, a, out=None, n=None):
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_argument_of_a_kernel_is_declared(name):
     kinds = (*launching.TENSORS, tl.int32, tl.int64, tl.float32, tl.constexpr)
-    for parameter in inspect.signature(KERNELS[name].fn).parameters.values():
+    for parameter in inspect.signature(KERNELS[name].fn, eval_str=True).parameters.values():
         assert any(parameter.annotation is kind for kind in kinds), parameter
 
 
@@ -192,7 +192,8 @@ OWN = re.compile(r"\.(gradients|generators)\b")
 @pytest.mark.parametrize("name", CALLS)
 def test_a_backward_reads_what_autograd_has_saved(device, name):
     """And nothing else: of what hangs on a node, autograd does not see that somebody has written to it."""
-    nodes, seen, ours = [CALLS[name](device).grad_fn], set(), 0
+    loss = CALLS[name](device)
+    nodes, seen, ours = [loss.grad_fn], set(), 0
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:

@@ -7,7 +7,7 @@ import torch
 
 import onepass
 
-transformers = pytest.importorskip("transformers", minversion="5.23")
+transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")
 utils = import_module("trl.trainer.utils")
 loss_utils = import_module("transformers.loss.loss_utils")

@@ -136,7 +136,7 @@ def test_operations_are_well_formed(device, dtype):
         "tempered_log_normalizer mean_logit"
     )
     arguments = (hidden, weight, bias, target % V, target != -100, None)
-    settings = (dtype, None, *options)
+    settings = (dtype, None, False, *options)
     torch.library.opcheck(torch.ops.onepass.linear_statistics.default, (*arguments, False, *settings))
     packed, _, _ = torch.ops.onepass.linear_statistics(*arguments, False, *settings)
     row = torch.randn_like(packed[0])
@@ -151,8 +151,8 @@ def test_operations_are_well_formed(device, dtype):
 def test_divergences_are_well_formed(device, own_head):
     hidden, weight, bias, target = (x.detach() for x in batch(device, torch.bfloat16))
     teacher = (hidden[:, :7], weight[:, :7], None) if own_head else (teacher_logits(target), None, None)
-    kinds = torch.bfloat16, teacher[0].dtype
-    settings = (V - 3, *kinds, None, *PairOptions("jsd", 0.3, softcap=5.0))
+    kinds = teacher[0].dtype, torch.bfloat16
+    settings = (V - 3, *kinds, None, False, *PairOptions("jsd", 0.3, softcap=5.0))
     tensors = (hidden, weight, bias, *teacher, target != -100)
     torch.library.opcheck(torch.ops.onepass.linear_divergence.default, (*tensors, *settings))
     grad = torch.rand(N, device=device)

@@ -5,13 +5,15 @@ import math
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 from torch.func import functional_call
 
 from onepass.moe import families, route
 from onepass.moe.families import route_block
 
-pytest.importorskip("transformers", minversion="5.23", reason="routers of earlier versions differ")
+transformers = pytest.importorskip("transformers")
+ROUTERS = importlib.import_module("onepass.integrations.transformers").ROUTERS
 
 H, E, K = 32, 16, 4
 SMALL = dict(
@@ -50,6 +52,9 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join([c[0]
 def build(case):
     """A block with random weights and correction biases of both signs."""
     module, family, suffix, options = case
+    since = ROUTERS[module].since
+    if Version(transformers.__version__) < Version(since):
+        pytest.skip(f"the router is supported from transformers {since} on")
     config = importlib.import_module(f"transformers.models.{module}.configuration_{module}")
     modeling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
     block = getattr(modeling, family + suffix)(getattr(config, family + "Config")(**SMALL | options))

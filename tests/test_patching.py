@@ -8,14 +8,18 @@ from importlib import import_module
 from types import ModuleType
 
 import pytest
+from packaging.version import Version
 
 import onepass
 from onepass.integrations import patching
 
-transformers = pytest.importorskip("transformers", minversion="5.23")
+transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")
 utils = import_module("trl.trainer.utils")
 loss_utils = import_module("transformers.loss.loss_utils")
+ROUTERS = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.6"), reason="the router is supported from transformers 5.6 on"
+)
 
 
 @pytest.fixture
@@ -35,15 +39,12 @@ def test_importing_onepass_imports_no_library():
 
 def test_names_are_replaced_wherever_they_are_held(module):
     original, loss = utils.selective_log_softmax, loss_utils.ForCausalLMLoss
-    router = import_module("transformers.models.mixtral.modeling_mixtral").MixtralTopKRouter
-    forward = router.forward
     with onepass.patch() as patched:
         ours = import_module("onepass.integrations.trl").selective_log_softmax
         assert utils.selective_log_softmax is module.chosen is ours
         assert {loss_utils.LOSS_MAPPING[k].__module__ for k in ("ForCausalLM", "ForConditionalGeneration")} == {
             "onepass.integrations.transformers"
         }
-        assert router.forward is not forward
         # Imported while the patch is there.
         later = ModuleType("imported_later")
         later.renamed = utils.selective_log_softmax
@@ -54,6 +55,15 @@ def test_names_are_replaced_wherever_they_are_held(module):
     del sys.modules[later.__name__]
     assert utils.selective_log_softmax is module.chosen is later.renamed is original
     assert loss_utils.LOSS_MAPPING["ForCausalLM"] is loss_utils.ForCausalLMLoss is loss
+
+
+@ROUTERS
+def test_methods_are_replaced():
+    router = import_module("transformers.models.mixtral.modeling_mixtral").MixtralTopKRouter
+    forward = router.forward
+    with onepass.patch("transformers") as patched:
+        assert router.forward is not forward
+        assert "modeling_mixtral.MixtralTopKRouter.forward -> onepass" in str(patched)
     assert router.forward is forward
 
 
@@ -120,6 +130,7 @@ def test_an_unknown_signature_is_refused_as_a_whole(monkeypatch):
         onepass.patch("trl")
 
 
+@ROUTERS
 def test_a_router_that_returns_something_else_is_refused(monkeypatch):
     router = import_module("transformers.models.olmoe.modeling_olmoe").OlmoeTopKRouter
 
@@ -155,9 +166,46 @@ def test_versions_and_names(monkeypatch):
     monkeypatch.setattr(trl, "__version__", "0.20.0")
     with onepass.patch("trl") as patched:
         assert not patched.replaced and len(patched.kept) >= 4
-        assert "selective_log_softmax kept: replaced from 0.29; trl 0.20.0 has" in str(patched)
+        assert "selective_log_softmax kept: supported from 0.29; trl 0.20.0 has" in str(patched)
     monkeypatch.setattr(patching, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"trl is not installed; pip install 'onepass\[trl\]'"):
         onepass.patch("trl")
     with onepass.patch() as patched:
         assert str(patched) == "nothing to replace"
+
+
+def test_each_replacement_of_transformers_is_made_from_its_version_on():
+    with onepass.patch("transformers") as patched:
+        replaced = {(p.module, p.name) for p in patched.replaced}
+        kept = {(k.module, k.name): k.reason for k in patched.kept}
+        for t in import_module("onepass.integrations.transformers").TARGETS:
+            has = Version(import_module(t.module.partition(".")[0]).__version__)
+            if has < Version(t.since):
+                assert kept[t.module, t.name].startswith(f"supported from {t.since}; ")
+            elif t.registered:
+                assert getattr(import_module(t.module), t.name)["onepass"] is t.replacement
+            else:
+                assert (t.module, t.name) in replaced
+
+
+@pytest.mark.parametrize("version, registered", [("5.6.2", False), ("5.7.0", True)])
+def test_experts_of_a_version_that_takes_no_name_of_others(version, registered, monkeypatch):
+    patching.plan("transformers")  # imports its models, with which transformers may put itself into sys.modules anew
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    registry = pytest.importorskip("transformers.integrations.moe", reason="of transformers 5").ALL_EXPERTS_FUNCTIONS
+    names = {name: function for name, function in registry._global_mapping.items() if name != "onepass"}
+    monkeypatch.setattr(type(registry), "_global_mapping", names)
+    planned = patching.plan("transformers")
+    with onepass.patch("transformers") as patched:
+        assert ("onepass" in registry) == registered
+    assert patched.kept == planned.kept
+    kept = f"transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS kept: supported from 5.7; transformers {version} has"
+    assert (kept in str(patched)) != registered
+
+
+def test_a_library_that_cannot_be_imported_is_left_alone(monkeypatch):
+    pytest.importorskip("peft")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with onepass.patch("transformers") as patched:
+        assert patched.replaced
+    assert "peft.tuners.lora.layer.ParamWrapper._activate_lora kept: cannot be imported: " in str(patched)

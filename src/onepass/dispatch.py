@@ -130,8 +130,14 @@ def operation(
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast makes of ``x`` in a product; None where it is off, and of float64, which it leaves alone."""
+    if x.dtype == torch.float64 or not is_autocast_enabled(x):
+        return None
+    return torch.get_autocast_dtype(x.device.type)
+
+
+def is_autocast_enabled(x: Tensor) -> bool:
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if x.dtype != torch.float64 and torch.is_autocast_enabled(kind) else None
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 ABSENT = torch.uint8  # the dtype of what stands for None: no result has it

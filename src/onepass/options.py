@@ -104,8 +104,10 @@ def empty_results(logits: torch.Tensor, index: torch.Tensor | None, options: Opt
     """Unwritten ``(len(PACKED), ...)`` numbers, and chosen values and `is_top1` of the shape of ``index``."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     packed = logits.new_empty((len(PACKED), *logits.shape[:-1]), dtype=dtype)
-    chosen = None if index is None else torch.empty_like(index, dtype=dtype)
-    is_top1 = torch.empty_like(index, dtype=torch.bool) if index is not None and "is_top1" in options.fields else None
+    chosen = None if index is None else index.new_empty(index.shape, dtype=dtype)
+    is_top1 = None
+    if index is not None and "is_top1" in options.fields:
+        is_top1 = index.new_empty(index.shape, dtype=torch.bool)
     return packed, chosen, is_top1
 
 

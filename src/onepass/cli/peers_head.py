@@ -45,7 +45,7 @@ def without_trainers(function: Any) -> Any:
     Its backward imports from them the context in which ZeRO-3 gathers the weight of the head, which is empty here.
     """
 
-    class WithoutTrainers(function):  # type: ignore[misc]
+    class WithoutTrainers(function):
         @staticmethod
         def backward(*arguments: Any) -> Any:
             with stand_in(TRL_UTILS, maybe_gather_lm_head_ctx=lambda *parameters: nullcontext()):

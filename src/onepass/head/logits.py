@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onepass.checks import FLOATS, check_integer, described
-from onepass.dispatch import autocast_dtype, is_untraced
+from onepass.dispatch import autocast_dtype, is_autocast_enabled, is_untraced
 from onepass.head.gather import whole
 from onepass.head.loss import row_losses
 from onepass.head.row_loss import RowLoss, StatisticsLoss
@@ -68,7 +68,7 @@ class LinearLogits(LogitsSource):
                 continue
             if value.device != hidden.device:
                 raise ValueError(f"{name}: expected device {hidden.device}, that of hidden, got {value.device}")
-            if value.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
+            if value.dtype != hidden.dtype and not is_autocast_enabled(hidden):
                 raise TypeError(f"{name}: expected {hidden.dtype}, the dtype of hidden, got {value.dtype}")
         self.max_memory = None if max_memory is None else check_integer(max_memory, "max_memory")
         self.hidden, self.weight, self.bias = hidden, weight, bias

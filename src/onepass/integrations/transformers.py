@@ -66,15 +66,15 @@ class Router(NamedTuple):
 
 
 ROUTERS = {
-    "mixtral": Router("MixtralTopKRouter", "5.7"),
-    "qwen2_moe": Router("Qwen2MoeTopKRouter", "5.7"),
-    "qwen3_moe": Router("Qwen3MoeTopKRouter", "5.7"),
-    "qwen3_next": Router("Qwen3NextTopKRouter", "5.7"),
-    "olmoe": Router("OlmoeTopKRouter", "5.7"),
+    "mixtral": Router("MixtralTopKRouter", "5.6"),
+    "qwen2_moe": Router("Qwen2MoeTopKRouter", "5.6"),
+    "qwen3_moe": Router("Qwen3MoeTopKRouter", "5.6"),
+    "qwen3_next": Router("Qwen3NextTopKRouter", "5.6"),
+    "olmoe": Router("OlmoeTopKRouter", "5.6"),
     "deepseek_v2": Router("DeepseekV2TopkRouter", "5.13"),
     "deepseek_v3": Router("DeepseekV3TopkRouter", "5.13"),
     "glm4_moe": Router("Glm4MoeTopkRouter", "5.13"),
-    "minimax": Router("MiniMaxTopKRouter", "5.7"),
+    "minimax": Router("MiniMaxTopKRouter", "5.6"),
     "minimax_m2": Router("MiniMaxM2TopKRouter", "5.0"),
     "gpt_oss": Router("GptOssTopKRouter", "5.0"),
     "ernie4_5_moe": Router("Ernie4_5_MoeTopKRouter", "5.13"),

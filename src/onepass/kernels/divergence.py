@@ -141,7 +141,7 @@ def merge(mp, sp, mq, sq, d, MIXTURE: tl.constexpr):
     do_not_specialize_on_alignment=["row_mask", "p_numbers", "q_numbers", "loss", "pieces"],
 )  # fmt: skip
 def divergence_kernel(
-    p: Rows, q: Rows, row_mask: Flat, p_numbers: Out, q_numbers: Out, loss: Out, pieces: Out,
+    p: "Rows", q: "Rows", row_mask: "Flat", p_numbers: "Out", q_numbers: "Out", loss: "Out", pieces: "Out",
     rows: tl.int32, V: tl.int32, inner_rows: tl.int32, p_outer_stride: tl.int64, p_inner_stride: tl.int64,
     q_outer_stride: tl.int64, q_inner_stride: tl.int64, p_inner: tl.float32, p_outer: tl.float32,
     q_inner: tl.float32, q_outer: tl.float32, w_p: tl.float32, w_q: tl.float32,
@@ -259,7 +259,7 @@ def write_tile(x, y, out, col0, low, high, x_shift, x_norm, y_shift, y_norm, mea
     do_not_specialize_on_alignment=["row_mask", "x_numbers", "y_numbers", "grad"],
 )  # fmt: skip
 def divergence_gradient_kernel(
-    x: Rows, y: Rows, out: Rows, row_mask: Flat, x_numbers: Flat, y_numbers: Flat, grad: Strided,
+    x: "Rows", y: "Rows", out: "Rows", row_mask: "Flat", x_numbers: "Flat", y_numbers: "Flat", grad: "Strided",
     rows: tl.int32, V: tl.int32, inner_rows: tl.int32, x_outer_stride: tl.int64, x_inner_stride: tl.int64,
     y_outer_stride: tl.int64, y_inner_stride: tl.int64, out_outer_stride: tl.int64, out_inner_stride: tl.int64,
     g_stride: tl.int32, x_inner: tl.float32, x_outer: tl.float32, y_inner: tl.float32, y_outer: tl.float32,

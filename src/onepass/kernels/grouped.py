@@ -153,7 +153,7 @@ def glu_gradient(
     y: Tensor, h: Tensor, weights: Tensor, groups: Groups, options: ExpertOptions, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of ``h`` and of ``weights``; `glu_gradient_kernel` has the rest."""
-    out, of_weights = torch.empty_like(h), torch.zeros_like(weights)
+    out, of_weights = h.new_empty(h.shape), weights.new_zeros(weights.shape)
     if len(y):
         about = tuple(y.shape), len(groups.offsets) - 1, options, keep
         launch(glu_gradient_plan, about, (y, h, weights, out, of_weights, groups.order, groups.offsets))

@@ -32,8 +32,9 @@ def load_weight(
 
 @triton.jit(do_not_specialize=["tiles", "group"])
 def grouped_matmul_kernel(
-    x: Rows, w: Strided, low: Flat, lora: Strided, bias: Flat, h: Out, out: Out, order: Flat, offsets: Flat,
-    tile_expert: Flat, tile_row: Flat,
+    x: "Rows", w: "Strided", low: "Flat", lora: "Strided", bias: "Flat", h: "Out", out: "Out", order: "Flat",
+    offsets: "Flat",
+    tile_expert: "Flat", tile_row: "Flat",
     tiles: tl.int32, group: tl.int32, scale: tl.float32, alpha: tl.float32, limit: tl.float32,
     E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr, SHARE: tl.constexpr, SCATTER: tl.constexpr, X_ROW: tl.constexpr, W_E: tl.constexpr,
@@ -112,7 +113,7 @@ def grouped_matmul_kernel(
 
 @triton.jit
 def grouped_outer_kernel(
-    a: Rows, b: Rows, out: Strided, order: Flat, offsets: Flat,
+    a: "Rows", b: "Rows", out: "Strided", order: "Flat", offsets: "Flat",
     E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SHARE_A: tl.constexpr, SHARE_B: tl.constexpr,
     A_ROW: tl.constexpr, B_ROW: tl.constexpr, O_E: tl.constexpr, O_N: tl.constexpr, O_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,

@@ -36,7 +36,7 @@ def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["slots"])
 def glu_gradient_kernel(
-    y: Out, h: Flat, weights: Flat, out: Out, of_weights: Out, order: Flat, offsets: Flat,
+    y: "Out", h: "Flat", weights: "Flat", out: "Out", of_weights: "Out", order: "Flat", offsets: "Flat",
     slots: tl.int32, alpha: tl.float32, limit: tl.float32,
     E: tl.constexpr, N: tl.constexpr, ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, KEEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -82,7 +82,7 @@ def glu_gradient_kernel(
 
 @triton.jit
 def grouped_sum_kernel(
-    a: Rows, weights: Flat, out: Out, order: Flat, offsets: Flat,
+    a: "Rows", weights: "Flat", out: "Out", order: "Flat", offsets: "Flat",
     N: tl.constexpr, SHARE: tl.constexpr, A_ROW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """``out[e]``: the sum of the rows of expert e, each times the weight of its slot: the gradient of a bias."""
@@ -106,7 +106,7 @@ def grouped_sum_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def combine_kernel(
-    y: Flat, weights: Flat, experts: Flat, out: Out,
+    y: "Flat", weights: "Flat", experts: "Flat", out: "Out",
     T: tl.int32,
     E: tl.constexpr, N: tl.constexpr, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip

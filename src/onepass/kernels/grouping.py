@@ -32,7 +32,7 @@ def chosen(experts, slots, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.con
 
 @triton.jit(do_not_specialize=["slots", "blocks"])
 def count_kernel(
-    experts: Flat, counts: Out,
+    experts: "Flat", counts: "Out",
     slots: tl.int32, blocks: tl.int32,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +45,7 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=["slots", "blocks"])
 def place_kernel(
-    experts: Flat, ends: Flat, order: Out,
+    experts: "Flat", ends: "Flat", order: "Out",
     slots: tl.int32, blocks: tl.int32,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def place_kernel(
 
 @triton.jit(do_not_specialize=["blocks", "tiles"])
 def tile_kernel(
-    ends: Flat, offsets: Out, tile_expert: Out, tile_row: Out,
+    ends: "Flat", offsets: "Out", tile_expert: "Out", tile_row: "Out",
     blocks: tl.int32, tiles: tl.int32,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip

@@ -1,10 +1,10 @@
 """The one place where a kernel is launched: it guards what the kernel assumes, and costs less than a small kernel.
 
 **The guard.** A kernel declares in its signature what it assumes of each argument, as an annotation: `Flat`, `Rows`,
-`Strided` or `Out` of a tensor, ``tl.int32``, ``tl.int64`` or ``tl.float32`` of a number. `launch` copies an input that
-is not contiguous where the kernel takes it to be, refuses what it cannot make right, and gives every number its
-declared type. A kernel that does not declare an argument cannot be launched. The alignment of tensors is part of what
-is compiled, so that no kernel assumes more of it than there is.
+`Strided` or `Out` of a tensor (in quotes, since Triton takes no class there), ``tl.int32``, ``tl.int64`` or
+``tl.float32`` of a number. `launch` copies an input that is not contiguous where the kernel takes it to be, refuses
+what it cannot make right, and gives every number its declared type. A kernel that does not declare an argument cannot
+be launched. The alignment of tensors is part of what is compiled, so that no kernel assumes more of it than there is.
 
 **The cost.** ``kernel[grid](...)`` binds, specialises and hashes every argument: 50 µs on a slow host, three times what
 the launch itself takes. Here everything that follows from shapes and options is a `Plan`, computed once and found again
@@ -74,12 +74,7 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
         with torch.cuda.device(device):
             return launch(plan_for, about, tensors)
     pointers = [None if t is None else t.data_ptr() for t in tensors]
-    variant: tuple[Any, ...] = tuple(
-        [
-            None if p is None else (t.dtype, not p & 15, t.is_contiguous() or -t.stride(-1), t.get_device())  # type: ignore[union-attr]
-            for p, t in zip(pointers, tensors)
-        ]
-    )
+    variant: tuple[Any, ...] = tuple([None if t is None else seen_of(t) for t in tensors])
     if HIP:  # Triton compiles tensors below 2 GiB differently
         variant += tuple([t is not None and t.untyped_storage().nbytes() < 2**31 for t in tensors])
     key = plan_for, about, variant
@@ -111,10 +106,15 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
     run(*pointers, *_zeros(workspace, device), *rest, stream=driver.active.get_current_stream(device.index))
 
 
+def seen_of(t: torch.Tensor) -> tuple[Any, ...]:
+    """What the guard has looked at: dtype, alignment, contiguity (else the last stride) and device."""
+    return t.dtype, not t.data_ptr() & 15, t.is_contiguous() or -t.stride(-1), t.get_device()
+
+
 @cache
 def declared(function: Callable[..., Any]) -> tuple[tuple[str, Any], ...]:
     """The name and annotation of every argument of a kernel that is no constexpr, in their order."""
-    parameters = inspect.signature(function).parameters.values()
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
     return tuple((p.name, p.annotation) for p in parameters if p.annotation is not tl.constexpr)
 
 

@@ -149,8 +149,9 @@ def raw_scores(z, m, total, valid, SCORE: tl.constexpr, AFTER: tl.constexpr):
     ],
 )  # fmt: skip
 def routing_kernel(
-    logits: Rows, selection_bias: Flat, token_mask: Flat, weights: Out, experts: Out, counts: Out, prob_sums: Out,
-    logsumexp: Out,
+    logits: "Rows", selection_bias: "Flat", token_mask: "Flat", weights: "Out", experts: "Out", counts: "Out",
+    prob_sums: "Out",
+    logsumexp: "Out",
     T: tl.int32, stride: tl.int64, inner: tl.float32, outer: tl.float32, scale: tl.float32, eps: tl.float32,
     E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
     TOP2: tl.constexpr, RENORMALIZE: tl.constexpr, AFTER: tl.constexpr, SOFTCAP: tl.constexpr, ALONE: tl.constexpr,
@@ -281,8 +282,8 @@ def routing_kernel(
     ],
 )  # fmt: skip
 def routing_gradient_kernel(
-    logits: Rows, out: Out, experts: Flat, token_mask: Flat, grad_weights: Strided, grad_prob_sums: Strided,
-    grad_logsumexp: Strided,
+    logits: "Rows", out: "Out", experts: "Flat", token_mask: "Flat", grad_weights: "Strided", grad_prob_sums: "Strided",
+    grad_logsumexp: "Strided",
     T: tl.int32, stride: tl.int64, w_stride: tl.int32, p_stride: tl.int32, l_stride: tl.int32, inner: tl.float32,
     outer: tl.float32, scale: tl.float32, eps: tl.float32,
     E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, AFTER: tl.constexpr,

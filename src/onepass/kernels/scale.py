@@ -10,7 +10,7 @@ BLOCK = 4096
 
 
 @triton.jit(do_not_specialize=["n"])
-def scale_kernel(x: Out, scale: Flat, n: tl.int64, BLOCK: tl.constexpr):
+def scale_kernel(x: "Out", scale: "Flat", n: tl.int64, BLOCK: tl.constexpr):
     s = tl.load(scale)
     if s != 1.0:
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

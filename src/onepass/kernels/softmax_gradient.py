@@ -72,9 +72,10 @@ def write_tile(logits, out, class_weights, col0, low, high, shift, log_normalize
     ],
 )  # fmt: skip
 def softmax_gradient_kernel(
-    logits: Rows, class_weights: Flat, out: Rows, index: Flat, row_mask: Flat, packed: Flat,
-    grad_log_normalizer: Strided, grad_expected_logit: Strided, grad_weighted_logit: Strided, grad_tempered: Strided,
-    grad_selected: Strided,
+    logits: "Rows", class_weights: "Flat", out: "Rows", index: "Flat", row_mask: "Flat", packed: "Flat",
+    grad_log_normalizer: "Strided", grad_expected_logit: "Strided", grad_weighted_logit: "Strided",
+    grad_tempered: "Strided",
+    grad_selected: "Strided",
     rows: tl.int32, V: tl.int32, K: tl.int32, inner_rows: tl.int32, outer_stride: tl.int64, inner_stride: tl.int64,
     out_outer_stride: tl.int64, out_inner_stride: tl.int64, n_stride: tl.int32, e_stride: tl.int32,
     w_stride: tl.int32, t_stride: tl.int32, s_stride: tl.int32, inner: tl.float32, outer: tl.float32,

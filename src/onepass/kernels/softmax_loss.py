@@ -34,8 +34,8 @@ MOST_LANES, TILES = 256, 5
     ],
 )  # fmt: skip
 def softmax_loss_kernel(
-    logits: Rows, class_weights: Flat, index: Flat, row_mask: Flat, packed: Out, chosen: Out,
-    grad_log_normalizer: Strided, grad_weighted_logit: Strided, grad_selected: Strided, pieces: Out,
+    logits: "Rows", class_weights: "Flat", index: "Flat", row_mask: "Flat", packed: "Out", chosen: "Out",
+    grad_log_normalizer: "Strided", grad_weighted_logit: "Strided", grad_selected: "Strided", pieces: "Out",
     rows: tl.int32, V: tl.int32, row_stride: tl.int64, n_stride: tl.int32, w_stride: tl.int32, s_stride: tl.int32,
     inner: tl.float32, outer: tl.float32, class_weight: tl.float32,
     SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, WEIGHTED: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,

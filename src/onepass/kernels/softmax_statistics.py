@@ -80,8 +80,9 @@ def first_vector(first, m_before, s_before, m, s, col0, LANES: tl.constexpr, VEC
     do_not_specialize_on_alignment=["index", "row_mask", "packed", "chosen", "is_top1", "pieces"],
 )
 def softmax_statistics_kernel(
-    logits: Rows, class_weights: Flat, index: Flat, row_mask: Flat, packed: Out, chosen: Out, is_top1: Out,
-    pieces: Out,
+    logits: "Rows", class_weights: "Flat", index: "Flat", row_mask: "Flat", packed: "Out", chosen: "Out",
+    is_top1: "Out",
+    pieces: "Out",
     rows: tl.int32, V: tl.int32, K: tl.int32, inner_rows: tl.int32, outer_stride: tl.int64, inner_stride: tl.int64,
     inner: tl.float32, outer: tl.float32, class_weight: tl.float32, sharpness: tl.float32, ignore_index: tl.int64,
     SOFTCAP: tl.constexpr, IGNORE: tl.constexpr, LOG_PROBS: tl.constexpr, EXPECTED: tl.constexpr,

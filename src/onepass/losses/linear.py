@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.checks import check_device, check_index, described
+from onepass.checks import check_class_weights, check_device, check_index, described
 from onepass.head.logits import LinearLogits
 from onepass.losses.cross_entropy import cross_entropy
 from onepass.losses.distillation import kl_div, topk_kl_div
@@ -86,6 +86,8 @@ def linear_cross_entropy(
     computes the tiles again (four products).
     """
     logits = LinearLogits(hidden, weight, bias, max_memory=max_memory)
+    if class_weights is not None:
+        check_class_weights(class_weights, logits, "class_weights")  # which is `weight` there
     return cross_entropy(
         logits, target, class_weights, ignore_index, reduction, label_smoothing, z_loss_weight=z_loss_weight,
         softcap=softcap, logit_scale=logit_scale, temperature=temperature,

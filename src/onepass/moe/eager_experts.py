@@ -50,7 +50,7 @@ class Layer:
     def __init__(self, weight: Tensor, bias: Maybe, a: Maybe, b: Maybe, scale: float, transposed: bool) -> None:
         self.tensors = {"weight": weight.mT if transposed else weight, "bias": bias, "a": a, "b": b}
         self.scale, self.transposed = scale, transposed
-        self.grads = {name: None if t is None else torch.zeros_like(t) for name, t in self.tensors.items()}
+        self.grads = {name: None if t is None else t.new_zeros(t.shape) for name, t in self.tensors.items()}
 
     def of(self, e: int) -> Iterator[Maybe]:
         return (None if t is None else t[e] for t in self.tensors.values())
@@ -122,7 +122,7 @@ def gradient(
     first = Layer(gate_up, gate_up_bias, a1, b1, o.gate_up_scale, o.transposed)
     second = Layer(down, down_bias, a2, b2, o.down_scale, o.transposed)
     of_hidden = torch.zeros(hidden.shape, dtype=wide(hidden), device=hidden.device)
-    of_weights = torch.zeros_like(weights)
+    of_weights = weights.new_zeros(weights.shape)
     for e, token, k in slots_of_experts(experts, len(gate_up)):
         x, g = hidden[token], grad[token]
         both = first(x, e)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.checks import check_device, check_integer, described
+from onepass.checks import FLOATS, check_device, check_integer, described
 from onepass.dispatch import operation, part_of
 from onepass.moe import eager_experts
 from onepass.options import GroupOptions, Groups
@@ -24,8 +24,8 @@ def group_by_expert(experts: Tensor, num_experts: int, like: Tensor) -> Groups:
     """
     check_choices(experts)
     num_experts = check_integer(num_experts, "num_experts", 1)
-    if not isinstance(like, Tensor):
-        raise TypeError(f"like: expected a tensor, got {described(like)}")
+    if not isinstance(like, Tensor) or like.dtype not in FLOATS:
+        raise TypeError(f"like: expected a floating-point tensor, got {described(like)}")
     check_device(experts, like, "experts")
     return Groups(*_group(experts, like, GroupOptions(num_experts)))
 

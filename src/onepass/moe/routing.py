@@ -185,8 +185,21 @@ def router_z_loss(routing: Routing | Sequence[Routing]) -> Tensor:
 
 def _layers(routing: Routing | Sequence[Routing]) -> Sequence[Routing]:
     layers = [routing] if isinstance(routing, Routing) else list(routing)
-    if not layers or any(r.prob_sums is None for r in layers):
+    if not layers or any(getattr(r, "prob_sums", None) is None for r in layers):
         raise ValueError("routing: expected one or more from route(..., losses=True), got none or one without")
+    E = layers[0].counts.shape if isinstance(layers[0].counts, Tensor) else ()
+    for r in layers:
+        of_tokens = r.experts.shape[:-1] if isinstance(r.experts, Tensor) else ()
+        for name, shape, floating in (
+            ("experts", None, False), ("counts", E, False), ("prob_sums", E, True), ("logsumexp", of_tokens, True),
+        ):  # fmt: skip
+            t = getattr(r, name)
+            if not isinstance(t, Tensor) or t.is_floating_point() != floating or t.is_complex():
+                kind = "a floating-point" if floating else "an integer"
+                raise TypeError(f"routing.{name}: expected {kind} tensor, got {described(t)}")
+            if shape is not None and (t.shape != shape or (name == "counts" and t.dim() != 1)):
+                raise ValueError(f"routing.{name}: expected shape {tuple(shape)}, got {tuple(t.shape)}")
+            check_device(t, r.experts, f"routing.{name}")
     return layers
 
 

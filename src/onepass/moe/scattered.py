@@ -70,11 +70,14 @@ def scattered_linear(
     (T, K), (E, N, inputs) = experts.shape, weight.mT.shape if transposed else weight.shape
     tiles = (tile_count(x, T * K, E),)
     shapes = {
+        "weight": (weight, tuple(weight.shape)), "experts": (experts, (T, K)),
         "x": (x, (T * K if grouped_in else T, inputs)), "bias": (bias, (E, N)), "weights": (weights, (T, K)),
         "groups.offsets": (groups.offsets, (E + 1,)), "groups.order": (groups.order, (T * K,)),
         "groups.tile_expert": (groups.tile_expert, tiles), "groups.tile_row": (groups.tile_row, tiles),
     }  # fmt: skip
     for name, (t, shape) in shapes.items():
+        if name.startswith("groups") and not isinstance(t, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {described(t)}")
         if t is not None and tuple(t.shape) != shape:
             raise ValueError(f"{name}: expected shape {shape}, got {tuple(t.shape)}")
         if t is not None and name.startswith("groups") and t.dtype != torch.int32:
