@@ -90,6 +90,27 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         for head in (False, True)
         for reduction in ("none", "mean")
     ],
+    **{
+        f"a head of no row dimension, {function}": [
+            {"function": function, "head": True, "rows": (), "k": 2, "bias": True, "options": {"reduction": "none"}
+             if "entropy" not in function or function == "cross_entropy" else {}}
+        ]
+        for function in ("cross_entropy", "selective_log_softmax_and_entropy", "topk_kl_div", "distillation_loss",
+                         "kl_div")
+    },
+    "scattered rows of no token": [
+        {"function": "scattered_linear", "rows": (0,), "k": k, "bias": True, "dtype": dtype,
+         "options": {"weighted": True, "grouped": grouped, "grouped_in": grouped}}
+        for k, dtype, grouped in ((3, "float32", False), (1, "float64", True))
+    ],
+    "ids that lie by columns": [
+        {"function": "cross_entropy", "rows": (2, 2), "layouts": {"target": "transposed"}},
+        {"function": "selective_log_softmax", "rows": (2, 2), "k": 3, "layouts": {"index": "transposed"}},
+        {"function": "topk_kl_div", "rows": (5,), "k": 3, "layouts": {"teacher_ids": "transposed"}},
+        {"function": "softmax_statistics", "rows": (5,), "k": 3, "head": True, "layouts": {"index": "transposed"}},
+        {"function": "expert_mlp", "rows": (5,), "k": 2, "layouts": {"weights": "transposed", "experts": "transposed"}},
+    ],
+    "sums of tokens in float64": [{"function": "route", "k": 3, "vocab": 8, "dtype": "float64", "mask": "bool"}],
     "a mask of floats": [
         {"function": function, "mask": "float32", "head": head, "k": 2}
         for function, head in (

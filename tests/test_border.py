@@ -128,13 +128,20 @@ def writes(case, leaf):
     return leaf in case.refused and case.arguments.get("inplace_backward", False)
 
 
+TOLERANCE = {"cpu": 1e-6, "cuda": 5e-6}  # whose products of float32 are three of tf32
+
+
 def close(got, expected):
     """Bitwise, or within what another order of the same sums makes."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return False
     if not got.is_floating_point():
         return torch.equal(got, expected)
-    bound = 1e-6 * max(expected.abs().nan_to_num(0, 0, 0).max().item(), 1.0) if expected.numel() else 0.0
+    bound = (
+        TOLERANCE[got.device.type] * max(expected.abs().nan_to_num(0, 0, 0).max().item(), 1.0)
+        if expected.numel()
+        else 0.0
+    )
     return bool(((got == expected) | (got.isnan() & expected.isnan()) | ((got - expected).abs() <= bound)).all())
 
 
@@ -452,7 +459,7 @@ GRADIENT_IS_TAKEN = {
 MAY_BE_WRITTEN = {
     "topk_kl_div": {"teacher_ids", "teacher_log_probs", "mask"},
     "topk_kl_div, renormalized": {"teacher_ids", "teacher_log_probs"},
-    "topk_kl_div, items in a tensor": {"teacher_log_probs"},
+    "topk_kl_div, items in a tensor": {"teacher_log_probs", "num_items"},
     "distillation_loss": {"labels", "teacher_ids", "teacher_log_probs", "mask"},
     "distillation_loss, a head": {"labels", "teacher_ids", "teacher_log_probs"},
     "linear_cross_entropy, of rows": {"class_weights"},
@@ -482,7 +489,7 @@ def test_a_write_before_the_backward(device, path, case):
     """It is an error, or the gradient is that of the forward pass."""
     expected = expected_of(case, device, path)
     wrong = []
-    for leaf in tensors_of(case.values(device)):
+    for leaf in [n for n, value in case.values(device).items() if isinstance(value, Tensor) and value.numel()]:
         values = case.values(device)
         outputs = flattened(case.call(values))
         write(values[leaf])
@@ -502,4 +509,4 @@ def test_what_may_be_written_is_in_the_table():
     cases = {str(case): case for case in CASES}
     assert set(cases) >= GRADIENT_IS_TAKEN
     for name, leaves in MAY_BE_WRITTEN.items():
-        assert leaves <= set(tensors_of(cases[name].values()))
+        assert leaves <= {n for n, value in cases[name].values().items() if isinstance(value, Tensor)}

@@ -43,6 +43,11 @@ def interpreted(device):
     return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def is_slow(device):
+    """The interpreter takes a thousand times as long as eager, and a GPU has kernels to compile."""
+    return interpreted(device) or device.type == "cuda"
+
+
 # What is called, and what it should give
 
 
@@ -564,7 +569,7 @@ def of_route(spec: Spec) -> Problem:
         found = {"weights": torch.where(kept.unsqueeze(-1), w, 0.0), "logsumexp": torch.where(kept, lse, 0.0),
                  "prob_sums": p}  # fmt: skip
         if spec["hard"] in ("none", "constant") and s.size:
-            tokens = kept.sum()
+            tokens = kept.sum().double()
             found["balance"] = E * (count / tokens * p / tokens).sum()
             found["z"] = found["logsumexp"].square().sum() / tokens
         return found
@@ -991,9 +996,7 @@ def test_logits_that_overlap_are_not_written_over(device, shape, strides):
 
 @pytest.mark.parametrize("function", sorted(PROBLEMS))
 def test_random_calls(device, function):
-    """Of each function; of the interpreter's path fewer, which takes a thousand times as long."""
-
-    @settings(max_examples=10 if interpreted(device) else 50, **QUICK)
+    @settings(max_examples=10 if is_slow(device) else 50, **QUICK)
     @given(spec=calls(function))
     def of_function(spec):
         check(spec, device)
@@ -1002,7 +1005,7 @@ def test_random_calls(device, function):
 
 
 def test_random_calls_in_a_random_order(device):
-    @settings(max_examples=25 if interpreted(device) else 100, **QUICK)
+    @settings(max_examples=25 if is_slow(device) else 100, **QUICK)
     @given(example=examples())
     def in_order(example):
         run(example, device)
@@ -1021,7 +1024,6 @@ def test_calls_that_nobody_has_seen(device):
         @settings(max_examples=50, print_blob=False, **UNTIMED)
         @given(example=examples())
         def unseen(example):
-            if time.monotonic() < end + 60:
-                run(example, device)
+            run(example, device)
 
         unseen()

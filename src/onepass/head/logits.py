@@ -101,7 +101,7 @@ class LinearLogits(LogitsSource):
         index = None if index is None else index.reshape(rows.numel(), *index.shape[len(rows) :])
         row_mask = None if row_mask is None else row_mask.reshape(-1)
         fields = statistics(*self.parts, index, row_mask, class_weights, options, self.settings)
-        return tuple([f.reshape(*rows, *f.shape[1:]) for f in fields])
+        return tuple([f.reshape((*rows, *f.shape[1:])) for f in fields])
 
     def loss(
         self,

@@ -226,7 +226,7 @@ def scattered_gradient(
     if weights is not None:
         if of_weights:
             valid = (experts >= 0) & (experts < len(w))
-            rows = y.view(*weights.shape, -1).float()  # type: ignore[union-attr]
+            rows = y.view(*weights.shape, y.shape[-1]).float()  # type: ignore[union-attr]
             dweights = torch.where(valid, (rows * grad.unsqueeze(1)).sum(-1), 0.0).to(weights.dtype)
         grad = (grad.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1)
     share = 0 if o.grouped_out else 1

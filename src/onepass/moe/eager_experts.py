@@ -161,7 +161,7 @@ def scattered_linear(
     y = torch.zeros_like(y).index_copy_(0, slots, y)
     if weights is None:
         return y, None
-    return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype), y
+    return (y.view(*weights.shape, y.shape[-1]) * weights.unsqueeze(-1)).sum(1).to(x.dtype), y
 
 
 def scattered_gradient(
@@ -173,7 +173,7 @@ def scattered_gradient(
     layer = Layer(weight, bias, None, None, 0.0, o.transposed)
     of_weights = None
     if weights is not None:
-        of_weights = (y.view(*weights.shape, -1) * grad.unsqueeze(1)).sum(-1, dtype=weights.dtype)  # type: ignore[union-attr]
+        of_weights = (y.view(*weights.shape, y.shape[-1]) * grad.unsqueeze(1)).sum(-1, dtype=weights.dtype)  # type: ignore[union-attr]
         grad = (grad.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1)
     g = grad if o.grouped_out else grad[slots]
     rows = x if o.grouped_in else x[slots // o.k]

@@ -167,7 +167,7 @@ def load_balancing_loss(routing: Routing | Sequence[Routing]) -> Tensor:
     layers = _layers(routing)
     counts = torch.stack([r.counts for r in layers]).sum(0)
     probs = torch.stack([r.prob_sums for r in layers]).sum(0)  # type: ignore[misc]
-    tokens = counts.sum() / layers[0].experts.shape[-1]
+    tokens = counts.sum().to(probs.dtype) / layers[0].experts.shape[-1]
     return (counts * probs).sum() * (len(counts) / tokens.square())
 
 
@@ -179,8 +179,9 @@ def router_z_loss(routing: Routing | Sequence[Routing]) -> Tensor:
     Reference: Zoph et al., "ST-MoE", arXiv:2202.08906, equation 5.
     """
     layers = _layers(routing)
-    tokens = torch.stack([r.counts.sum() for r in layers]).sum() / layers[0].experts.shape[-1]
-    return torch.stack([r.logsumexp.square().sum() for r in layers]).sum() / tokens  # type: ignore[union-attr]
+    total = torch.stack([r.logsumexp.square().sum() for r in layers]).sum()  # type: ignore[union-attr]
+    tokens = torch.stack([r.counts.sum() for r in layers]).sum().to(total.dtype) / layers[0].experts.shape[-1]
+    return total / tokens
 
 
 def _layers(routing: Routing | Sequence[Routing]) -> Sequence[Routing]:
