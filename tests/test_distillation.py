@@ -48,7 +48,7 @@ def check_topk(x, ids, log_t, mask, upstream=None, **options):
     return got, gradient
 
 
-def of(direction, beta):
+def judged(direction, beta):
     """A direction, with a beta where that has a meaning."""
     return {"direction": direction} | ({"beta": beta} if direction == "jsd" else {})
 
@@ -60,7 +60,7 @@ def of(direction, beta):
 def test_topk_against_the_definition(device, K, renormalize, masks, temperature):
     for direction, dtype in itertools.product(DIRECTIONS, (torch.float32, torch.bfloat16, torch.float64)):
         x, ids, log_t, mask = topk_batch(device, K, dtype, masks)
-        options = of(direction, 0.3) | {"renormalize": renormalize, "temperature": temperature}
+        options = judged(direction, 0.3) | {"renormalize": renormalize, "temperature": temperature}
         check_topk(x, ids, log_t, mask, **options)
 
 
@@ -291,7 +291,7 @@ def pairs(draw):
             values = values.repeat_interleave(2, dim=-1)[..., ::2]
         return values.to(dtype)
 
-    options = of(draw(st.sampled_from(DIRECTIONS)), draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])))
+    options = judged(draw(st.sampled_from(DIRECTIONS)), draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])))
     for name, values in (("temperature", [0.7, 2.0]), ("softcap", [5.0, 30.0])):
         for of in ("", "teacher_"):
             if draw(st.booleans()):
@@ -403,7 +403,7 @@ def test_gradcheck(direction):
     x, y = double(3, 11).requires_grad_(), double(3, 11).requires_grad_()
     ids, log_t = torch.tensor([[1, 5, 10], [0, 3, 3], [7, 8, 9]]), double(3, 3).log_softmax(-1)
     labels = torch.tensor([2, -100, 3])
-    options = of(direction, 0.3)
+    options = judged(direction, 0.3)
     assert torch.autograd.gradcheck(
         lambda x, y: onepass.kl_div(x, y, softcap=3.0, teacher_temperature=2.0, **options), (x, y)
     )

@@ -50,14 +50,14 @@ def is_untraced(*arguments: Any) -> bool:
 def is_plain(*arguments: Any) -> bool:
     """Whether the dispatcher may be skipped, which costs more than a small kernel. What traces, and a
     `TorchDispatchMode` (which counts FLOPs, say), goes through the registered operations."""
-    return is_untraced(*arguments) and not _len_torch_dispatch_stack()
+    return is_untraced(*arguments) and _len_torch_dispatch_stack() == 0
 
 
 def refuse_forward_mode(*arguments: Any) -> None:
     """A dual tensor would silently lose its tangent: no operation here computes one."""
-    if forward_ad._current_level >= 0 and any(
-        isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in arguments
-    ):
+    if forward_ad._current_level < 0:
+        return
+    if any(isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in arguments):
         raise NotImplementedError("onepass: forward-mode differentiation is not implemented, got a dual tensor")
 
 
@@ -118,7 +118,8 @@ def operation(
         @wraps(function)
         def call(*arguments: Any) -> Any:
             if may_skip(*arguments):
-                refuse_forward_mode(*arguments)
+                if forward_ad._current_level >= 0:
+                    refuse_forward_mode(*arguments)
                 return function(*arguments)
             tell_flop_counters()
             return _with_none(registered(*arguments[:-1], *arguments[-1]))
@@ -136,8 +137,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def is_autocast_enabled(x: Tensor) -> bool:
-    kind = x.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # of meta torch does not know it
 
 
 ABSENT = torch.uint8  # the dtype of what stands for None: no result has it

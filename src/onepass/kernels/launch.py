@@ -74,7 +74,13 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
         with torch.cuda.device(device):
             return launch(plan_for, about, tensors)
     pointers = [None if t is None else t.data_ptr() for t in tensors]
-    variant: tuple[Any, ...] = tuple([None if t is None else seen_of(t) for t in tensors])
+    # Dtype, alignment, contiguity (else the last stride) and device: what the guard has looked at.
+    variant: tuple[Any, ...] = tuple(
+        [
+            None if t is None else (t.dtype, not p & 15, t.is_contiguous() or -t.stride(-1), t.get_device())
+            for t, p in zip(tensors, pointers)
+        ]
+    )
     if HIP:  # Triton compiles tensors below 2 GiB differently
         variant += tuple([t is not None and t.untyped_storage().nbytes() < 2**31 for t in tensors])
     key = plan_for, about, variant
@@ -104,11 +110,6 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
     run, workspace, rest = known
     # Of a tensor, Triton's launcher would ask the driver where it lies.
     run(*pointers, *_zeros(workspace, device), *rest, stream=driver.active.get_current_stream(device.index))
-
-
-def seen_of(t: torch.Tensor) -> tuple[Any, ...]:
-    """What the guard has looked at: dtype, alignment, contiguity (else the last stride) and device."""
-    return t.dtype, not t.data_ptr() & 15, t.is_contiguous() or -t.stride(-1), t.get_device()
 
 
 @cache
