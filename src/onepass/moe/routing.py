@@ -62,8 +62,9 @@ def route(
 
     With :math:`z = \mathrm{cap}\cdot\tanh(x / \mathrm{cap})` (or :math:`z = x`), scores :math:`s = f(z)` and a
     selection bias :math:`b`, the experts are those of the k largest :math:`s_e + b_e`, in descending order; of equal
-    ones the lower id comes first. Their weights are :math:`s_e`, divided by :math:`\sum s + \mathrm{eps}` where
-    ``renormalize``, times ``scale``. All in float32 (float64 for float64 logits).
+    ones the lower id comes first. (Without a bias that is the order of the logits, which is the one that is taken: no
+    rounding of a score makes two logits equal.) Their weights are :math:`s_e`, divided by
+    :math:`\sum s + \mathrm{eps}` where ``renormalize``, times ``scale``. All in float32 (float64 for float64 logits).
 
     Args:
         router_logits: ``(..., E)``, float16, bfloat16, float32 or float64; E up to 1024.
