@@ -6,6 +6,7 @@ Run as `python benchmarks/table.py`.
 import json
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 
 HERE = Path(__file__).parent
 SUMMARY = "<!-- summary: benchmarks/table.py -->\n", "<!-- end of summary -->\n"
@@ -165,6 +166,19 @@ def autotune_table(path: Path, report: dict) -> str:
     return f"{where(path, report)}, {versions}.\n\n" + grid(head, rows)
 
 
+def version_table(path: Path, report: dict) -> str:
+    """Two versions in turns: times, and the ratio of each round, its median and spread."""
+    head = ["operation", "shape", "pass", "before, ms", "after, ms", "ratio", "least to most"]
+    rows = [
+        [
+            f"`{r['operation']}`", " × ".join(map(str, r["shape"])), r["pass"], f"{median(r['old_ms']):.3f}",
+            f"{median(r['new_ms']):.3f}", f"{r['ratio']:.3f}", f"{r['least']:.3f} to {r['most']:.3f}",
+        ]
+        for r in report["results"]
+    ]  # fmt: skip
+    return f"## {path.stem}\n\n{where(path, report)}, {report['rounds']} rounds\n\n" + grid(head, rows)
+
+
 def where(path: Path, report: dict) -> str:
     here = report["environment"]
     copy = f", copy {report['copy_gb_per_s']:.0f} GB/s" if "copy_gb_per_s" in report else ""
@@ -203,12 +217,14 @@ if __name__ == "__main__":
     tuned = {path: reports.pop(path) for path in list(reports) if "tunes" in reports[path]["results"]}
     trainers = {path: reports.pop(path) for path in list(reports) if "trainer" in reports[path]["results"][0]}
     experts = {path: reports.pop(path) for path in list(reports) if "routing" in reports[path]["results"][0]}
+    versions = {path: reports.pop(path) for path in list(reports) if "old_ms" in reports[path]["results"][0]}
     heads = {path: report for path, report in reports.items() if "hidden" in report["results"][0]}
     text = [INTRODUCTION]
     for path, report in reports.items():
         text.append(f"## {path.stem}\n\n{where(path, report)}\n\n`{report['command']}`\n")
         for operation, results in groupby(report["results"], key=lambda r: r["operation"]):
             text += [f"`{operation}`:\n", (head_table if path in heads else table)(list(results))]
+    text += [version_table(*of) for of in versions.items()]
     (HERE.parent / "docs" / "measured.md").write_text("\n".join(text))
     readme = HERE.parent / "README.md"
     logits = {path: report for path, report in reports.items() if path not in heads}
