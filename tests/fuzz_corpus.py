@@ -111,6 +111,15 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {"function": "expert_mlp", "rows": (5,), "k": 2, "layouts": {"weights": "transposed", "experts": "transposed"}},
     ],
     "sums of tokens in float64": [{"function": "route", "k": 3, "vocab": 8, "dtype": "float64", "mask": "bool"}],
+    # A log-prob of -inf says that a token is not given, as a mask does: what is in its place is not read.
+    **{
+        f"{what} where the teacher gives no token, {function}, {'a head' if head else 'logits'}": [
+            {"function": function, "head": head, "k": 2, "weights": share, **more} for share in (1.0, True)
+        ]
+        for what, more in (("a row of NaN", {"hard": "a row of NaN"}), ("no class", {"outside": "vocab"}))
+        for function in ("topk_kl_div", "distillation_loss")
+        for head in (False, True)
+    },
     "a mask of floats": [
         {"function": function, "mask": "float32", "head": head, "k": 2}
         for function, head in (

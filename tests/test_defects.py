@@ -666,3 +666,93 @@ def test_17_groups_of_another_path():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "groups.tile_expert: expected shape" in out
+
+
+# 18. Found by somebody who tried to break it.
+
+
+def test_18_options_in_tensors_that_change(device):
+    x = torch.randn(6, 8, device=device)
+    scale, k = torch.tensor(1.0), torch.tensor(2)
+    once = onepass.moe.route(x, k, scale=scale).weights
+    scale.fill_(3.0)
+    torch.testing.assert_close(onepass.moe.route(x, k, scale=scale).weights, 3 * once)
+    k.fill_(3)
+    assert onepass.moe.route(x, k).weights.shape == (6, 3)
+
+
+def test_18_no_tokens(device):
+    experts = torch.zeros(0, 2, dtype=torch.long, device=device)
+    routing = Routing(torch.zeros(0, 2, device=device), experts, None)
+    weights = [torch.randn(s, device=device, requires_grad=True) for s in ((4, 16, 16), (4, 16, 8))]
+    x = torch.zeros(0, 16, device=device)
+    onepass.moe.expert_mlp(x, routing, *weights).sum().backward()
+    onepass.moe.scattered_linear(x, weights[0], experts).sum().backward()
+    assert all(torch.equal(w.grad, torch.zeros_like(w)) for w in weights)
+
+
+def test_18_in_place_under_compile(device):
+    torch._dynamo.reset()
+    x, t = example(device)
+    call = lambda x, t: onepass.cross_entropy(x * 1, t, inplace_backward=True)  # noqa: E731
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    torch.testing.assert_close(compiled(x, t), call(x, t))
+
+
+def test_18_a_second_backward_in_place_under_hooks(device):
+    x, t = example(device)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), lambda x: x):
+        loss = onepass.cross_entropy(x * 1, t, inplace_backward=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"inplace_backward: a second backward|used after their gradient"):
+        loss.backward()
+
+
+def test_18_ids_of_tokens_that_are_not_given(device):
+    """Of log-prob -inf, as of those that a mask leaves out, ids and the rows may be anything."""
+    x = torch.randn(5, 33, device=device)
+    x[1] = float("nan")
+    x.requires_grad_()
+    ids, log_probs = torch.zeros(5, 2, dtype=torch.long, device=device), torch.full((5, 2), -1.0, device=device)
+    ids[0, 1], log_probs[0, 1] = -1, -INF
+    ids[1], log_probs[1] = 10**6, -INF
+    for renormalize in (False, True):
+        options = {"renormalize": renormalize, "reduction": "none"}
+        got = onepass.topk_kl_div(x, ids, log_probs, **options)
+        expected = onepass.topk_kl_div(x, ids, log_probs, log_probs.isfinite(), **options)
+        (gradient,) = torch.autograd.grad(got.sum(), x)
+        assert torch.equal(got, expected) and got[1] == 0
+        assert gradient.isfinite().all() and (gradient[1] == 0).all()
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_18_a_bias_of_nan(device, score):
+    x = torch.randn(3, 8, device=device)
+    bias = torch.zeros(8, device=device)
+    bias[2] = float("nan")
+    assert (onepass.moe.route(x, 7, score=score, selection_bias=bias).experts != 2).all()
+    every = onepass.moe.route(x, 3, score=score, selection_bias=torch.full_like(bias, float("nan")))
+    assert ((every.experts >= 0) & (every.experts < 8)).all() and every.counts.sum() == 9
+
+
+def test_18_a_loss_that_writes_to_its_arguments(device):
+    hidden, weight, target = head(device)
+    ones = torch.ones(12, device=device)
+    losses = {
+        "a field": (lambda s: (s.shift.zero_(), -s.log_probs)[1], ()),
+        "an input": (lambda s, a: (a.mul_(2), -s.log_probs * a)[1], (ones,)),
+    }
+    for name, (loss_fn, inputs) in losses.items():
+        with pytest.raises(ValueError, match="loss_fn: expected a function that writes to none of its arguments"):
+            onepass.linear_loss(hidden, weight, target, loss_fn, *inputs)
+        assert name
+    with pytest.raises(ValueError, match="loss_fn: expected a loss of every row, floating-point"):
+        onepass.linear_loss(hidden, weight, target, lambda s: s.log_probs.long())
+
+
+def test_18_layers_of_different_k(device):
+    x = torch.randn(6, 8, device=device)
+    layers = [onepass.moe.route(x, k, losses=True) for k in (2, 4)]
+    for loss in (onepass.moe.load_balancing_loss, onepass.moe.router_z_loss):
+        with pytest.raises(ValueError, match="routing: expected layers of which a token takes as many experts"):
+            loss(layers)

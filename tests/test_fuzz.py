@@ -409,8 +409,9 @@ def of_topk(spec: Spec) -> Problem:
     if spec["ids_of_32_bits"]:
         tensors["teacher_ids"] = tensors["teacher_ids"].int()
     tensors["teacher_log_probs"] = -0.2 - 3 * s.rand(*s.rows, K)
-    if spec["weights"] and spec["outside"] is None:  # tokens that are not given
-        tensors["teacher_log_probs"].masked_fill_(s.rand(*s.rows, K) < 0.2, -INF)
+    if spec["weights"]:  # tokens that are not given, as if they were masked
+        share = 0.2 if spec["weights"] is True else spec["weights"]
+        tensors["teacher_log_probs"].masked_fill_(s.rand(*s.rows, K) < share, -INF)
     if spec["mask"]:
         tensors["mask"] = s.mask(*s.rows, *((K,) if spec["mask_of_ids"] else ()))
     if hard:
@@ -432,7 +433,7 @@ def of_topk(spec: Spec) -> Problem:
         )  # fmt: skip
 
     def bad_rows(t: dict[str, Any]) -> Tensor:
-        bad = no_class(t["teacher_ids"], s.vocab, kept_ids(t), s.rows)
+        bad = no_class(t["teacher_ids"], s.vocab, kept_ids(t) & (t["teacher_log_probs"] > -INF), s.rows)
         if hard:
             bad = bad | no_class(t["labels"], s.vocab, t["labels"] != -100, s.rows)
         return bad
@@ -796,7 +797,9 @@ def reasonable(spec: Spec) -> Spec:
         spec["hard"] = "none"
     if spec["hard"] not in HARD_OF.get(spec["function"], list(HARD)):
         spec["hard"] = "none"
-    no_slope = options.get("eps") == 0 or options.get("activation") == "swiglu_clamped"
+    no_slope = (
+        options.get("eps") == 0 or options.get("activation") == "swiglu_clamped" or options.get("alpha") in (0, 1)
+    )
     if no_slope or options.get("saturated") or (spec["head"] and options.get("renormalize")):
         spec["hard"] = "none"
     return spec
@@ -894,7 +897,7 @@ def check(spec: Spec, device: torch.device) -> dict[str, Tensor] | None:
     got = p.call(values)
     written = bool(spec["options"].get("inplace_backward"))
     expected = p.define(exact)
-    assert list(got) >= list(expected) or set(expected) <= set(got)
+    assert set(expected) <= set(got)
     for name, e in expected.items():
         assert got[name].shape == e.shape, f"{name}: {tuple(got[name].shape)}, expected {tuple(e.shape)}"
         compare(got[name].detach().cpu(), e.detach(), p.tolerance, name)
@@ -918,7 +921,7 @@ def compare_norms(got: Tensor, expected: Tensor, bound: float, name: str) -> Non
     odd, same = ~expected.isfinite(), (got == expected) | (got.isnan() & expected.isnan())
     error, norm = (got - expected)[~odd].norm(), expected[~odd].norm()
     if not (bool(same[odd].all()) and bool(error <= bound * (norm + 0.1 * max(1, expected.numel()) ** 0.5))):
-        raise AssertionError(f"{name}: off by {error} of {norm}; got {got}, expected {expected}")
+        raise AssertionError(f"{name}: off by {error} of {norm}; got {got}, expected {expected}"[:2000])
 
 
 def gradients(

@@ -194,7 +194,7 @@ def read(
         logits = logits.contiguous()
     arguments = checked(logits, index, row_mask, options, class_weights=class_weights, index_name=index_name)
     options = arguments[-1]
-    if inplace_backward:
+    if inplace_backward and not torch.compiler.is_compiling():
         check_inplace(logits)
     if not isinstance(logits, Tensor):
         results = logits.statistics(*arguments)
@@ -306,7 +306,7 @@ class _Statistics(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         results = _forward(logits, index, row_mask, class_weights, options)
         ctx.save_for_backward(logits, index, row_mask, class_weights, results[0])
-        ctx.options, ctx.inplace = options, inplace
+        ctx.options, ctx.inplace, ctx.written = options, inplace, False
         return returned(ctx, results, options)
 
     @staticmethod
@@ -315,6 +315,9 @@ class _Statistics(torch.autograd.Function):
         logits, *saved = ctx.saved_tensors
         upstream = upstream_of(dict(zip(ctx.options.names, grads)))
         if ctx.inplace and not torch.compiler.is_compiling():
+            if ctx.written:  # which autograd does not see where hooks have packed the logits
+                raise RuntimeError("inplace_backward: a second backward, whose logits are their gradient already")
+            ctx.written = True
             grad = logits.detach()
             path_of(logits).softmax_gradient(logits, *saved, *upstream, ctx.options, grad)
             mark_overwritten(logits)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from onepass.checks import described
 from onepass.dispatch import path_of
 from onepass.head.tiles import INDEX, ROW, Rows
 from onepass.options import NOT_DIFFERENTIABLE, PAIR_NUMBERS, Options, PairOptions, pick
@@ -116,8 +117,12 @@ class StatisticsLoss:
         for part, whole in zip(inputs, self.inputs):
             part.requires_grad_(whole.requires_grad)
         variables = [fields[n] for n in leaves] + [i for i in inputs if i.requires_grad]
+        watched = [t for t in (*fields.values(), *inputs) if not t.is_inference()]
+        versions = [t._version for t in watched]
         with torch.enable_grad():
             loss = self.rows(fields, inputs, count, row_mask)
+        if versions != [t._version for t in watched]:
+            raise ValueError("loss_fn: expected a function that writes to none of its arguments, got one that does")
         grads: Sequence[Tensor | None] = [None] * len(variables)
         if loss.requires_grad:
             self.check(loss, variables)
@@ -129,9 +134,9 @@ class StatisticsLoss:
 
     def rows(self, fields: dict[str, Tensor], inputs: Sequence[Tensor], count: int, row_mask: Tensor | None) -> Tensor:
         loss: Any = self.loss_fn(fields, *inputs)
-        if not isinstance(loss, Tensor) or loss.shape != (count,):
-            got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"loss_fn: expected a loss of every row, shape ({count},), got {got}")
+        if not isinstance(loss, Tensor) or loss.shape != (count,) or not loss.is_floating_point():
+            raise ValueError(f"loss_fn: expected a loss of every row, floating-point of shape ({count},), "
+                             f"got {described(loss)}")  # fmt: skip
         return loss if row_mask is None else loss.masked_fill(~row_mask, 0.0)
 
     def check(self, loss: Tensor, variables: Sequence[Tensor]) -> None:

@@ -138,7 +138,7 @@ def guarded(kernel: Any, tensors: Sequence[torch.Tensor | None], device: torch.d
                 tensor = tensor.contiguous()
             elif kind is Out and not tensor.is_contiguous():
                 raise ValueError(f"{where}: expected a contiguous tensor to write to, got strides {tensor.stride()}")
-            elif kind is Rows and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            elif kind is Rows and tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
                 raise ValueError(f"{where}: expected a contiguous last dimension, got strides {tensor.stride()}")
         passed.append(tensor)
     return passed

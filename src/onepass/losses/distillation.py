@@ -102,11 +102,11 @@ def topk_kl_div(
             part = teacher.of(log_probs)
             return part.terms(student_of(s, part), direction, beta).sum(-1)
 
-        checked(student_logits, teacher.ids, teacher.rows, options, index_name="teacher_ids")  # the range of the ids
+        checked(student_logits, teacher.ids, teacher.read, options, index_name="teacher_ids")  # the range of the ids
         return student_logits.loss(
-            loss_of_rows, options, teacher.ids, teacher.rows, None, (teacher.log_probs,), divisor
+            loss_of_rows, options, teacher.ids, teacher.read, None, (teacher.log_probs,), divisor
         )
-    s = read(student_logits, teacher.ids, teacher.rows, options, index_name="teacher_ids")
+    s = read(student_logits, teacher.ids, teacher.read, options, index_name="teacher_ids")
     return teacher.loss(student_of(s, teacher), direction, beta, reduction, num_items)
 
 
@@ -148,7 +148,7 @@ def distillation_loss(
     temperature, _, _ = check_transform(temperature, None)
     teacher = Teacher(student_logits, teacher_ids, teacher_log_probs, mask, renormalize)
     labelled = labels != ignore_index
-    row_mask = None if teacher.rows is None else labelled | teacher.rows
+    row_mask = labelled | teacher.read
     # Rows with a teacher but no label are read too; what they say of token 0 is left out below.
     labels = labels.masked_fill(~labelled, 0).unsqueeze(-1)
     index = torch.cat([t.to(torch.promote_types(labels.dtype, teacher.ids.dtype)) for t in (labels, teacher.ids)], -1)
@@ -246,7 +246,8 @@ class Teacher:
     Attributes:
         ids: ``(..., K)``; 0 where no token is given.
         log_probs: ``(..., K)``; -inf where no token is given.
-        rows: ``(...)``, bool: rows that ``mask`` leaves a token of; None if that is all of them.
+        rows: ``(...)``, bool: rows that ``mask`` leaves a token of, which a mean counts; None if that is all of them.
+        read: ``(...)``, bool: rows with a token that is given; the others are not read.
     """
 
     def __init__(
@@ -263,13 +264,13 @@ class Teacher:
             else:
                 masked = masked.unsqueeze(-1)
             log_probs = log_probs.masked_fill(masked, -float("inf"))
-            ids = ids.masked_fill(masked, 0)
         look = not renormalize and (DEBUG or log_probs.is_cpu) and is_plain(log_probs)
         if look and (log_probs > 1e-3).any():
             raise ValueError(
                 f"teacher_log_probs: expected logarithms of probabilities, at most 0, got {log_probs.max().item():g}"
             )
-        self.ids, self.log_probs = ids, log_probs
+        absent = log_probs == -float("inf")
+        self.ids, self.log_probs, self.read = ids.masked_fill(absent, 0), log_probs, ~absent.all(-1)
         if renormalize:  # a row without any token would be NaN
             self.log_probs = log_probs.log_softmax(-1).masked_fill_(self.absent, -float("inf"))
 

@@ -112,6 +112,7 @@ def select(
     value = logits.to(z.dtype)
     if selection_bias is not None:
         value = judged = judged + selection_bias.to(judged.dtype)
+        value = judged = value.masked_fill(value.isnan(), lowest)  # of a NaN in the bias
     value, judged = (v.clamp(min=lowest).masked_fill(z == float("-inf"), lowest) for v in (value, judged))
     if options.n_group > 1:
         scores = judged if options.group_score == "top2_sum" else value

@@ -161,6 +161,7 @@ def scattered_linear(
     y = torch.zeros_like(y).index_copy_(0, slots, y)
     if weights is None:
         return y, None
+    weights = weights.where((experts >= 0) & (experts < len(weight)), 0.0)  # also a NaN of an id that is no expert
     return (y.view(*weights.shape, y.shape[-1]) * weights.unsqueeze(-1)).sum(1).to(x.dtype), y
 
 

@@ -22,6 +22,8 @@ from onepass.dispatch import operation, part_of, refuse_second_derivatives
 from onepass.moe import eager
 from onepass.options import GROUP_SCORES, MAX_EXPERTS, MAX_K, SCORES, RouterOptions, RoutingResults, empty_routing
 
+SCALARS = frozenset((int, float, bool, str, type(None)))
+
 
 class Routing(NamedTuple):
     """Where tokens go. ``(...)`` are the tokens; E experts, of which each token takes K.
@@ -99,10 +101,8 @@ def route(
     options = RouterOptions(
         k, score, n_group, topk_group, group_score, renormalize, scale, eps, score_after_topk, softcap, losses
     )
-    try:
-        options = check_once(router_logits.shape[-1], *options)
-    except TypeError:  # what cannot be hashed is no option
-        options = check_options(options, router_logits.shape[-1])
+    plain = all([type(value) in SCALARS for value in options])  # a tensor may change, and a list cannot be hashed
+    options = (check_once if plain else check_options)(router_logits.shape[-1], *options)
     k = options.k
     tokens, E = router_logits.shape[:-1], router_logits.shape[-1]
     if selection_bias is not None:
@@ -189,6 +189,8 @@ def _layers(routing: Routing | Sequence[Routing]) -> Sequence[Routing]:
     layers = [routing] if isinstance(routing, Routing) else list(routing)
     if not layers or any(getattr(r, "prob_sums", None) is None for r in layers):
         raise ValueError("routing: expected one or more from route(..., losses=True), got none or one without")
+    if len({getattr(r.experts, "shape", (0,))[-1] for r in layers}) > 1:
+        raise ValueError("routing: expected layers of which a token takes as many experts, got different ones")
     E = layers[0].counts.shape if isinstance(layers[0].counts, Tensor) else ()
     for r in layers:
         of_tokens = r.experts.shape[:-1] if isinstance(r.experts, Tensor) else ()
@@ -205,8 +207,9 @@ def _layers(routing: Routing | Sequence[Routing]) -> Sequence[Routing]:
     return layers
 
 
-def check_options(o: RouterOptions, experts: int) -> RouterOptions:
-    """The same options, each in its declared type."""
+def check_options(experts: int, *options: Any) -> RouterOptions:
+    """The options, each in its declared type."""
+    o = RouterOptions(*options)
     if experts > MAX_EXPERTS:
         raise ValueError(f"router_logits: expected at most {MAX_EXPERTS} experts, got {experts}")
     n_group = check_integer(o.n_group, "n_group", 1, experts)
@@ -238,7 +241,7 @@ def check_options(o: RouterOptions, experts: int) -> RouterOptions:
 @lru_cache(typed=True)
 def check_once(experts: int, *options: Any) -> RouterOptions:
     """A router is called once a layer, with the same options."""
-    return check_options(RouterOptions(*options), experts)
+    return check_options(experts, *options)
 
 
 class _Route(torch.autograd.Function):
