@@ -459,11 +459,11 @@ GRADIENT_IS_TAKEN = {
 MAY_BE_WRITTEN = {
     "topk_kl_div": {"teacher_ids", "teacher_log_probs", "mask"},
     "topk_kl_div, renormalized": {"teacher_ids", "teacher_log_probs"},
-    "topk_kl_div, items in a tensor": {"teacher_log_probs", "num_items"},
+    "topk_kl_div, items in a tensor": {"teacher_ids", "teacher_log_probs", "num_items"},
     "distillation_loss": {"labels", "teacher_ids", "teacher_log_probs", "mask"},
     "distillation_loss, a head": {"labels", "teacher_ids", "teacher_log_probs"},
     "linear_cross_entropy, of rows": {"class_weights"},
-    "linear_topk_kl_div, of rows": {"teacher_log_probs"},
+    "linear_topk_kl_div, of rows": {"teacher_ids", "teacher_log_probs"},
     "linear_kl_div, a head teaches, of rows": {"mask"},
     "linear_loss, of rows": {"row_mask"},
     "moe.route": {"selection_bias"},

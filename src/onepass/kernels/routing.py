@@ -221,8 +221,7 @@ def routing_kernel(
                     score = sqrtsoftplus(z[c])
             if selection_bias is not None:  # read for every token, to lie as the logits do
                 bias = tl.load(selection_bias + e[c] + tl.zeros([BLOCK_T, 1], tl.int32), mask=there[c], other=0.0)
-                score += bias.to(tl.float32)
-                score = tl.where(score == score, tl.maximum(score, LOWEST), LOWEST)
+                score = tl.maximum(score + bias.to(tl.float32), LOWEST)  # which a NaN of the bias is, on a GPU
                 value = score
             score = tl.where(z[c] == float("-inf"), LOWEST, score)
         # -inf is off, but comes before what must not be chosen.

@@ -94,6 +94,7 @@ def topk_kl_div(
     def student_of(s: dict[str, Tensor], teacher: Teacher) -> Tensor:
         return teacher.normalized(s["selected"]) if renormalize else s["log_probs"]
 
+    row_mask = teacher.rows_to_read(student_logits, direction)
     if isinstance(student_logits, LogitsSource) and student_logits.takes_row_losses:
         rows = student_logits.shape[:-1].numel()
         divisor = divisor_of(rows if teacher.rows is None else teacher.rows, reduction, num_items)
@@ -102,11 +103,9 @@ def topk_kl_div(
             part = teacher.of(log_probs)
             return part.terms(student_of(s, part), direction, beta).sum(-1)
 
-        checked(student_logits, teacher.ids, teacher.read, options, index_name="teacher_ids")  # the range of the ids
-        return student_logits.loss(
-            loss_of_rows, options, teacher.ids, teacher.read, None, (teacher.log_probs,), divisor
-        )
-    s = read(student_logits, teacher.ids, teacher.read, options, index_name="teacher_ids")
+        checked(student_logits, teacher.ids, row_mask, options, index_name="teacher_ids")  # the range of the ids
+        return student_logits.loss(loss_of_rows, options, teacher.ids, row_mask, None, (teacher.log_probs,), divisor)
+    s = read(student_logits, teacher.ids, row_mask, options, index_name="teacher_ids")
     return teacher.loss(student_of(s, teacher), direction, beta, reduction, num_items)
 
 
@@ -148,7 +147,8 @@ def distillation_loss(
     temperature, _, _ = check_transform(temperature, None)
     teacher = Teacher(student_logits, teacher_ids, teacher_log_probs, mask, renormalize)
     labelled = labels != ignore_index
-    row_mask = labelled | teacher.read
+    row_mask = teacher.rows_to_read(student_logits, direction)
+    row_mask = None if row_mask is None else labelled | row_mask
     # Rows with a teacher but no label are read too; what they say of token 0 is left out below.
     labels = labels.masked_fill(~labelled, 0).unsqueeze(-1)
     index = torch.cat([t.to(torch.promote_types(labels.dtype, teacher.ids.dtype)) for t in (labels, teacher.ids)], -1)
@@ -247,7 +247,6 @@ class Teacher:
         ids: ``(..., K)``; 0 where no token is given.
         log_probs: ``(..., K)``; -inf where no token is given.
         rows: ``(...)``, bool: rows that ``mask`` leaves a token of, which a mean counts; None if that is all of them.
-        read: ``(...)``, bool: rows with a token that is given; the others are not read.
     """
 
     def __init__(
@@ -269,8 +268,7 @@ class Teacher:
             raise ValueError(
                 f"teacher_log_probs: expected logarithms of probabilities, at most 0, got {log_probs.max().item():g}"
             )
-        absent = log_probs == -float("inf")
-        self.ids, self.log_probs, self.read = ids.masked_fill(absent, 0), log_probs, ~absent.all(-1)
+        self.ids, self.log_probs = ids.where(log_probs > -float("inf"), 0), log_probs
         if renormalize:  # a row without any token would be NaN
             self.log_probs = log_probs.log_softmax(-1).masked_fill_(self.absent, -float("inf"))
 
@@ -279,6 +277,13 @@ class Teacher:
         part = copy(self)
         part.log_probs = log_probs
         return part
+
+    def rows_to_read(self, student_logits: Logits, direction: str) -> Tensor | None:
+        """Rows with a token that is given. Of a tensor of logits a forward divergence leaves the others alone in any
+        case, for its gradient of them is 0."""
+        if direction == "forward" and isinstance(student_logits, Tensor):
+            return self.rows
+        return ~self.absent.all(-1)
 
     @property
     def absent(self) -> Tensor:
