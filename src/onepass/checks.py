@@ -154,7 +154,8 @@ def check_integer(value: Any, name: str, low: int = -(2**63), high: int = 2**63 
     if not is_integer:
         raise TypeError(f"{name}: expected an int, got {described(value)}")
     if not low <= number <= high:
-        raise ValueError(f"{name}: expected {low} to {high}, got {short(value)}")
+        bounds = f"{low} or more" if high == 2**63 - 1 > number else f"{low} to {high}"
+        raise ValueError(f"{name}: expected {bounds}, got {short(value)}")
     return int(number)
 
 
