@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import onepass
 from onepass.moe import Routing, group_by_expert
-from onepass.options import Groups
+from onepass.core.moe_options import Groups
 
 INF, NAN = float("inf"), float("nan")
 N, V, H, K, E, I, R = 3, 27, 16, 2, 3, 8, 2  # noqa: E741

@@ -3,7 +3,7 @@
 import torch
 
 import onepass
-from onepass.head import tiles
+from onepass.logits import tiles
 
 N, H, V = 11, 19, 83
 

@@ -24,7 +24,8 @@ import pytest
 import torch
 
 import onepass
-from onepass.options import ExpertOptions, Options, PairOptions, RouterOptions
+from onepass.core.moe_options import ExpertOptions, RouterOptions
+from onepass.core.options import Options, PairOptions
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -155,7 +156,7 @@ def launch(case: Case, dtype: torch.dtype) -> None:
         empty(case.rows, -(-case.vocab // 8) * 8, dtype=dtype)[:, : case.vocab],
         index.view(-1)[: case.rows],
     )
-    assert kernels.takes_in_one(whole_vectors, one, of_loss)
+    assert kernels.supports_fused_loss(whole_vectors, one, of_loss)
     kernels.softmax_loss(whole_vectors, one, *arguments[2:], (grad, None, upstream[2], None, grad), of_loss)
     kernels.scale_(out, empty((), dtype=torch.float32))
     routed = empty(case.tokens, case.experts, dtype=dtype)

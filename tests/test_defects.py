@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import onepass
 from linear_cases import LOSSES as OF_HEADS
 from linear_cases import V, batch, gradients, policy_loss
-from onepass.dispatch import path_of
-from onepass.head import tiles
+from onepass.backend import backend_of
+from onepass.logits import tiles
 from onepass.moe import Routing
 from test_torch import ALL, example
 
@@ -341,7 +341,7 @@ def test_10_eight_streams(vocab):
     index = torch.randint(vocab, (64,), device="cuda")
     ones = torch.ones(64, device="cuda")
     kernels, options = sys.modules["onepass.kernels"], onepass.options.Options("log_probs kept")
-    assert kernels.takes_in_one(logits[0], index, options)
+    assert kernels.supports_fused_loss(logits[0], index, options)
     expected = [x.float().log_softmax(-1)[torch.arange(64), index] for x in logits]
     torch.cuda.synchronize()
     found = []
@@ -366,10 +366,10 @@ def test_10_few_multiprocessors(monkeypatch):
     logits = torch.empty(4, 151936, device="cuda", dtype=torch.bfloat16)
     index, options = torch.zeros(4, dtype=torch.long, device="cuda"), onepass.options.Options("log_probs kept")
     kernels = sys.modules["onepass.kernels"]
-    assert kernels.takes_in_one(logits, index, options)
+    assert kernels.supports_fused_loss(logits, index, options)
     monkeypatch.setattr(layout, "multiprocessors", lambda device: 14)
     monkeypatch.setattr(launch, "_launches", {})
-    assert not kernels.takes_in_one(logits, index, options)
+    assert not kernels.supports_fused_loss(logits, index, options)
     loss, gradient, expected = in_one_or_two(151936, torch.bfloat16)
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
     assert gradient.isfinite().all()
@@ -728,7 +728,7 @@ def test_18_ids_of_tokens_that_are_not_given(device):
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_18_a_bias_of_nan(device, score):
-    if path_of(torch.empty(0, device=device)) is not onepass.eager and device.type == "cpu":
+    if backend_of(torch.empty(0, device=device)) is not onepass.eager and device.type == "cpu":
         pytest.skip("the interpreter's maximum keeps a NaN, which that of a GPU drops")
     x = torch.randn(3, 8, device=device)
     bias = torch.zeros(8, device=device)

@@ -9,7 +9,7 @@ import transformers
 from packaging.version import Version
 
 import onepass
-from onepass.integrations import experts as integration
+from onepass.integrations import transformers_experts as integration
 
 pytestmark = pytest.mark.skipif(
     Version(transformers.__version__) < Version(integration.SINCE),

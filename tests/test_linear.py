@@ -22,9 +22,9 @@ from linear_cases import (
     teacher_tokens,
     tiles_of,
 )
-from onepass.head import loss as head_loss
-from onepass.head import statistics as head_statistics
-from onepass.head import tiles
+from onepass.logits import tiled_loss as head_loss
+from onepass.logits import tiled_statistics as head_statistics
+from onepass.logits import tiles
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
 

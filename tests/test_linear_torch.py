@@ -19,8 +19,8 @@ from linear_cases import (
     gradients,
     teacher_logits,
 )
-from onepass.head import gather
-from onepass.options import Options, PairOptions
+from onepass.logits import partitioned as gather
+from onepass.core.options import Options, PairOptions
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
 

@@ -9,8 +9,8 @@ from packaging.version import Version
 from torch import nn
 from torch.func import functional_call
 
-from onepass.moe import families, route
-from onepass.moe.families import route_block
+from onepass.moe import route, router_families as families
+from onepass.moe.router_families import route_block
 
 transformers = pytest.importorskip("transformers")
 ROUTERS = importlib.import_module("onepass.integrations.transformers").ROUTERS

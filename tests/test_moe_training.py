@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onepass.cli.demo import load_text
-from onepass.integrations.experts import register
+from onepass.integrations.transformers_experts import register
 from onepass.moe import load_balancing_loss, route_block
 
 transformers = pytest.importorskip("transformers")

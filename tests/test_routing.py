@@ -8,7 +8,7 @@ import torch
 
 import onepass
 from onepass.moe import Routing, load_balancing_loss, route, router_z_loss, sigmoid_topk, softmax_topk
-from onepass.options import RouterOptions
+from onepass.core.moe_options import RouterOptions
 
 INF = float("inf")
 

@@ -5,16 +5,16 @@ import torch
 
 from definition import assert_close, assert_gradient_close, statistics
 from inputs import HARD
-from onepass import eager, kernels
-from onepass.dispatch import path_of
-from onepass.options import Options, pick
+from onepass import kernels, reference
+from onepass.backend import backend_of
+from onepass.core.options import Options, pick
 
 ROWS = 7
 
 
 @pytest.fixture(autouse=True)
 def only_kernels(device):
-    if path_of(torch.empty(0, device=device)) is eager:
+    if backend_of(torch.empty(0, device=device)) is eager:
         pytest.skip("eager has no such function")
 
 
@@ -33,7 +33,7 @@ def check(logits, *, transforms=None, weights=None, row_mask=None, fields="log_p
     exact = logits.double().requires_grad_()
     expected = statistics(exact, index, row_mask=row_mask, class_weights=weights, **transforms)
     given = logits.clone(memory_format=torch.preserve_format)
-    assert kernels.takes_in_one(given, index, options)
+    assert kernels.supports_fused_loss(given, index, options)
     grads = (upstream.get("log_normalizer"), None, upstream.get("weighted_logit"), None,
              upstream.get("log_probs", upstream.get("selected")))  # fmt: skip
     got = dict(zip(options.names, pick(kernels.softmax_loss(given, index, row_mask, weights, grads, options), options)))
@@ -111,12 +111,12 @@ def test_an_index_outside_is_nan(device):
 def test_what_it_does_not_take(device):
     index = torch.zeros(ROWS, dtype=torch.long, device=device)
     options = Options("log_probs kept")
-    assert kernels.takes_in_one(random(device, 264), index, options)
-    assert not kernels.takes_in_one(random(device, 263), index, options)
-    assert not kernels.takes_in_one(random(device, 264), None, options)
-    assert not kernels.takes_in_one(random(device, 264), index.unsqueeze(-1), options)
-    assert not kernels.takes_in_one(random(device, 264), index, options._replace(ignore_index=-100))
-    assert not kernels.takes_in_one(random(device, 264), index, options._replace(fields="log_probs entropy"))
+    assert kernels.supports_fused_loss(random(device, 264), index, options)
+    assert not kernels.supports_fused_loss(random(device, 263), index, options)
+    assert not kernels.supports_fused_loss(random(device, 264), None, options)
+    assert not kernels.supports_fused_loss(random(device, 264), index.unsqueeze(-1), options)
+    assert not kernels.supports_fused_loss(random(device, 264), index, options._replace(ignore_index=-100))
+    assert not kernels.supports_fused_loss(random(device, 264), index, options._replace(fields="log_probs entropy"))
 
 
 @pytest.mark.gpu

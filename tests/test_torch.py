@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from definition import assert_close, assert_gradient_close
-from onepass.options import Options, PairOptions, empty_results
+from onepass.core.options import Options, PairOptions, empty_results
 
 ALL = {
     "cross_entropy": lambda x, t: onepass.cross_entropy(x, t),

@@ -6,11 +6,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from onepass import moe
-from onepass.head.gather import gather_parameters
-from onepass.head.logits import LinearLogits
 from onepass.integrations.patching import Patch, patch
+from onepass.logits.linear import LinearLogits
+from onepass.logits.partitioned import gather_parameters
 from onepass.losses.cross_entropy import CrossEntropyLoss, cross_entropy
-from onepass.losses.distillation import KLDivLoss, TopKKLDivLoss, distillation_loss, kl_div, topk_kl_div
+from onepass.losses.kl_div import KLDivLoss, kl_div
 from onepass.losses.linear import (
     LinearCrossEntropyLoss,
     linear_cross_entropy,
@@ -21,7 +21,9 @@ from onepass.losses.linear import (
     linear_topk_kl_div,
 )
 from onepass.losses.log_probs import entropy_from_logits, selective_log_softmax, selective_log_softmax_and_entropy
-from onepass.statistics import SoftmaxStatistics, softmax_statistics
+from onepass.losses.statistics import softmax_statistics
+from onepass.losses.topk_distillation import TopKKLDivLoss, distillation_loss, topk_kl_div
+from onepass.softmax.statistics import SoftmaxStatistics
 
 try:
     __version__ = version("onepass")

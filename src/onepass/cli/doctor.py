@@ -11,13 +11,13 @@ from rich.table import Table
 from torch import Tensor
 
 import onepass
-from onepass.checks import FLOATS
+from onepass.backend import backend_of
 from onepass.cli.environment import environment, package_version
-from onepass.dispatch import path_of
+from onepass.core.checks import FLOATS
+from onepass.core.options import METRICS
 from onepass.integrations.patching import LIBRARIES, plan
-from onepass.statistics import METRICS
 
-PATHS = {"onepass.kernels": "Triton kernels", "onepass.eager": "eager PyTorch"}
+PATHS = {"onepass.kernels": "Triton kernels", "onepass.reference": "eager PyTorch"}
 PEERS = ("transformers", "trl", "liger-kernel", "quack-kernels", "axolotl", "tokenizers", "typer", "rich", "matplotlib")
 SWITCHES = ("ONEPASS_DEBUG", "TRITON_INTERPRET")
 SHAPE = (3, 5, 1003)  # a vocabulary that no vector width divides
@@ -63,7 +63,13 @@ def onepass_statistics(x: Tensor, index: Tensor) -> tuple[Tensor | None, ...]:
 
 def onepass_cross_entropy(x: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     return onepass.cross_entropy(
-        x, target, weight, IGNORED, label_smoothing=SMOOTHING, z_loss_weight=Z_WEIGHT, softcap=CAP
+        x,
+        target,
+        class_weights=weight,
+        ignore_index=IGNORED,
+        label_smoothing=SMOOTHING,
+        z_loss_weight=Z_WEIGHT,
+        softcap=CAP,
     )
 
 
@@ -142,7 +148,7 @@ def compare(value: Tensor, expected: Tensor, bound: Tensor) -> tuple[str, bool]:
 
 def path(device: str, dtype: torch.dtype) -> str:
     try:
-        return PATHS[path_of(torch.empty(1, dtype=dtype, device=device)).__name__]
+        return PATHS[backend_of(torch.empty(1, dtype=dtype, device=device)).__name__]
     except ImportError as error:  # of Triton
         return f"none ({error})"
 

@@ -16,6 +16,7 @@ from torch import Generator, Tensor
 import onepass
 from onepass.cli.implementations_moe import ROUTER_PEERS, ROUTERS, no_inputs
 from onepass.cli.peers import PEERS, Forward, Implementation, Peer
+from onepass.core.options import Direction
 
 TOP_K = 64
 LOSS_SHAPES = ("8192x151936", "8192x128256", "16384x32000", "64x151936")
@@ -88,7 +89,9 @@ def topk_kl_div(
     return mean(kl(log_probs, log_softmax(logits).gather(-1, ids)), mask)
 
 
-def kl_div(logits: Tensor, teacher: Tensor, mask: Tensor | None, direction: str = "forward") -> tuple[Tensor, ...]:
+def kl_div(
+    logits: Tensor, teacher: Tensor, mask: Tensor | None, direction: Direction = "forward"
+) -> tuple[Tensor, ...]:
     s, t = log_softmax(logits), log_softmax(teacher)
     if direction == "jsd":
         middle = torch.logaddexp(s, t) - math.log(2)
@@ -99,16 +102,16 @@ def kl_div(logits: Tensor, teacher: Tensor, mask: Tensor | None, direction: str 
 def top_k(renormalize: bool, reads: tuple[int, int]) -> Operation:
     return Operation(
         partial(topk_kl_div, renormalize=renormalize),
-        lambda x, ids, p, m: (onepass.topk_kl_div(x, ids, p, m, renormalize=renormalize, reduction="mean"),),
+        lambda x, ids, p, m: (onepass.topk_kl_div(x, ids, p, row_mask=m, renormalize=renormalize, reduction="mean"),),
         teacher_top_k,
         reads,
     )
 
 
-def divergence(direction: str, reads: tuple[int, int]) -> Operation:
+def divergence(direction: Direction, reads: tuple[int, int]) -> Operation:
     return Operation(
         partial(kl_div, direction=direction),
-        lambda x, t, m: (onepass.kl_div(x, t, m, direction=direction, reduction="mean"),),
+        lambda x, t, m: (onepass.kl_div(x, t, row_mask=m, direction=direction, reduction="mean"),),
         teacher,
         reads,
     )

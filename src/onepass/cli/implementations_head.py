@@ -134,7 +134,7 @@ def our_policy_loss(h: Tensor, w: Tensor, t: Tensor, a: Tensor, old: Tensor, m: 
 
 
 def our_kl_div(h: Tensor, w: Tensor, teacher: Tensor, t: Tensor, u: Tensor, m: Tensor | None) -> Tensors:
-    return (onepass.linear_kl_div(h, w, onepass.LinearLogits(teacher, u), m, reduction="mean"),)
+    return (onepass.linear_kl_div(h, w, onepass.LinearLogits(teacher, u), row_mask=m, reduction="mean"),)
 
 
 def pair(products: str) -> HeadOperation:

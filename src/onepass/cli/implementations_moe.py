@@ -64,8 +64,10 @@ def our_softmax_topk(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
 
 def our_sigmoid_topk(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
     bias = correction_bias(logits.shape[-1], logits.device)
-    groups = {"n_group": GROUPS, "topk_group": KEPT_GROUPS}
-    return (moe.sigmoid_topk(logits, K, bias, **groups, scale=2.5, token_mask=mask).weights,)
+    routing = moe.sigmoid_topk(
+        logits, K, selection_bias=bias, n_group=GROUPS, topk_group=KEPT_GROUPS, scale=2.5, token_mask=mask
+    )
+    return (routing.weights,)
 
 
 ROUTERS: dict[str, tuple[Forward, Forward]] = {

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.integrations.experts import INTERFACE, PEFT, SINCE, activate_lora, experts_forward, register
 from onepass.integrations.patching import Target
+from onepass.integrations.transformers_experts import INTERFACE, PEFT, SINCE, activate_lora, experts_forward, register
 from onepass.losses.cross_entropy import cross_entropy
-from onepass.moe.families import router_outputs
+from onepass.moe.router_families import router_outputs
 
 __all__ = ["TARGETS", "ForCausalLMLoss", "register", "router_of"]
 
@@ -38,11 +38,7 @@ def ForCausalLMLoss(
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     logits = logits if logits.shape[-1] == vocab_size else logits.reshape(-1, vocab_size)
     target = shift_labels.reshape(logits.shape[:-1]).to(logits.device)
-    if num_items_in_batch is None:
-        return cross_entropy(logits, target, ignore_index=ignore_index)
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(logits.device)
-    return cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum") / num_items_in_batch
+    return cross_entropy(logits, target, ignore_index=ignore_index, num_items=num_items_in_batch)
 
 
 def router_of(family: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:

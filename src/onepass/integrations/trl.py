@@ -6,17 +6,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from onepass.checks import check_number
-from onepass.head.logits import LinearLogits
+from onepass.core.checks import check_number
+from onepass.core.options import Metric
 from onepass.integrations.patching import Target, parameters
+from onepass.logits.linear import LinearLogits
 from onepass.losses import log_probs
-from onepass.losses.distillation import kl_div
+from onepass.losses.kl_div import kl_div
 from onepass.losses.reduction import reduced
-from onepass.statistics import softmax_statistics
+from onepass.losses.statistics import softmax_statistics
 
 FUSED = "trl.kernels.chunked_logprob"
 TOKENS = 4096  # of one of TRL's own tiles
-METRICS = {"log_sum_sq_probs": "log_sum_sq_probs", "mean_logits": "mean_logit", "is_top1": "is_top1"}
+METRICS: dict[str, Metric] = {"log_sum_sq_probs": "log_sum_sq_probs", "mean_logits": "mean_logit", "is_top1": "is_top1"}
 
 
 def selective_log_softmax(
@@ -85,7 +86,7 @@ def _masked(result: Tensor, row_mask: Tensor | None) -> Tensor:
 class TwiceRounded(LinearLogits):
     """With the bias added to the rounded product, as TRL's fused head has it; a linear layer rounds their sum."""
 
-    bias_apart = True
+    round_before_bias = True
 
 
 class ChunkedLogProbFunction:
@@ -179,7 +180,7 @@ def chunked_divergence_loss(
     )
     mask = completion_mask != 0
     loss = kl_div(
-        student, teacher, mask, direction="jsd", beta=float(beta), temperature=float(temperature),
+        student, teacher, row_mask=mask, direction="jsd", beta=float(beta), temperature=float(temperature),
         softcap=student_final_logit_softcapping, teacher_softcap=teacher_final_logit_softcapping,
         vocab_size=None if teacher.shape[-1] == student.shape[-1] else student.shape[-1],
         reduction="mean", num_items=num_items_in_batch,

@@ -1,21 +1,32 @@
-"""Triton kernels and their launchers. Nothing here knows about users, losses or autograd."""
+"""Triton kernels and their launchers. Nothing here depends on losses, autograd or users.
 
-from onepass.kernels import experts, grouped, routing
+`onepass.reference` has the same operations, with the same signatures, in plain PyTorch.
+"""
+
 from onepass.kernels.divergence import divergence, divergence_gradient
+from onepass.kernels.expert_mlp import expert_mlp, expert_mlp_gradient
+from onepass.kernels.router import route, route_gradient
 from onepass.kernels.scale import scale_
+from onepass.kernels.scattered_linear import scattered_linear, scattered_linear_gradient
 from onepass.kernels.softmax_gradient import softmax_gradient
-from onepass.kernels.softmax_loss import softmax_loss, takes_in_one
+from onepass.kernels.softmax_loss import softmax_loss, supports_fused_loss
 from onepass.kernels.softmax_statistics import softmax_statistics
+from onepass.kernels.token_sort import count_tiles, sort_by_expert
 
 __all__ = [
+    "count_tiles",
     "divergence",
     "divergence_gradient",
-    "experts",
-    "grouped",
-    "routing",
+    "expert_mlp",
+    "expert_mlp_gradient",
+    "route",
+    "route_gradient",
     "scale_",
+    "scattered_linear",
+    "scattered_linear_gradient",
     "softmax_gradient",
     "softmax_loss",
     "softmax_statistics",
-    "takes_in_one",
+    "sort_by_expert",
+    "supports_fused_loss",
 ]

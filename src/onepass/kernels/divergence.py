@@ -20,13 +20,13 @@ import triton
 import triton.language as tl
 
 from onepass.autotune.own import choose
+from onepass.core.options import Inputs, Options, PairOptions, empty_pair_numbers
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, row_groups, workspace
 from onepass.kernels.online_softmax import LOG2E, LOWEST, transform, transform_and_slope
-from onepass.kernels.rows import arrives_last, row_start, write_zeros
+from onepass.kernels.row_programs import arrives_last, row_start, write_zeros
 from onepass.kernels.softmax_statistics import softmax_statistics
-from onepass.options import PairOptions, empty_pair_numbers
 
 STATE = tl.constexpr(5)  # numbers in a state
 SHIFT, LOG_NORMALIZER, MEAN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # places in a tensor's numbers
@@ -313,7 +313,7 @@ def plan_for(p: Layout, q: Layout, device: torch.device, rows: int, options: Pai
         MIXTURE=options.direction == "jsd", P_SOFTCAP=of_p.softcap is not None, Q_SOFTCAP=of_q.softcap is not None,
         **g.constexprs, LANES=LANES, SPLITS=SPLITS,
     )  # fmt: skip
-    numbers = (rows, g.V, *g.strides, *of_p.transform(), *of_q.transform(), *options.weights)
+    numbers = (rows, g.V, *g.strides, *of_p.factors(), *of_q.factors(), *options.weights)
     return Plan(
         divergence_kernel, g.rows * SPLITS, numbers, constexprs, layout.warps(LANES),
         workspace(rows, STATE.value, SPLITS),
@@ -328,7 +328,8 @@ def divergence(
     rows = packed[0].numel()
     if rows and options.direction == "jsd":
         for x, numbers, of_x in zip((student, teacher), (packed[:2], packed[3:5]), (options.student, options.teacher)):
-            numbers.copy_(softmax_statistics(x, None, row_mask, None, of_x)[0][:2])
+            read = Options("shift log_normalizer", of_x)
+            numbers.copy_(softmax_statistics(x, Inputs(row_mask=row_mask), read)[0][:2])
     p_numbers, q_numbers = options.ordered(packed[:3], packed[3:6])
     for first, pair in row_groups(student, teacher) if rows else ():
         p, q = options.ordered(*pair)
@@ -351,7 +352,7 @@ def gradient_plan_for(
         X_SOFTCAP=of_x.softcap is not None, Y_SOFTCAP=of_y.softcap is not None, **g.constexprs,
         LANES=LANES, TILES=tiles,
     )  # fmt: skip
-    numbers = (rows, g.V, *g.strides, g_stride, *of_x.transform(), *of_y.transform(), w_x, w_y)
+    numbers = (rows, g.V, *g.strides, g_stride, *of_x.factors(), *of_y.factors(), w_x, w_y)
     programs = g.rows * g.pieces(LANES * tiles)
     return Plan(divergence_gradient_kernel, programs, numbers, constexprs, layout.warps(LANES))
 

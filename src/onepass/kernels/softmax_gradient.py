@@ -18,13 +18,13 @@ import triton
 import triton.language as tl
 
 from onepass.autotune.own import choose
+from onepass.core.options import FieldGradients, Inputs, Options
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, power_of_two, row_groups
 from onepass.kernels.online_softmax import FLOOR, LOG2E, transform_and_slope
-from onepass.kernels.rows import row_start, write_zeros
+from onepass.kernels.row_programs import row_start, write_zeros
 from onepass.kernels.softmax_statistics import EXPECTED_LOGIT, LOG_NORMALIZER, SHIFT, TEMPERED_LOG_NORMALIZER
-from onepass.options import Options
 
 TILES = 4  # tiles a program writes: the fewest at which the card's bandwidth is reached
 
@@ -64,7 +64,7 @@ def write_tile(logits, out, class_weights, col0, low, high, shift, log_normalize
 @triton.jit(
     do_not_specialize=[
         "rows", "V", "K", "inner_rows", "outer_stride", "inner_stride", "out_outer_stride", "out_inner_stride",
-        "n_stride", "e_stride", "w_stride", "t_stride", "s_stride", "ignore_index",
+        "n_stride", "e_stride", "w_stride", "t_stride", "s_stride",
     ],
     do_not_specialize_on_alignment=[
         "index", "row_mask", "packed",
@@ -79,8 +79,8 @@ def softmax_gradient_kernel(
     rows: tl.int32, V: tl.int32, K: tl.int32, inner_rows: tl.int32, outer_stride: tl.int64, inner_stride: tl.int64,
     out_outer_stride: tl.int64, out_inner_stride: tl.int64, n_stride: tl.int32, e_stride: tl.int32,
     w_stride: tl.int32, t_stride: tl.int32, s_stride: tl.int32, inner: tl.float32, outer: tl.float32,
-    class_weight: tl.float32, sharpness: tl.float32, ignore_index: tl.int64,
-    SOFTCAP: tl.constexpr, IGNORE: tl.constexpr, LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, ALIGN: tl.constexpr,
+    class_weight: tl.float32, sharpness: tl.float32,
+    SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, ALIGN: tl.constexpr,
     SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
     SOME_K: tl.constexpr,
 ):  # fmt: skip
@@ -103,8 +103,6 @@ def softmax_gradient_kernel(
     active = True
     if row_mask is not None:
         active = tl.load(row_mask + row) != 0
-    if IGNORE:
-        active = tl.load(index + row) != ignore_index
     k = tl.arange(0, BLOCK_K)
     w = tl.zeros([BLOCK_K], tl.float32)
     needed = False
@@ -132,21 +130,21 @@ def softmax_gradient_kernel(
         shift = tl.load(packed + SHIFT * rows + row)
         log_normalizer = tl.load(packed + LOG_NORMALIZER * rows + row)
         if grad_selected is not None:
-            # Chosen logits are read before the dense part may overwrite them, and written after it.
-            chosen = tl.load(index + row * K + k, mask=k < K, other=-1)
-            mine = (chosen >= 0) & (chosen < V) & (chosen + head >= low) & (chosen + head < high)
+            # Selected logits are read before the dense part may overwrite them, and written after it.
+            selected = tl.load(index + row * K + k, mask=k < K, other=-1)
+            mine = (selected >= 0) & (selected < V) & (selected + head >= low) & (selected + head < high)
             weight = class_weight
             if class_weights is not None:
-                weight = tl.load(class_weights + chosen, mask=mine).to(tl.float32)
-            g, slope = gradient(tl.load(logits + start + chosen, mask=mine), weight, shift, log_normalizer, tempered,
+                weight = tl.load(class_weights + selected, mask=mine).to(tl.float32)
+            g, slope = gradient(tl.load(logits + start + selected, mask=mine), weight, shift, log_normalizer, tempered,
                                 a, b, d, h, inner, outer, sharpness, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED)  # fmt: skip
             # An index may stand in a row more than once.
             for j0 in range(0, K, SOME_K):
                 j = j0 + tl.arange(0, SOME_K)
                 others = tl.load(index + row * K + j, mask=j < K, other=-1)
                 theirs = tl.load(grad_selected + row * s_stride + j, mask=j < K, other=0.0)
-                g += tl.sum(tl.where(chosen[:, None] == others[None, :], theirs[None, :], 0.0), axis=1)
-            chosen_gradient = g * slope
+                g += tl.sum(tl.where(selected[:, None] == others[None, :], theirs[None, :], 0.0), axis=1)
+            selected_gradient = g * slope
         begin = low
         if ALIGN:
             begin = low + tl.where(low < head, TILE, 0)
@@ -165,7 +163,7 @@ def softmax_gradient_kernel(
                        LANES, VEC, True)  # fmt: skip
         if grad_selected is not None:
             tl.debug_barrier()
-            tl.store(out + out_start + chosen, chosen_gradient.to(out.dtype.element_ty), mask=mine)
+            tl.store(out + out_start + selected, selected_gradient.to(out.dtype.element_ty), mask=mine)
     else:
         write_zeros(g_base, low, high, head, LANES, VEC)
 
@@ -176,37 +174,27 @@ def plan_for(x: Layout, out: Layout, gradient_strides: tuple[int, ...], rows: in
     rule = dict(LANES=layout.lanes_for(g.V, g.VEC), TILES=TILES)
     LANES, tiles = choose(softmax_gradient_kernel, g.key(options.fields), rule).values()
     constexprs = dict(
-        SOFTCAP=options.softcap is not None, IGNORE=options.ignore_index is not None,
+        SOFTCAP=options.transform.softcap is not None,
         LOG_PROBS=options.wants("log_probs"), ENTROPY=options.wants("entropy"), **g.constexprs,
         LANES=LANES, TILES=tiles, BLOCK_K=power_of_two(K), SOME_K=min(power_of_two(K), 16),
     )  # fmt: skip
     return Plan(
         softmax_gradient_kernel, g.rows * g.pieces(LANES * tiles),
-        (rows, g.V, K, *g.strides, *gradient_strides, *options.transform(), options.class_weight,
-         options.sharpness, options.ignore_index or 0),
+        (rows, g.V, K, *g.strides, *gradient_strides, *options.transform.factors(), options.class_weight,
+         options.sharpness),
         constexprs, layout.warps(LANES),
     )  # fmt: skip
 
 
 def softmax_gradient(
-    logits: torch.Tensor,
-    index: torch.Tensor | None,
-    row_mask: torch.Tensor | None,
-    class_weights: torch.Tensor | None,
-    packed: torch.Tensor,
-    grad_log_normalizer: torch.Tensor | None,
-    grad_expected_logit: torch.Tensor | None,
-    grad_weighted_logit: torch.Tensor | None,
-    grad_tempered: torch.Tensor | None,
-    grad_selected: torch.Tensor | None,
-    options: Options,
+    logits: torch.Tensor, inputs: Inputs, packed: torch.Tensor, grads: FieldGradients, options: Options,
     out: torch.Tensor,
-) -> None:
-    """Launch the backward kernel; ``out`` has the shape and dtype of ``logits`` and may be the same tensor."""
+) -> None:  # fmt: skip
+    """Write the gradient with respect to the logits into ``out``, which may be the logits themselves."""
+    index, row_mask, class_weights = inputs
     rows = logits.shape[:-1].numel()
     K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
-    of_rows = (grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected)
-    n, e, w, t, s = [g if g is None or g.dim() == 1 else g.reshape(-1) for g in of_rows]
+    n, e, w, t, s = [g if g is None or g.dim() == 1 else g.reshape(-1) for g in grads]
     s = s if s is None or K == 1 else s.contiguous()
     gradient_strides = (*[0 if g is None else g.stride(0) for g in (n, e, w, t)], 0 if s is None else s.stride(0) * K)
     for first, (x, g) in row_groups(logits, out) if rows else ():

@@ -5,22 +5,20 @@ the gradient out over them; the two kernels apart read the logits twice. Several
 normaliser, and read their pieces again while these are still in the card's cache.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
+from onepass.core.options import FieldGradients, Inputs, Options, Results, empty_results
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Layout, layout_of, power_of_two
 from onepass.kernels.online_softmax import LOWEST, merge, transform
-from onepass.kernels.rows import take_turn, wait_for_all, write_zeros
+from onepass.kernels.row_programs import take_turn, wait_for_all, write_zeros
 from onepass.kernels.softmax_gradient import gradient, write_tile
-from onepass.kernels.softmax_statistics import KEPT, LOG_NORMALIZER, SHIFT, WEIGHTED_LOGIT, read_tile
-from onepass.options import Options, Results, empty_results
+from onepass.kernels.softmax_statistics import LOG_NORMALIZER, SHIFT, WEIGHTED_LOGIT, read_tile
 
-FIELDS = {"log_probs", "selected", "kept", "shift", "log_normalizer", "weighted_logit"}  # those that the kernel has
+FIELDS = {"log_probs", "selected", "shift", "log_normalizer", "weighted_logit"}  # those that the kernel has
 STATE = tl.constexpr(4)  # numbers in a state
 # A piece is short, so that those of all programs that run stay in the cache, but not so short that waiting shows.
 MOST_LANES, TILES = 256, 5
@@ -29,12 +27,12 @@ MOST_LANES, TILES = 256, 5
 @triton.jit(
     do_not_specialize=["rows", "V", "row_stride", "n_stride", "w_stride", "s_stride"],
     do_not_specialize_on_alignment=[
-        "index", "row_mask", "packed", "chosen", "grad_log_normalizer", "grad_weighted_logit", "grad_selected",
+        "index", "row_mask", "packed", "selected", "grad_log_normalizer", "grad_weighted_logit", "grad_selected",
         "pieces",
     ],
 )  # fmt: skip
 def softmax_loss_kernel(
-    logits: "Rows", class_weights: "Flat", index: "Flat", row_mask: "Flat", packed: "Out", chosen: "Out",
+    logits: "Rows", class_weights: "Flat", index: "Flat", row_mask: "Flat", packed: "Out", selected: "Out",
     grad_log_normalizer: "Strided", grad_weighted_logit: "Strided", grad_selected: "Strided", pieces: "Out",
     rows: tl.int32, V: tl.int32, row_stride: tl.int64, n_stride: tl.int32, w_stride: tl.int32, s_stride: tl.int32,
     inner: tl.float32, outer: tl.float32, class_weight: tl.float32,
@@ -51,15 +49,15 @@ def softmax_loss_kernel(
     low = split * piece
     high = tl.minimum(V, low + piece)
     full = low + tl.maximum(high - low, 0) // TILE * TILE
-    x = logits + row * row_stride // VEC * VEC  # as `takes_in_one` has seen; this is for the compiler to know
+    x = logits + row * row_stride // VEC * VEC  # as `supports_fused_loss` has seen; this is for the compiler to know
     active = True
     if row_mask is not None:
         active = tl.load(row_mask + row) != 0
-    shift, log_normalizer, weighted_logit, z_chosen = 0.0, 0.0, 0.0, 0.0
+    shift, log_normalizer, weighted_logit, z_selected = 0.0, 0.0, 0.0, 0.0
     column = tl.load(index + row)
     inside = (column >= 0) & (column < V)
     # Read before the row's last program has arrived, and so before any of them writes.
-    x_chosen = tl.load(x + column, mask=inside & active, other=0.0)
+    x_selected = tl.load(x + column, mask=inside & active, other=0.0)
     a, d, w = 0.0, 0.0, 0.0
     if active:
         if grad_log_normalizer is not None:
@@ -102,16 +100,15 @@ def softmax_loss_kernel(
         shift = m + (s - s)
         log_normalizer = tl.log(s)
         weighted_logit = v + (s - s)
-        z_chosen = transform(x_chosen, inner, outer, SOFTCAP) - shift - (log_normalizer if LOG_PROBS else 0.0)
+        z_selected = transform(x_selected, inner, outer, SOFTCAP) - shift - (log_normalizer if LOG_PROBS else 0.0)
 
     if split == 0:
         packed += row
-        tl.store(packed + KEPT * rows, tl.where(active, 1.0, 0.0))
         tl.store(packed + SHIFT * rows, shift)
         tl.store(packed + LOG_NORMALIZER * rows, log_normalizer)
         if WEIGHTED:
             tl.store(packed + WEIGHTED_LOGIT * rows, weighted_logit)
-        tl.store(chosen + row, z_chosen)
+        tl.store(selected + row, z_selected)
     if needed:
         for col in tl.range(low, full, TILE):
             write_tile(x, x, class_weights, col, 0, high, shift, log_normalizer, 0.0, a, 0.0, d, 0.0, inner, outer,
@@ -123,7 +120,7 @@ def softmax_loss_kernel(
         weight = class_weight
         if class_weights is not None:
             weight = tl.load(class_weights + column, mask=mine, other=0.0).to(tl.float32)
-        g, slope = gradient(x_chosen, weight, shift, log_normalizer, 0.0, a, 0.0, d, 0.0, inner, outer, 0.0,
+        g, slope = gradient(x_selected, weight, shift, log_normalizer, 0.0, a, 0.0, d, 0.0, inner, outer, 0.0,
                             SOFTCAP, False, WEIGHTED, False)  # fmt: skip
         tl.debug_barrier()
         tl.store(x + column, ((g + w) * slope).to(x.dtype.element_ty), mask=mine)
@@ -155,42 +152,36 @@ def plan_for(x: Layout, gradient_strides: tuple[int, ...], options: Options) -> 
     VEC = 16 // size
     lanes = layout.lanes_for(V, VEC, MOST_LANES)
     SPLITS = splits_for(V, size)
-    plain = options.softcap is None and not options.wants("weighted_logit")
+    plain = options.transform.softcap is None and not options.wants("weighted_logit")
     constexprs = dict(
-        SOFTCAP=options.softcap is not None, LOG_PROBS=options.wants("log_probs"),
+        SOFTCAP=options.transform.softcap is not None, LOG_PROBS=options.wants("log_probs"),
         WEIGHTED=options.wants("weighted_logit"), VEC=VEC, LANES=lanes, UNROLL=2 if plain else 1, SPLITS=SPLITS,
     )  # fmt: skip
     return Plan(
         softmax_loss_kernel, rows * SPLITS,
-        (rows, V, row_stride, *gradient_strides, *options.transform(), options.class_weight),
+        (rows, V, row_stride, *gradient_strides, *options.transform.factors(), options.class_weight),
         constexprs, layout.warps(lanes), rows * (STATE.value * SPLITS + 1) + 1 if SPLITS > 1 else 0,
     )  # fmt: skip
 
 
-def takes_in_one(logits: torch.Tensor, index: torch.Tensor | None, options: Options) -> bool:
+def supports_fused_loss(logits: torch.Tensor, index: torch.Tensor | None, options: Options) -> bool:
     """Whether the kernel can: ``(rows, V)`` logits in rows of whole vectors, one index a row, some of the fields, and
     no more programs a row than can wait for each other."""
     if logits.is_cuda and splits_for(logits.shape[-1], logits.element_size()) > max(1, most_splits(logits.device)):
         return False
-    one = index is not None and index.dim() == 1 and options.ignore_index is None
+    one = index is not None and index.dim() == 1
     aligned = not (logits.stride(0) * logits.element_size() % 16 or logits.data_ptr() % 16)
     return one and aligned and FIELDS.issuperset(options.names)
 
 
-def softmax_loss(
-    logits: torch.Tensor,
-    index: torch.Tensor | None,
-    row_mask: torch.Tensor | None,
-    class_weights: torch.Tensor | None,
-    upstream: Sequence[torch.Tensor | None],
-    options: Options,
-) -> Results:
-    """`softmax_statistics` of the logits and then, over them, their `softmax_gradient`: what `takes_in_one`."""
-    packed, chosen, _ = results = empty_results(logits, index, options)
+def softmax_loss(logits: torch.Tensor, inputs: Inputs, grads: FieldGradients, options: Options) -> Results:
+    """`softmax_statistics` of the logits and then, written over them, their `softmax_gradient`: where
+    `supports_fused_loss`."""
+    index, row_mask, class_weights = inputs
+    packed, selected, _ = results = empty_results(logits, index, options)
     if len(logits):
-        of_normalizer, _, of_weighted, _, of_selected = upstream  # `FIELDS` has none of the others
-        grads = of_normalizer, of_weighted, of_selected
-        strides = tuple([0 if g is None else g.stride(0) for g in grads])
+        of_fields = grads.log_normalizer, grads.weighted_logit, grads.selected  # `FIELDS` has none of the others
+        strides = tuple([0 if g is None else g.stride(0) for g in of_fields])
         about = layout_of(logits), strides, options
-        launch(plan_for, about, (logits, class_weights, index, row_mask, packed, chosen, *grads))
+        launch(plan_for, about, (logits, class_weights, index, row_mask, packed, selected, *of_fields))
     return results

@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 
 from onepass.autotune.own import choose
+from onepass.core.options import PACKED, Inputs, Options, Results, empty_results
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, power_of_two, row_groups, workspace
 from onepass.kernels.online_softmax import LOWEST, merge, transform, update
-from onepass.kernels.rows import arrives_last, row_start
-from onepass.options import PACKED, Options, Results, empty_results
+from onepass.kernels.row_programs import arrives_last, row_start
 
 # The fields' places in the packed result; those that were not asked for are not written.
 SHIFT = tl.constexpr(PACKED.index("shift"))
@@ -26,23 +26,22 @@ WEIGHTED_LOGIT = tl.constexpr(PACKED.index("weighted_logit"))
 LOG_SUM_SQ_PROBS = tl.constexpr(PACKED.index("log_sum_sq_probs"))
 TEMPERED_LOG_NORMALIZER = tl.constexpr(PACKED.index("tempered_log_normalizer"))
 MEAN_LOGIT = tl.constexpr(PACKED.index("mean_logit"))
-KEPT = tl.constexpr(PACKED.index("kept"))
 STATE = tl.constexpr(7)  # numbers in a state
 NOWHERE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def read_chosen(x, index, row, k, K, V):
+def read_selected(x, index, row, k, K, V):
     """The logits of a row's indices, the indices, and which of these lie in the vocabulary."""
     inside = k < 0
     column = k
-    chosen = tl.zeros(k.shape, x.dtype.element_ty)
+    selected = tl.zeros(k.shape, x.dtype.element_ty)
     if index is not None:
         column = tl.load(index + row * K + k, mask=k < K, other=0)
         inside = (column >= 0) & (column < V)
         # Kept in the cache until the walk comes by, so that they cross the memory bus once.
-        chosen = tl.load(x + column, mask=inside, other=0.0, eviction_policy="evict_last")
-    return chosen, column, inside
+        selected = tl.load(x + column, mask=inside, other=0.0, eviction_policy="evict_last")
+    return selected, column, inside
 
 
 @triton.jit
@@ -76,16 +75,16 @@ def first_vector(first, m_before, s_before, m, s, col0, LANES: tl.constexpr, VEC
 
 
 @triton.jit(
-    do_not_specialize=["rows", "V", "K", "inner_rows", "outer_stride", "inner_stride", "ignore_index"],
-    do_not_specialize_on_alignment=["index", "row_mask", "packed", "chosen", "is_top1", "pieces"],
+    do_not_specialize=["rows", "V", "K", "inner_rows", "outer_stride", "inner_stride"],
+    do_not_specialize_on_alignment=["index", "row_mask", "packed", "selected", "is_top1", "pieces"],
 )
 def softmax_statistics_kernel(
-    logits: "Rows", class_weights: "Flat", index: "Flat", row_mask: "Flat", packed: "Out", chosen: "Out",
+    logits: "Rows", class_weights: "Flat", index: "Flat", row_mask: "Flat", packed: "Out", selected: "Out",
     is_top1: "Out",
     pieces: "Out",
     rows: tl.int32, V: tl.int32, K: tl.int32, inner_rows: tl.int32, outer_stride: tl.int64, inner_stride: tl.int64,
-    inner: tl.float32, outer: tl.float32, class_weight: tl.float32, sharpness: tl.float32, ignore_index: tl.int64,
-    SOFTCAP: tl.constexpr, IGNORE: tl.constexpr, LOG_PROBS: tl.constexpr, EXPECTED: tl.constexpr,
+    inner: tl.float32, outer: tl.float32, class_weight: tl.float32, sharpness: tl.float32,
+    SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, EXPECTED: tl.constexpr,
     WEIGHTED: tl.constexpr, TEMPERED: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr,
     LANES: tl.constexpr, UNROLL: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -98,8 +97,6 @@ def softmax_statistics_kernel(
     active = True
     if row_mask is not None:
         active = tl.load(row_mask + row) != 0
-    if IGNORE:
-        active = tl.load(index + row) != ignore_index
     last = split == SPLITS - 1
     shift, log_normalizer, expected_logit = 0.0, 0.0, 0.0
     weighted_logit, tempered_log_normalizer, mean_logit = 0.0, 0.0, 0.0
@@ -120,7 +117,7 @@ def softmax_statistics_kernel(
         head = (start % VEC).to(tl.int32) if ALIGN else 0
         inverse_vocab = 1.0 / V
         if SPLITS == 1:  # before the walk, so that nobody waits for them after it
-            x_chosen, column, inside = read_chosen(logits + start, index, row, k, K, V)
+            x_selected, column, inside = read_selected(logits + start, index, row, k, K, V)
         piece = tl.cdiv(head + V, TILE * SPLITS) * TILE
         low = split * piece
         high = tl.minimum(head + V, low + piece)
@@ -183,8 +180,8 @@ def softmax_statistics_kernel(
         if last:
             if index is not None:
                 if SPLITS > 1:
-                    x_chosen, column, inside = read_chosen(logits + start, index, row, k, K, V)
-                z = transform(x_chosen, inner, outer, SOFTCAP)
+                    x_selected, column, inside = read_selected(logits + start, index, row, k, K, V)
+                z = transform(x_selected, inner, outer, SOFTCAP)
                 relative = z - m
                 # An index outside the vocabulary makes the whole row NaN, here and through it in the gradient.
                 s = tl.where(tl.sum((~inside).to(tl.int32), axis=0) > 0, float("nan"), s)
@@ -206,7 +203,6 @@ def softmax_statistics_kernel(
             mean_logit = u + (s - s)
     if last:
         packed += row
-        tl.store(packed + KEPT * rows, tl.where(active, 1.0, 0.0))
         tl.store(packed + SHIFT * rows, shift)
         tl.store(packed + LOG_NORMALIZER * rows, log_normalizer)
         if EXPECTED:
@@ -220,7 +216,7 @@ def softmax_statistics_kernel(
         if MEAN:
             tl.store(packed + MEAN_LOGIT * rows, mean_logit)
         if index is not None:
-            tl.store(chosen + row * K + k, relative - log_normalizer if LOG_PROBS else relative, mask=k < K)
+            tl.store(selected + row * K + k, relative - log_normalizer if LOG_PROBS else relative, mask=k < K)
             if is_top1 is not None:
                 tl.store(is_top1 + row * K + k, top1, mask=k < K)
 
@@ -233,7 +229,7 @@ def plan_for(x: Layout, device: torch.device, rows: int, K: int, options: Option
     rule = dict(LANES=lanes, UNROLL=1 if TEMPERED else 2, SPLITS=splits)  # registers are short with that state too
     LANES, UNROLL, SPLITS = choose(softmax_statistics_kernel, g.key(options.fields), rule).values()
     constexprs = dict(
-        SOFTCAP=options.softcap is not None, IGNORE=options.ignore_index is not None,
+        SOFTCAP=options.transform.softcap is not None,
         LOG_PROBS=options.wants("log_probs"),
         EXPECTED=options.wants("expected_logit") or options.wants("entropy"), WEIGHTED=options.wants("weighted_logit"),
         TEMPERED=TEMPERED, MEAN=options.wants("mean_logit"), **g.constexprs, LANES=LANES, UNROLL=UNROLL,
@@ -242,25 +238,19 @@ def plan_for(x: Layout, device: torch.device, rows: int, K: int, options: Option
     )  # fmt: skip
     return Plan(
         softmax_statistics_kernel, g.rows * SPLITS,
-        (rows, g.V, K, *g.strides, *options.transform(), options.class_weight, options.sharpness,
-         options.ignore_index or 0),
+        (rows, g.V, K, *g.strides, *options.transform.factors(), options.class_weight, options.sharpness),
         constexprs, layout.warps(LANES), workspace(rows, STATE.value + options.wants("is_top1"), SPLITS),
     )  # fmt: skip
 
 
-def softmax_statistics(
-    logits: torch.Tensor,
-    index: torch.Tensor | None,
-    row_mask: torch.Tensor | None,
-    class_weights: torch.Tensor | None,
-    options: Options,
-) -> Results:
-    """Launch the forward kernel; tensors are contiguous but for the rows of the logits."""
-    packed, chosen, is_top1 = results = empty_results(logits, index, options)
+def softmax_statistics(logits: torch.Tensor, inputs: Inputs, options: Options) -> Results:
+    """The packed statistics and, for every index, its logit (or log-prob) and whether it is the row's largest."""
+    index, row_mask, class_weights = inputs
+    packed, selected, is_top1 = results = empty_results(logits, index, options)
     rows = logits.shape[:-1].numel()
     K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
     for first, (x,) in row_groups(logits) if rows else ():
-        tensors = flat_rows(first, (index, row_mask, packed, chosen, is_top1), (K, 1, 1, K, K))
+        tensors = flat_rows(first, (index, row_mask, packed, selected, is_top1), (K, 1, 1, K, K))
         about = layout_of(x), x.device, rows, K, options
         launch(plan_for, about, (x, class_weights, *tensors))
     return results

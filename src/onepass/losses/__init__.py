@@ -1,1 +1,1 @@
-"""Losses: a few lines of PyTorch each on the row vectors of `SoftmaxStatistics`."""
+"""Losses: mathematics on the fields that a source of logits leaves behind, whatever the source."""

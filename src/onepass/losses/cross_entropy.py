@@ -3,23 +3,37 @@
 import torch
 from torch import Tensor
 
-from onepass.checks import check_choice, check_class_weights, check_index, check_integer, check_logits, check_number
-from onepass.source import Logits, LogitsSource
-from onepass.statistics import check_inplace, checked, read, reading
+from onepass.core.checks import (
+    check_choice,
+    check_class_weights,
+    check_index,
+    check_integer,
+    check_number,
+    check_row_mask,
+)
+from onepass.core.deprecated import renamed
+from onepass.core.options import REDUCTIONS, Reduction
+from onepass.logits.source import Divisor, Logits, as_source, inputs_for, options_for
+from onepass.losses.reduction import divisor_of
+
+POSITIONAL = ("weight", "ignore_index", "reduction", "label_smoothing")  # as torch has them, in earlier versions
 
 
+@renamed(positional=POSITIONAL, weight="class_weights")
 def cross_entropy(
     logits: Logits,
     target: Tensor,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
     *,
+    class_weights: Tensor | None = None,
+    ignore_index: int = -100,
+    row_mask: Tensor | None = None,
+    label_smoothing: float = 0.0,
     z_loss_weight: float = 0.0,
+    reduction: Reduction = "mean",
+    num_items: float | Tensor | None = None,
+    temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    temperature: float = 1.0,
     inplace_backward: bool = False,
 ) -> Tensor:
     r"""Cross-entropy between logits and class indices, as `torch.nn.functional.cross_entropy`, in one read.
@@ -31,15 +45,19 @@ def cross_entropy(
               + \mathrm{z\_loss\_weight} \cdot (\log \textstyle\sum_j e^{z_j})^2
 
     Args:
-        logits: ``(..., V)``, classes in the last dimension (unlike torch); float16, bfloat16, float32 or float64.
+        logits: ``(..., V)``, classes in the last dimension (unlike torch); float16, bfloat16, float32 or float64. Or
+            `onepass.LinearLogits`.
         target: ``(...)``, int32 or int64.
-        weight: class weights ``(V,)``, floating-point; not differentiable.
+        class_weights: ``(V,)``, floating-point (torch's ``weight``); not differentiable.
         ignore_index: rows with this target are not read; their loss and gradient are 0, and means leave them out.
-        reduction: ``"mean"`` (weighted by ``weight[target]``, as in torch; NaN if no row is left; the z-loss is
-            averaged over the rows that are not ignored), ``"sum"`` or ``"none"``.
+        row_mask: ``(...)``, bool or 0/1; rows where it is False are left out likewise.
         label_smoothing: :math:`\varepsilon` in [0, 1].
-        z_loss_weight: weight of the squared log-normaliser (PaLM, arXiv:2204.02311, section 5), >= 0.
-        softcap, logit_scale, temperature: the transform of the logits, see `onepass.softmax_statistics`.
+        z_loss_weight: weight of the squared log-normalizer (PaLM, arXiv:2204.02311, section 5), >= 0.
+        reduction: ``"mean"`` (weighted by ``class_weights[target]``, as in torch; NaN if no row is left; the z-loss is
+            averaged over the rows that are not left out), ``"sum"`` or ``"none"``.
+        num_items: divides the sum instead of ``reduction``: a number, or a tensor of one element, of items in the whole
+            batch, for averages that gradient accumulation does not change.
+        temperature, softcap, logit_scale: the transform of the logits, see `onepass.softmax_statistics`.
         inplace_backward: see `onepass.selective_log_softmax`.
 
     Returns:
@@ -48,120 +66,102 @@ def cross_entropy(
     Raises:
         TypeError, ValueError, IndexError: as `onepass.softmax_statistics`, which also says what -inf and NaN give.
     """
-    check_logits(logits)
-    check_index(target, logits, "target", many=False)
-    check_choice(reduction, "reduction", ("mean", "sum", "none"))
+    source = as_source(logits, inplace_backward=inplace_backward)
+    check_choice(reduction, "reduction", REDUCTIONS)
     label_smoothing = check_number(label_smoothing, "label_smoothing", 0, 1, open_low=False)
     z_loss_weight = check_number(z_loss_weight, "z_loss_weight", 0, open_low=False)
     ignore_index = check_integer(ignore_index, "ignore_index")
-    if weight is not None:
-        check_class_weights(weight, logits, "weight")
-
-    fields = "log_probs kept"
-    class_weights = None
+    weights = class_weights
+    if weights is not None:
+        check_class_weights(weights, source, "class_weights")
+        weights = weights.detach().to(torch.float64 if source.dtype == torch.float64 else torch.float32)
+    check_index(target, source, "target", many=False)
+    valid = target != ignore_index
+    if row_mask is not None:
+        check_row_mask(row_mask, source)
+        valid &= row_mask != 0
+    fields = "log_probs"
     if label_smoothing:
         fields += " weighted_logit"
-        class_weights = weight if weight is not None else 1.0 / logits.shape[-1]
     if label_smoothing or z_loss_weight:
         fields += " shift log_normalizer"
-    options = reading(fields, logit_scale, softcap, temperature, ignore_index)
-    if weight is not None:
-        weight = weight.detach().to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    smoothed = None if not label_smoothing else 1.0 / source.shape[-1] if weights is None else weights
+    options = options_for(fields, temperature, softcap, logit_scale)
+    inputs, options = inputs_for(source, options, target, valid, smoothed, "target", many=False)
 
-    def count_of(target: Tensor, kept: Tensor) -> Tensor:
-        if weight is None:
-            return kept
-        # A target outside the vocabulary has made its row NaN; here it must only not be read.
-        return weight[target.clamp(0, len(weight) - 1)] * kept
+    # A target outside the vocabulary makes its row NaN; here it must only not be read.
+    count = valid if weights is None else weights[target.clamp(0, len(weights) - 1)] * valid
+    total = 1.0 if weights is None or not label_smoothing else weights.sum()
+    share = 1.0 if weights is None else 1.0 / source.shape[-1]
+    of_z: float | Tensor = z_loss_weight
+    divisor: Divisor = None
+    if reduction == "mean" and num_items is None:
+        divisor = count.sum()
+        if weights is not None and z_loss_weight:
+            of_z = z_loss_weight * (divisor / valid.sum())
+    else:
+        divisor = divisor_of(0, reduction, num_items)
 
-    def terms(s: dict[str, Tensor], target: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        # The fields of ignored rows are 0, and so is all that follows. Signs are turned once, at the end.
-        score, count = s["log_probs"], count_of(target, s["kept"])
-        if weight is not None:
-            score = score * count
+    def score_of(s: dict[str, Tensor], *counts: Tensor) -> Tensor:
+        """The negative loss of rows: signs are turned once, in the divisor."""
+        score = s["log_probs"] * counts[0] if counts else s["log_probs"]
         if label_smoothing:
-            total, share = (1.0, 1.0) if weight is None else (weight.sum(), 1.0 / logits.shape[-1])
             smooth = s["weighted_logit"] - total * s["log_normalizer"]  # Σ_j c_j log p_j
             score = (1 - label_smoothing) * score + label_smoothing * share * smooth
-        z_loss = z_loss_weight * (s["shift"] + s["log_normalizer"]).square() if z_loss_weight else None
-        return score, z_loss, count
+        return score - of_z * (s["shift"] + s["log_normalizer"]).square() if z_loss_weight else score
 
-    if isinstance(logits, LogitsSource) and reduction != "none" and logits.takes_row_losses:
-        if inplace_backward:
-            check_inplace(logits)
-        _, _, weights, options = checked(
-            logits, target, None, options, class_weights=class_weights, index_name="target"
-        )
-        kept = target != ignore_index
-        count = count_of(target, kept).sum()
-        share_of_z = count / kept.sum() if reduction == "mean" else 1.0
-
-        def loss_of_rows(s: dict[str, Tensor], target: Tensor) -> Tensor:
-            score, z_loss, _ = terms(s, target)
-            return -score if z_loss is None else z_loss * share_of_z - score
-
-        options = options._replace(ignore_index=None)  # such rows are masked
-        divisor = count if reduction == "mean" else 1.0
-        return logits.loss(loss_of_rows, options, target, kept, weights, (target,), divisor, linear=not z_loss_weight)
-
-    s = read(
-        logits, target, None, options, class_weights=class_weights, inplace_backward=inplace_backward,
-        index_name="target",
-    )  # fmt: skip
-    score, z_loss, count = terms(s, target)
-    if reduction == "mean":
-        mean = score.sum() / -count.sum()
-        return mean if z_loss is None else mean + z_loss.sum() / s["kept"].sum()
-    loss = -score if z_loss is None else z_loss - score
-    return loss.sum() if reduction == "sum" else loss
+    counts = () if weights is None else (count,)
+    score = source.loss(
+        score_of, inputs, options, counts, None if divisor is None else -divisor, linear=not z_loss_weight
+    )
+    return -score if divisor is None else score
 
 
 class CrossEntropyLoss(torch.nn.Module):
     """`cross_entropy` as a module, with the same options (see there), as `torch.nn.CrossEntropyLoss`.
 
-    ``weight`` is kept as a buffer.
+    ``class_weights`` is kept as a buffer.
     """
 
-    weight: Tensor | None
+    class_weights: Tensor | None
 
+    @renamed(positional=POSITIONAL, weight="class_weights")
     def __init__(
         self,
-        weight: Tensor | None = None,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
         *,
+        class_weights: Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
         z_loss_weight: float = 0.0,
+        reduction: Reduction = "mean",
+        temperature: float = 1.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
-        temperature: float = 1.0,
         inplace_backward: bool = False,
     ) -> None:
         super().__init__()
-        self.register_buffer("weight", weight)
+        self.register_buffer("class_weights", class_weights)
         self.ignore_index = ignore_index
-        self.reduction = reduction
         self.label_smoothing = label_smoothing
         self.z_loss_weight = z_loss_weight
-        self.softcap = softcap
-        self.logit_scale = logit_scale
-        self.temperature = temperature
+        self.reduction: Reduction = reduction
+        self.temperature, self.softcap, self.logit_scale = temperature, softcap, logit_scale
         self.inplace_backward = inplace_backward
 
-    def forward(self, logits: Logits, target: Tensor) -> Tensor:
+    def forward(
+        self,
+        logits: Logits,
+        target: Tensor,
+        *,
+        row_mask: Tensor | None = None,
+        num_items: float | Tensor | None = None,
+    ) -> Tensor:
         return cross_entropy(
-            logits,
-            target,
-            self.weight,
-            self.ignore_index,
-            self.reduction,
-            self.label_smoothing,
-            z_loss_weight=self.z_loss_weight,
-            softcap=self.softcap,
-            logit_scale=self.logit_scale,
-            temperature=self.temperature,
+            logits, target, class_weights=self.class_weights, ignore_index=self.ignore_index, row_mask=row_mask,
+            label_smoothing=self.label_smoothing, z_loss_weight=self.z_loss_weight, reduction=self.reduction,
+            num_items=num_items, temperature=self.temperature, softcap=self.softcap, logit_scale=self.logit_scale,
             inplace_backward=self.inplace_backward,
-        )
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, label_smoothing={self.label_smoothing}"

@@ -1,18 +1,23 @@
-"""Losses of a linear head: of ``hidden @ weight.T + bias``, whose logits are never all there."""
+"""Losses of a linear head, of ``hidden @ weight.T + bias``, whose logits are never materialized."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from onepass.checks import check_class_weights, check_device, check_index, described
-from onepass.head.logits import LinearLogits
+from onepass.core.checks import check_device, described
+from onepass.core.deprecated import renamed
+from onepass.core.options import Direction, Metric, Reduction
+from onepass.logits.linear import LinearLogits
+from onepass.logits.source import inputs_for, options_for
 from onepass.losses.cross_entropy import cross_entropy
-from onepass.losses.distillation import kl_div, topk_kl_div
+from onepass.losses.directions import BETA
+from onepass.losses.kl_div import kl_div
 from onepass.losses.log_probs import selective_log_softmax_and_entropy
-from onepass.losses.reduction import divisor_of, reduced
-from onepass.statistics import SoftmaxStatistics, checked, read, softmax_statistics, wanted
+from onepass.losses.reduction import divisor_of
+from onepass.losses.statistics import fields_of, softmax_statistics
+from onepass.losses.topk_distillation import new_name_of_mask, topk_kl_div
+from onepass.softmax.statistics import SoftmaxStatistics
 
 
 def linear_softmax_statistics(
@@ -21,19 +26,30 @@ def linear_softmax_statistics(
     index: Tensor | None = None,
     *,
     bias: Tensor | None = None,
+    class_weights: Tensor | float | None = None,
+    row_mask: Tensor | None = None,
+    metrics: Sequence[Metric] = (),
+    expected_logit: bool = True,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
     max_memory: int | None = None,
-    **options: Any,
 ) -> SoftmaxStatistics:
-    """`softmax_statistics` of a linear head: numbers per row, for any loss, also one that couples rows.
+    """`softmax_statistics` of a linear head: the fields of every row, for any loss, also one that couples rows.
 
-    Forward and backward are four products: the backward computes the tiles again. `linear_loss` needs three.
+    Forward and backward are four GEMMs: the backward computes the tiles again. `linear_loss` needs three.
 
     Args:
         hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
         index: ``(...)`` or ``(..., K)``, int32 or int64.
-        options: those of `softmax_statistics`.
+
+    The other arguments, and what is returned and raised, are those of `softmax_statistics`.
     """
-    return softmax_statistics(LinearLogits(hidden, weight, bias, max_memory=max_memory), index, **options)
+    return softmax_statistics(
+        LinearLogits(hidden, weight, bias, max_memory=max_memory), index, class_weights=class_weights,
+        row_mask=row_mask, metrics=metrics, expected_logit=expected_logit, temperature=temperature, softcap=softcap,
+        logit_scale=logit_scale,
+    )  # fmt: skip
 
 
 def linear_selective_log_softmax_and_entropy(
@@ -42,20 +58,20 @@ def linear_selective_log_softmax_and_entropy(
     index: Tensor,
     *,
     bias: Tensor | None = None,
+    row_mask: Tensor | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    row_mask: Tensor | None = None,
     max_memory: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`selective_log_softmax_and_entropy` of a linear head, for any upstream gradient (four products).
+    """`selective_log_softmax_and_entropy` of a linear head, for any upstream gradient (four GEMMs).
 
     Arguments are those of `linear_softmax_statistics`.
     """
-    logits = LinearLogits(hidden, weight, bias, max_memory=max_memory)
     return selective_log_softmax_and_entropy(
-        logits, index, temperature=temperature, softcap=softcap, logit_scale=logit_scale, row_mask=row_mask
-    )
+        LinearLogits(hidden, weight, bias, max_memory=max_memory), index, row_mask=row_mask, temperature=temperature,
+        softcap=softcap, logit_scale=logit_scale,
+    )  # fmt: skip
 
 
 def linear_cross_entropy(
@@ -66,67 +82,103 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     class_weights: Tensor | None = None,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    row_mask: Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss_weight: float = 0.0,
+    reduction: Reduction = "mean",
+    num_items: float | Tensor | None = None,
+    temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    temperature: float = 1.0,
     max_memory: int | None = None,
 ) -> Tensor:
-    """`cross_entropy` of a linear head: forward and backward are three products.
+    """`cross_entropy` of a linear head: forward and backward are three GEMMs.
 
     Args:
         hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
-        target: ``(...)``, int32 or int64; rows that are ``ignore_index`` take part in no product.
-        class_weights: ``(V,)``, the ``weight`` of `cross_entropy`.
+        target: ``(...)``, int32 or int64; rows that are ``ignore_index`` take part in no GEMM.
 
     The other arguments, and what is returned and raised, are those of `cross_entropy`. The gradient is taken in the
     forward pass: a second backward through the result is an error, except with ``reduction="none"``, whose backward
-    computes the tiles again (four products).
+    computes the tiles again (four GEMMs).
     """
-    logits = LinearLogits(hidden, weight, bias, max_memory=max_memory)
-    if class_weights is not None:
-        check_class_weights(class_weights, logits, "class_weights")  # which is `weight` there
     return cross_entropy(
-        logits, target, class_weights, ignore_index, reduction, label_smoothing, z_loss_weight=z_loss_weight,
-        softcap=softcap, logit_scale=logit_scale, temperature=temperature,
+        LinearLogits(hidden, weight, bias, max_memory=max_memory), target, class_weights=class_weights,
+        ignore_index=ignore_index, row_mask=row_mask, label_smoothing=label_smoothing, z_loss_weight=z_loss_weight,
+        reduction=reduction, num_items=num_items, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
     )  # fmt: skip
 
 
+@renamed(positional=("mask",), mask=new_name_of_mask)
 def linear_topk_kl_div(
     hidden: Tensor,
     weight: Tensor,
     teacher_ids: Tensor,
     teacher_log_probs: Tensor,
-    mask: Tensor | None = None,
     *,
     bias: Tensor | None = None,
+    row_mask: Tensor | None = None,
+    teacher_mask: Tensor | None = None,
+    direction: Direction = "forward",
+    beta: float = BETA,
+    renormalize: bool = False,
+    reduction: Reduction = "mean",
+    num_items: float | Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
     max_memory: int | None = None,
-    **options: Any,
 ) -> Tensor:
-    """`topk_kl_div` of a student given by its linear head, with the ``options`` of `topk_kl_div`: three products."""
-    logits = LinearLogits(hidden, weight, bias, max_memory=max_memory)
-    return topk_kl_div(logits, teacher_ids, teacher_log_probs, mask, **options)
+    """`topk_kl_div` of a student given by its linear head: three GEMMs.
+
+    Args:
+        hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
+
+    The other arguments, and what is returned and raised, are those of `topk_kl_div`.
+    """
+    return topk_kl_div(
+        LinearLogits(hidden, weight, bias, max_memory=max_memory), teacher_ids, teacher_log_probs, row_mask=row_mask,
+        teacher_mask=teacher_mask, direction=direction, beta=beta, renormalize=renormalize, reduction=reduction,
+        num_items=num_items, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
+    )  # fmt: skip
 
 
+@renamed(positional=("mask",), mask="row_mask", teacher="teacher_logits")
 def linear_kl_div(
     hidden: Tensor,
     weight: Tensor,
-    teacher: Tensor | LinearLogits,
-    mask: Tensor | None = None,
+    teacher_logits: Tensor | LinearLogits,
     *,
     bias: Tensor | None = None,
+    row_mask: Tensor | None = None,
+    direction: Direction = "forward",
+    beta: float = BETA,
+    vocab_size: int | None = None,
+    reduction: Reduction = "mean",
+    num_items: float | Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_temperature: float | None = None,
+    teacher_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
     max_memory: int | None = None,
-    **options: Any,
 ) -> Tensor:
-    """`kl_div` of a student given by its linear head, with the ``options`` of `kl_div` (three products).
+    """`kl_div` of a student given by its linear head: three GEMMs.
 
     Args:
-        teacher: a constant: logits ``(..., V)``, or ``LinearLogits(teacher_hidden, teacher_weight)``, which adds a
-            product and a tile to the workspace; that the two have different widths ``H`` is fine.
+        hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
+        teacher_logits: a constant: logits ``(..., V)``, or ``LinearLogits(teacher_hidden, teacher_weight)``, which
+            adds a GEMM and a tile to the workspace; that the two have different widths ``H`` is fine.
+
+    The other arguments, and what is returned and raised, are those of `kl_div`.
     """
-    return kl_div(LinearLogits(hidden, weight, bias, max_memory=max_memory), teacher, mask, **options)
+    return kl_div(
+        LinearLogits(hidden, weight, bias, max_memory=max_memory), teacher_logits, row_mask=row_mask,
+        direction=direction, beta=beta, vocab_size=vocab_size, reduction=reduction, num_items=num_items,
+        temperature=temperature, softcap=softcap, logit_scale=logit_scale, teacher_temperature=teacher_temperature,
+        teacher_softcap=teacher_softcap, teacher_logit_scale=teacher_logit_scale,
+    )  # fmt: skip
 
 
 def linear_loss(
@@ -136,18 +188,18 @@ def linear_loss(
     loss_fn: Callable[..., Tensor],
     *row_inputs: Tensor,
     bias: Tensor | None = None,
+    class_weights: Tensor | float | None = None,
+    row_mask: Tensor | None = None,
+    metrics: Sequence[Metric] = (),
+    expected_logit: bool = True,
+    reduction: Reduction = "mean",
+    num_items: float | Tensor | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    row_mask: Tensor | None = None,
-    class_weights: Tensor | float | None = None,
-    metrics: Sequence[str] = (),
-    expected_logit: bool = True,
-    reduction: str = "mean",
-    num_items: float | Tensor | None = None,
     max_memory: int | None = None,
 ) -> Tensor:
-    r"""Any loss that is a function of each row's statistics: forward and backward are three products.
+    r"""Any loss that is a function of each row's statistics: forward and backward are three GEMMs.
 
     ``loss_fn(statistics, *row_inputs)`` gets the `SoftmaxStatistics` of ``n`` rows at a time, fields of shape ``(n,)``
     or ``(n, K)``, with those rows of ``row_inputs``, and returns their loss, ``(n,)``. It is differentiated on these
@@ -159,11 +211,11 @@ def linear_loss(
         index: ``(...)`` or ``(..., K)``, int32 or int64, or None.
         loss_fn: called once a tile, and once more where the backward comes back to it (``reduction="none"``).
         row_inputs: ``(..., *)``, for instance advantages and old log-probs; differentiable.
-        temperature, softcap, logit_scale, class_weights, metrics, expected_logit: see `softmax_statistics`.
+        class_weights, metrics, expected_logit, temperature, softcap, logit_scale: see `softmax_statistics`.
         row_mask: ``(...)``, bool or 0/1; rows where it is False take part in nothing. Their loss is 0.
         reduction: ``"mean"`` (over the rows that are not masked; 0 if there are none), ``"sum"`` or ``"none"``, which
-            has a backward of four products in all.
-        num_items: divides the sum instead of ``reduction``, see `topk_kl_div`.
+            takes four GEMMs in all.
+        num_items: divides the sum instead of ``reduction``, see `cross_entropy`.
 
     Returns:
         float32 (float64 for float64 inputs). The gradient of a sum or mean is taken in the forward pass: a second
@@ -184,12 +236,11 @@ def linear_loss(
         loss = onepass.linear_loss(hidden, lm_head.weight, tokens, policy_loss, advantages, old_log_probs)
     """
     logits = LinearLogits(hidden, weight, bias, max_memory=max_memory)
-    options = wanted(index, class_weights, metrics, expected_logit, logit_scale, softcap, temperature)
+    fields = fields_of(index, class_weights, metrics, expected_logit)
+    options = options_for(fields, temperature, softcap, logit_scale)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn: expected a function of the statistics and the row_inputs, got {described(loss_fn)}")
-    if index is not None:
-        check_index(index, logits)
-    index, row_mask, weights, options = checked(logits, index, row_mask, options, class_weights=class_weights)
+    inputs, options = inputs_for(logits, options, index, row_mask, class_weights)
     shape = logits.shape[:-1]
     for value in row_inputs:
         if not isinstance(value, Tensor):
@@ -197,17 +248,16 @@ def linear_loss(
         if value.shape[: len(shape)] != shape:
             raise ValueError(f"row_inputs: expected shapes {(*shape, '...')}, got {tuple(value.shape)}")
         check_device(value, logits, "row_inputs")
+
+    def loss_of_rows(fields: dict[str, Tensor], *parts: Tensor) -> Tensor:
+        loss, rows = loss_fn(SoftmaxStatistics(**fields), *parts), fields["shift"].shape
+        if not isinstance(loss, Tensor) or loss.shape != rows or not loss.is_floating_point():
+            raise ValueError(f"loss_fn: expected a loss of every row, floating-point of shape {tuple(rows)}, "
+                             f"got {described(loss)}")  # fmt: skip
+        return loss
+
     rows = shape.numel() if row_mask is None else row_mask != 0
-    if not logits.takes_row_losses:
-        s = SoftmaxStatistics(**read(logits, index, row_mask, options, class_weights=class_weights))
-        loss = loss_fn(s, *row_inputs)
-        loss = loss if row_mask is None else torch.where(row_mask != 0, loss, 0.0)
-        return reduced(loss, rows, reduction, num_items)
-    divisor = divisor_of(rows, reduction, num_items)
-    return logits.loss(
-        lambda fields, *parts: loss_fn(SoftmaxStatistics(**fields), *parts),
-        options, index, row_mask, weights, row_inputs, divisor,
-    )  # fmt: skip
+    return logits.loss(loss_of_rows, inputs, options, row_inputs, divisor_of(rows, reduction, num_items))
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
@@ -215,34 +265,46 @@ class LinearCrossEntropyLoss(torch.nn.Module):
 
     class_weights: Tensor | None
 
+    @renamed(positional=("class_weights", "ignore_index", "reduction", "label_smoothing"))
     def __init__(
         self,
+        *,
         class_weights: Tensor | None = None,
         ignore_index: int = -100,
-        reduction: str = "mean",
         label_smoothing: float = 0.0,
-        *,
         z_loss_weight: float = 0.0,
+        reduction: Reduction = "mean",
+        temperature: float = 1.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
-        temperature: float = 1.0,
         max_memory: int | None = None,
     ) -> None:
         super().__init__()
         self.register_buffer("class_weights", class_weights)
-        self.options: dict[str, Any] = {
-            "ignore_index": ignore_index,
-            "reduction": reduction,
-            "label_smoothing": label_smoothing,
-            "z_loss_weight": z_loss_weight,
-            "softcap": softcap,
-            "logit_scale": logit_scale,
-            "temperature": temperature,
-            "max_memory": max_memory,
-        }
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.z_loss_weight = z_loss_weight
+        self.reduction: Reduction = reduction
+        self.temperature, self.softcap, self.logit_scale = temperature, softcap, logit_scale
+        self.max_memory = max_memory
 
-    def forward(self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
-        return linear_cross_entropy(hidden, weight, target, bias=bias, class_weights=self.class_weights, **self.options)
+    @renamed(positional=("bias",))
+    def forward(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        *,
+        bias: Tensor | None = None,
+        row_mask: Tensor | None = None,
+        num_items: float | Tensor | None = None,
+    ) -> Tensor:
+        return linear_cross_entropy(
+            hidden, weight, target, bias=bias, class_weights=self.class_weights, ignore_index=self.ignore_index,
+            row_mask=row_mask, label_smoothing=self.label_smoothing, z_loss_weight=self.z_loss_weight,
+            reduction=self.reduction, num_items=num_items, temperature=self.temperature, softcap=self.softcap,
+            logit_scale=self.logit_scale, max_memory=self.max_memory,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, label_smoothing={self.label_smoothing}"

@@ -2,13 +2,15 @@
 
 from torch import Tensor
 
-from onepass.checks import check_choice, check_number, described, short
+from onepass.core.checks import check_choice, check_number, described, short
+from onepass.core.options import REDUCTIONS, Reduction
+from onepass.logits.source import Divisor, divided
 
 
-def divisor_of(rows: Tensor | int, reduction: str, num_items: float | Tensor | None) -> Tensor | float | None:
+def divisor_of(rows: Tensor | int, reduction: Reduction, num_items: float | Tensor | None) -> Divisor:
     """What the sum over rows is divided by: ``num_items``, or of a mean how many ``rows`` there are (a mask, or how
     many; at least 1). None for ``"none"``. A number that is on the CPU is a float, so that nothing waits for a copy."""
-    check_choice(reduction, "reduction", ("sum", "mean", "none"))
+    check_choice(reduction, "reduction", REDUCTIONS)
     if num_items is not None:
         if reduction == "none":
             raise ValueError(f"num_items: expected None with reduction='none', got {short(num_items)}")
@@ -22,11 +24,6 @@ def divisor_of(rows: Tensor | int, reduction: str, num_items: float | Tensor | N
     return 1 if reduction == "sum" else None
 
 
-def reduced(loss: Tensor, rows: Tensor | int, reduction: str, num_items: float | Tensor | None) -> Tensor:
+def reduced(loss: Tensor, rows: Tensor | int, reduction: Reduction, num_items: float | Tensor | None) -> Tensor:
     """The sum over ``num_items``, the mean over ``rows`` (a mask, or how many; 0 if none), the sum, or the loss."""
-    divisor = divisor_of(rows, reduction, num_items)
-    if divisor is None:
-        return loss
-    if isinstance(divisor, Tensor):
-        divisor = divisor.to(loss.device)
-    return loss.sum() if isinstance(divisor, int) and divisor == 1 else loss.sum() / divisor
+    return divided(loss, divisor_of(rows, reduction, num_items), loss.dim())

@@ -1,10 +1,11 @@
 """Mixture of experts: routing, and the experts."""
 
 from onepass.moe.experts import expert_mlp
-from onepass.moe.families import route_block
-from onepass.moe.grouping import group_by_expert
-from onepass.moe.routing import Routing, load_balancing_loss, route, router_z_loss, sigmoid_topk, softmax_topk
-from onepass.moe.scattered import GLUMLP, ParallelExperts, scattered_linear
+from onepass.moe.losses import load_balancing_loss, router_z_loss
+from onepass.moe.router import Routing, route, sigmoid_topk, softmax_topk
+from onepass.moe.router_families import route_block
+from onepass.moe.scattered_linear import GLUMLP, ParallelExperts, scattered_linear
+from onepass.moe.token_sort import group_by_expert
 
 __all__ = [
     "GLUMLP",

@@ -7,12 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.checks import FLOATS, INF, check_choice, check_device, check_number, described
-from onepass.dispatch import autocast_dtype, operation, part_of, refuse_second_derivatives
-from onepass.moe import eager_experts
-from onepass.moe.grouping import group_by_expert
-from onepass.moe.routing import Routing
-from onepass.options import ACTIVATIONS, EXPERT_TENSORS, ExpertGradients, ExpertOptions
+from onepass.backend import backend_of
+from onepass.core.checks import FLOATS, INF, check_choice, check_device, check_number, described
+from onepass.core.dispatch import autocast_dtype, operation, refuse_second_derivatives
+from onepass.core.moe_options import (
+    ACTIVATIONS,
+    Activation,
+    ExpertGradients,
+    ExpertOptions,
+    ExpertTensors,
+    Groups,
+)
+from onepass.moe.router import Routing
+from onepass.moe.token_sort import group_by_expert
 
 Adapter = tuple[Tensor, Tensor, float]
 
@@ -23,7 +30,7 @@ def expert_mlp(
     gate_up_weight: Tensor,
     down_weight: Tensor,
     *,
-    activation: str = "silu",
+    activation: Activation = "silu",
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     transposed: bool = False,
@@ -33,14 +40,14 @@ def expert_mlp(
     alpha: float = 1.702,
     limit: float = 7.0,
 ) -> Tensor:
-    r"""What a token's experts make of it: :math:`\sum_k w_k\, D_e\, f(G_e x, U_e x)`, with e the k-th of its experts.
+    r"""The weighted sum of a token's experts: :math:`\sum_k w_k\, D_e\, f(G_e x, U_e x)`, e its k-th expert.
 
     Work is proportional to the tokens that are routed, however unevenly; nothing is padded or copied per expert.
 
     Args:
         hidden: ``(..., H)``, float16, bfloat16, float32 or float64.
         routing: `Routing` with ``weights`` and ``experts`` of shape ``(..., K)``, from `route` or made by hand; its
-            counts are not read. An id that is no expert adds nothing; a token may name an expert twice.
+            counts are not read. Out-of-range ids are dropped; a token may name an expert twice.
         gate_up_weight: ``(E, 2 I, H)``: first all rows of G, then all of U; ``(E, H, 2 I)`` if ``transposed``.
         down_weight: ``(E, H, I)``; ``(E, I, H)`` if ``transposed``.
         activation: :math:`f(g, u)`: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"`` of g, times u; or ``"swiglu_clamped"``,
@@ -67,25 +74,31 @@ def expert_mlp(
     check_choice(activation, "activation", ACTIVATIONS)
     alpha = check_number(alpha, "alpha", -INF)
     limit = check_number(limit, "limit", 0)
-    a1, b1, scale1 = adapter_of(lora_gate_up, "lora_gate_up")
-    a2, b2, scale2 = adapter_of(lora_down, "lora_down")
-    options = ExpertOptions(activation, bool(transposed), bool(interleaved), scale1, scale2, alpha, limit)
-    tensors = [hidden, routing.weights, gate_up_weight, down_weight, gate_up_bias, down_bias, a1, b1, a2, b2]
+    gate_up_a, gate_up_b, gate_up_scaling = adapter_of(lora_gate_up, "lora_gate_up")
+    down_a, down_b, down_scaling = adapter_of(lora_down, "lora_down")
+    options = ExpertOptions(
+        activation, bool(transposed), bool(interleaved), gate_up_scaling, down_scaling, alpha, limit
+    )
+    tensors = ExpertTensors(
+        hidden, routing.weights, gate_up_weight, down_weight, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a,
+        down_b,
+    )  # fmt: skip
     dtype = autocast_dtype(hidden)
     if dtype is not None:
-        tensors = [t.to(dtype) if isinstance(t, Tensor) and n != 1 else t for n, t in enumerate(tensors)]
-    check_experts(tensors[0], tensors[1:], routing.experts, options)  # type: ignore[arg-type]
+        cast = ExpertTensors(*[t.to(dtype) if isinstance(t, Tensor) else t for t in tensors])  # type: ignore[arg-type]
+        tensors = cast._replace(weights=routing.weights)
+    check_experts(tensors, routing.experts, options)
     tokens, K = hidden.shape[:-1].numel(), routing.experts.shape[-1]
     weights, experts = routing.weights.reshape(tokens, K), routing.experts.reshape(tokens, K)
-    rows = tensors[0].reshape(tokens, hidden.shape[-1]).contiguous()  # type: ignore[union-attr]
+    rows = tensors.hidden.reshape(tokens, hidden.shape[-1]).contiguous()
     if rows.dtype != torch.float64:
         weights = weights.float()
-    choices = experts, *group_by_expert(experts, len(gate_up_weight), rows)
-    arguments = rows, weights, *tensors[2:]
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments):
-        out: Tensor = _Experts.apply(options, *arguments, *choices)
+    groups = group_by_expert(experts, len(gate_up_weight), rows)
+    tensors = tensors._replace(hidden=rows, weights=weights)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        out: Tensor = _Experts.apply(options, *tensors, experts, *groups)
     else:
-        out = _forward(*arguments, *choices, options)[0]
+        out = _forward(tensors, experts, groups, False, options)[0]
     return out.view(hidden.shape)
 
 
@@ -97,8 +110,8 @@ def adapter_of(value: Adapter | None, name: str) -> tuple[Tensor | None, Tensor 
     return value[0], value[1], check_number(value[2], f"{name}[2]", -INF)
 
 
-def check_experts(hidden: Tensor, others: Sequence[Tensor | None], experts: Tensor, o: ExpertOptions) -> None:
-    weights, gate_up, down, gate_up_bias, down_bias, a1, b1, a2, b2 = others
+def check_experts(tensors: ExpertTensors, experts: Tensor, o: ExpertOptions) -> None:
+    hidden, weights, gate_up, down, gate_up_bias, down_bias, *lora = tensors
     if not isinstance(experts, Tensor) or experts.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"routing.experts: expected an int32 or int64 tensor, got {described(experts)}")
     if experts.dim() != hidden.dim() or experts.shape[:-1] != hidden.shape[:-1]:
@@ -110,14 +123,14 @@ def check_experts(hidden: Tensor, others: Sequence[Tensor | None], experts: Tens
         if not isinstance(t, Tensor) or t.dim() != 3:
             raise TypeError(f"{name}: expected a tensor of three dimensions, got {described(t)}")
     H = hidden.shape[-1]
-    E, I = gate_up.shape[0], down.shape[1 if o.transposed else 2]  # type: ignore[union-attr] # noqa: E741
-    shapes = {
+    E, I = gate_up.shape[0], down.shape[1 if o.transposed else 2]  # noqa: E741
+    shapes: dict[str, tuple[Tensor | None, tuple[Any, ...]]] = {
         "routing.weights": (weights, tuple(experts.shape)),
         "gate_up_weight": (gate_up, (E, H, 2 * I) if o.transposed else (E, 2 * I, H)),
         "down_weight": (down, (E, I, H) if o.transposed else (E, H, I)),
         "gate_up_bias": (gate_up_bias, (E, 2 * I)), "down_bias": (down_bias, (E, H)),
     }  # fmt: skip
-    for name, a, b, inputs, outputs in (("lora_gate_up", a1, b1, H, 2 * I), ("lora_down", a2, b2, I, H)):
+    for name, (a, b), inputs, outputs in (("lora_gate_up", lora[:2], H, 2 * I), ("lora_down", lora[2:], I, H)):
         rank = a.shape[1] if isinstance(a, Tensor) and a.dim() == 3 else "R"
         shapes |= {f"{name}[0]": (a, (E, rank, inputs)), f"{name}[1]": (b, (E, outputs, rank))}
     for name, (t, shape) in shapes.items():
@@ -137,65 +150,63 @@ def check_experts(hidden: Tensor, others: Sequence[Tensor | None], experts: Tens
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, options: ExpertOptions, *tensors: Tensor | None) -> Tensor:
-        needed = sum(1 << n for n, needs in enumerate(ctx.needs_input_grad[1:]) if needs)
-        ctx.options = options._replace(needed=needed)
-        out, h = _forward(*tensors, ctx.options)
-        ctx.save_for_backward(h, *tensors)
+    def forward(ctx: Any, options: ExpertOptions, *arguments: Any) -> Tensor:
+        ctx.options = options
+        tensors, experts, groups = parted(arguments)
+        out, h = _forward(tensors, experts, groups, True, options)
+        ctx.save_for_backward(h, *arguments)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        found = _gradient(grad.contiguous(), *ctx.saved_tensors, ctx.options)
+        h, *arguments = ctx.saved_tensors
+        needed = list(ctx.needs_input_grad[1 : 1 + len(ExpertTensors._fields)])
+        found = _gradient(grad.contiguous(), h, *parted(arguments), needed, ctx.options)
         return None, *found, *(None,) * 5
 
 
-def _path(hidden: Tensor) -> Any:
-    return part_of(hidden, "experts", eager_experts)
+def parted(arguments: Sequence[Any]) -> tuple[ExpertTensors, Tensor, Groups]:
+    count = len(ExpertTensors._fields)
+    return ExpertTensors(*arguments[:count]), arguments[count], Groups(*arguments[count + 1 :])
 
 
-def _like_forward(hidden: Tensor, experts: Tensor, gate_up: Tensor, options: ExpertOptions, **_: Any) -> Any:
-    width = gate_up.shape[2 if options.transposed else 1]
-    h = hidden.new_empty((experts.numel(), width)) if options.needed else None
-    return torch.empty_like(hidden, memory_format=torch.contiguous_format), h
+def _like_forward(tensors: ExpertTensors, experts: Tensor, keep: bool, options: ExpertOptions, **_: Any) -> Any:
+    width = tensors.gate_up.shape[2 if options.transposed else 1]
+    h = tensors.hidden.new_empty((experts.numel(), width)) if keep else None
+    return torch.empty_like(tensors.hidden, memory_format=torch.contiguous_format), h
 
 
-def _like_gradient(options: ExpertOptions, **given: Any) -> Any:
+def _like_gradient(tensors: ExpertTensors, needed: list[bool], **_: Any) -> Any:
     return tuple(
-        torch.empty_like(given[name], memory_format=torch.contiguous_format) if options.needs(name) else None
-        for name in EXPERT_TENSORS
+        torch.empty_like(t, memory_format=torch.contiguous_format) if n and t is not None else None
+        for t, n in zip(tensors, needed)
     )
 
 
-def _flops(hidden: Sequence[int], experts: Sequence[int], down: Sequence[int], needed: int, **given: Any) -> int:
-    """Of the products of all choices: three of a width each way, and as many for each of the gradients."""
-    passes = 1
-    if "grad" in given:
-        passes = sum(needed >> EXPERT_TENSORS.index(name) & 1 for name in ("hidden", "down"))
+def _flops(experts: Sequence[int], down: Sequence[int], needed: Sequence[bool] = (), **given: Any) -> int:
+    """Of the GEMMs of all assignments: three of a width each way, and as many for each of the gradients."""
+    passes = needed[0] + needed[ExpertTensors._fields.index("down")] if "grad" in given else 1
     return 6 * math.prod(experts) * down[1] * down[2] * passes
 
 
 @operation("onepass::expert_mlp", _like_forward, _flops)
 def _forward(
-    hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, a1: Tensor | None, b1: Tensor | None, a2: Tensor | None, b2: Tensor | None,
-    experts: Tensor, order: Tensor, offsets: Tensor, tile_expert: Tensor, tile_row: Tensor, options: ExpertOptions,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    arguments = hidden, weights, gate_up, down, gate_up_bias, down_bias, a1, b1, a2, b2
-    choices = experts, order, offsets, tile_expert, tile_row
-    results: tuple[Tensor, Tensor | None] = _path(hidden).expert_mlp(*arguments, *choices, options)
+    tensors: ExpertTensors, experts: Tensor, groups: Groups, keep: bool, options: ExpertOptions
+) -> tuple[Tensor, Tensor | None]:
+    """The result and, if ``keep``, what the gradient needs of it."""
+    results: tuple[Tensor, Tensor | None] = backend_of(tensors.hidden).expert_mlp(
+        tensors, experts, groups, keep, options
+    )
     return results
 
 
 @operation("onepass::expert_mlp_gradient", _like_gradient, _flops)
 def _gradient(
-    grad: Tensor, h: Tensor | None, hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
-    gate_up_bias: Tensor | None, down_bias: Tensor | None, a1: Tensor | None, b1: Tensor | None, a2: Tensor | None,
-    b2: Tensor | None, experts: Tensor, order: Tensor, offsets: Tensor, tile_expert: Tensor, tile_row: Tensor,
+    grad: Tensor, h: Tensor | None, tensors: ExpertTensors, experts: Tensor, groups: Groups, needed: list[bool],
     options: ExpertOptions,
 ) -> ExpertGradients:  # fmt: skip
-    arguments = h, hidden, weights, gate_up, down, gate_up_bias, down_bias, a1, b1, a2, b2
-    choices = experts, order, offsets, tile_expert, tile_row
-    results: ExpertGradients = _path(hidden).gradient(grad, *arguments, *choices, options)
+    results: ExpertGradients = backend_of(tensors.hidden).expert_mlp_gradient(
+        grad, h, tensors, experts, groups, needed, options
+    )
     return results

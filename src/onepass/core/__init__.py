@@ -1,0 +1,1 @@
+"""What every other folder shares: options, argument checks, operations registered with torch."""

@@ -1,0 +1,194 @@
+"""Functions as operations registered with torch, and when a call goes through them.
+
+A plain tensor in eager mode skips torch's dispatcher, which costs more than a small kernel. Whatever traces a call
+(compile, export, fake tensors, tensor subclasses, a `TorchDispatchMode`) gets the registered operation.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
+from typing import Any, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_dispatch_stack_at, _len_torch_dispatch_stack
+
+PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
+
+def is_untraced(*arguments: Any) -> bool:
+    """Whether all tensors are plain and nothing traces the call (torch.compile, export, fake tensors, subclasses)."""
+    for a in arguments:
+        if type(a) not in PLAIN and isinstance(a, Tensor):
+            return False
+    return not torch.compiler.is_compiling()
+
+
+def is_plain(*arguments: Any) -> bool:
+    """Whether the dispatcher may be skipped: no argument is traced, and no `TorchDispatchMode` is active."""
+    return is_untraced(*arguments) and _len_torch_dispatch_stack() == 0
+
+
+def refuse_forward_mode(*arguments: Any) -> None:
+    """Raise for a dual tensor, which would silently lose its tangent: no operation here computes one."""
+    if forward_ad._current_level < 0:
+        return
+    if any(isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in arguments):
+        raise NotImplementedError("onepass: forward-mode differentiation is not implemented, got a dual tensor")
+
+
+def refuse_second_derivatives() -> None:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("onepass: second derivatives are not implemented, got create_graph=True")
+
+
+FLOPS: dict[Any, Callable[..., int]] = {}  # the formula of each operation
+
+
+def tell_flop_counters() -> None:
+    """Give the formulas to the FLOP counters that are active. (Torch's table of them is in a module that imports
+    Triton.)"""
+    if torch.compiler.is_compiling():
+        return
+    for n in range(_len_torch_dispatch_stack()):
+        registry = getattr(getattr(_get_dispatch_stack_at(n), "counter", None), "flop_registry", None)
+        if registry is not None:
+            registry.update(FLOPS)
+
+
+def operation(
+    name: str, like: Callable[..., Any], flops: Callable[..., int] | None = None, composite: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function of tensors an operation registered with torch, used unless all tensors are plain.
+
+    Arguments and results may be what an operation cannot take: a parameter that is annotated with a named tuple is
+    flattened into its fields, and None among the results is replaced by an empty tensor on the way out.
+
+    Args:
+        name: of the operation.
+        like: takes what the function takes, by name, and returns its results unwritten, for what traces.
+        flops: takes the flattened arguments by name, with shapes for tensors, and returns what
+            `torch.utils.flop_counter` counts, for an operation whose GEMMs are kernels of our own.
+        composite: the operation consists of torch's own GEMMs. A `TorchDispatchMode` then sees those instead.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+        parameters = list(signature.parameters.values())
+        flat_parameters = [f for p in parameters for f in flattened(p)]
+        tuples = [n for n, p in enumerate(parameters) if holds_tensors(p.annotation)]
+
+        def nested(arguments: Iterable[Any]) -> list[Any]:
+            rest = iter(arguments)
+            return [_nest(p.annotation, rest) for p in parameters]
+
+        def flat(*arguments: Any) -> Any:
+            return _without_none(function(*nested(arguments)), arguments[0])
+
+        def fake(*arguments: Any) -> Any:
+            named = {p.name: a for p, a in zip(parameters, nested(arguments))}
+            return _without_none(like(**named), arguments[0])
+
+        prototype: Any = flat
+        prototype.__signature__ = signature.replace(
+            parameters=flat_parameters, return_annotation=_always_tensors(signature.return_annotation)
+        )
+        registered = torch.library.custom_op(name, prototype, mutates_args=())
+        registered.register_fake(fake)
+        if flops is not None:
+            names = [p.name for p in flat_parameters]
+
+            def counted(*arguments: Any, **_: Any) -> int:
+                shapes = [a.shape if isinstance(a, Tensor) else a for a in arguments]
+                return flops(**dict(zip(names, shapes)))
+
+            FLOPS[getattr(torch.ops.onepass, name.partition("::")[2])] = counted
+        may_skip = is_untraced if composite else is_plain
+
+        @wraps(function)
+        def call(*arguments: Any) -> Any:
+            tensors: Sequence[Any] = [*arguments, *[t for n in tuples for t in arguments[n]]]
+            if may_skip(*tensors):
+                if forward_ad._current_level >= 0:
+                    refuse_forward_mode(*tensors)
+                return function(*arguments)
+            tell_flop_counters()
+            return _with_none(registered(*_flatten(arguments)))
+
+        return call
+
+    return register
+
+
+def is_named_tuple(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, tuple) and hasattr(annotation, "_fields")
+
+
+def holds_tensors(annotation: Any) -> bool:
+    return is_named_tuple(annotation) and any(
+        of is Tensor or Tensor in get_args(of) for of in get_type_hints(annotation).values()
+    )
+
+
+def flattened(parameter: inspect.Parameter, prefix: str = "") -> list[inspect.Parameter]:
+    """The parameters that a named tuple consists of; those of a tuple within it have its name before theirs."""
+    if not is_named_tuple(parameter.annotation):
+        return [parameter.replace(name=prefix + parameter.name, default=inspect.Parameter.empty)]
+    found = []
+    for name, of in get_type_hints(parameter.annotation).items():
+        inner = f"{prefix}{name}_" if is_named_tuple(of) else prefix
+        found += flattened(parameter.replace(name=name, annotation=of), inner)
+    return found
+
+
+def _flatten(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            yield from _flatten(value)
+        else:
+            yield value
+
+
+def _nest(annotation: Any, values: Iterator[Any]) -> Any:
+    if not is_named_tuple(annotation):
+        return next(values)
+    return annotation(*[_nest(of, values) for of in get_type_hints(annotation).values()])
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast gives ``x`` in a GEMM; None where it is off, and for float64, which it leaves alone."""
+    if x.dtype == torch.float64 or not is_autocast_enabled(x):
+        return None
+    return torch.get_autocast_dtype(x.device.type)
+
+
+def is_autocast_enabled(x: Tensor) -> bool:
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # torch does not know it of the meta device
+
+
+ABSENT = torch.uint8  # the dtype of what is returned for None: no result has it
+
+
+def _without_none(results: Any, like: Tensor) -> Any:
+    if isinstance(results, Tensor):
+        return results
+    return type(results)([like.new_empty(0, dtype=ABSENT) if r is None else r for r in results])
+
+
+def _with_none(results: Any) -> Any:
+    if isinstance(results, Tensor):
+        return results
+    return type(results)([None if r.dtype == ABSENT else r for r in results])
+
+
+def _always_tensors(annotation: Any) -> Any:
+    """The annotation without the None, for torch's schema."""
+    if annotation is Tensor:
+        return Tensor
+    return list[Tensor] if get_origin(annotation) is list else tuple[(Tensor,) * len(get_args(annotation))]  # type: ignore[misc]
+
+
+def empty_gradient(logits: Tensor) -> Tensor:
+    out = torch.empty_like(logits)
+    return out if out.stride(-1) == 1 else logits.new_empty(logits.shape)  # of expanded logits

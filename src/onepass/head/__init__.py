@@ -1,1 +1,0 @@
-"""Losses of ``hidden @ weight.T + bias``, whose logits are computed in tiles wherever they are read."""

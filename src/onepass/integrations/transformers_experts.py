@@ -1,0 +1,134 @@
+"""`experts_implementation="onepass"`: transformers' experts, with PEFT's adapters, on `onepass.moe.expert_mlp`."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, NamedTuple, get_args
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from onepass.core.moe_options import ACTIVATIONS, Activation, ExpertOptions
+from onepass.integrations.patching import original, unsupported
+from onepass.moe.experts import Adapter, expert_mlp
+from onepass.moe.router import Routing
+from onepass.reference.experts import activate
+
+NAME = "onepass"
+INTERFACE = "transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS"
+SINCE = "5.7"  # the first version of transformers whose models may be set to a name that somebody registered
+PEFT = "peft.tuners.lora.layer", "ParamWrapper._activate_lora"
+DEFAULTS = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False}
+HELD = "_onepass_adapters"  # an attribute of experts while their forward runs
+
+
+class Gate(NamedTuple):
+    """How a class of experts makes one of gate and up."""
+
+    activation: Activation
+    interleaved: bool
+    alpha: float
+    limit: float
+
+
+_gates: "WeakKeyDictionary[nn.Module, Gate]" = WeakKeyDictionary()
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **kwargs: Any
+) -> Tensor:
+    """In the place of `forward` of a class that transformers' ``use_experts_implementation`` decorates.
+
+    Raises:
+        NotImplementedError: no gate, a norm behind the experts, or a gate that is none of `expert_mlp`'s.
+    """
+    if not option(self, "has_gate") or option(self, "has_post_expert_norm"):
+        what = "experts with a norm of their own" if option(self, "has_gate") else "experts without a gate"
+        raise NotImplementedError(f"experts_implementation='{NAME}': {type(self).__name__} has {what}")
+    gate = gate_of(self)
+    gate_up, lora_gate_up = weight_of(self, "gate_up_proj")
+    down, lora_down = weight_of(self, "down_proj")
+    routing = Routing(top_k_weights, top_k_index, top_k_index)  # whose counts are not read
+    return expert_mlp(
+        hidden_states, routing, gate_up, down, activation=gate.activation, interleaved=gate.interleaved,
+        alpha=gate.alpha, limit=gate.limit, transposed=option(self, "is_transposed"),
+        gate_up_bias=self.gate_up_proj_bias if option(self, "has_bias") else None,  # type: ignore[arg-type]
+        down_bias=self.down_proj_bias if option(self, "has_bias") else None,  # type: ignore[arg-type]
+        lora_gate_up=lora_gate_up, lora_down=lora_down,
+    )  # fmt: skip
+
+
+def option(experts: nn.Module, name: str) -> bool:
+    """An option of ``use_experts_implementation``, which instances have from the version on that introduced it."""
+    return getattr(experts, name, DEFAULTS[name])
+
+
+def gate_of(experts: nn.Module) -> Gate:
+    """The one of ours that does what the experts' own ``_apply_gate`` does, on numbers that tell them apart."""
+    known = _gates.get(experts)
+    if known is None:
+        probe = torch.linspace(-21.0, 23.0, 96).view(2, 48).roll(5, -1)
+        with torch.no_grad():
+            theirs = experts._apply_gate(probe)  # type: ignore[operator]
+        for gate in candidates(experts):
+            first, second = (probe[:, ::2], probe[:, 1::2]) if gate.interleaved else probe.chunk(2, -1)
+            ours = activate(first, second, ExpertOptions(gate.activation, alpha=gate.alpha, limit=gate.limit))
+            if theirs.shape == ours.shape and torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6):
+                known = _gates[experts] = gate
+                break
+        else:
+            raise NotImplementedError(
+                f"experts_implementation='{NAME}': {type(experts).__name__}._apply_gate is none of "
+                f"{', '.join(ACTIVATIONS)} of gate and up, side by side or in turns"
+            )
+    return known
+
+
+def candidates(experts: nn.Module) -> list[Gate]:
+    alpha, limit = (
+        float(next((getattr(experts, n) for n in names if hasattr(experts, n)), default))
+        for names, default in ((("alpha", "swiglu_alpha"), 1.702), (("limit", "swiglu_limit"), 7.0))
+    )
+    return [Gate(a, interleaved, alpha, limit) for a in get_args(Activation) for interleaved in (False, True)]
+
+
+def weight_of(experts: nn.Module, name: str) -> tuple[Tensor, Adapter | None]:
+    """The weight and PEFT's adapter on it, apart while it is one adapter; else what PEFT makes of all together."""
+    held, parametrized = experts.__dict__.get(HELD, {}), getattr(experts, "parametrizations", {})
+    factors, weight = held.get(name), None
+    if factors is None and name in parametrized and len(parametrized[name]) == 1:
+        proxy = parametrized[name][0]
+        if type(proxy).__name__ == "_LoraFactorsProxy":  # of a PEFT that is not patched
+            factors, weight = (proxy.lhs, proxy.rhs, proxy.scaling), parametrized[name].original
+    weight = getattr(experts, name) if weight is None else weight
+    if factors is None:
+        return weight, None
+    left, right, scaling = factors
+    return weight, (left.mT, right.mT, scaling) if option(experts, "is_transposed") else (right, left, scaling)
+
+
+@contextmanager
+def activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
+    """PEFT's own multiplies an adapter out and adds it to the weights of all experts; ours are handed the factors."""
+    experts = self.get_base_layer()
+    adapters = [name for name in active_adapters if name in self.lora_A]
+    ours = getattr(getattr(experts, "config", None), "_experts_implementation", None) == NAME
+    whole = self.get_param().is_floating_point() and self.get_param().element_size() > 1  # not quantised
+    if not (ours and whole and len(adapters) == 1 and self.num_experts > 1):
+        with original(*PEFT)(self, active_adapters):
+            yield
+        return
+    held = experts.__dict__.setdefault(HELD, {})
+    held[self.parameter_name] = self.get_delta_factors(adapters[0])
+    try:
+        yield
+    finally:
+        del held[self.parameter_name]
+
+
+def register() -> None:
+    """Add the name to transformers' experts, where it stays: models may be set to it. Not before 5.7 of transformers,
+    which refuses every name but its own."""
+    if not unsupported(INTERFACE[0], SINCE):
+        getattr(import_module(INTERFACE[0]), INTERFACE[1]).register(NAME, experts_forward)

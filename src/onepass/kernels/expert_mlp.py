@@ -1,0 +1,82 @@
+"""`moe.expert_mlp` on a GPU: the grouped GEMMs and what lies between them, forward and backward."""
+
+from torch import Tensor
+
+from onepass.core.moe_options import EXPERT_TENSORS, ExpertGradients, ExpertOptions, ExpertTensors, Groups
+from onepass.kernels.expert_rows import bias_gradient, combine, glu_gradient
+from onepass.kernels.grouped_gemm import grouped_gemm
+from onepass.kernels.grouped_weight_gradient import weight_gradient
+
+
+def expert_mlp(
+    tensors: ExpertTensors, experts: Tensor, groups: Groups, keep: bool, options: ExpertOptions
+) -> tuple[Tensor, Tensor | None]:
+    """The result and, if ``keep``, what `expert_mlp_gradient` needs of it: the rows before the activation."""
+    t, o, K = tensors, options, experts.shape[1]
+    w1, w2 = (w.mT if o.transposed else w for w in (t.gate_up, t.down))
+    h = t.hidden.new_empty((experts.numel(), w1.shape[1])) if keep else None
+    low1 = low2 = None  # rows of rank R, where there is a LoRA
+    if t.gate_up_lora_a is not None:
+        low1 = grouped_gemm(t.hidden, t.gate_up_lora_a, groups, share=K, scale=o.gate_up_scaling)
+    activated = grouped_gemm(
+        t.hidden, w1, groups, o, share=K, glu=True, low=low1, lora=t.gate_up_lora_b, bias=t.gate_up_bias, h=h
+    )
+    if t.down_lora_a is not None:
+        low2 = grouped_gemm(activated, t.down_lora_a, groups, scale=o.down_scaling)
+    y = grouped_gemm(activated, w2, groups, scatter=True, low=low2, lora=t.down_lora_b, bias=t.down_bias)
+    return combine(y, t.weights, experts, len(w1), t.hidden), h
+
+
+def expert_mlp_gradient(
+    grad: Tensor, h: Tensor | None, tensors: ExpertTensors, experts: Tensor, groups: Groups, needed: list[bool],
+    options: ExpertOptions,
+) -> ExpertGradients:  # fmt: skip
+    """The gradients of the tensors, None where not needed."""
+    t, o, K = tensors, options, experts.shape[1]
+    w1, w2 = (w.mT if o.transposed else w for w in (t.gate_up, t.down))
+    need = dict(zip(EXPERT_TENSORS, needed))
+    found: dict[str, Tensor | None] = dict.fromkeys(EXPERT_TENSORS)
+
+    def transposed(lora: Tensor | None) -> Tensor | None:
+        return None if lora is None else lora.mT
+
+    up2 = None
+    if t.down_lora_b is not None:
+        up2 = grouped_gemm(grad, t.down_lora_b.mT, groups, share=K, scale=o.down_scaling)
+    of_activated = grouped_gemm(grad, w2.mT, groups, share=K, low=up2, lora=transposed(t.down_lora_a))
+    keep = need["down"] or need["down_lora_a"] or need["down_lora_b"]
+    dh, of_weights = glu_gradient(of_activated, h, t.weights, groups, o, keep)  # type: ignore[arg-type]
+    if need["weights"]:
+        if t.down_bias is not None:
+            of_bias = of_weights.new_zeros((t.weights.numel(), 1))
+            grouped_gemm(grad, t.down_bias.unsqueeze(1), groups, share=K, scatter=True, out=of_bias)
+            of_weights += of_bias.view_as(t.weights)
+        found["weights"] = of_weights
+    weighted = of_activated  # which `glu_gradient` has overwritten: the activated rows times their routing weight
+    if need["down"]:
+        found["down"] = weight_gradient(grad, weighted, t.down, groups, share_a=K, transposed=o.transposed)
+    if need["down_lora_a"]:
+        found["down_lora_a"] = weight_gradient(up2, weighted, t.down_lora_a, groups)  # type: ignore[arg-type]
+    if need["down_lora_b"]:
+        low2 = grouped_gemm(weighted, t.down_lora_a, groups, scale=o.down_scaling)  # type: ignore[arg-type]
+        found["down_lora_b"] = weight_gradient(grad, low2, t.down_lora_b, groups, share_a=K)  # type: ignore[arg-type]
+    del of_activated, weighted  # before more memory is taken
+    up1 = None
+    if t.gate_up_lora_b is not None:
+        up1 = grouped_gemm(dh, t.gate_up_lora_b.mT, groups, scale=o.gate_up_scaling)
+    if need["hidden"]:
+        of_rows = grouped_gemm(dh, w1.mT, groups, scatter=True, low=up1, lora=transposed(t.gate_up_lora_a))
+        found["hidden"] = combine(of_rows, None, experts, len(w1), t.hidden)
+        del of_rows
+    if need["gate_up"]:
+        found["gate_up"] = weight_gradient(dh, t.hidden, t.gate_up, groups, share_b=K, transposed=o.transposed)
+    if need["gate_up_lora_a"]:
+        found["gate_up_lora_a"] = weight_gradient(up1, t.hidden, t.gate_up_lora_a, groups, share_b=K)  # type: ignore[arg-type]
+    if need["gate_up_lora_b"]:
+        low1 = grouped_gemm(t.hidden, t.gate_up_lora_a, groups, share=K, scale=o.gate_up_scaling)  # type: ignore[arg-type]
+        found["gate_up_lora_b"] = weight_gradient(dh, low1, t.gate_up_lora_b, groups)  # type: ignore[arg-type]
+    if need["gate_up_bias"]:
+        found["gate_up_bias"] = bias_gradient(dh, None, t.gate_up_bias, groups, 0)  # type: ignore[arg-type]
+    if need["down_bias"]:
+        found["down_bias"] = bias_gradient(grad, t.weights, t.down_bias, groups, K)  # type: ignore[arg-type]
+    return tuple(found.values())  # type: ignore[return-value]

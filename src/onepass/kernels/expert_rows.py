@@ -1,0 +1,183 @@
+"""What happens to rows of experts between and after the grouped GEMMs: the activation, its gradient, the gradients of
+biases, and the weighted sum over the experts of a token.
+
+Bytes moved: each row of an input once, each row of a result once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onepass.core.moe_options import ExpertOptions, Groups
+from onepass.kernels.launch import Flat, Out, Plan, Rows, launch
+from onepass.kernels.layout import power_of_two
+
+
+@triton.jit
+def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+    """``(activated, its derivative by gate, by up)``, float32."""
+    if ACTIVATION == "swiglu_clamped":
+        inside = gate <= limit
+        within = tl.abs(up) <= limit
+        gate = tl.minimum(gate, limit)
+        up = tl.clamp(up, -limit, limit) + 1.0
+        s = tl.sigmoid(alpha * gate)
+        f = gate * s
+        slope = tl.where(inside, s + alpha * f * (1.0 - s), 0.0)
+        return f * up, slope * up, tl.where(within, f, 0.0)
+    elif ACTIVATION == "silu":
+        s = tl.sigmoid(gate)
+        f = gate * s
+        slope = s + f * (1.0 - s)
+    elif ACTIVATION == "gelu":
+        phi = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+        f = gate * phi
+        slope = phi + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+    else:
+        inner = 0.7978845608028654 * gate * (1.0 + 0.044715 * gate * gate)
+        s = tl.sigmoid(2.0 * inner)  # (1 + tanh(inner)) / 2
+        f = gate * s
+        slope = s + f * (1.0 - s) * 2.0 * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * gate * gate)
+    return f * up, slope * up, f
+
+
+@triton.jit(do_not_specialize=["assignments"])
+def glu_gradient_kernel(
+    y: "Out", h: "Flat", weights: "Flat", out: "Out", of_weights: "Out", order: "Flat", offsets: "Flat",
+    assignments: tl.int32, alpha: tl.float32, limit: tl.float32,
+    E: tl.constexpr, N: tl.constexpr, ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, KEEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """From the gradient y of the activated without the routing weight, and from gate and up in ``h``:
+
+    ``out``: the gradient of h. ``of_weights``: the sum of y times the activated.
+    ``y``: where KEEP, the activated times the routing weight takes its place.
+    """
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    there = row < tl.load(offsets + E)
+    assignment = tl.load(order + row, mask=there, other=0)
+    weight = tl.load(weights + assignment, mask=there, other=0.0)[:, None]
+    at_y = y + row.to(tl.int64)[:, None] * N
+    row_h = row.to(tl.int64)[:, None] * (2 * N)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for begin in range(0, N, BLOCK_N):
+        n = begin + tl.arange(0, BLOCK_N)[None, :]
+        mask = there[:, None] & (n < N)
+        if INTERLEAVED:
+            both = 2 * begin + tl.arange(0, 2 * BLOCK_N)[None, :]
+            wide = there[:, None] & (both < 2 * N)
+            pair = tl.load(h + row_h + both, mask=wide, other=0.0).to(tl.float32)
+            gate, up = tl.split(tl.reshape(pair, (BLOCK_M, BLOCK_N, 2)))
+        else:
+            gate = tl.load(h + row_h + n, mask=mask, other=0.0).to(tl.float32)
+            up = tl.load(h + row_h + N + n, mask=mask, other=0.0).to(tl.float32)
+        of_activated = tl.load(at_y + n, mask=mask, other=0.0).to(tl.float32)
+        activated, by_gate, by_up = activate(gate, up, alpha, limit, ACTIVATION)
+        total += tl.sum(tl.where(mask, of_activated * activated, 0.0), 1)
+        of_activated *= weight
+        by_gate = (of_activated * by_gate).to(out.dtype.element_ty)
+        by_up = (of_activated * by_up).to(out.dtype.element_ty)
+        if INTERLEAVED:
+            tl.store(out + row_h + both, tl.reshape(tl.join(by_gate, by_up), (BLOCK_M, 2 * BLOCK_N)), mask=wide)
+        else:
+            tl.store(out + row_h + n, by_gate, mask=mask)
+            tl.store(out + row_h + N + n, by_up, mask=mask)
+        if KEEP:
+            tl.store(at_y + n, (activated * weight).to(y.dtype.element_ty), mask=mask)
+    tl.store(of_weights + assignment, total, mask=there)
+
+
+def glu_gradient(
+    y: Tensor, h: Tensor, weights: Tensor, groups: Groups, options: ExpertOptions, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of ``h`` and of ``weights``; `glu_gradient_kernel` has the rest."""
+    out, of_weights = h.new_empty(h.shape), weights.new_zeros(weights.shape)
+    if len(y):
+        about = tuple(y.shape), len(groups.offsets) - 1, options, keep
+        launch(glu_gradient_plan, about, (y, h, weights, out, of_weights, groups.order, groups.offsets))
+    return out, of_weights
+
+
+def glu_gradient_plan(shape: tuple[int, int], E: int, o: ExpertOptions, keep: bool) -> Plan:
+    assignments, N = shape
+    block_n = max(16, min(1024, power_of_two(N)))
+    block_m = max(1, 1024 // block_n)
+    constexprs = dict(
+        E=E, N=N, ACTIVATION=o.activation, INTERLEAVED=o.interleaved, KEEP=keep, BLOCK_M=block_m, BLOCK_N=block_n
+    )
+    return Plan(glu_gradient_kernel, -(-assignments // block_m), (assignments, o.alpha, o.limit), constexprs, 4)
+
+
+@triton.jit
+def bias_gradient_kernel(
+    a: "Rows", weights: "Flat", out: "Out", order: "Flat", offsets: "Flat",
+    N: tl.constexpr, SHARE: tl.constexpr, A_ROW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """``out[e]``: the sum of the rows of expert e, each times the weight of its assignment: the gradient of a bias."""
+    TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    expert = tl.program_id(0) // TILES
+    n = tl.program_id(0) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+    end = tl.load(offsets + expert + 1)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in tl.range(tl.load(offsets + expert), end, BLOCK_M):
+        row = start + tl.arange(0, BLOCK_M)
+        there = row < end
+        assignment = tl.load(order + row, mask=there, other=0)
+        source = (assignment // SHARE if SHARE > 0 else row).to(tl.int64)
+        mask = there[:, None] & (n < N)[None, :]
+        part = tl.load(a + source[:, None] * A_ROW + n[None, :], mask=mask, other=0.0).to(tl.float32)
+        if weights is not None:
+            part *= tl.load(weights + assignment, mask=there, other=0.0)[:, None]
+        acc += part
+    tl.store(out + expert.to(tl.int64) * N + n, tl.sum(acc, 0).to(out.dtype.element_ty), mask=n < N)
+
+
+def bias_gradient(a: Tensor, weights: Tensor | None, like: Tensor, groups: Groups, share: int) -> Tensor:
+    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    about = tuple(out.shape), share, a.stride(0)
+    launch(bias_plan, about, (a, weights, out, groups.order, groups.offsets))
+    return out
+
+
+def bias_plan(shape: tuple[int, ...], share: int, a_row: int) -> Plan:
+    E, N = shape
+    constexprs = dict(N=N, SHARE=share, A_ROW=a_row, BLOCK_N=64, BLOCK_M=32)
+    return Plan(bias_gradient_kernel, E * -(-N // 64), (), constexprs, 4)
+
+
+@triton.jit(do_not_specialize=["T"])
+def combine_kernel(
+    y: "Flat", weights: "Flat", experts: "Flat", out: "Out",
+    T: tl.int32,
+    E: tl.constexpr, N: tl.constexpr, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """``out[t]``: the sum over the assignments of a token, times their weights where there are some."""
+    TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    t = (tl.program_id(0) // TILES).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n = tl.program_id(0) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (t < T)[:, None] & (n < N)[None, :]
+    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    for k in tl.static_range(TOPK):
+        assignment = t * TOPK + k
+        expert = tl.load(experts + assignment, mask=t < T, other=-1)
+        valid = (expert >= 0) & (expert < E)
+        part = tl.load(y + assignment[:, None] * N + n[None, :], mask=mask & valid[:, None], other=0.0).to(tl.float32)
+        if weights is not None:
+            part *= tl.load(weights + assignment, mask=(t < T) & valid, other=0.0)[:, None]
+        acc += part
+    tl.store(out + t[:, None] * N + n[None, :], acc.to(out.dtype.element_ty), mask=mask)
+
+
+def combine(y: Tensor, weights: Tensor | None, experts: Tensor, E: int, like: Tensor) -> Tensor:
+    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    T, N = out.shape
+    if T:
+        launch(combine_plan, (T, E, N, experts.shape[1]), (y, weights, experts, out))
+    return out
+
+
+def combine_plan(T: int, E: int, N: int, topk: int) -> Plan:
+    block_n = min(1024, max(16, power_of_two(N)))
+    constexprs = dict(E=E, N=N, TOPK=topk, BLOCK_T=1, BLOCK_N=block_n)
+    return Plan(combine_kernel, T * -(-N // block_n), (T,), constexprs, 4)

@@ -1,0 +1,220 @@
+"""The grouped GEMM: one matrix product for every expert, on rows that are gathered as they are read and scattered as they
+are written.
+
+`token_sort` has sorted the token-expert assignments. Rows of an operand lie in the order of the assignments, of which
+SHARE in a row read the same one (SHARE 0: they are sorted themselves).
+
+Bytes moved: every row once for each tile of columns, every expert's weight once for each of its tiles of rows, the
+result once. The limit is the rate of the tensor cores.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onepass.autotune.own import choose
+from onepass.core.moe_options import ExpertOptions, Groups
+from onepass.kernels import layout
+from onepass.kernels.expert_rows import activate
+from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
+from onepass.kernels.layout import power_of_two
+from onepass.kernels.token_sort import rows_of_tile
+
+Strides = tuple[int, ...]
+PLAIN = ExpertOptions()
+
+
+@triton.jit
+def load_weight(
+    w, descriptor, e, k0, n0, column, inside, K: tl.constexpr,
+    W_E: tl.constexpr, W_N: tl.constexpr, W_K: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """``w[e, column, k0 : k0 + BLOCK_K]``, transposed; zeros beyond K."""
+    if TMA == "K":
+        return tl.reshape(descriptor.load([e, 0, n0, k0]), (WIDTH, BLOCK_K)).T
+    elif TMA == "N":
+        return tl.reshape(descriptor.load([e, k0, n0]), (BLOCK_K, WIDTH))
+    else:
+        k = k0 + tl.arange(0, BLOCK_K)
+        mask = inside[None, :]
+        if K % BLOCK_K != 0:
+            mask = mask & (k[:, None] < K)
+        return tl.load(w + e.to(tl.int64) * W_E + k[:, None] * W_K + column[None, :] * W_N, mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["tiles", "group"])
+def grouped_gemm_kernel(
+    x: "Rows", w: "Strided", low: "Flat", lora: "Strided", bias: "Flat", h: "Out", out: "Out", order: "Flat",
+    offsets: "Flat",
+    tile_expert: "Flat", tile_row: "Flat",
+    tiles: tl.int32, group: tl.int32, scale: tl.float32, alpha: tl.float32, limit: tl.float32,
+    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr, SHARE: tl.constexpr, SCATTER: tl.constexpr, X_ROW: tl.constexpr, W_E: tl.constexpr,
+    W_N: tl.constexpr, W_K: tl.constexpr, L_E: tl.constexpr, L_N: tl.constexpr, L_R: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """``y = x @ w[e]ᵀ + low @ lora[e]ᵀ + bias[e]`` for the rows of every expert e, and ``out = scale · y``.
+
+    With an ACTIVATION the columns of y are gate and up, N of each, and ``out = activate(gate, up)``; ``h = y`` where it
+    is wanted. Programs take tiles in turns: while one stores, it loads for its next. TMA names the dimension in which
+    ``w`` is contiguous, if it can be read by tensor-memory loads.
+    """
+    N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    COLUMNS: tl.constexpr = N if ACTIVATION == "" else 2 * N
+    WIDTH: tl.constexpr = BLOCK_N if ACTIVATION == "" else 2 * BLOCK_N
+    HALVES: tl.constexpr = 1 if ACTIVATION == "" or INTERLEAVED else 2
+    PART: tl.constexpr = WIDTH // HALVES
+    if TMA == "K":
+        descriptor = tl.make_tensor_descriptor(
+            w, [E, HALVES, COLUMNS // HALVES, K], [W_E, COLUMNS // HALVES * W_N, W_N, 1], [1, HALVES, PART, BLOCK_K]
+        )
+    elif TMA == "N":
+        descriptor = tl.make_tensor_descriptor(w, [E, K, COLUMNS], [W_E, W_K, 1], [1, BLOCK_K, WIDTH])
+    else:
+        descriptor = w
+    for work in tl.range(tl.program_id(0), tiles * N_TILES, tl.num_programs(0), flatten=True):
+        # A group of tiles meets the same columns of the weights at about the same time, which stay in the cache.
+        begin = work // (group * N_TILES) * group
+        height = tl.minimum(tiles - begin, group)
+        tile = begin + work % (group * N_TILES) % height
+        n_tile = work % (group * N_TILES) // height
+        expert = tl.load(tile_expert + tile)
+        if expert < E:
+            row = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
+            there = row < tl.load(offsets + expert + 1)
+            assignment = tl.load(order + row, mask=there, other=0)
+            source = (assignment // SHARE if SHARE > 0 else row).to(tl.int64)
+            at_row = row.to(tl.int64)[:, None]
+            # Gate and up of the same columns of the result: from two places, or one column in turns.
+            n0 = n_tile * PART
+            column = n0 + tl.arange(0, WIDTH) % PART
+            inside = column < COLUMNS // HALVES
+            column += tl.arange(0, WIDTH) // PART * (COLUMNS // HALVES)
+            acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+            if bias is not None:
+                of_columns = tl.load(bias + expert.to(tl.int64) * COLUMNS + column, mask=inside, other=0.0)
+                acc += of_columns[None, :].to(tl.float32)
+            if R > 0:
+                r = tl.arange(0, BLOCK_R)[None, :]
+                adapted = tl.load(low + at_row * R + r, mask=there[:, None] & (r < R), other=0.0)
+                adapter = load_weight(lora, lora, expert, 0, n0, column, inside, R, L_E, L_N, L_R, BLOCK_R, WIDTH, "")
+                acc = tl.dot(adapted, adapter, acc, input_precision=PRECISION)
+            for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+                k = (k0 + tl.arange(0, BLOCK_K))[None, :]
+                mask = there[:, None] if K % BLOCK_K == 0 else there[:, None] & (k < K)
+                a = tl.load(x + source[:, None] * X_ROW + k, mask=mask, other=0.0)
+                b = load_weight(w, descriptor, expert, k0, n0, column, inside, K, W_E, W_N, W_K, BLOCK_K, WIDTH, TMA)
+                acc = tl.dot(a, b, acc, input_precision=PRECISION)
+
+            if ACTIVATION == "":
+                y = scale * acc
+            else:
+                if h is not None:
+                    at = h + at_row * COLUMNS + column[None, :]
+                    tl.store(at, acc.to(h.dtype.element_ty), mask=there[:, None] & inside[None, :])
+                if HALVES == 2:
+                    gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
+                else:
+                    gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
+                y, _, _ = activate(gate, up, alpha, limit, ACTIVATION)
+            n = (n_tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+            to = assignment.to(tl.int64)[:, None] if SCATTER else at_row
+            tl.store(out + to * N + n, y.to(out.dtype.element_ty), mask=there[:, None] & (n < N))
+
+
+def grouped_gemm(
+    x: Tensor,
+    w: Tensor,
+    groups: Groups,
+    options: ExpertOptions = PLAIN,
+    *,
+    share: int = 0,
+    scatter: bool = False,
+    glu: bool = False,
+    low: Tensor | None = None,
+    lora: Tensor | None = None,
+    scale: float = 1.0,
+    bias: Tensor | None = None,
+    h: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`grouped_gemm_kernel` with ``w`` ``(E, N, K)`` and ``lora`` ``(E, N, R)``, of any strides; returns ``out``."""
+    E, N, K = w.shape
+    assignments = len(groups.order)
+    N = N // 2 if glu else N
+    out = x.new_empty((assignments, N)) if out is None else out
+    about = (
+        (assignments, len(groups.tile_row), E, N, K, 0 if lora is None else lora.shape[2], share),
+        (glu, scatter, scale), options, x.stride(0), w.stride(), () if lora is None else lora.stride(),
+        x.element_size(), tensor_memory(w, glu and not options.interleaved), x.device,
+    )  # fmt: skip
+    if assignments:
+        launch(gemm_plan, about, (x, w, low, lora, bias, h, out, *groups))
+    return out
+
+
+def tensor_memory(w: Tensor, halves: bool) -> str:
+    """The dimension in which ``w`` is contiguous, if the tensor-memory unit of Hopper and later can read it.
+
+    Of ``halves`` that lie beside each other a tile takes two parts, which that unit makes one only across rows.
+    """
+    of_expert, of_n, of_k = w.stride()
+    name, other = ("K", of_n) if of_k == 1 else ("N", of_k if of_n == 1 and not halves else 0)
+    whole = w.numel() and all(n > 0 and n * w.element_size() % 16 == 0 for n in (of_expert, other))
+    return name if layout.has_tensor_memory() and whole and w.data_ptr() % 16 == 0 else ""
+
+
+def gemm_plan(
+    sizes: tuple[int, ...],
+    how: tuple[bool, bool, float],
+    o: ExpertOptions,
+    x_row: int,
+    w_strides: Strides,
+    lora_strides: Strides,
+    element: int,
+    tma: str,
+    device: torch.device,
+) -> Plan:
+    assignments, tiles, E, N, K, R, share = sizes
+    glu, scatter, scale = how
+    block_m, block_k = rows_of_tile(assignments, E), max(16, min(power_of_two(K), 128 // element))
+    products, block_r = 2 if glu else 1, max(16, power_of_two(R))
+    block_n, of_stage, most = tile_that_fits(N, products, (block_m, block_k, block_r if R else 0), element, bool(tma))
+    if most < 1:
+        raise ValueError(f"adapters: expected a rank that fits into shared memory, got {R}")
+    tiles_of_expert = power_of_two(assignments // (E * block_m))
+    rule = dict(STAGES=min(2 + products, most), GROUP=min(16, tiles_of_expert))
+    key = {"rows": assignments, "experts": E, "columns": N, "inner": K, "read": "glu" if glu else "plain"}
+    numbers = choose(grouped_gemm_kernel, key | layout.elements(element), rule)
+    stages = min(numbers["STAGES"], most)
+    constexprs = dict(
+        E=E, N=N, K=K, R=R, ACTIVATION=o.activation if glu else "", INTERLEAVED=o.interleaved, SHARE=share,
+        SCATTER=scatter,
+        X_ROW=x_row, W_E=w_strides[0], W_N=w_strides[1], W_K=w_strides[2],
+        **dict(zip(("L_E", "L_N", "L_R"), lora_strides or (0, 0, 0))),
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=block_r, STAGES=stages,
+        PRECISION=layout.precision(), TMA=tma,
+    )  # fmt: skip
+    at_once = max(1, min(4, layout.shared_memory() // (of_stage * stages)))
+    programs = min(tiles * -(-N // block_n), at_once * layout.multiprocessors(device))
+    warps = 8 if block_m * block_n * products * element >= 128 * 128 * 2 else 4
+    return Plan(grouped_gemm_kernel, programs, (tiles, numbers["GROUP"], scale, o.alpha, o.limit), constexprs, warps)
+
+
+def tile_that_fits(
+    N: int, products: int, blocks: tuple[int, int, int], element: int, tma: bool
+) -> tuple[int, int, int]:
+    """Columns of a tile of the result; the bytes of a stage, and how many stages there may be beside the adapter."""
+    block_m, block_k, block_r = blocks
+    hopper = layout.compute_capability() == 90
+    widest = (256 if tma and (hopper or products == 1) else 128) if element == 2 else 64  # as registers allow
+    block_n = max(16, min(power_of_two(N), widest // products))
+    while True:
+        column_bytes = (block_m + products * block_n) * element
+        most = (layout.shared_memory() - column_bytes * block_r) // (column_bytes * block_k)
+        if most >= 2 or block_n == 16:
+            return block_n, column_bytes * block_k, most
+        block_n //= 2

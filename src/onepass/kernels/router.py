@@ -1,0 +1,447 @@
+"""Routing kernels: scores, the k best experts, their weights and everybody's counts from one read of the logits.
+
+Bytes moved: ``T·E`` logits in, ``O(T·K)`` out; backward, the logits in and their gradient out. A program holds all
+logits of some tokens. The forward is bound by the instructions of k searches for a maximum: experts come in chunks,
+tensors of their own, and every lane keeps its values of all chunks sorted, so that a search looks at one chunk.
+"""
+
+# mypy: disable-error-code="assignment, var-annotated"
+# (a tuple that grows in a `static_range`)
+
+import math
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from onepass.core.moe_options import RouterOptions, RoutingGradients, RoutingResults, empty_routing
+from onepass.kernels import layout
+from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
+from onepass.kernels.layout import power_of_two
+from onepass.kernels.online_softmax import LOG2E, LOWEST, transform, transform_and_slope
+
+SOFTMAX, SIGMOID = tl.constexpr("softmax"), tl.constexpr("sigmoid")
+TILE, VECTORS = 1024, 4  # logits of a program of the backward; vectors of a thread, which has several tokens
+ONE_TILE = 16384  # the most that one program takes alone: then its counts are everybody's
+# Of the forward: threads of a program, the least experts of a chunk, the most chunks.
+THREADS, CHUNK, MOST_CHUNKS = 128, 16, 4
+VALUES = 8  # of a thread that lie beside each other
+MOST_THREADS = 1024
+
+
+@triton.jit
+def sigmoid(z):
+    return 1.0 / (1.0 + tl.exp2(-z * LOG2E))
+
+
+@triton.jit
+def sqrtsoftplus(z):
+    """``sqrt(log(1 + exp(z)))``, exact also where ``exp(z)`` is lost beside 1."""
+    u = tl.exp2(-tl.abs(z) * LOG2E)
+    w = 1.0 + u
+    log1p = tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
+    return tl.sqrt(tl.maximum(z, 0.0) + log1p)
+
+
+@triton.jit
+def only(there, x, WHOLE: tl.constexpr):
+    return x if WHOLE else tl.where(there, x, float("-inf"))
+
+
+@triton.jit
+def largest(v, CHUNKS: tl.constexpr):
+    """Of all chunks ``(T, W)``, for every token: a thread's own values first."""
+    best = v[0]
+    for c in tl.static_range(1, CHUNKS):
+        best = tl.maximum(best, v[c])
+    return tl.max(best, axis=1)
+
+
+@triton.jit
+def first_equal(v, best, ids, NONE: tl.constexpr, CHUNKS: tl.constexpr):
+    """The lowest of ``ids`` where the value is ``best``."""
+    first = tl.where(v[0] == best[:, None], ids[0], NONE)
+    for c in tl.static_range(1, CHUNKS):
+        first = tl.minimum(first, tl.where(v[c] == best[:, None], ids[c], NONE))
+    return tl.min(first, axis=1)
+
+
+@triton.jit
+def without(v, first, ids, CHUNKS: tl.constexpr):
+    """All but one of ``ids`` for every token."""
+    left = ()
+    for c in tl.static_range(CHUNKS):
+        left = left + (tl.where(ids[c] == first[:, None], float("-inf"), v[c]),)
+    return left
+
+
+@triton.jit
+def stacked(v, ids, CHUNKS: tl.constexpr):
+    """Chunks sorted lane by lane: the largest values in the first, of equal ones those of lower id."""
+    for done in tl.static_range(CHUNKS - 1):
+        sorted_v, sorted_ids = (), ()
+        least, its_id = v[0], ids[0]
+        for c in tl.static_range(1, CHUNKS - done):
+            larger = v[c] > least
+            sorted_v = sorted_v + (tl.where(larger, v[c], least),)
+            sorted_ids = sorted_ids + (tl.where(larger, ids[c], its_id),)
+            least = tl.where(larger, least, v[c])
+            its_id = tl.where(larger, its_id, ids[c])
+        sorted_v, sorted_ids = sorted_v + (least,), sorted_ids + (its_id,)
+        for c in tl.static_range(CHUNKS - done, CHUNKS):
+            sorted_v, sorted_ids = sorted_v + (v[c],), sorted_ids + (ids[c],)
+        v, ids = sorted_v, sorted_ids
+    return v, ids
+
+
+@triton.jit
+def popped(v, ids, first, CHUNKS: tl.constexpr):
+    """`stacked` chunks without ``first``, which lies on top of its lane: what lies below it moves up."""
+    here = ids[0] == first[:, None]
+    left, left_ids = (), ()
+    for c in tl.static_range(1, CHUNKS):
+        left = left + (tl.where(here, v[c], v[c - 1]),)
+        left_ids = left_ids + (tl.where(here, ids[c], ids[c - 1]),)
+    return left + (tl.where(here, float("-inf"), v[CHUNKS - 1]),), left_ids + (ids[CHUNKS - 1],)
+
+
+@triton.jit
+def has_no_score(z, SCORE: tl.constexpr):
+    """NaN, or what would have an infinite score. (The normaliser tells of those of a softmax.)"""
+    odd = z != z
+    if SCORE != SIGMOID:
+        odd = odd | (z == float("inf"))
+    return odd
+
+
+@triton.jit
+def undefined(odd, total, SCORE: tl.constexpr):
+    """Tokens without an answer: a logit without a score, or nothing to take a softmax of."""
+    if SCORE == SOFTMAX:
+        bad = ((total > 0) & (total < float("inf"))) == 0
+    else:
+        bad = tl.max(odd.to(tl.int32), axis=1) > 0
+    return bad
+
+
+@triton.jit
+def raw_scores(z, m, total, valid, SCORE: tl.constexpr, AFTER: tl.constexpr):
+    """The scores ``(T, K)`` of chosen logits; ``m`` and ``total`` are the maximum and normaliser of all."""
+    if SCORE == SOFTMAX:
+        if AFTER:
+            top = tl.max(tl.where(valid, z, float("-inf")), axis=1)
+            e = tl.where(valid, tl.exp2((z - top[:, None]) * LOG2E), 0.0)
+            s = e / tl.sum(e, axis=1)[:, None]
+        else:
+            s = tl.exp2((z - m[:, None]) * LOG2E) / total[:, None]
+    elif SCORE == SIGMOID:
+        s = sigmoid(z)
+    else:
+        s = sqrtsoftplus(z)
+    return tl.where(valid, s, 0.0)
+
+
+@triton.jit(
+    do_not_specialize=["T", "stride"],
+    do_not_specialize_on_alignment=[
+        "selection_bias", "token_mask", "weights", "experts", "counts", "prob_sums", "logsumexp",
+    ],
+)  # fmt: skip
+def routing_kernel(
+    logits: "Rows", selection_bias: "Flat", token_mask: "Flat", weights: "Out", experts: "Out", counts: "Out",
+    prob_sums: "Out",
+    logsumexp: "Out",
+    T: tl.int32, stride: tl.int64, inner: tl.float32, outer: tl.float32, scale: tl.float32, eps: tl.float32,
+    E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
+    TOP2: tl.constexpr, RENORMALIZE: tl.constexpr, AFTER: tl.constexpr, SOFTCAP: tl.constexpr, ALONE: tl.constexpr,
+    VEC: tl.constexpr, CHUNKS: tl.constexpr, STEP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    GROUPS_OF_CHUNK: tl.constexpr = BLOCK_G // CHUNKS
+    W: tl.constexpr = GROUPS_OF_CHUNK * BLOCK_J
+    WHOLE: tl.constexpr = E == BLOCK_G * BLOCK_J  # no column without an expert
+    column = tl.arange(0, W)[None, :]
+    j = tl.arange(0, BLOCK_J)[None, None, :]
+    k = tl.arange(0, BLOCK_K)[None, :]
+    bins = tl.arange(0, BINS)
+    e, there, group = (), (), ()
+    for c in tl.static_range(CHUNKS):
+        first_group = c * GROUPS_OF_CHUNK
+        e_chunk = (first_group + column // BLOCK_J) * STEP + column % BLOCK_J
+        e = e + (e_chunk,)
+        there = there + ((column % BLOCK_J < STEP) & (e_chunk < E),)
+        group = group + (first_group + tl.arange(0, GROUPS_OF_CHUNK)[None, :],)
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    start = logits + t * stride // VEC * VEC  # VEC divides the stride; this is for the compiler to know
+    active = t < T
+    if token_mask is not None:
+        active = active & (tl.load(token_mask + t, mask=t < T, other=0) != 0)
+    x, z = (), ()
+    for c in tl.static_range(CHUNKS):
+        of_chunk = tl.load(
+            start[:, None] + e[c], mask=active[:, None] if WHOLE else active[:, None] & there[c], other=0.0
+        )
+        x = x + (of_chunk,)
+        z = z + (only(there[c], transform(of_chunk, inner, outer, SOFTCAP), WHOLE),)
+    m = tl.zeros([BLOCK_T], tl.float32)
+    total = m + 1.0
+    p = z
+    if SCORE == SOFTMAX or logsumexp is not None:
+        m = tl.maximum(largest(z, CHUNKS), LOWEST)
+        p = ()
+        p_sum = tl.zeros([BLOCK_T, W], tl.float32)
+        for c in tl.static_range(CHUNKS):
+            p = p + (tl.exp2((z[c] - m[:, None]) * LOG2E),)
+            p_sum += p[c]
+        total = tl.sum(p_sum, axis=1)
+    inverse = (1.0 / total)[:, None]
+    if logsumexp is not None:
+        for c in tl.static_range(CHUNKS):
+            prob_sum = tl.sum(tl.where(active[:, None], p[c] * inverse, 0.0), axis=0, keep_dims=True)
+            tl.store(prob_sums + tl.program_id(0).to(tl.int64) * E + e[c], prob_sum, mask=there[c])
+        void = total - total
+        tl.store(logsumexp + t, tl.where(active, m + tl.log(total) + void, 0.0), mask=t < T)
+    odd = tl.zeros([BLOCK_T, W], tl.int1)
+    # Without a bias the order of the scores is that of the logits, which no rounding of a score changes. Scores are
+    # computed where they are added up.
+    SCORED: tl.constexpr = selection_bias is not None or (GROUPS > 1 and TOP2)
+    v, judged = (), ()
+    for c in tl.static_range(CHUNKS):
+        odd = odd | (has_no_score(z[c], SCORE) & there[c])
+        value = x[c].to(tl.float32) if SOFTCAP else z[c]
+        score = z[c]
+        if SCORED:
+            if not AFTER:
+                if SCORE == SOFTMAX:
+                    score = p[c] * inverse
+                elif SCORE == SIGMOID:
+                    score = sigmoid(z[c])
+                else:
+                    score = sqrtsoftplus(z[c])
+            if selection_bias is not None:  # read for every token, to lie as the logits do
+                bias = tl.load(selection_bias + e[c] + tl.zeros([BLOCK_T, 1], tl.int32), mask=there[c], other=0.0)
+                score = tl.maximum(score + bias.to(tl.float32), LOWEST)  # which a NaN of the bias is, on a GPU
+                value = score
+            score = tl.where(z[c] == float("-inf"), LOWEST, score)
+        # -inf is off, but comes before what must not be chosen.
+        value = tl.where(z[c] == float("-inf"), LOWEST, tl.maximum(value, LOWEST))
+        v = v + (only(there[c], value, WHOLE),)
+        judged = judged + (only(there[c], score if SCORED and TOP2 else value, WHOLE),)
+    bad = undefined(odd, total, SCORE)
+    if GROUPS > 1:
+        of_group = ()
+        for c in tl.static_range(CHUNKS):
+            grouped = tl.reshape(judged[c], [BLOCK_T, GROUPS_OF_CHUNK, BLOCK_J])
+            best_j = tl.max(grouped, axis=2)
+            score = best_j
+            if TOP2:
+                first_j = tl.min(tl.where(grouped == best_j[:, :, None], j, BLOCK_J), axis=2)
+                score += tl.max(tl.where(j == first_j[:, :, None], float("-inf"), grouped), axis=2)
+            of_group = of_group + (tl.where(group[c] < GROUPS, tl.maximum(score, LOWEST), float("-inf")),)
+        for _ in range(TOPK_GROUP):
+            best_group = largest(of_group, CHUNKS)
+            of_group = without(of_group, first_equal(of_group, best_group, group, BLOCK_G, CHUNKS), group, CHUNKS)
+        of_all = v
+        v = ()
+        for c in tl.static_range(CHUNKS):
+            grouped = tl.reshape(of_all[c], [BLOCK_T, GROUPS_OF_CHUNK, BLOCK_J])
+            kept = of_group[c] == float("-inf")
+            v = v + (tl.reshape(tl.where(kept[:, :, None], grouped, float("-inf")), [BLOCK_T, W]),)
+
+    v, ids = stacked(v, e, CHUNKS)
+    chosen = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
+    for i in range(K):
+        best = tl.max(v[0], axis=1)
+        first = tl.min(tl.where(v[0] == best[:, None], ids[0], E), axis=1)
+        v, ids = popped(v, ids, first, CHUNKS)
+        chosen = tl.where(k == i, first[:, None], chosen)
+    chosen = tl.where((bad | (active == 0))[:, None], k, chosen)
+
+    valid = (t[:, None] < T) & (k < K)
+    counted = valid & active[:, None]
+    z_chosen = transform(tl.load(start[:, None] + chosen, mask=counted, other=0.0), inner, outer, SOFTCAP)
+    s = raw_scores(z_chosen, m, total, k < K, SCORE, AFTER)
+    if RENORMALIZE:
+        s = s / (tl.sum(s, axis=1) + eps)[:, None]
+    w = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), s * scale), 0.0)
+    tl.store(weights + t[:, None] * K + k, w, mask=valid)
+    tl.store(experts + t[:, None] * K + k, chosen.to(tl.int64), mask=valid)
+    count = tl.histogram(tl.reshape(chosen, [BLOCK_T * BLOCK_K]), BINS,
+                         mask=tl.reshape(counted, [BLOCK_T * BLOCK_K]))  # fmt: skip
+    if ALONE:
+        tl.store(counts + bins, count, mask=bins < E)
+    else:
+        tl.atomic_add(counts + bins, count, mask=(bins < E) & (count > 0), sem="relaxed")
+
+
+@triton.jit(
+    do_not_specialize=["T", "stride", "w_stride", "p_stride", "l_stride"],
+    do_not_specialize_on_alignment=[
+        "experts", "token_mask", "grad_weights", "grad_prob_sums", "grad_logsumexp",
+    ],
+)  # fmt: skip
+def routing_gradient_kernel(
+    logits: "Rows", out: "Out", experts: "Flat", token_mask: "Flat", grad_weights: "Strided", grad_prob_sums: "Strided",
+    grad_logsumexp: "Strided",
+    T: tl.int32, stride: tl.int64, w_stride: tl.int32, p_stride: tl.int32, l_stride: tl.int32, inner: tl.float32,
+    outer: tl.float32, scale: tl.float32, eps: tl.float32,
+    E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, AFTER: tl.constexpr,
+    SOFTCAP: tl.constexpr, VEC: tl.constexpr, OUT_VEC: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_E)[None, :]
+    k = tl.arange(0, BLOCK_K)[None, :]
+    start = logits + t * stride // VEC * VEC
+    active = t < T
+    if token_mask is not None:
+        active = active & (tl.load(token_mask + t, mask=t < T, other=0) != 0)
+    there = e < E
+    x = tl.load(start[:, None] + e, mask=active[:, None] & there, other=0.0)
+    z, slope = transform_and_slope(x, inner, outer, SOFTCAP)
+    z = tl.where(there, z, float("-inf"))
+    m = tl.maximum(tl.max(z, axis=1), LOWEST)
+    p = tl.exp2((z - m[:, None]) * LOG2E)
+    total = tl.sum(p, axis=1)
+    bad = undefined(has_no_score(z, SCORE) & there, total, SCORE)
+    inverse = (1.0 / total)[:, None]
+    p = p * inverse
+
+    # Through the weights: g is the gradient of the scores that were chosen, then of their logits.
+    valid = (t[:, None] < T) & (k < K)
+    chosen = tl.load(experts + t[:, None] * K + k, mask=valid, other=0).to(tl.int32)
+    x_chosen = tl.load(start[:, None] + chosen, mask=valid & active[:, None], other=0.0)
+    z_chosen, slope_chosen = transform_and_slope(x_chosen, inner, outer, SOFTCAP)
+    g = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
+    if grad_weights is not None:
+        g = tl.load(grad_weights + t[:, None] * w_stride + k * (w_stride != 0), mask=valid, other=0.0) * scale
+    s = raw_scores(z_chosen, m, total, k < K, SCORE, AFTER)
+    if RENORMALIZE:
+        n = tl.sum(s, axis=1) + eps
+        g = (g - (tl.sum(g * s, axis=1) / n)[:, None]) / n[:, None]
+    a = tl.zeros([BLOCK_T], tl.float32)  # the gradient is p·(a + G) beside what the chosen have of their own
+    if SCORE == SOFTMAX:
+        g = g * s
+        if AFTER:
+            g -= s * tl.sum(g, axis=1)[:, None]
+        else:
+            a -= tl.sum(g, axis=1)
+    elif SCORE == SIGMOID:
+        g = g * s * (1.0 - s)
+    else:
+        g = tl.where(s > 0.0, g * sigmoid(z_chosen) / (2.0 * s), 0.0)
+
+    if grad_logsumexp is not None:
+        a += tl.load(grad_logsumexp + t * l_stride, mask=t < T, other=0.0)
+    dense = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    of_chosen = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
+    if grad_prob_sums is not None:
+        G = tl.load(grad_prob_sums + e * p_stride, mask=there, other=0.0)
+        a -= tl.sum(tl.where(there, G * p, 0.0), axis=1)
+        dense += G
+        of_chosen += tl.load(grad_prob_sums + chosen * p_stride, mask=valid, other=0.0)
+    p_chosen = tl.exp2((z_chosen - m[:, None]) * LOG2E) * inverse
+    if (SCORE == SOFTMAX and not AFTER) or grad_logsumexp is not None or grad_prob_sums is not None:
+        dense = p * (dense + a[:, None])
+        g += p_chosen * (of_chosen + a[:, None])
+    dense = dense * slope
+    g = g * slope_chosen
+    dense = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), dense), 0.0)
+    g = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), g), 0.0)
+    base = out + t * E // OUT_VEC * OUT_VEC
+    tl.store(base[:, None] + e, dense.to(out.dtype.element_ty), mask=(t[:, None] < T) & there)
+    tl.debug_barrier()  # the chosen are written twice
+    tl.store(base[:, None] + chosen, g.to(out.dtype.element_ty), mask=valid)
+
+
+def groups_of(E: int, n_group: int) -> tuple[int, int, int]:
+    """``(groups, experts of a group, chunks)`` of the forward's tile. Where there are no groups, chunks are."""
+    if n_group > 1:
+        groups, size = power_of_two(n_group), E // n_group
+        return groups, size, min(MOST_CHUNKS, groups, max(1, groups * power_of_two(size) // CHUNK))
+    size = min(power_of_two(E), max(CHUNK, power_of_two(E) // MOST_CHUNKS))
+    chunks = power_of_two(-(-E // size))
+    return chunks, size, chunks
+
+
+@lru_cache
+def tokens_of_tile(T: int, E: int, n_group: int) -> int:
+    """Tokens of a program: all where they are few."""
+    groups, size, chunks = groups_of(E, n_group)
+    width = groups * power_of_two(size)
+    tile = ONE_TILE if T * width <= ONE_TILE else THREADS * VALUES * chunks
+    return min(power_of_two(T), max(1, tile // width))
+
+
+def warps_of(elements: int, of_thread: int) -> int:
+    return layout.warps(min(MOST_THREADS, max(1, elements // of_thread)))
+
+
+Shape = tuple[int, int, int]  # tokens, experts, stride
+
+
+def plan_for(shape: Shape, options: RouterOptions) -> Plan:
+    T, E, stride = shape
+    o = options
+    BLOCK_G, STEP, CHUNKS = groups_of(E, o.n_group)
+    BLOCK_T, BLOCK_J = tokens_of_tile(T, E, o.n_group), power_of_two(STEP)
+    constexprs = dict(
+        E=E, K=o.k, SCORE=o.score, GROUPS=o.n_group, TOPK_GROUP=o.topk_group, TOP2=o.group_score == "top2_sum",
+        RENORMALIZE=o.renormalize, AFTER=o.score_after_topk, SOFTCAP=o.softcap is not None, ALONE=BLOCK_T >= T,
+        VEC=math.gcd(VALUES, stride), CHUNKS=CHUNKS, STEP=STEP, BLOCK_T=BLOCK_T, BLOCK_G=BLOCK_G, BLOCK_J=BLOCK_J,
+        BLOCK_K=power_of_two(o.k), BINS=max(64, power_of_two(E)),
+    )  # fmt: skip
+    numbers = (T, stride, *o.factors(), o.scale, o.eps)
+    warps = warps_of(BLOCK_T * BLOCK_G * BLOCK_J // CHUNKS, VALUES)
+    return Plan(routing_kernel, -(-T // BLOCK_T), numbers, constexprs, warps)
+
+
+def route(
+    logits: torch.Tensor, selection_bias: torch.Tensor | None, token_mask: torch.Tensor | None, options: RouterOptions
+) -> RoutingResults:
+    """One launch, and where there are many tokens one more to clear the counts."""
+    weights, experts, counts, prob_sums, logsumexp = results = empty_routing(logits, options)
+    T, E = logits.shape
+    programs = -(-T // tokens_of_tile(T, E, options.n_group))
+    parts = prob_sums if prob_sums is None or programs == 1 else prob_sums.new_empty((programs, E))
+    if programs != 1:
+        counts.zero_()
+    if T:
+        tensors = selection_bias, token_mask, weights, experts, counts, parts, logsumexp
+        launch(plan_for, ((T, E, logits.stride(0)), options), (logits, *tensors))
+    if parts is not None and programs != 1:
+        torch.sum(parts, 0, out=prob_sums)
+    return results
+
+
+def gradient_plan_for(shape: Shape, strides: tuple[int, ...], options: RouterOptions) -> Plan:
+    T, E, stride = shape
+    o, width = options, power_of_two(E)
+    rows = min(power_of_two(T), max(1, TILE // width))
+    constexprs = dict(
+        E=E, K=o.k, SCORE=o.score, RENORMALIZE=o.renormalize, AFTER=o.score_after_topk, SOFTCAP=o.softcap is not None,
+        VEC=math.gcd(VALUES, stride), OUT_VEC=math.gcd(VALUES, E), BLOCK_T=rows, BLOCK_E=width,
+        BLOCK_K=power_of_two(o.k),
+    )  # fmt: skip
+    numbers = (T, stride, *strides, *o.factors(), o.scale, o.eps)
+    warps = warps_of(rows * width, VECTORS * math.gcd(VALUES, stride, E))
+    return Plan(routing_gradient_kernel, -(-T // rows), numbers, constexprs, warps)
+
+
+def route_gradient(
+    logits: torch.Tensor, experts: torch.Tensor, token_mask: torch.Tensor | None, grads: RoutingGradients,
+    options: RouterOptions,
+) -> torch.Tensor:  # fmt: skip
+    """The gradient of the logits, in their dtype, from those of the weights, summed probabilities and logsumexp."""
+    grad_weights, *of_sums = grads
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    T, E = logits.shape
+    if grad_weights is not None and any(grad_weights.stride()):
+        grad_weights = grad_weights.contiguous()
+    upstream = grad_weights, *of_sums
+    strides = tuple([0 if g is None else g.stride(0) for g in upstream])
+    if T:
+        about = (T, E, logits.stride(0)), strides, options
+        launch(gradient_plan_for, about, (logits, out, experts, token_mask, *upstream))
+    return out

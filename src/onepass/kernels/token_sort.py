@@ -1,0 +1,127 @@
+"""Token-expert assignments sorted by expert: a stable counting sort, and the tiles of rows that grouped GEMMs work
+through.
+
+`order` has the assignments sorted by expert, so that expert e has the sorted rows ``offsets[e]`` to
+``offsets[e + 1]``; assignments to out-of-range ids come last. No row is padded: every expert's rows are cut into tiles
+of BLOCK_M, and a tile that is not full masks the rest.
+
+Bytes moved: the ids are read twice and the order is written once, beside one count per block and expert.
+"""
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onepass.core.moe_options import Groups
+from onepass.kernels.launch import Flat, Out, Plan, launch
+from onepass.kernels.layout import power_of_two
+
+MOST_ROWS = 128  # of a tile
+COMPARED = 8192  # comparisons of an assignment with an expert, by a program
+
+
+@triton.jit
+def compare_block(experts, assignments, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr):
+    """This block's assignments, a 1 where a assignment has the expert, and a 1 where its id is out of range."""
+    assignment = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(experts + assignment, mask=assignment < assignments, other=0)
+    here = (expert[:, None] == tl.arange(0, BLOCK_E)[None, :]) & (assignment < assignments)[:, None]
+    none = (expert < 0) | (expert >= E)
+    return assignment, here.to(tl.int32), none.to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["assignments", "blocks"])
+def count_kernel(
+    experts: "Flat", counts: "Out",
+    assignments: tl.int32, blocks: tl.int32,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """How many assignments of each block have each expert, and an out-of-range id: ``counts`` ``(E + 1, blocks)``."""
+    _, here, none = compare_block(experts, assignments, E, BLOCK_E, BLOCK)
+    e = tl.arange(0, BLOCK_E)
+    tl.store(counts + e * blocks + tl.program_id(0), tl.sum(here, 0), mask=e < E)
+    tl.store(counts + E * blocks + tl.program_id(0), tl.sum(none, 0))
+
+
+@triton.jit(do_not_specialize=["assignments", "blocks"])
+def place_kernel(
+    experts: "Flat", ends: "Flat", order: "Out",
+    assignments: tl.int32, blocks: tl.int32,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write assignments in sorted order; ``ends`` are the inclusive cumulative sums of the counts."""
+    assignment, here, none = compare_block(experts, assignments, E, BLOCK_E, BLOCK)
+    e = tl.arange(0, BLOCK_E)
+    before = e * blocks + tl.program_id(0) - 1
+    begin = tl.load(ends + before, mask=(before >= 0) & (e < E), other=0)
+    place = tl.sum(here * (begin[None, :] + tl.cumsum(here, 0) - 1), 1)
+    of_none = tl.load(ends + E * blocks + tl.program_id(0) - 1) + tl.cumsum(none, 0) - 1
+    tl.store(order + tl.where(none > 0, of_none, place), assignment, mask=assignment < assignments)
+
+
+@triton.jit(do_not_specialize=["blocks", "tiles"])
+def tile_kernel(
+    ends: "Flat", offsets: "Out", tile_expert: "Out", tile_row: "Out",
+    blocks: tl.int32, tiles: tl.int32,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Where each expert's rows begin; the expert of every tile (E for none), and its first sorted row."""
+    e = tl.arange(0, BLOCK_E)
+    begin = tl.load(ends + e * blocks - 1, mask=(e > 0) & (e < E), other=0)
+    end = tl.load(ends + (e + 1) * blocks - 1, mask=e < E, other=0)
+    if tl.program_id(0) == 0:
+        tl.store(offsets + e, begin, mask=e < E)
+        tl.store(offsets + e + 1, end, mask=e == E - 1)
+    of_expert = tl.cdiv(end - begin, BLOCK_M)
+    last = tl.cumsum(of_expert, 0)  # of the tiles of expert e, plus 1
+    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mine = (tile[:, None] < last[None, :]) & (tile[:, None] >= (last - of_expert)[None, :])
+    expert = tl.sum(tl.where(mine, e[None, :], 0), 1) + tl.where(tl.sum(mine.to(tl.int32), 1) == 0, E, 0)
+    row = tl.sum(tl.where(mine, (begin - (last - of_expert) * BLOCK_M)[None, :], 0), 1) + tile * BLOCK_M
+    tl.store(tile_expert + tile, expert, mask=tile < tiles)
+    tl.store(tile_row + tile, row, mask=tile < tiles)
+
+
+def rows_of_tile(assignments: int, E: int) -> int:
+    return min(MOST_ROWS, max(16, power_of_two(assignments // max(E, 1))))
+
+
+def count_tiles(assignments: int, num_experts: int) -> int:
+    """The number of tiles that `Groups` has room for: as many as there could be."""
+    return assignments // rows_of_tile(assignments, num_experts) + min(num_experts, assignments)
+
+
+def sort_by_expert(experts: Tensor, num_experts: int) -> Groups:
+    """The assignments ``(T, K)`` sorted by expert, without a synchronisation."""
+    E = num_experts
+    assignments, tiles = experts.numel(), count_tiles(experts.numel(), E)
+    block = block_for(E)
+    new = partial(experts.new_empty, dtype=torch.int32)
+    order, offsets, tile_expert, tile_row = new(assignments), new(E + 1), new(tiles), new(tiles)
+    if not assignments:
+        return Groups(order, offsets.zero_(), tile_expert, tile_row)
+    counts = new((E + 1) * -(-assignments // block))
+    launch(sort_plan, (count_kernel, assignments, E), (experts, counts))
+    ends = counts.cumsum(0, dtype=torch.int32)
+    launch(sort_plan, (place_kernel, assignments, E), (experts, ends, order))
+    launch(tile_plan, (assignments, E), (ends, offsets, tile_expert, tile_row))
+    return Groups(order, offsets, tile_expert, tile_row)
+
+
+def block_for(E: int) -> int:
+    return max(16, min(1024, COMPARED // power_of_two(E)))
+
+
+def sort_plan(kernel: object, assignments: int, E: int) -> Plan:
+    block = block_for(E)
+    blocks = -(-assignments // block)
+    return Plan(kernel, blocks, (assignments, blocks), dict(E=E, BLOCK_E=power_of_two(E), BLOCK=block), 8)
+
+
+def tile_plan(assignments: int, E: int) -> Plan:
+    tiles, blocks = count_tiles(assignments, E), -(-assignments // block_for(E))
+    constexprs = dict(E=E, BLOCK_E=power_of_two(E), BLOCK=16, BLOCK_M=rows_of_tile(assignments, E))
+    return Plan(tile_kernel, -(-tiles // 16), (blocks, tiles), constexprs, 4)

@@ -1,0 +1,120 @@
+"""The gradients of a linear head's hidden states, weight and bias, summed over tiles of logits."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onepass.backend import backend_of
+from onepass.logits.tiles import Head, HeadTensors, Plan, Rows, needs_sum
+
+
+class Gradients:
+    """The gradients of hidden states, weight and bias, each where ``needed``.
+
+    Every tile that holds the gradient of its logits is added to them.
+    """
+
+    def __init__(self, head: Head, plan: Plan, needed: Sequence[bool]) -> None:
+        self.head, self.plan, self.needed = head, plan, needed
+        self.sum_dtype = torch.promote_types(head.dtype, torch.float32)
+        self.hidden: Tensor | None = None
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.total: Tensor | None = None  # of hidden, over slices
+        if needed[0] and not (plan.sliced and plan.row_ids is None):  # which is the total itself
+            new = torch.empty if plan.row_ids is None else torch.zeros
+            # rounded to float16 once, after it is scaled
+            dtype = torch.float32 if head.dtype == torch.float16 else head.hidden.dtype
+            self.hidden = new(head.hidden.shape, dtype=dtype, device=head.hidden.device)
+        summed = needs_sum(head, -(-plan.n // plan.rows)) and not plan.sliced
+        self.weight_dtype = self.sum_dtype if summed else head.weight.dtype
+        # Kept apart from the parameters, which may be partitioned again by the time of the backward.
+        self.shapes = head.hidden.shape, head.weight.shape, head.weight.shape[:1]
+
+    def add(self, rows: Rows, columns: slice, hidden: Tensor, gradient: Tensor) -> None:
+        if self.needed[0]:
+            self.add_hidden(rows, columns, gradient)
+        if self.needed[1]:
+            if self.plan.sliced:
+                if self.weight is None:
+                    self.weight = gradient.new_empty(self.shapes[1], dtype=self.weight_dtype)
+                self.gemm(gradient.t(), hidden, self.weight_dtype, self.weight[columns])
+            elif self.weight is None:
+                self.weight = self.gemm(gradient.t(), hidden, self.weight_dtype)
+            else:
+                self.add_gemm(self.weight, gradient.t(), hidden)
+        if self.needed[2]:
+            total = gradient.sum(0, dtype=self.sum_dtype)
+            if self.bias is None:
+                self.bias = total.new_zeros(self.shapes[2]) if self.plan.sliced else torch.zeros_like(total)
+            self.bias[columns] += total
+
+    def add_hidden(self, rows: Rows, columns: slice, gradient: Tensor) -> None:
+        weight = self.head.factors(columns)[0]
+        if self.plan.sliced:
+            if self.total is None:
+                self.total = self.gemm(gradient, weight, self.sum_dtype)
+            else:
+                self.add_gemm(self.total, gradient, weight)
+            if columns.stop == self.plan.vocab:
+                if self.hidden is None:
+                    self.hidden = self.total
+                else:
+                    rows.put(self.hidden, self.total)
+                self.total = None
+        elif self.hidden is not None:
+            if isinstance(rows.ids, slice):
+                self.gemm(gradient, weight, self.hidden.dtype, rows.take(self.hidden))
+            else:
+                rows.put(self.hidden, self.gemm(gradient, weight, self.hidden.dtype))
+
+    def gemm(self, a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """``a @ b`` in ``dtype``, rounded to it once; into ``out`` if there is one."""
+        if dtype == a.dtype:
+            return torch.mm(a, b, out=out)
+        if dtype == torch.float32 and not self.head.upcasts and a.dtype.itemsize < 4:
+            return torch.mm(a, b, out_dtype=dtype, out=out)
+        if self.head.upcasts:
+            result = torch.mm(a.float(), b.float())
+        elif a.dtype.itemsize >= 4:
+            result = torch.mm(a, b)
+        else:
+            result = torch.mm(a, b, out_dtype=torch.float32)
+        return result.to(dtype) if out is None else out.copy_(result)
+
+    def add_gemm(self, total: Tensor, a: Tensor, b: Tensor) -> None:
+        if self.head.upcasts:
+            total.addmm_(a.float(), b.float())
+        elif total.dtype == a.dtype:
+            total.addmm_(a, b)
+        else:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+    def scaled(self, scale: Tensor | None) -> list[Tensor | None]:
+        """All three times ``scale``, each rounded once to the dtype of its tensor. This can be called once: the
+        memory is given away."""
+        results: list[Tensor | None] = []
+        like = (self.head.hidden, self.head.weight, self.head.bias)
+        for value, of, shape, needed in zip((self.hidden, self.weight, self.bias), like, self.shapes, self.needed):
+            if not needed or of is None:
+                results.append(None)
+            elif value is None:  # no row was computed
+                results.append(torch.zeros(shape, dtype=of.dtype, device=of.device))
+            elif value.dtype != of.dtype:
+                out = torch.empty_like(value, dtype=of.dtype)
+                results.append(out.copy_(value) if scale is None else torch.mul(value, scale, out=out))
+            else:
+                if scale is not None:
+                    backend_of(value).scale_(value, scale)
+                results.append(value)
+        self.hidden = self.weight = self.bias = None
+        return results
+
+
+def empty_gradients(tensors: HeadTensors, needed: Sequence[bool]) -> list[Tensor | None]:
+    """`Gradients.scaled`, unwritten."""
+    return [
+        torch.empty_like(t, memory_format=torch.contiguous_format) if t is not None and n else None
+        for t, n in zip(tensors, needed)
+    ]

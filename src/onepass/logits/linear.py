@@ -1,0 +1,163 @@
+"""`LinearLogits`: a linear head as a source of logits, which are computed in tiles and never materialized."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onepass.core.checks import FLOATS, check_integer, described
+from onepass.core.dispatch import autocast_dtype, is_autocast_enabled, is_untraced
+from onepass.core.options import Inputs, Options, PairOptions
+from onepass.logits.partitioned import gathered, whole
+from onepass.logits.row_loss import RowLoss, StatisticsLoss
+from onepass.logits.source import Divisor, Fields, LogitsSource, LossFunction, divided
+from onepass.logits.tiled_divergence import TeacherTensors, row_divergence, tiled_divergence
+from onepass.logits.tiled_loss import tiled_loss
+from onepass.logits.tiled_statistics import tiled_statistics
+from onepass.logits.tiles import HeadTensors, Settings
+
+
+class LinearLogits(LogitsSource):
+    """The logits ``hidden @ weight.T + bias``, for any function of onepass that takes logits.
+
+    They are computed in tiles and never materialized.
+
+    Args:
+        hidden: ``(..., H)``, float16, bfloat16, float32 or float64. Hidden states whose rows are not evenly spaced
+            (``hidden[:, :-1]``) are copied.
+        weight: ``(V, H)``, any strides; the dtype of ``hidden``, or any under autocast, whose dtype the GEMMs have
+            then. A DTensor is gathered once.
+        bias: ``(V,)`` or None, likewise.
+        max_memory: bytes of workspace, beyond inputs, results and gradients. None: on a GPU 0.6 GiB; 2.5 GiB where
+            these hold all logits and no gradient is to come; for a loss of rows with a gradient of the weight 2.5 GiB
+            too (or 1.25 and that gradient in float32). It follows from shapes alone, so that results do not depend on
+            what else is in memory.
+
+    All three are differentiable; what needs no gradient costs neither time nor memory for one. Gradients of the weight
+    are summed over tiles in float32 and rounded once. The logits have the dtype of the GEMMs, as a linear layer's.
+
+    Rows that are masked or ignored take part in no GEMM. (How many are left is read from the device, once a call,
+    unless a CUDA graph is being captured: then they do take part.)
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape or device.
+
+    Example::
+
+        logits = onepass.LinearLogits(hidden, lm_head.weight)
+        log_probs, entropy = onepass.selective_log_softmax_and_entropy(logits, labels)
+    """
+
+    round_before_bias = False  # the bias is added to the rounded product, which rounds twice
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, max_memory: int | None = None
+    ) -> None:
+        for value, name in ((hidden, "hidden"), (weight, "weight"), (bias, "bias")):
+            if (value is not None or name != "bias") and (not isinstance(value, Tensor) or value.dtype not in FLOATS):
+                raise TypeError(f"{name}: expected a floating-point tensor, got {described(value)}")
+        weight, bias = whole(weight), None if bias is None else whole(bias)
+        shape = tuple(getattr(weight, "ds_shape", weight.shape))  # ZeRO-3's are empty where they are not gathered
+        if hidden.dim() < 1 or len(shape) != 2 or 0 in shape or hidden.shape[-1] != shape[1]:
+            raise ValueError(
+                "weight: expected shape (V, H) for hidden states (..., H), "
+                f"got {shape} for hidden states of shape {tuple(hidden.shape)}"
+            )
+        if bias is not None and tuple(getattr(bias, "ds_shape", bias.shape)) != shape[:1]:
+            raise ValueError(f"bias: expected shape {shape[:1]}, got {tuple(bias.shape)}")
+        self.dtype = autocast_dtype(hidden) or hidden.dtype
+        for value, name in ((weight, "weight"), (bias, "bias")):
+            if value is None:
+                continue
+            if value.device != hidden.device:
+                raise ValueError(f"{name}: expected device {hidden.device}, that of hidden, got {value.device}")
+            if value.dtype != hidden.dtype and not is_autocast_enabled(hidden):
+                raise TypeError(f"{name}: expected {hidden.dtype}, the dtype of hidden, got {value.dtype}")
+        self.max_memory = None if max_memory is None else check_integer(max_memory, "max_memory")
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.shape = torch.Size((*hidden.shape[:-1], shape[0]))
+        self.device = hidden.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(t is not None and t.requires_grad for t in (self.hidden, self.weight, self.bias))
+
+    @property
+    def is_eager(self) -> bool:
+        return is_untraced(self.hidden, self.weight, self.bias)
+
+    @property
+    def tensors(self) -> HeadTensors:
+        return HeadTensors(self.hidden.reshape(-1, self.hidden.shape[-1]), self.weight, self.bias)
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(self.dtype, self.max_memory, self.round_before_bias)
+
+    def materialize(self) -> Tensor:
+        with gathered(self.weight, self.bias), torch.autocast(self.device.type, enabled=False):
+            hidden, weight, bias = (
+                None if t is None else t.to(self.dtype) for t in (self.hidden, self.weight, self.bias)
+            )
+            return torch.nn.functional.linear(hidden, weight, bias)  # type: ignore[arg-type]
+
+    def statistics(self, inputs: Inputs, options: Options) -> Fields:
+        fields = tiled_statistics(self.tensors, self.flat(inputs), self.settings, options)
+        rows = self.shape[:-1]
+        return {name: f.reshape((*rows, *f.shape[1:])) for name, f in zip(options.names, fields)}
+
+    def loss(
+        self,
+        loss_fn: LossFunction,
+        inputs: Inputs,
+        options: Options,
+        row_inputs: Sequence[Tensor],
+        divisor: Divisor,
+        linear: bool = False,
+    ) -> Tensor:
+        """See `LogitsSource.loss`: three GEMMs, or four with ``divisor=None`` and where the call is traced."""
+        if not self.is_eager:  # the loss function is Python, which cannot be part of an operation
+            loss = loss_fn(self.statistics(inputs, options), *row_inputs)
+            if inputs.row_mask is not None:
+                mask = inputs.row_mask != 0
+                loss = loss.where(mask if loss.dim() == mask.dim() else mask.unsqueeze(-1), 0.0)
+            return divided(loss, divisor, self.dim() - 1)
+        index, row_mask, class_weights = self.flat(inputs)
+        rows = self.shape[:-1]
+        flat = [i.reshape(rows.numel(), *i.shape[len(rows) :]) for i in row_inputs]
+        row_loss = StatisticsLoss(loss_fn, options, self.dtype, index, class_weights, flat, linear)
+        return self.tiled(row_loss, row_mask, divisor)
+
+    def divergence(
+        self, teacher: LogitsSource, row_mask: Tensor | None, options: PairOptions, divisor: Divisor
+    ) -> Tensor:
+        """See `LogitsSource.divergence`. The teacher is a constant, and may be a linear head too."""
+        if torch.is_grad_enabled() and teacher.requires_grad:
+            raise ValueError("teacher_logits: expected no gradient for a student that is a linear head; detach them")
+        if isinstance(teacher, LinearLogits):
+            tensors = TeacherTensors(*teacher.tensors)
+        else:
+            logits = teacher.materialize().detach().reshape(-1, teacher.shape[-1])
+            tensors = TeacherTensors(logits if logits.stride(-1) == 1 else logits.contiguous())
+        row_mask = None if row_mask is None else row_mask.reshape(-1)
+        if self.is_eager:
+            return self.tiled(row_divergence(self.dtype, tensors, teacher.dtype, options), row_mask, divisor)
+        row_mask = None if row_mask is None else row_mask != 0
+        loss = tiled_divergence(self.tensors, tensors, row_mask, teacher.dtype, self.settings, options)
+        return divided(loss.reshape(self.shape[:-1]), divisor, self.dim() - 1)
+
+    def flat(self, inputs: Inputs) -> Inputs:
+        """The inputs of all rows in one dimension."""
+        rows = self.shape[:-1]
+        index = inputs.index
+        index = None if index is None else index.reshape(rows.numel(), *index.shape[len(rows) :])
+        return inputs._replace(index=index, row_mask=None if inputs.row_mask is None else inputs.row_mask.reshape(-1))
+
+    def tiled(self, row_loss: RowLoss, row_mask: Tensor | None, divisor: Divisor) -> Tensor:
+        row_mask = None if row_mask is None else row_mask != 0
+        if isinstance(divisor, Tensor):
+            divisor = divisor.detach().reshape(()).to(self.device, row_loss.dtype)
+        elif divisor is not None:  # filled on the device: a copy to it would wait
+            divisor = torch.full((), divisor, dtype=row_loss.dtype, device=self.device)
+        loss = tiled_loss(self.tensors, row_mask, row_loss, divisor, self.settings)
+        return loss.reshape(self.shape[:-1]) if divisor is None else loss

@@ -1,0 +1,222 @@
+"""The loss of the rows of one tile of logits: its value and, written over the tile, its gradient.
+
+`tiled_loss` hands tiles to these while they are in memory.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from onepass.backend import backend_of, is_debugging
+from onepass.core.checks import described
+from onepass.core.options import DIVERGENCE, NOT_DIFFERENTIABLE, FieldGradients, Inputs, Options, PairOptions, pick
+from onepass.logits.tiles import INDEX, ROW, HeadTensors, Rows, Settings
+
+Found = tuple[Tensor, Sequence[Tensor | None]]
+
+
+class RowLoss(Protocol):
+    """What `tiled_loss` asks of a loss.
+
+    Attributes:
+        dtype: of the losses.
+        heads: linear heads whose tiles it takes besides the first one's.
+        row_bytes: of workspace for a row, beside the logits.
+        row_inputs: differentiable tensors with an entry for every row.
+        tensors: all that it reads, those of ``heads`` and the ``row_inputs`` among them, for autograd to save.
+    """
+
+    dtype: torch.dtype
+    heads: Sequence[tuple[HeadTensors, Settings]]
+    row_bytes: int
+    row_inputs: Sequence[Tensor]
+
+    @property
+    def tensors(self) -> Sequence[Tensor | None]: ...
+
+    def holding(self, tensors: Sequence[Tensor | None]) -> "RowLoss":
+        """The same loss of other ``tensors``."""
+
+    def __call__(self, logits: Sequence[Tensor], rows: Rows, row_mask: Tensor | None, scale: Tensor | None) -> Found:
+        """The loss of ``rows``, ``(n,)``. With ``scale``, one number or one a row, also the gradients of
+        ``Σ scale·loss``: that of the first logits is written over them, those of the row inputs are returned.
+        """
+
+
+class StatisticsLoss:
+    """``loss_fn(fields, *row_inputs)`` of the fields of a tile's rows, differentiated by autograd.
+
+    Args:
+        linear: whether the loss is linear in the fields. Its gradient is then known before the tile is read, and
+            the tile is read once.
+    """
+
+    heads: Sequence[tuple[HeadTensors, Settings]] = ()
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Tensor],
+        options: Options,
+        dtype: torch.dtype,
+        index: Tensor | None,
+        class_weights: Tensor | None = None,
+        row_inputs: Sequence[Tensor] = (),
+        linear: bool = False,
+    ) -> None:
+        self.loss_fn, self.options, self.index, self.linear = loss_fn, options, index, linear
+        self.class_weights, self.row_inputs = class_weights, row_inputs
+        self.dtype = torch.promote_types(dtype, torch.float32)
+        numbers = sum(i[:1].numel() for i in row_inputs) + (index[:1].numel() if index is not None else 1)
+        self.row_bytes = ROW + INDEX * numbers
+        self.checked = not torch.is_grad_enabled()
+
+    @property
+    def tensors(self) -> Sequence[Tensor | None]:
+        return [self.index, self.class_weights, *self.row_inputs]
+
+    def holding(self, tensors: Sequence[Tensor | None]) -> "StatisticsLoss":
+        other = copy(self)
+        other.index, other.class_weights, *other.row_inputs = tensors  # type: ignore[assignment]
+        return other
+
+    def __call__(self, logits: Sequence[Tensor], rows: Rows, row_mask: Tensor | None, scale: Tensor | None) -> Found:
+        x = logits[0]
+        backend, options = backend_of(x), self.options
+        index = None if self.index is None else rows.take(self.index)
+        read = Inputs(index, row_mask, self.class_weights)
+        inputs = [rows.take(i).detach() for i in self.row_inputs]
+        fused = scale is not None and self.linear and backend.supports_fused_loss(x, index, options)
+        if fused:
+            anywhere = {n: x.new_zeros(rows.n, dtype=self.dtype) for n in options.names}
+            _, upstream, _ = self.differentiated(anywhere, inputs, rows.n, row_mask, scale)
+            results = backend.softmax_loss(x, read, upstream, options)
+        else:
+            results = backend.softmax_statistics(x, read, options)
+        fields = dict(zip(options.names, pick(results, options)))
+        if fused or (scale is None and self.checked):
+            with torch.no_grad():
+                return self.losses(fields, inputs, rows.n, row_mask), ()
+        if scale is None:
+            return self.differentiated(fields, inputs, rows.n, row_mask, None)[0], ()
+        loss, upstream, of_inputs = self.differentiated(fields, inputs, rows.n, row_mask, scale)
+        backend.softmax_gradient(x, read, results[0], upstream, options, x)
+        return loss, of_inputs
+
+    def differentiated(
+        self,
+        fields: dict[str, Tensor],
+        inputs: Sequence[Tensor],
+        count: int,
+        row_mask: Tensor | None,
+        scale: Any,
+    ) -> tuple[Tensor, FieldGradients, Sequence[Tensor | None]]:
+        """The losses and, with ``scale``, the gradients of ``Σ scale·loss`` with respect to fields and inputs."""
+        leaves = [n for n in fields if n not in NOT_DIFFERENTIABLE]
+        fields |= {name: fields[name].detach().requires_grad_() for name in leaves}
+        for part, whole in zip(inputs, self.row_inputs):
+            part.requires_grad_(whole.requires_grad)
+        variables = [fields[n] for n in leaves] + [i for i in inputs if i.requires_grad]
+        watched = [t for t in (*fields.values(), *inputs) if not t.is_inference()]
+        versions = [t._version for t in watched]
+        with torch.enable_grad():
+            loss = self.losses(fields, inputs, count, row_mask)
+        if versions != [t._version for t in watched]:
+            raise ValueError("loss_fn: expected a function that writes to none of its arguments, got one that does")
+        grads: Sequence[Tensor | None] = [None] * len(variables)
+        if loss.requires_grad:
+            self.check(loss, variables)
+            if scale is not None:
+                grads = torch.autograd.grad(loss, variables, scale.expand_as(loss), allow_unused=True)
+        rest = iter(grads[len(leaves) :])
+        of_inputs = [next(rest) if i.requires_grad else None for i in inputs]
+        return loss.detach(), FieldGradients.of(dict(zip(leaves, grads))), of_inputs
+
+    def losses(
+        self, fields: dict[str, Tensor], inputs: Sequence[Tensor], count: int, row_mask: Tensor | None
+    ) -> Tensor:
+        loss: Any = self.loss_fn(fields, *inputs)
+        if not isinstance(loss, Tensor) or loss.shape[:1] != (count,) or not loss.is_floating_point():
+            raise ValueError(f"loss_fn: expected a loss of every row, floating-point of shape ({count},), "
+                             f"got {described(loss)}")  # fmt: skip
+        loss = loss.sum(-1) if loss.dim() > 1 else loss
+        return loss if row_mask is None else loss.masked_fill(~row_mask, 0.0)
+
+    def check(self, loss: Tensor, variables: Sequence[Tensor]) -> None:
+        """Of the first tile: only arguments may be differentiated, and no row may depend on another."""
+        if self.checked:
+            return
+        self.checked = True
+        known = {id(v) for v in variables}
+        nodes, seen = [loss.grad_fn], set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in known:
+                raise ValueError(
+                    "loss_fn: expected tensors that require a gradient among row_inputs, "
+                    f"got one of shape {tuple(leaf.shape)} that the function closes over"
+                )
+            nodes += [following for following, _ in node.next_functions]
+        if (is_debugging() or loss.is_cpu) and len(loss) > 1:
+            first = torch.zeros_like(loss).index_fill_(0, torch.zeros(1, dtype=torch.long, device=loss.device), 1.0)
+            found = torch.autograd.grad(loss, variables, first, retain_graph=True, allow_unused=True)
+            # A NaN tells of no coupling: it may be 0 times an infinite slope of another row.
+            if any(g is not None and ((g[1:] != 0) & ~g[1:].isnan()).any() for g in found):
+                raise ValueError(
+                    "loss_fn: expected a loss of each row alone, got one whose first row depends on others; "
+                    "take linear_softmax_statistics for losses that couple rows"
+                )
+
+
+class DivergenceLoss:
+    """The divergence of rows of logits from a teacher's.
+
+    Args:
+        teacher: a tensor of logits ``(N, V)``, or a linear head.
+    """
+
+    row_inputs: Sequence[Tensor] = ()
+
+    def __init__(
+        self, dtype: torch.dtype, teacher: Tensor | tuple[HeadTensors, Settings], options: PairOptions
+    ) -> None:
+        self.options, self.row_bytes = options, ROW
+        self.teacher: Tensor | None = None
+        self.heads: Sequence[tuple[HeadTensors, Settings]] = ()
+        if isinstance(teacher, Tensor):
+            self.teacher, teacher_dtype = teacher, teacher.dtype
+            self.row_bytes += teacher.shape[-1] * teacher.element_size()  # where some rows are left out
+        else:
+            self.heads, teacher_dtype = (teacher,), teacher[1].dtype
+        self.dtype = torch.promote_types(torch.promote_types(dtype, teacher_dtype), torch.float32)
+
+    @property
+    def tensors(self) -> Sequence[Tensor | None]:
+        return self.heads[0][0] if self.heads else [self.teacher]
+
+    def holding(self, tensors: Sequence[Tensor | None]) -> "DivergenceLoss":
+        other = copy(self)
+        if self.heads:
+            other.heads = ((HeadTensors(*tensors), self.heads[0][1]),)  # type: ignore[arg-type]
+        else:
+            (other.teacher,) = tensors
+        return other
+
+    def __call__(self, logits: Sequence[Tensor], rows: Rows, row_mask: Tensor | None, scale: Tensor | None) -> Found:
+        x, columns = logits[0], slice(self.options.columns)
+        teacher = logits[1] if self.teacher is None else rows.take(self.teacher)
+        pair = x[:, columns], teacher[:, columns]
+        backend = backend_of(*pair)
+        packed = backend.divergence(*pair, row_mask, self.options)
+        if scale is not None:
+            grad = scale.expand(rows.n)
+            backend.divergence_gradient(*pair, row_mask, packed, grad, False, self.options, pair[0])
+            if self.options.columns is not None:
+                x[:, self.options.columns :] = 0
+        return packed[DIVERGENCE], ()

@@ -1,0 +1,101 @@
+"""The divergence of a linear head from a teacher where the call is traced: operations registered with torch.
+
+An eager call takes `tiled_loss` (three GEMMs); these take four.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepass.core.dispatch import operation, refuse_second_derivatives
+from onepass.core.options import PairOptions
+from onepass.logits.gradients import empty_gradients
+from onepass.logits.row_loss import DivergenceLoss
+from onepass.logits.tiled_loss import walk
+from onepass.logits.tiles import HeadTensors, Settings
+
+
+class TeacherTensors(NamedTuple):
+    """A teacher's logits ``(N, V)`` or, with a weight, its hidden states."""
+
+    teacher: Tensor
+    teacher_weight: Tensor | None = None
+    teacher_bias: Tensor | None = None
+
+
+def row_divergence(
+    dtype: torch.dtype, tensors: TeacherTensors, of: torch.dtype, options: PairOptions
+) -> DivergenceLoss:
+    """The divergence of rows of logits of ``dtype`` from a teacher whose logits have the dtype ``of``."""
+    teacher, weight, bias = tensors
+    head = teacher if weight is None else (HeadTensors(teacher, weight, bias), Settings(of))
+    return DivergenceLoss(dtype, head, options)
+
+
+def tiled_divergence(
+    tensors: HeadTensors,
+    teacher: TeacherTensors,
+    row_mask: Tensor | None,
+    teacher_dtype: torch.dtype,
+    settings: Settings,
+    options: PairOptions,
+) -> Tensor:
+    """The divergence of every row, ``(N,)``, differentiable in the student's head."""
+    loss: Tensor = _Divergence.apply(*tensors, *teacher, row_mask, teacher_dtype, settings, options)
+    return loss
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *tensors, row_mask, teacher_dtype, settings, options = arguments
+        ctx.save_for_backward(*tensors, row_mask)
+        ctx.rest = teacher_dtype, settings, options
+        loss: Tensor = _forward(HeadTensors(*tensors[:3]), TeacherTensors(*tensors[3:]), row_mask, *ctx.rest)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        *tensors, row_mask = ctx.saved_tensors
+        student, teacher = HeadTensors(*tensors[:3]), TeacherTensors(*tensors[3:])
+        found = _gradient(student, teacher, row_mask, grad, list(ctx.needs_input_grad[:3]), *ctx.rest)
+        return *found, *[None] * 7
+
+
+def _like_forward(tensors: HeadTensors, teacher_dtype: torch.dtype, settings: Settings, **_: Any) -> Tensor:
+    dtype = torch.promote_types(torch.promote_types(settings.dtype, teacher_dtype), torch.float32)
+    return tensors.hidden.new_empty(tensors.hidden.shape[0], dtype=dtype)
+
+
+@operation("onepass::linear_divergence", _like_forward, composite=True)
+def _forward(
+    tensors: HeadTensors,
+    teacher: TeacherTensors,
+    row_mask: Tensor | None,
+    teacher_dtype: torch.dtype,
+    settings: Settings,
+    options: PairOptions,
+) -> Tensor:
+    return walk(tensors, row_mask, row_divergence(settings.dtype, teacher, teacher_dtype, options), settings)[0]
+
+
+def _like_gradient(tensors: HeadTensors, needed: list[bool], **_: Any) -> list[Tensor | None]:
+    return empty_gradients(tensors, needed)
+
+
+@operation("onepass::linear_divergence_gradient", _like_gradient, composite=True)
+def _gradient(
+    tensors: HeadTensors,
+    teacher: TeacherTensors,
+    row_mask: Tensor | None,
+    grad: Tensor,
+    needed: list[bool],
+    teacher_dtype: torch.dtype,
+    settings: Settings,
+    options: PairOptions,
+) -> list[Tensor | None]:
+    row_loss = row_divergence(settings.dtype, teacher, teacher_dtype, options)
+    gradients = walk(tensors, row_mask, row_loss, settings, needed, grad)[1]
+    return gradients.scaled(None)  # type: ignore[union-attr]

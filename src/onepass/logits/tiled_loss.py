@@ -1,0 +1,139 @@
+"""A loss of every row of a linear head, taken while the row's tile is in memory: three GEMMs, forward and backward."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core.dispatch import refuse_forward_mode, refuse_second_derivatives
+from onepass.logits.gradients import Gradients
+from onepass.logits.partitioned import gathered
+from onepass.logits.row_loss import RowLoss
+from onepass.logits.tiles import Head, HeadTensors, Settings, Use, defers, plan, tiles
+
+NOTHING = (False, False, False)
+
+
+def tiled_loss(
+    tensors: HeadTensors, row_mask: Tensor | None, row_loss: RowLoss, divisor: Tensor | None, settings: Settings
+) -> Tensor:
+    """``Σ row_loss / divisor`` over the rows that are not masked, or without a divisor every row's; differentiable."""
+    inputs = row_loss.row_inputs
+    refuse_forward_mode(*tensors, *inputs)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors, *inputs)):
+        loss: Tensor = _TiledLoss.apply(*tensors, row_mask, row_loss, settings, divisor, *inputs)
+        return loss
+    losses = walk(tensors, row_mask, row_loss, settings)[0]
+    return losses if divisor is None else losses.sum() / divisor
+
+
+def walk(
+    tensors: HeadTensors,
+    row_mask: Tensor | None,
+    row_loss: RowLoss,
+    settings: Settings,
+    needed: Sequence[bool] = NOTHING,
+    scale: Tensor | None = None,
+    of_inputs: Sequence[Tensor | None] = (),
+) -> tuple[Tensor, Gradients | None]:
+    """The loss of every row and, with ``scale`` (of all rows or of each), the gradients of ``Σ scale·loss``.
+
+    Those of the row inputs are written into ``of_inputs``.
+    """
+    hidden = tensors.hidden
+    parameters = [p for of_head, _ in row_loss.heads for p in of_head[1:]]
+    with gathered(*tensors[1:], *parameters), torch.autocast(hidden.device.type, enabled=False):
+        heads = [Head(tensors, settings), *(Head(*of_head) for of_head in row_loss.heads)]
+        losses = hidden.new_zeros(hidden.shape[0], dtype=row_loss.dtype)
+        cut = plan(heads, row_mask, Use(row_loss.row_bytes, weight_gradient=needed[1]))
+        row_mask = row_mask if defers(row_mask) else None
+        gradients = None if scale is None else Gradients(heads[0], cut, needed)
+        for rows, columns, states, logits in tiles(heads, cut):
+            mask = None if row_mask is None else rows.take(row_mask)
+            of_rows = scale if scale is None or scale.dim() == 0 else rows.take(scale)
+            part, found = row_loss(logits, rows, mask, of_rows)
+            rows.put(losses, part)
+            for out, value in zip(of_inputs, found):
+                if out is not None and value is not None:
+                    rows.put(out, value)
+            if gradients is not None:
+                gradients.add(rows, columns, states, logits[0])
+    return losses, gradients
+
+
+class _TiledLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        row_mask: Tensor | None,
+        row_loss: RowLoss,
+        settings: Settings,
+        divisor: Tensor | None,
+        *inputs: Tensor,
+    ) -> Tensor:
+        tensors = HeadTensors(hidden, weight, bias)
+        ctx.reduced, ctx.needed_inputs = divisor is not None, ctx.needs_input_grad[7:]
+        if divisor is None:  # every row has an upstream gradient of its own: the tiles come back for it
+            ctx.save_for_backward(*tensors, row_mask, *row_loss.tensors)
+            ctx.row_loss, ctx.settings = row_loss.holding([None] * len(row_loss.tensors)), settings
+            ctx.generators = generator_states(hidden.device)
+            return walk(tensors, row_mask, row_loss, settings)[0]
+        of_inputs = [torch.zeros_like(i) if n else None for i, n in zip(inputs, ctx.needed_inputs)]
+        # A tile takes its part of the mean at once, unless it is float16: that could not hold it before it is scaled.
+        late = settings.dtype == torch.float16
+        scale = torch.ones_like(divisor) if late else 1 / divisor
+        needed = ctx.needs_input_grad[:3]
+        losses, ctx.gradients = walk(tensors, row_mask, row_loss, settings, needed, scale, of_inputs)
+        ctx.save_for_backward(divisor if late else None, *of_inputs)
+        return losses.sum() / divisor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        if not ctx.reduced:
+            hidden, weight, bias, row_mask, *saved = ctx.saved_tensors
+            tensors, row_loss = HeadTensors(hidden, weight, bias), ctx.row_loss.holding(saved)
+            of_inputs = [torch.zeros_like(i) if n else None for i, n in zip(row_loss.row_inputs, ctx.needed_inputs)]
+            needed = ctx.needs_input_grad[:3]
+            with generators_at(ctx.generators, hidden.device):
+                _, gradients = walk(tensors, row_mask, row_loss, ctx.settings, needed, grad, of_inputs)
+            found = gradients.scaled(None)  # type: ignore[union-attr]
+        elif ctx.gradients is None:
+            raise RuntimeError(
+                "onepass: a second backward through a reduced loss of a linear head, whose gradient is given away; "
+                "compute it again, or take reduction='none'"
+            )
+        else:
+            divisor, *of_inputs = ctx.saved_tensors
+            scale = grad if divisor is None else grad / divisor
+            gradients, ctx.gradients = ctx.gradients, None
+            found = gradients.scaled(scale)
+            of_inputs = [None if g is None else g * scale for g in of_inputs]
+        return (*found, *[None] * 4, *of_inputs)
+
+
+def generator_states(device: torch.device) -> list[Tensor] | None:
+    """The states of the generators that a loss may draw from; None where a CUDA graph is captured, which keeps them."""
+    if device.type != "cuda":
+        return [torch.get_rng_state()]
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    return [torch.get_rng_state(), torch.cuda.get_rng_state(device)]
+
+
+@contextmanager
+def generators_at(states: list[Tensor] | None, device: torch.device) -> Iterator[None]:
+    """The generators as they were, for a loss that is computed again, and after it as they are."""
+    if states is None:
+        yield
+        return
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
+        torch.set_rng_state(states[0])
+        if len(states) > 1:
+            torch.cuda.set_rng_state(states[1], device)
+        yield

@@ -1,0 +1,19 @@
+"""The directions of a divergence between a teacher and a student, for all distillation losses."""
+
+from onepass.core.checks import check_choice, check_number
+from onepass.core.options import DIRECTIONS, Direction
+
+BETA = 0.5  # unless somebody says otherwise, which only a Jensen-Shannon divergence listens to
+
+
+def resolved(direction: Direction, beta: float) -> tuple[Direction, float]:
+    """Direction and beta, checked; a Jensen-Shannon divergence with ``beta`` 0 or 1 is one of the others."""
+    check_choice(direction, "direction", DIRECTIONS)
+    beta = check_number(beta, "beta", 0, 1, open_low=False)
+    if direction == "jsd":
+        if beta in (0.0, 1.0):
+            direction = "reverse" if beta else "forward"
+        return direction, beta
+    if beta != BETA:
+        raise ValueError(f"beta: expected direction='jsd' with it, got beta={beta} with direction={direction!r}")
+    return direction, beta

@@ -1,0 +1,126 @@
+"""Divergences between the whole distributions of a student and a teacher."""
+
+import torch
+from torch import Tensor
+
+from onepass.core.checks import check_pair, check_row_mask, check_transform
+from onepass.core.deprecated import renamed
+from onepass.core.options import Direction, PairOptions, Reduction, Transform
+from onepass.logits.source import Logits, as_source
+from onepass.losses.directions import BETA, resolved
+from onepass.losses.reduction import divisor_of
+
+
+@renamed(positional=("mask",), mask="row_mask")
+def kl_div(
+    student_logits: Logits,
+    teacher_logits: Logits,
+    *,
+    row_mask: Tensor | None = None,
+    direction: Direction = "forward",
+    beta: float = BETA,
+    vocab_size: int | None = None,
+    reduction: Reduction = "mean",
+    num_items: float | Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_temperature: float | None = None,
+    teacher_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+) -> Tensor:
+    r"""Divergence between the distributions of two rows of logits, over the whole vocabulary.
+
+    With :math:`t, s` the teacher's and the student's probabilities and the sums over the vocabulary,
+
+    - ``"forward"``: :math:`\sum_j t_j \log (t_j / s_j)`, as `torch.nn.functional.kl_div` of log-probs
+    - ``"reverse"``: :math:`\sum_j s_j \log (s_j / t_j)`
+    - ``"jsd"``: :math:`\sum_j \beta t_j \log (t_j / m_j) + (1-\beta) s_j \log (s_j / m_j)` with
+      :math:`m = \beta t + (1-\beta) s` (Agarwal et al., arXiv:2306.13649, eq. 1); ``beta`` 0 is ``"forward"`` and 1
+      is ``"reverse"``.
+
+    Forward and reverse read each tensor once; ``"jsd"`` twice, since its first term needs both normalisers. Nothing of
+    the size of the logits is allocated but the gradients.
+
+    Args:
+        student_logits: ``(..., V)``, float16, bfloat16, float32 or float64, any strides.
+        teacher_logits: ``(..., V)``, likewise; differentiable too, which costs nothing unless it requires a gradient.
+            Of a student that is `onepass.LinearLogits`, a constant: logits, or LinearLogits too.
+        row_mask: ``(...)``, bool or 0/1. Rows where it is 0 are not read; their loss and gradient are 0.
+        direction: ``"forward"``, ``"reverse"`` or ``"jsd"``.
+        beta: weight of the teacher in ``"jsd"``, in [0, 1]; an error with another direction.
+        vocab_size: only the first ``vocab_size`` columns of both are compared: for two models of one tokenizer, of
+            which one or both pad their vocabulary. Gradients beyond them are 0.
+        reduction: ``"mean"`` (over the rows that are not masked), ``"sum"`` or ``"none"``, ``(...)``.
+        num_items: divides the sum instead of ``reduction``, see `cross_entropy`.
+        temperature, softcap, logit_scale: the transform of the student's logits, see `onepass.softmax_statistics`.
+        teacher_temperature, teacher_softcap, teacher_logit_scale: of the teacher's; without its own temperature it has
+            the student's.
+
+    Returns:
+        float32 (float64 if either of the logits are).
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
+
+    What has probability 0 contributes exactly 0 to each expectation under it, so that -inf logits are fine on either
+    side. Only where a distribution gives probability 0 to what the other, in whose favour the expectation is taken,
+    can produce is the divergence +inf (as in torch), and there is no gradient to speak of. NaN as in
+    `onepass.softmax_statistics`, for its row alone.
+    """
+    student = as_source(student_logits, "student_logits")
+    teacher = as_source(teacher_logits, "teacher_logits")
+    columns = check_pair(student, teacher, vocab_size)
+    if row_mask is not None:
+        check_row_mask(row_mask, student)
+    direction, beta = resolved(direction, beta)
+    of_student = Transform(*check_transform(temperature, softcap, logit_scale))
+    teacher_temperature = of_student.temperature if teacher_temperature is None else teacher_temperature
+    of_teacher = check_transform(teacher_temperature, teacher_softcap, teacher_logit_scale, prefix="teacher_")
+    options = PairOptions(direction, beta, of_student, Transform(*of_teacher), columns)
+    rows = student.shape[:-1].numel() if row_mask is None else row_mask != 0
+    return student.divergence(teacher, row_mask, options, divisor_of(rows, reduction, num_items))
+
+
+class KLDivLoss(torch.nn.Module):
+    """`kl_div` as a module, with the same options (see there)."""
+
+    def __init__(
+        self,
+        *,
+        direction: Direction = "forward",
+        beta: float = BETA,
+        vocab_size: int | None = None,
+        reduction: Reduction = "mean",
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        teacher_temperature: float | None = None,
+        teacher_softcap: float | None = None,
+        teacher_logit_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.direction, self.beta, self.vocab_size = direction, beta, vocab_size
+        self.reduction: Reduction = reduction
+        self.temperature, self.softcap, self.logit_scale = temperature, softcap, logit_scale
+        self.teacher_temperature, self.teacher_softcap = teacher_temperature, teacher_softcap
+        self.teacher_logit_scale = teacher_logit_scale
+
+    @renamed(positional=("mask", "num_items"), mask="row_mask")
+    def forward(
+        self,
+        student_logits: Logits,
+        teacher_logits: Logits,
+        *,
+        row_mask: Tensor | None = None,
+        num_items: float | Tensor | None = None,
+    ) -> Tensor:
+        return kl_div(
+            student_logits, teacher_logits, row_mask=row_mask, direction=self.direction, beta=self.beta,
+            vocab_size=self.vocab_size, reduction=self.reduction, num_items=num_items, temperature=self.temperature,
+            softcap=self.softcap, logit_scale=self.logit_scale, teacher_temperature=self.teacher_temperature,
+            teacher_softcap=self.teacher_softcap, teacher_logit_scale=self.teacher_logit_scale,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return f"direction={self.direction!r}, beta={self.beta}, reduction={self.reduction!r}"

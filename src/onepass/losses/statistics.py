@@ -1,0 +1,81 @@
+"""The primitive as users call it, for losses of their own."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from onepass.core.checks import check_choice, described
+from onepass.core.options import METRICS, Metric
+from onepass.logits.source import Logits, as_source, inputs_for, options_for
+from onepass.softmax.statistics import SoftmaxStatistics
+
+
+def softmax_statistics(
+    logits: Logits,
+    index: Tensor | None = None,
+    *,
+    class_weights: Tensor | float | None = None,
+    row_mask: Tensor | None = None,
+    metrics: Sequence[Metric] = (),
+    expected_logit: bool = True,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> SoftmaxStatistics:
+    r"""Read every row of logits once and return what losses need of it, differentiably.
+
+    The statistics are those of :math:`z = \mathrm{cap}\cdot\tanh(\mathrm{scale}\cdot x / \mathrm{cap}) / T` (without
+    the tanh where ``softcap`` is None), computed in float32 (float64 for float64 logits) whatever the input dtype.
+    The gradient has the dtype of the logits and is rounded to it once.
+
+    Args:
+        logits: ``(..., V)``, float16, bfloat16, float32 or float64. Any strides; only a last dimension that is not
+            contiguous is copied. Or `onepass.LinearLogits`, here and in all losses.
+        index: classes to select, ``(...)`` or ``(..., K)``, int32 or int64; may repeat a class.
+        class_weights: the ``c`` of ``weighted_logit``: ``(V,)``, or one number for all classes. Not differentiable.
+        row_mask: ``(...)``, bool or 0/1. Rows where it is False are not read; their results and gradients are 0.
+        temperature: :math:`T > 0`, divides the logits after the soft-cap.
+        softcap: the cap > 0, as in Gemma 2; None for none.
+        logit_scale: multiplies the logits before the soft-cap, as in Cohere's and Granite's models.
+        metrics: any of ``"is_top1"`` (needs ``index``), ``"log_sum_sq_probs"``, ``"mean_logit"``. No gradient.
+        expected_logit: False leaves out ``expected_logit``, and the work for it.
+
+    Returns:
+        `SoftmaxStatistics`.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
+        IndexError: an index outside ``[0, V)`` in a row that is not masked, on a CPU or with ``ONEPASS_DEBUG=1``.
+            On a GPU, where a look would synchronize, all results and gradients of that row are NaN instead.
+
+    -inf logits have probability 0 and gradient 0. A row that holds NaN or +inf, or nothing but -inf, is NaN
+    throughout, as in `torch.log_softmax`.
+
+    Reference: Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.
+
+    Example::
+
+        s = onepass.softmax_statistics(logits, labels)
+        loss = -s.log_probs.mean() + 1e-4 * s.logsumexp.square().mean() - 0.01 * s.entropy.mean()
+    """
+    source = as_source(logits)
+    options = options_for(fields_of(index, class_weights, metrics, expected_logit), temperature, softcap, logit_scale)
+    inputs, options = inputs_for(source, options, index, row_mask, class_weights)
+    return SoftmaxStatistics(**source.statistics(inputs, options))
+
+
+def fields_of(
+    index: Tensor | None, class_weights: Tensor | float | None, metrics: Sequence[Metric], expected_logit: bool
+) -> str:
+    """The fields of `SoftmaxStatistics` that these arguments of `softmax_statistics` ask for."""
+    if isinstance(metrics, str) or not isinstance(metrics, Sequence):
+        raise TypeError(f"metrics: expected a sequence of names, got {described(metrics)}")
+    for metric in metrics:
+        check_choice(metric, "metrics", METRICS)
+    if "is_top1" in metrics and index is None:
+        raise ValueError("metrics: expected an index with 'is_top1', got index=None")
+    fields = ["shift", "log_normalizer"]
+    fields += ["expected_logit"] if expected_logit else []
+    fields += ["selected"] if index is not None else []
+    fields += ["weighted_logit"] if class_weights is not None else []
+    return " ".join([*fields, *metrics])

@@ -1,0 +1,285 @@
+"""Distillation from the K best tokens of a teacher, whose logits are gathered from one read of the student's."""
+
+import math
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from onepass.backend import is_debugging
+from onepass.core.checks import (
+    INF,
+    check_index,
+    check_integer,
+    check_number,
+    check_row_mask,
+    check_teacher,
+    check_teacher_mask,
+    check_transform,
+)
+from onepass.core.deprecated import renamed
+from onepass.core.dispatch import is_plain
+from onepass.core.options import Direction, Reduction
+from onepass.logits.source import Divisor, Logits, LogitsSource, as_source, divided, inputs_for, options_for
+from onepass.losses.directions import BETA, resolved
+from onepass.losses.reduction import divisor_of, reduced
+
+
+def new_name_of_mask(given: dict[str, Any]) -> str:
+    """``mask`` was of rows or of the teacher's tokens, told by its shape."""
+    mask, ids = given.get("mask"), given.get("teacher_ids")
+    of_tokens = isinstance(mask, Tensor) and isinstance(ids, Tensor) and mask.dim() == ids.dim()
+    return "teacher_mask" if of_tokens else "row_mask"
+
+
+@renamed(positional=("mask",), mask=new_name_of_mask)
+def topk_kl_div(
+    student_logits: Logits,
+    teacher_ids: Tensor,
+    teacher_log_probs: Tensor,
+    *,
+    row_mask: Tensor | None = None,
+    teacher_mask: Tensor | None = None,
+    direction: Direction = "forward",
+    beta: float = BETA,
+    renormalize: bool = False,
+    reduction: Reduction = "mean",
+    num_items: float | Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> Tensor:
+    r"""Divergence between a teacher, known by its K best tokens, and a student, in one read of the student's logits.
+
+    With :math:`t_k` the teacher's and :math:`s_k = \mathrm{softmax}(x / T)[\mathrm{id}_k]` the student's probability
+    of the k-th token, the loss of a row is, summed over the tokens that are given,
+
+    - ``"forward"``: :math:`\sum_k t_k \log (t_k / s_k)`, KL(teacher ‖ student)
+    - ``"reverse"``: :math:`\sum_k s_k \log (s_k / t_k)`, KL(student ‖ teacher)
+    - ``"jsd"``: :math:`\sum_k \beta t_k \log (t_k / m_k) + (1-\beta) s_k \log (s_k / m_k)` with
+      :math:`m = \beta t + (1-\beta) s` (Agarwal et al., arXiv:2306.13649, eq. 1); as there, ``beta`` 0 is
+      ``"forward"`` and 1 is ``"reverse"``.
+
+    Args:
+        student_logits: ``(..., V)``, float16, bfloat16, float32 or float64, any strides.
+        teacher_ids: ``(..., K)``, int32 or int64.
+        teacher_log_probs: ``(..., K)``, floating-point, in nats, at the temperature that is meant for the teacher; not
+            differentiable. A token of log-prob -inf was not given by the teacher, as if its ``teacher_mask`` were 0.
+        row_mask: ``(...)``, bool or 0/1; rows that count. Elsewhere ids and log-probs may be anything.
+        teacher_mask: ``(..., K)``, bool or 0/1; tokens that count, likewise. Rows without any token are not read:
+            their loss and gradient are exactly 0.
+        direction: ``"forward"``, ``"reverse"`` or ``"jsd"``.
+        beta: weight of the teacher in ``"jsd"``, in [0, 1]; an error with another direction.
+        renormalize: False: the student is normalised over the whole vocabulary, and the teacher is taken as it is.
+            True: both are normalised over the row's given tokens; only those logits are read.
+        reduction: ``"mean"`` (over the rows that the masks leave a token of; 0 if there are none), ``"sum"`` or
+            ``"none"`` (the shape of the rows).
+        num_items: divides the sum instead of ``reduction``: a number, or a tensor of one element, of items in the whole
+            batch, for averages that gradient accumulation does not change.
+        temperature, softcap, logit_scale: the transform of the student's logits, see `onepass.softmax_statistics`.
+            (Hinton's factor :math:`T^2` is the caller's to multiply.)
+
+    Returns:
+        float32 (float64 for float64 logits), differentiable with respect to ``student_logits``.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; rows of the teacher that
+            are fewer than the student's are not filled up.
+        IndexError: an id outside ``[0, V)`` that is not masked, on a CPU or with ``ONEPASS_DEBUG=1``; on a GPU that
+            row is NaN instead.
+    """
+    student = as_source(student_logits, "student_logits")
+    direction, beta = resolved(direction, beta)
+    options = options_for("selected" if renormalize else "log_probs", temperature, softcap, logit_scale)
+    teacher = Teacher(student, teacher_ids, teacher_log_probs, row_mask, teacher_mask, renormalize)
+
+    def terms_of(s: dict[str, Tensor], log_probs: Tensor) -> Tensor:
+        part = teacher.of(log_probs)
+        return part.terms(part.normalized(s["selected"]) if renormalize else s["log_probs"], direction, beta)
+
+    inputs, options = inputs_for(student, options, teacher.ids, teacher.to_read, index_name="teacher_ids")
+    return student.loss(terms_of, inputs, options, (teacher.log_probs,), teacher.divisor(reduction, num_items))
+
+
+@renamed(positional=("mask",), labels="target", mask=new_name_of_mask)
+def distillation_loss(
+    student_logits: Logits,
+    target: Tensor,
+    teacher_ids: Tensor,
+    teacher_log_probs: Tensor,
+    *,
+    ignore_index: int = -100,
+    row_mask: Tensor | None = None,
+    teacher_mask: Tensor | None = None,
+    alpha: float = 0.5,
+    direction: Direction = "forward",
+    beta: float = BETA,
+    renormalize: bool = False,
+    reduction: Reduction = "mean",
+    num_items: float | Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> Tensor:
+    r"""Hard labels and a teacher's K best tokens, from one read of the student's logits and with one gradient.
+
+    :math:`\alpha\, D(\mathrm{teacher}, \mathrm{student}) + (1 - \alpha)\, \mathrm{CE}(\mathrm{target})`, where D
+    is `topk_kl_div` and CE is `cross_entropy`, always at temperature 1.
+
+    Args:
+        target: ``(...)``, int32 or int64; rows that are ``ignore_index`` have no cross-entropy (but a divergence,
+            unless a mask says otherwise).
+        row_mask: ``(...)``, bool or 0/1; rows where it is False have neither.
+        alpha: weight of the divergence, in [0, 1].
+        reduction: ``"mean"`` (of each part over its own rows), ``"sum"`` or ``"none"``.
+        num_items: divides the sums of both parts, see `topk_kl_div`.
+
+    The other arguments, and what is raised, are those of `topk_kl_div`.
+    """
+    student = as_source(student_logits, "student_logits")
+    check_index(target, student, "target", many=False)
+    direction, beta = resolved(direction, beta)
+    alpha = check_number(alpha, "alpha", 0, 1, open_low=False)
+    ignore_index = check_integer(ignore_index, "ignore_index")
+    temperature = check_transform(temperature, None)[0]
+    teacher = Teacher(student, teacher_ids, teacher_log_probs, row_mask, teacher_mask, renormalize)
+    valid = target != ignore_index
+    if row_mask is not None:
+        valid &= row_mask != 0
+    # Rows with a teacher but no label are read too; what they say of token 0 is left out below.
+    target = target.masked_fill(~valid, 0).unsqueeze(-1)
+    index = torch.cat([t.to(torch.promote_types(target.dtype, teacher.ids.dtype)) for t in (target, teacher.ids)], -1)
+    one_normalizer = renormalize or temperature == 1.0
+    fields = "selected log_normalizer" if one_normalizer else "selected log_normalizer tempered_log_normalizer"
+    options = options_for(fields, 1.0, softcap, logit_scale, sharpness=1.0 / temperature)
+    inputs, options = inputs_for(student, options, index, valid | teacher.to_read, index_name="target or teacher_ids")
+    s = student.statistics(inputs, options)
+    selected = s["selected"] if temperature == 1.0 else s["selected"] / temperature
+    if renormalize:
+        log_probs = teacher.normalized(selected[..., 1:])
+    else:
+        log_probs = selected[..., 1:] - s["log_normalizer" if one_normalizer else "tempered_log_normalizer"].unsqueeze(
+            -1
+        )
+    terms = teacher.terms(log_probs, direction, beta)
+    soft = divided(terms, teacher.divisor(reduction, num_items), student.dim() - 1)
+    hard = reduced((s["log_normalizer"] - s["selected"][..., 0]).where(valid, 0.0), valid, reduction, num_items)
+    return alpha * soft + (1 - alpha) * hard
+
+
+class Teacher:
+    """A teacher's K best tokens, checked: ids that are safe to gather, log-probs that are safe to multiply.
+
+    Attributes:
+        ids: ``(..., K)``; 0 where no token is given.
+        log_probs: ``(..., K)``; -inf where no token is given.
+        to_read: ``(...)``, bool: rows with a token that is given.
+        rows: ``(...)``, bool: rows that the masks leave a token of, which a mean counts; None if that is all of them.
+    """
+
+    def __init__(
+        self,
+        student: LogitsSource,
+        ids: Tensor,
+        log_probs: Tensor,
+        row_mask: Tensor | None,
+        teacher_mask: Tensor | None,
+        renormalize: bool,
+    ) -> None:
+        check_teacher(ids, log_probs, student)
+        self.rows: Tensor | None = None
+        log_probs = log_probs.detach().to(torch.float64 if student.dtype == torch.float64 else torch.float32)
+        if row_mask is not None:
+            check_row_mask(row_mask, student)
+            self.rows = row_mask != 0
+            log_probs = log_probs.masked_fill(~self.rows.unsqueeze(-1), -INF)
+        if teacher_mask is not None:
+            check_teacher_mask(teacher_mask, ids)
+            log_probs = log_probs.masked_fill(teacher_mask == 0, -INF)
+            some = (teacher_mask != 0).any(-1)
+            self.rows = some if self.rows is None else self.rows & some
+        look = not renormalize and (is_debugging() or log_probs.is_cpu) and is_plain(log_probs)
+        if look and (log_probs > 1e-3).any():
+            raise ValueError(
+                f"teacher_log_probs: expected logarithms of probabilities, at most 0, got {log_probs.max().item():g}"
+            )
+        given = log_probs > -INF
+        self.ids, self.to_read, self.log_probs = ids.where(given, 0), given.any(-1), log_probs
+        if renormalize:  # a row without any token would be NaN
+            self.log_probs = log_probs.log_softmax(-1).masked_fill_(~given, -INF)
+
+    def of(self, log_probs: Tensor) -> "Teacher":
+        """The teacher of some of the rows, which have these log-probs."""
+        part = copy(self)
+        part.log_probs = log_probs
+        return part
+
+    @property
+    def absent(self) -> Tensor:
+        return self.log_probs == -INF
+
+    def normalized(self, z: Tensor) -> Tensor:
+        """The student's log-probs, from its logits ``z`` of the tokens that are given; the others may be NaN."""
+        return z.masked_fill(self.absent, -INF).log_softmax(-1)
+
+    def divisor(self, reduction: Reduction, num_items: float | Tensor | None) -> Divisor:
+        return divisor_of(self.absent[..., 0].numel() if self.rows is None else self.rows, reduction, num_items)
+
+    def terms(self, student: Tensor, direction: Direction, beta: float) -> Tensor:
+        """The terms of the divergence from ``student``, log-probs of the tokens, ``(..., K)``."""
+        # A term p·x is 0 where p is, whatever x; masking x, and not the product, keeps NaN from the gradient too.
+        # So does a backward of masked_fill for the log_softmax of a row without any token.
+        if direction == "forward":
+            t = self.log_probs.exp()
+            return t * (self.log_probs - student).masked_fill_(t == 0, 0.0)
+        absent = self.absent
+        s = student.exp().masked_fill(absent, 0.0)
+        if direction == "reverse":
+            return s * (student - self.log_probs).masked_fill_(s == 0, 0.0)
+        # log(t/m) = logsigmoid(x) - log β and log(s/m) = logsigmoid(-x) - log(1-β), without a mixture that underflows.
+        x = (self.log_probs - student).masked_fill_(absent, 0.0) + math.log(beta / (1 - beta))
+        of_teacher = beta * self.log_probs.exp() * (logsigmoid(x) - math.log(beta))
+        of_student = (1 - beta) * s * (logsigmoid(-x).masked_fill(s == 0, 0.0) - math.log(1 - beta))
+        return of_teacher + of_student
+
+
+class TopKKLDivLoss(torch.nn.Module):
+    """`topk_kl_div` as a module, with the same options (see there)."""
+
+    def __init__(
+        self,
+        *,
+        direction: Direction = "forward",
+        beta: float = BETA,
+        renormalize: bool = False,
+        reduction: Reduction = "mean",
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.direction, self.beta, self.renormalize = direction, beta, renormalize
+        self.reduction: Reduction = reduction
+        self.temperature, self.softcap, self.logit_scale = temperature, softcap, logit_scale
+
+    @renamed(positional=("mask", "num_items"), mask=new_name_of_mask)
+    def forward(
+        self,
+        student_logits: Logits,
+        teacher_ids: Tensor,
+        teacher_log_probs: Tensor,
+        *,
+        row_mask: Tensor | None = None,
+        teacher_mask: Tensor | None = None,
+        num_items: float | Tensor | None = None,
+    ) -> Tensor:
+        return topk_kl_div(
+            student_logits, teacher_ids, teacher_log_probs, row_mask=row_mask, teacher_mask=teacher_mask,
+            direction=self.direction, beta=self.beta, renormalize=self.renormalize, reduction=self.reduction,
+            num_items=num_items, temperature=self.temperature, softcap=self.softcap, logit_scale=self.logit_scale,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return f"direction={self.direction!r}, beta={self.beta}, reduction={self.reduction!r}"

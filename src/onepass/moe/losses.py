@@ -1,0 +1,65 @@
+"""Auxiliary losses of routers, from the sums that `moe.route` leaves behind."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onepass.core.checks import check_device, described
+from onepass.moe.router import Routing
+
+
+def load_balancing_loss(routing: Routing | Sequence[Routing]) -> Tensor:
+    r"""How unevenly tokens are spread: :math:`E \sum_e f_e P_e`, which is k where all experts have the same.
+
+    :math:`f_e` is the share of tokens that take expert e (of k shares a token), :math:`P_e` the mean probability,
+    both over the tokens of all layers that are not masked. As transformers' ``load_balancing_loss_func``.
+
+    Args:
+        routing: from `route` with ``losses=True``, or one of every layer.
+
+    Returns:
+        A scalar, differentiable through the probabilities; NaN without any token.
+
+    Reference: Fedus et al., "Switch Transformers", arXiv:2101.03961, equations 4 to 6.
+    """
+    layers = _layers(routing)
+    counts = torch.stack([r.counts for r in layers]).sum(0)
+    probs = torch.stack([r.prob_sums for r in layers]).sum(0)  # type: ignore[misc]
+    tokens = counts.sum().to(probs.dtype) / layers[0].experts.shape[-1]
+    return (counts * probs).sum() * (len(counts) / tokens.square())
+
+
+def router_z_loss(routing: Routing | Sequence[Routing]) -> Tensor:
+    r"""The mean of :math:`(\log \sum_e e^{z_e})^2` over tokens that are not masked, of one layer or of all.
+
+    Arguments and result are those of `load_balancing_loss`.
+
+    Reference: Zoph et al., "ST-MoE", arXiv:2202.08906, equation 5.
+    """
+    layers = _layers(routing)
+    total = torch.stack([r.logsumexp.square().sum() for r in layers]).sum()  # type: ignore[union-attr]
+    tokens = torch.stack([r.counts.sum() for r in layers]).sum().to(total.dtype) / layers[0].experts.shape[-1]
+    return total / tokens
+
+
+def _layers(routing: Routing | Sequence[Routing]) -> Sequence[Routing]:
+    layers = [routing] if isinstance(routing, Routing) else list(routing)
+    if not layers or any(getattr(r, "prob_sums", None) is None for r in layers):
+        raise ValueError("routing: expected one or more from route(..., losses=True), got none or one without")
+    if len({getattr(r.experts, "shape", (0,))[-1] for r in layers}) > 1:
+        raise ValueError("routing: expected layers of which a token takes as many experts, got different ones")
+    E = layers[0].counts.shape if isinstance(layers[0].counts, Tensor) else ()
+    for r in layers:
+        of_tokens = r.experts.shape[:-1] if isinstance(r.experts, Tensor) else ()
+        for name, shape, floating in (
+            ("experts", None, False), ("counts", E, False), ("prob_sums", E, True), ("logsumexp", of_tokens, True),
+        ):  # fmt: skip
+            t = getattr(r, name)
+            if not isinstance(t, Tensor) or t.is_floating_point() != floating or t.is_complex():
+                kind = "a floating-point" if floating else "an integer"
+                raise TypeError(f"routing.{name}: expected {kind} tensor, got {described(t)}")
+            if shape is not None and (t.shape != shape or (name == "counts" and t.dim() != 1)):
+                raise ValueError(f"routing.{name}: expected shape {tuple(shape)}, got {tuple(t.shape)}")
+            check_device(t, r.experts, f"routing.{name}")
+    return layers

@@ -1,0 +1,259 @@
+"""Routing of tokens to experts: one function for the routers of all families, one kernel each way."""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepass.backend import backend_of
+from onepass.core.checks import (
+    INF,
+    check_choice,
+    check_device,
+    check_integer,
+    check_logits,
+    check_number,
+    check_row_mask,
+    check_transform,
+    described,
+)
+from onepass.core.deprecated import renamed
+from onepass.core.dispatch import operation, refuse_second_derivatives
+from onepass.core.moe_options import (
+    GROUP_SCORES,
+    MAX_EXPERTS,
+    MAX_K,
+    SCORES,
+    GroupScore,
+    RouterOptions,
+    RoutingGradients,
+    RoutingResults,
+    Score,
+    empty_routing,
+)
+
+SCALARS = frozenset((int, float, bool, str, type(None)))
+
+
+class Routing(NamedTuple):
+    """Where tokens go. ``(...)`` are the tokens; E experts, of which each token takes K.
+
+    Attributes:
+        weights: ``(..., K)``, float32 (float64 for float64 logits), differentiable.
+        experts: ``(..., K)``, int64, best first.
+        counts: ``(E,)``, int32: how many tokens each expert gets.
+        prob_sums: ``(E,)``: softmax probabilities summed over tokens, differentiable; None without ``losses``.
+        logsumexp: ``(...)``: ``log Σ_e exp(z_e)``, differentiable; None without ``losses``.
+    """
+
+    weights: Tensor
+    experts: Tensor
+    counts: Tensor
+    prob_sums: Tensor | None = None
+    logsumexp: Tensor | None = None
+
+
+def route(
+    router_logits: Tensor,
+    k: int,
+    *,
+    score: Score = "softmax",
+    selection_bias: Tensor | None = None,
+    n_group: int = 1,
+    topk_group: int = 1,
+    group_score: GroupScore = "top2_sum",
+    renormalize: bool = True,
+    scale: float = 1.0,
+    eps: float = 1e-20,
+    score_after_topk: bool = False,
+    softcap: float | None = None,
+    token_mask: Tensor | None = None,
+    losses: bool = False,
+) -> Routing:
+    r"""Choose ``k`` experts for every token, and their weights.
+
+    With :math:`z = \mathrm{cap}\cdot\tanh(x / \mathrm{cap})` (or :math:`z = x`), scores :math:`s = f(z)` and a
+    selection bias :math:`b`, the experts are those of the k largest :math:`s_e + b_e`, in descending order; of equal
+    ones the lower id comes first. (Without a bias that is the order of the logits, which is the one that is taken: no
+    rounding of a score makes two logits equal.) Their weights are :math:`s_e`, divided by
+    :math:`\sum s + \mathrm{eps}` where ``renormalize``, times ``scale``. All in float32 (float64 for float64 logits).
+
+    Args:
+        router_logits: ``(..., E)``, float16, bfloat16, float32 or float64; E up to 1024.
+        k: experts a token, up to 32.
+        score: :math:`f`: ``"softmax"`` (over the experts), ``"sigmoid"`` or ``"sqrtsoftplus"``
+            (:math:`\sqrt{\log(1 + e^z)}`).
+        selection_bias: ``(E,)``, added for the selection and not in the weights (DeepSeek-V3's correction bias,
+            arXiv:2412.19437, section 2.1.2); not differentiable.
+        n_group, topk_group: only experts of the ``topk_group`` best of ``n_group`` equal groups can be chosen.
+        group_score: what a group is judged by: the sum of its two largest selection values, ``"top2_sum"``, or
+            ``"max"``.
+        renormalize, scale, eps: see above.
+        score_after_topk: choose by :math:`z_e + b_e`, and take the score of the k chosen logits alone (gpt-oss).
+        softcap: the cap > 0, or None for none.
+        token_mask: ``(...)``, bool or 0/1. Tokens where it is False have weights of 0, are not counted, take no part
+            in the sums, and have no gradient; their experts are valid ids.
+        losses: whether to return what `load_balancing_loss` and `router_z_loss` are made of, from the same read.
+
+    Returns:
+        `Routing`. Weights and sums are differentiable with respect to the logits, the choice is not.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
+
+    A logit of -inf turns an expert off: its score is 0, and it is chosen only where too few others are left. A token
+    with a NaN logit, and one whose scores are not finite or (softmax) not a distribution, has NaN weights and the
+    experts 0 … k - 1: no id is ever out of range.
+    """
+    if not isinstance(router_logits, Tensor):
+        raise TypeError(f"router_logits: expected a tensor, got {described(router_logits)}")
+    check_logits(router_logits, "router_logits")
+    options = RouterOptions(
+        k, score, n_group, topk_group, group_score, renormalize, scale, eps, score_after_topk, softcap, losses
+    )
+    plain = all([type(value) in SCALARS for value in options])  # a tensor may change, and a list cannot be hashed
+    options = (check_once if plain else check_options)(router_logits.shape[-1], *options)
+    k = options.k
+    tokens, E = router_logits.shape[:-1], router_logits.shape[-1]
+    if selection_bias is not None:
+        if not isinstance(selection_bias, Tensor) or not selection_bias.is_floating_point():
+            raise TypeError(f"selection_bias: expected a floating-point tensor, got {described(selection_bias)}")
+        if selection_bias.shape != (E,):
+            raise ValueError(f"selection_bias: expected shape ({E},), got {tuple(selection_bias.shape)}")
+        check_device(selection_bias, router_logits, "selection_bias")
+        selection_bias = selection_bias.detach().to(torch.promote_types(router_logits.dtype, torch.float32))
+    if token_mask is not None:
+        check_row_mask(token_mask, router_logits, "token_mask")
+        token_mask = token_mask.reshape(-1)
+    logits = router_logits if router_logits.dim() == 2 else router_logits.reshape(-1, E)
+    logits = logits if logits.stride(-1) == 1 or E == 1 else logits.contiguous()
+    if torch.is_grad_enabled() and logits.requires_grad:
+        results: RoutingResults = _Route.apply(logits, selection_bias, token_mask, options)
+    else:
+        results = _forward(logits, selection_bias, token_mask, options)
+    weights, experts, counts, prob_sums, logsumexp = results
+    if router_logits.dim() != 2:
+        weights, experts = weights.view(*tokens, k), experts.view(*tokens, k)
+    if not losses:
+        return Routing(weights, experts, counts)
+    return Routing(weights, experts, counts, prob_sums, logsumexp.view(tokens))  # type: ignore[union-attr]
+
+
+def softmax_topk(
+    router_logits: Tensor,
+    k: int,
+    *,
+    renormalize: bool = True,
+    scale: float = 1.0,
+    eps: float = 1e-20,
+    softcap: float | None = None,
+    token_mask: Tensor | None = None,
+    losses: bool = False,
+) -> Routing:
+    """`route` as Mixtral, Qwen and OLMoE do: softmax over the experts, the k largest, renormalized or not."""
+    return route(
+        router_logits, k, score="softmax", renormalize=renormalize, scale=scale, eps=eps, softcap=softcap,
+        token_mask=token_mask, losses=losses,
+    )  # fmt: skip
+
+
+@renamed(positional=("selection_bias",))
+def sigmoid_topk(
+    router_logits: Tensor,
+    k: int,
+    *,
+    selection_bias: Tensor | None = None,
+    n_group: int = 1,
+    topk_group: int = 1,
+    group_score: GroupScore = "top2_sum",
+    renormalize: bool = True,
+    scale: float = 1.0,
+    eps: float = 1e-20,
+    softcap: float | None = None,
+    token_mask: Tensor | None = None,
+    losses: bool = False,
+) -> Routing:
+    """`route` as DeepSeek-V3 does: sigmoid, a correction bias for the selection, the best groups only."""
+    return route(
+        router_logits, k, score="sigmoid", selection_bias=selection_bias, n_group=n_group, topk_group=topk_group,
+        group_score=group_score, renormalize=renormalize, scale=scale, eps=eps, softcap=softcap, token_mask=token_mask,
+        losses=losses,
+    )  # fmt: skip
+
+
+def check_options(experts: int, *options: Any) -> RouterOptions:
+    """The options, each in its declared type."""
+    o = RouterOptions(*options)
+    if experts > MAX_EXPERTS:
+        raise ValueError(f"router_logits: expected at most {MAX_EXPERTS} experts, got {experts}")
+    n_group = check_integer(o.n_group, "n_group", 1, experts)
+    o = RouterOptions(
+        k=check_integer(o.k, "k", 1, min(MAX_K, experts)),
+        score=o.score,
+        n_group=n_group,
+        topk_group=check_integer(o.topk_group, "topk_group", 1, n_group),
+        group_score=o.group_score,
+        renormalize=bool(o.renormalize),
+        scale=check_number(o.scale, "scale", -INF),
+        eps=check_number(o.eps, "eps", 0, open_low=False),
+        score_after_topk=bool(o.score_after_topk),
+        softcap=check_transform(1.0, o.softcap)[1],
+        sums=bool(o.sums),
+    )
+    check_choice(o.score, "score", SCORES)
+    check_choice(o.group_score, "group_score", GROUP_SCORES)
+    if experts % o.n_group:
+        raise ValueError(f"n_group: expected a divisor of {experts} experts, got {o.n_group}")
+    size = experts // o.n_group
+    if o.n_group > 1 and o.group_score == "top2_sum" and size < 2:
+        raise ValueError("group_score: expected 'max' for groups of one expert, got 'top2_sum'")
+    if o.k > o.topk_group * size and o.n_group > 1:
+        raise ValueError(f"k: expected at most the {o.topk_group * size} experts of {o.topk_group} groups, got {o.k}")
+    return o
+
+
+@lru_cache(typed=True)
+def check_once(experts: int, *options: Any) -> RouterOptions:
+    """A router is called once a layer, with the same options."""
+    return check_options(experts, *options)
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, options: RouterOptions
+    ) -> RoutingResults:
+        results = _forward(logits, selection_bias, token_mask, options)
+        ctx.save_for_backward(logits, results[1], token_mask)
+        ctx.options = options
+        ctx.mark_non_differentiable(results[1], results[2])
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        weights, _, _, prob_sums, logsumexp = grads
+        sums = (prob_sums, logsumexp) if ctx.options.sums else (None, None)
+        return _gradient(*ctx.saved_tensors, RoutingGradients(weights, *sums), ctx.options), None, None, None
+
+
+@operation("onepass::route", lambda logits, options, **_: empty_routing(logits, options))
+def _forward(
+    logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, options: RouterOptions
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    results: RoutingResults = backend_of(logits).route(logits, selection_bias, token_mask, options)
+    return results
+
+
+def _like_gradient(logits: Tensor, **_: Any) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+@operation("onepass::route_gradient", _like_gradient)
+def _gradient(
+    logits: Tensor, experts: Tensor, token_mask: Tensor | None, grads: RoutingGradients, options: RouterOptions
+) -> Tensor:
+    out: Tensor = backend_of(logits).route_gradient(logits, experts, token_mask, grads, options)
+    return out

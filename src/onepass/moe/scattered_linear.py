@@ -1,0 +1,200 @@
+"""A linear layer of every assignment's expert, and modules of experts made of it, for MoE blocks of one's own."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onepass.backend import backend_of
+from onepass.core.checks import FLOATS, check_device, described
+from onepass.core.dispatch import autocast_dtype, operation, refuse_second_derivatives
+from onepass.core.moe_options import Activation, Groups, ScatterGradients, ScatterOptions, ScatterTensors
+from onepass.moe.experts import expert_mlp
+from onepass.moe.router import Routing
+from onepass.moe.token_sort import check_assignments, group_by_expert
+
+
+def scattered_linear(
+    x: Tensor,
+    weight: Tensor,
+    experts: Tensor,
+    groups: Groups | None = None,
+    *,
+    bias: Tensor | None = None,
+    weights: Tensor | None = None,
+    transposed: bool = False,
+    grouped_in: bool = False,
+    grouped_out: bool = False,
+) -> Tensor:
+    r"""A linear layer of each token-expert assignment's expert: :math:`y_a = W_{e(a)} x + b_{e(a)}`.
+
+    Args:
+        x: ``(T, inputs)``, of which the K assignments of a token read the same row; ``(T K, inputs)`` in the order of
+            ``groups`` if ``grouped_in``.
+        weight: ``(E, outputs, inputs)``; ``(E, inputs, outputs)`` if ``transposed``.
+        experts: ``(T, K)``, int32 or int64.
+        groups: `group_by_expert` of them, which is made here if it is None.
+        bias: ``(E, outputs)``.
+        weights: ``(T, K)``, float32: the assignments of a token are summed with these. Not with ``grouped_out``.
+        grouped_out: whether the result stays in the order of ``groups``.
+
+    Returns:
+        ``(T, outputs)`` with ``weights``; else ``(T K, outputs)``, in the order of the slots, or of ``groups``. Rows of
+        slots without an expert are 0. Differentiable with respect to ``x``, ``weight``, ``bias`` and ``weights``.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
+
+    Under autocast ``x``, ``weight`` and ``bias`` are taken in its dtype, unless ``x`` is float64.
+
+    Reference: Tan et al., "Scattered Mixture-of-Experts Implementation", arXiv:2403.08245.
+    """
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.dim() != 2:
+        raise TypeError(f"x: expected a floating-point tensor (rows, inputs), got {described(x)}")
+    if not isinstance(weight, Tensor) or weight.dim() != 3:
+        raise TypeError(f"weight: expected a tensor of three dimensions, got {described(weight)}")
+    dtype = autocast_dtype(x)
+    if dtype is not None:
+        x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype) if isinstance(bias, Tensor) else bias
+    for of_type, name in ((weight, "weight"), (bias, "bias")):
+        if of_type is not None and (not isinstance(of_type, Tensor) or of_type.dtype != x.dtype):
+            raise TypeError(f"{name}: expected a tensor of {x.dtype}, that of x, got {described(of_type)}")
+    if weights is not None and (not isinstance(weights, Tensor) or weights.dtype not in FLOATS):
+        raise TypeError(f"weights: expected a floating-point tensor, got {described(weights)}")
+    check_assignments(experts)
+    if groups is None:
+        groups = group_by_expert(experts, len(weight), x)
+    elif not isinstance(groups, Groups):
+        raise TypeError(f"groups: expected what `group_by_expert` returns, got {described(groups)}")
+    (T, K), (E, N, inputs) = experts.shape, weight.mT.shape if transposed else weight.shape
+    tiles = (backend_of(x).count_tiles(T * K, E),)
+    shapes = {
+        "weight": (weight, tuple(weight.shape)), "experts": (experts, (T, K)),
+        "x": (x, (T * K if grouped_in else T, inputs)), "bias": (bias, (E, N)), "weights": (weights, (T, K)),
+        "groups.offsets": (groups.offsets, (E + 1,)), "groups.order": (groups.order, (T * K,)),
+        "groups.tile_expert": (groups.tile_expert, tiles), "groups.tile_row": (groups.tile_row, tiles),
+    }  # fmt: skip
+    for name, (t, shape) in shapes.items():
+        if name.startswith("groups") and not isinstance(t, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {described(t)}")
+        if t is not None and tuple(t.shape) != shape:
+            raise ValueError(f"{name}: expected shape {shape}, got {tuple(t.shape)}")
+        if t is not None and name.startswith("groups") and t.dtype != torch.int32:
+            raise TypeError(f"{name}: expected int32, got {t.dtype}")
+        if t is not None:
+            check_device(t, x, name)
+    if weights is not None and grouped_out:
+        raise ValueError("grouped_out: expected False where there are weights, got True")
+    weights = weights if weights is None or x.dtype == torch.float64 else weights.float()
+    options = ScatterOptions(bool(transposed), bool(grouped_in), bool(grouped_out), K)
+    out: Tensor = _Scattered.apply(x.contiguous(), weight, bias, weights, experts, options, *groups)
+    return out
+
+
+class ParallelExperts(nn.Module):
+    """`scattered_linear` with a weight ``(E, outputs, inputs)`` and, if asked for, a bias of its own."""
+
+    def __init__(self, num_experts: int, input_size: int, output_size: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, output_size, input_size))
+        self.bias = nn.Parameter(torch.zeros(num_experts, output_size)) if bias else None
+        nn.init.normal_(self.weight, std=0.02)
+
+    def extra_repr(self) -> str:
+        return "num_experts={}, output_size={}, input_size={}".format(*self.weight.shape)
+
+    def forward(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        groups: Groups | None = None,
+        *,
+        weights: Tensor | None = None,
+        grouped_in: bool = False,
+        grouped_out: bool = False,
+    ) -> Tensor:
+        return scattered_linear(
+            x, self.weight, experts, groups, bias=self.bias, weights=weights, grouped_in=grouped_in,
+            grouped_out=grouped_out,
+        )  # fmt: skip
+
+
+class GLUMLP(nn.Module):
+    """`expert_mlp` with weights of its own: ``experts`` has gate and up, ``output_experts`` goes down."""
+
+    def __init__(
+        self, input_size: int, hidden_size: int, num_experts: int, bias: bool = False, activation: Activation = "silu"
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.experts = ParallelExperts(num_experts, input_size, 2 * hidden_size, bias)
+        self.output_experts = ParallelExperts(num_experts, hidden_size, input_size, bias)
+
+    def forward(self, hidden: Tensor, routing: Routing) -> Tensor:
+        return expert_mlp(
+            hidden, routing, self.experts.weight, self.output_experts.weight, activation=self.activation,
+            gate_up_bias=self.experts.bias, down_bias=self.output_experts.bias,
+        )  # fmt: skip
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor | None, experts: Tensor,
+        options: ScatterOptions, *groups: Tensor,
+    ) -> Tensor:  # fmt: skip
+        ctx.options = options
+        tensors = ScatterTensors(x, weight, bias, weights)
+        out, y = _forward(tensors, experts, Groups(*groups), options)
+        ctx.save_for_backward(*tensors, y, experts, *groups)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        x, weight, bias, weights, y, experts, *groups = ctx.saved_tensors
+        tensors, needed = ScatterTensors(x, weight, bias, weights), list(ctx.needs_input_grad[:4])
+        found = _gradient(grad.contiguous(), y, tensors, experts, Groups(*groups), needed, ctx.options)
+        return *found, *(None,) * 6
+
+
+def _like_forward(
+    tensors: ScatterTensors, groups: Groups, options: ScatterOptions, **_: Any
+) -> tuple[Tensor, Tensor | None]:
+    x, weight, _, weights = tensors
+    outputs = weight.shape[2 if options.transposed else 1]
+    rows = x.new_empty((len(groups.order), outputs))
+    return (rows, None) if weights is None else (x.new_empty((len(weights), outputs)), rows)
+
+
+def _like_gradient(tensors: ScatterTensors, needed: list[bool], **_: Any) -> Any:
+    return tuple(
+        torch.empty_like(t, memory_format=torch.contiguous_format) if n and t is not None else None
+        for t, n in zip(tensors, needed)
+    )
+
+
+def _flops(weight: Sequence[int], experts: Sequence[int], needed: Sequence[bool] = (), **given: Any) -> int:
+    """Of the GEMM of all assignments, and of the gradients of x and weight where needed."""
+    return 2 * math.prod(experts) * weight[1] * weight[2] * (sum(needed[:2]) if "grad" in given else 1)
+
+
+@operation("onepass::scattered_linear", _like_forward, _flops)
+def _forward(
+    tensors: ScatterTensors, experts: Tensor, groups: Groups, options: ScatterOptions
+) -> tuple[Tensor, Tensor | None]:
+    results: tuple[Tensor, Tensor | None] = backend_of(tensors.x).scattered_linear(tensors, experts, groups, options)
+    return results
+
+
+@operation("onepass::scattered_linear_gradient", _like_gradient, _flops)
+def _gradient(
+    grad: Tensor, y: Tensor | None, tensors: ScatterTensors, experts: Tensor, groups: Groups, needed: list[bool],
+    options: ScatterOptions,
+) -> ScatterGradients:  # fmt: skip
+    results: ScatterGradients = backend_of(tensors.x).scattered_linear_gradient(
+        grad, y, tensors, experts, groups, needed, options
+    )
+    return results

@@ -1,0 +1,34 @@
+"""The kernels' operations in plain PyTorch, under the same names and with the same signatures.
+
+This is the path of CPUs and of float64, and the definition that the kernels are tested against.
+"""
+
+from onepass.reference.divergence import divergence, divergence_gradient
+from onepass.reference.experts import (
+    count_tiles,
+    expert_mlp,
+    expert_mlp_gradient,
+    scattered_linear,
+    scattered_linear_gradient,
+    sort_by_expert,
+)
+from onepass.reference.router import route, route_gradient
+from onepass.reference.softmax import scale_, softmax_gradient, softmax_loss, softmax_statistics, supports_fused_loss
+
+__all__ = [
+    "count_tiles",
+    "divergence",
+    "divergence_gradient",
+    "expert_mlp",
+    "expert_mlp_gradient",
+    "route",
+    "route_gradient",
+    "scale_",
+    "scattered_linear",
+    "scattered_linear_gradient",
+    "softmax_gradient",
+    "softmax_loss",
+    "softmax_statistics",
+    "sort_by_expert",
+    "supports_fused_loss",
+]

@@ -1,0 +1,89 @@
+"""Divergences between two rows of logits in plain PyTorch; `kernels.divergence` states the formulas."""
+
+import torch
+from torch import Tensor
+
+from onepass.core.options import PAIR_NUMBERS, PairOptions, empty_pair_numbers
+from onepass.reference.softmax import row_blocks, transformed
+
+
+def log_ratio(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """``log(p/q)``, and 0 where p is 0."""
+    return torch.where(p == 0, 0.0, log_p - log_q)  # NaN stays
+
+
+def mixture(log_p: Tensor, log_q: Tensor, w_p: float, w_q: float) -> tuple[Tensor, ...]:
+    """``P, log(P/M), Q, log(Q/M)`` of ``M = w_p·P + w_q·Q``."""
+    p, q = log_p.exp(), log_q.exp()
+    log_m = (w_p * p + w_q * q).log()
+    return p, log_ratio(p, log_p, log_m), q, log_ratio(q, log_q, log_m)
+
+
+def divergence(student: Tensor, teacher: Tensor, row_mask: Tensor | None, options: PairOptions) -> Tensor:
+    """`PAIR_NUMBERS` of every row, ``(len(PAIR_NUMBERS), ...)``, as `kernels.divergence` defines them."""
+    packed = empty_pair_numbers(student, teacher)
+    rows = student.shape[:-1].numel()
+    out = dict(zip(PAIR_NUMBERS, packed.view(len(PAIR_NUMBERS), rows)))
+    for group, pair in row_blocks(student, teacher) if rows else ():
+        logs = {}
+        for name, x, of_x in zip(("student", "teacher"), pair, (options.student, options.teacher)):
+            z, _ = transformed(x, of_x, packed.dtype)
+            shift = z.amax(-1, keepdim=True)
+            log_normalizer = (z - shift).logsumexp(-1, keepdim=True)
+            logs[name] = z - shift - log_normalizer
+            out[f"{name}_shift"][group] = shift[:, 0]
+            out[f"{name}_log_normalizer"][group] = log_normalizer[:, 0]
+        log_p, log_q = options.ordered(logs["student"], logs["teacher"])
+        p_mean, q_mean = options.ordered(out["student_mean"], out["teacher_mean"])
+        if options.direction == "jsd":
+            w_p, w_q = options.weights
+            p, p_ratio, q, q_ratio = mixture(log_p, log_q, w_p, w_q)
+            p_mean[group], q_mean[group] = (p * p_ratio).sum(-1), (q * q_ratio).sum(-1)
+            out["divergence"][group] = w_p * p_mean[group] + w_q * q_mean[group]
+        else:
+            p = log_p.exp()
+            void = 0 * (p.sum(-1) + log_q.exp().sum(-1))
+            p_mean[group] = out["divergence"][group] = (p * log_ratio(p, log_p, log_q)).sum(-1) + void
+            q_mean[group] = 0.0
+    if row_mask is not None:
+        packed.masked_fill_(~row_mask.bool(), 0.0)
+    return packed
+
+
+def divergence_gradient(
+    student: Tensor,
+    teacher: Tensor,
+    row_mask: Tensor | None,
+    packed: Tensor,
+    grad: Tensor,
+    of_teacher: bool,
+    options: PairOptions,
+    out: Tensor,
+) -> None:
+    """Write the gradient of the student's logits (or the teacher's) into ``out``."""
+    rows = student.shape[:-1].numel()
+    field = dict(zip(PAIR_NUMBERS, packed.view(len(PAIR_NUMBERS), rows, 1)))
+    grad = grad.reshape(-1, 1)
+    idle = grad == 0
+    if row_mask is not None:
+        idle = idle | ~row_mask.reshape(-1, 1).bool()
+    names, transforms = ("student", "teacher"), (options.student, options.teacher)
+    if of_teacher:
+        student, teacher, names, transforms = teacher, student, names[::-1], transforms[::-1]
+    for group, (x, y, g_out) in row_blocks(student, teacher, out) if rows else ():
+        (zx, slope), (zy, _) = (transformed(t, o, packed.dtype) for t, o in zip((x, y), transforms))
+        log_x, log_y = (
+            z - field[f"{name}_shift"][group] - field[f"{name}_log_normalizer"][group]
+            for z, name in zip((zx, zy), names)
+        )
+        mean = field[f"{names[0]}_mean"][group]
+        if options.direction == "jsd":
+            w_x, w_y = options.weights if of_teacher else options.weights[::-1]
+            p, ratio, _, _ = mixture(log_x, log_y, w_x, w_y)
+            g = w_x * p * (ratio - mean)
+        elif options.ordered("student", "teacher")[0] == names[0]:
+            p = log_x.exp()
+            g = p * (log_ratio(p, log_x, log_y) - mean)
+        else:
+            g = log_x.exp() - log_y.exp()
+        g_out.copy_((g * grad[group] * slope).masked_fill_(idle[group], 0.0))

@@ -1,0 +1,204 @@
+"""Experts in plain PyTorch, one expert after the other.
+
+The gradients are written out, since autograd does not record inside a registered operation.
+"""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onepass.core.moe_options import (
+    ExpertGradients,
+    ExpertOptions,
+    ExpertTensors,
+    Groups,
+    ScatterGradients,
+    ScatterOptions,
+    ScatterTensors,
+)
+
+Maybe = Tensor | None
+
+
+def activate(gate: Tensor, up: Tensor, o: ExpertOptions) -> Tensor:
+    if o.activation == "swiglu_clamped":
+        gate, up = gate.clamp(max=o.limit), up.clamp(-o.limit, o.limit)
+        return (up + 1) * gate * torch.sigmoid(o.alpha * gate)
+    if o.activation == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="none" if o.activation == "gelu" else "tanh") * up
+
+
+def slopes(gate: Tensor, up: Tensor, o: ExpertOptions) -> tuple[Tensor, Tensor]:
+    """The derivatives of `activate` by gate and by up."""
+    if o.activation == "swiglu_clamped":
+        g, u = gate.clamp(max=o.limit), up.clamp(-o.limit, o.limit) + 1
+        s = torch.sigmoid(o.alpha * g)
+        by_gate = (s + o.alpha * g * s * (1 - s)) * u
+        return by_gate.masked_fill(gate > o.limit, 0.0), (g * s).masked_fill(up.abs() > o.limit, 0.0)
+    if o.activation == "silu":
+        s = torch.sigmoid(gate)
+        return (s + gate * s * (1 - s)) * up, gate * s
+    if o.activation == "gelu":
+        phi = 0.5 * (1 + torch.erf(gate / math.sqrt(2)))
+        return (phi + gate * torch.exp(-0.5 * gate.square()) / math.sqrt(2 * math.pi)) * up, gate * phi
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    s = torch.sigmoid(2 * inner)
+    slope = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * gate.square())
+    return (s + gate * s * (1 - s) * 2 * slope) * up, gate * s
+
+
+class Layer:
+    """A linear layer of every expert, with its adapter; sums its gradients up where they are needed."""
+
+    def __init__(self, weight: Tensor, bias: Maybe, a: Maybe, b: Maybe, scale: float, transposed: bool) -> None:
+        self.tensors = {"weight": weight.mT if transposed else weight, "bias": bias, "a": a, "b": b}
+        self.scale, self.transposed = scale, transposed
+        self.grads = {name: None if t is None else t.new_zeros(t.shape) for name, t in self.tensors.items()}
+
+    def of(self, e: int) -> Iterator[Maybe]:
+        return (None if t is None else t[e] for t in self.tensors.values())
+
+    def __call__(self, x: Tensor, e: int) -> Tensor:
+        weight, bias, a, b = self.of(e)
+        y = F.linear(x, weight, bias)  # type: ignore[arg-type]
+        return y if a is None or b is None else y + self.scale * F.linear(F.linear(x, a), b)
+
+    def backward(self, grad: Tensor, x: Tensor, e: int) -> Tensor:
+        """The gradient of ``x``."""
+        weight, _, a, b = self.of(e)
+        found = {"weight": grad.mT @ x, "bias": grad.sum(0)}
+        of_x = grad @ weight  # type: ignore[operator]
+        if a is not None and b is not None:
+            low = self.scale * grad @ b
+            found |= {"a": low.mT @ x, "b": self.scale * grad.mT @ F.linear(x, a)}
+            of_x = of_x + low @ a
+        for name, total in self.grads.items():
+            if total is not None:
+                total[e] = found[name]
+        return of_x
+
+    def results(self) -> tuple[Maybe, ...]:
+        """The gradients of weight, bias, A and B."""
+        weight, *others = self.grads.values()
+        return (weight.mT.contiguous() if self.transposed else weight, *others)  # type: ignore[union-attr]
+
+
+def assignments_of_experts(experts: Tensor, E: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Every expert that has tokens, with those tokens and the place k at which each of them has the expert."""
+    for e in experts.unique().tolist():
+        if 0 <= e < E:
+            yield e, *(experts == e).nonzero(as_tuple=True)
+
+
+def halves(h: Tensor, o: ExpertOptions) -> tuple[Tensor, ...]:
+    return (h[:, ::2], h[:, 1::2]) if o.interleaved else h.chunk(2, -1)
+
+
+def wide(t: Tensor) -> torch.dtype:
+    return torch.promote_types(t.dtype, torch.float32)
+
+
+def layers(t: ExpertTensors, o: ExpertOptions) -> tuple[Layer, Layer]:
+    first = Layer(t.gate_up, t.gate_up_bias, t.gate_up_lora_a, t.gate_up_lora_b, o.gate_up_scaling, o.transposed)
+    return first, Layer(t.down, t.down_bias, t.down_lora_a, t.down_lora_b, o.down_scaling, o.transposed)
+
+
+def expert_mlp(
+    tensors: ExpertTensors, experts: Tensor, groups: Groups, keep: bool, options: ExpertOptions
+) -> tuple[Tensor, Maybe]:
+    """The result, and None: `expert_mlp_gradient` computes everything again."""
+    t, o = tensors, options
+    first, second = layers(t, o)
+    out = torch.zeros(t.hidden.shape, dtype=wide(t.hidden), device=t.hidden.device)
+    for e, token, k in assignments_of_experts(experts, len(t.gate_up)):
+        gate, up = halves(first(t.hidden[token], e), o)
+        y = second(activate(gate, up, o), e)
+        out.index_add_(0, token, (y * t.weights[token, k, None]).to(out.dtype))
+    return out.to(t.hidden.dtype), None
+
+
+def expert_mlp_gradient(
+    grad: Tensor, h: Maybe, tensors: ExpertTensors, experts: Tensor, groups: Groups, needed: list[bool],
+    options: ExpertOptions,
+) -> ExpertGradients:  # fmt: skip
+    """The gradients of the tensors, None where not needed."""
+    t, o = tensors, options
+    first, second = layers(t, o)
+    of_hidden = torch.zeros(t.hidden.shape, dtype=wide(t.hidden), device=t.hidden.device)
+    of_weights = t.weights.new_zeros(t.weights.shape)
+    for e, token, k in assignments_of_experts(experts, len(t.gate_up)):
+        x, g = t.hidden[token], grad[token]
+        both = first(x, e)
+        gate, up = halves(both, o)
+        activated = activate(gate, up, o)
+        of_weights[token, k] = (second(activated, e) * g).sum(-1, dtype=t.weights.dtype)
+        of_activated = second.backward((g * t.weights[token, k, None]).to(x.dtype), activated, e)
+        of_both = torch.empty_like(both)
+        for part, slope in zip(halves(of_both, o), slopes(gate, up, o)):
+            part.copy_(of_activated * slope)
+        of_hidden.index_add_(0, token, first.backward(of_both, x, e).to(of_hidden.dtype))
+    (w1, bias1, *lora1), (w2, bias2, *lora2) = first.results(), second.results()
+    found = of_hidden.to(t.hidden.dtype), of_weights, w1, w2, bias1, bias2, *lora1, *lora2
+    return tuple(g if n else None for n, g in zip(needed, found))  # type: ignore[return-value]
+
+
+def sort_by_expert(experts: Tensor, num_experts: int) -> Groups:
+    """The assignments ``(T, K)`` sorted by expert; out-of-range ids come last."""
+    E = num_experts
+    ids, order = experts.where((experts >= 0) & (experts < E), E).flatten().sort(stable=True)
+    offsets = torch.searchsorted(ids, torch.arange(E + 1, dtype=ids.dtype, device=ids.device), out_int32=True)
+    return Groups(order.to(torch.int32), offsets, offsets.new_empty(0), offsets.new_empty(0))
+
+
+def count_tiles(assignments: int, num_experts: int) -> int:
+    """0: tiles of rows are for kernels."""
+    return 0
+
+
+def scattered_linear(
+    tensors: ScatterTensors, experts: Tensor, groups: Groups, options: ScatterOptions
+) -> tuple[Tensor, Maybe]:
+    """The result and, where there are routing weights, the rows before they were summed."""
+    (x, weight, bias, weights), o = tensors, options
+    order, bounds = groups.order.long(), groups.offsets.tolist()
+    layer = Layer(weight, bias, None, None, 0.0, o.transposed)
+    rows = x if o.grouped_in else x[order // o.k]
+    y = rows.new_zeros(len(order), weight.shape[2 if o.transposed else 1])
+    for e, (begin, end) in enumerate(pairwise(bounds)):
+        y[begin:end] = layer(rows[begin:end], e)
+    if o.grouped_out:
+        return y, None
+    y = torch.zeros_like(y).index_copy_(0, order, y)
+    if weights is None:
+        return y, None
+    weights = weights.where((experts >= 0) & (experts < len(weight)), 0.0)  # also a NaN of an out-of-range id
+    return (y.view(*weights.shape, y.shape[-1]) * weights.unsqueeze(-1)).sum(1).to(x.dtype), y
+
+
+def scattered_linear_gradient(
+    grad: Tensor, y: Maybe, tensors: ScatterTensors, experts: Tensor, groups: Groups, needed: list[bool],
+    options: ScatterOptions,
+) -> ScatterGradients:  # fmt: skip
+    """The gradients of the tensors, None where not needed."""
+    (x, weight, bias, weights), o = tensors, options
+    order, bounds = groups.order.long(), groups.offsets.tolist()
+    layer = Layer(weight, bias, None, None, 0.0, o.transposed)
+    of_weights = None
+    if weights is not None:
+        of_weights = (y.view(*weights.shape, y.shape[-1]) * grad.unsqueeze(1)).sum(-1, dtype=weights.dtype)  # type: ignore[union-attr]
+        grad = (grad.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1)
+    g = grad if o.grouped_out else grad[order]
+    rows = x if o.grouped_in else x[order // o.k]
+    of_rows = torch.zeros_like(rows)
+    for e, (begin, end) in enumerate(pairwise(bounds)):
+        of_rows[begin:end] = layer.backward(g[begin:end], rows[begin:end], e)
+    if not o.grouped_in:
+        total = torch.zeros(x.shape, dtype=wide(x), device=x.device)
+        of_rows = total.index_add_(0, order // o.k, of_rows.to(total.dtype)).to(x.dtype)
+    found = of_rows, *layer.results()[:2], of_weights
+    return tuple(g if n else None for n, g in zip(needed, found))  # type: ignore[return-value]

@@ -1,0 +1,131 @@
+"""Routing of tokens to experts in plain PyTorch."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onepass.core.moe_options import RouterOptions, RoutingGradients, RoutingResults
+
+
+def route(
+    logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, options: RouterOptions
+) -> RoutingResults:
+    """Weights, experts, counts and the sums for the losses, of ``(T, E)`` logits."""
+    z = transformed(logits, options)
+    experts = select(logits, z, selection_bias, token_mask, options)
+    selected = raw_scores(z, experts, options)
+    if options.renormalize:
+        selected = selected / (selected.sum(-1, keepdim=True) + options.eps)
+    weights = (selected * options.scale).masked_fill(undefined(z, options), float("nan"))
+    prob_sums = logsumexp = None
+    if options.sums:
+        p, logsumexp = z.softmax(-1), z.logsumexp(-1)
+        logsumexp = logsumexp.masked_fill(logsumexp == float("inf"), float("nan"))  # no distribution
+        if token_mask is not None:
+            p = p.masked_fill((token_mask == 0).unsqueeze(-1), 0.0)
+            logsumexp = logsumexp.masked_fill(token_mask == 0, 0.0)
+        prob_sums = p.sum(0)
+    if token_mask is not None:
+        weights = weights.masked_fill((token_mask == 0).unsqueeze(-1), 0.0)
+    one = torch.ones_like(experts, dtype=torch.int32)
+    if token_mask is not None:
+        one = one.masked_fill((token_mask == 0).unsqueeze(-1), 0)
+    counts = logits.new_zeros(logits.shape[-1], dtype=torch.int32).scatter_add_(0, experts.flatten(), one.flatten())
+    return weights, experts, counts, prob_sums, logsumexp
+
+
+def route_gradient(
+    logits: Tensor, experts: Tensor, token_mask: Tensor | None, grads: RoutingGradients, options: RouterOptions
+) -> Tensor:
+    """The gradient of the logits, in their dtype, from those of the weights, summed probabilities and logsumexp."""
+    grad_weights, grad_prob_sums, grad_logsumexp = grads
+    z = transformed(logits, options)
+    p, selected = z.softmax(-1), z.gather(-1, experts)
+    # Through the weights: g is the gradient of the selected scores, then of their logits.
+    g = torch.zeros_like(selected) if grad_weights is None else grad_weights * options.scale
+    s = raw_scores(z, experts, options)
+    if options.renormalize:
+        n = s.sum(-1, keepdim=True) + options.eps
+        g = (g - (g * s).sum(-1, keepdim=True) / n) / n
+    a = z.new_zeros(len(z), 1)  # the gradient is p·(a + grad_prob_sums), and g at the selected experts
+    if options.score == "softmax":
+        g = g * s
+        total = g.sum(-1, keepdim=True)
+        g, a = (g - s * total, a) if options.score_after_topk else (g, a - total)
+    elif options.score == "sigmoid":
+        g = g * s * (1 - s)
+    else:
+        g = torch.where(s > 0, g * selected.sigmoid() / (2 * s), 0.0)
+    if grad_logsumexp is not None:
+        a = a + grad_logsumexp.unsqueeze(-1)
+    of_sums = 0 if grad_prob_sums is None else grad_prob_sums - (p * grad_prob_sums).sum(-1, keepdim=True)
+    every = options.score == "softmax" and not options.score_after_topk
+    dense = p * (a + of_sums) if every or options.sums else torch.zeros_like(z)
+    grad = dense.scatter_add(-1, experts, g)
+    if options.softcap is not None:
+        grad = grad * (1 - (z / options.softcap).square())
+    grad = grad.masked_fill(undefined(z, options), float("nan"))
+    if token_mask is not None:
+        grad = grad.masked_fill((token_mask == 0).unsqueeze(-1), 0.0)
+    return grad.to(logits.dtype)
+
+
+def transformed(logits: Tensor, options: RouterOptions) -> Tensor:
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if options.softcap is None:
+        return z
+    inner, outer = options.factors()
+    return torch.tanh(z * inner) * outer
+
+
+def score(z: Tensor, options: RouterOptions) -> Tensor:
+    if options.score == "softmax":
+        return z.softmax(-1)
+    off = z == float("-inf")  # its slope would be 0·inf
+    if options.score == "sigmoid":
+        return z.sigmoid()
+    return F.softplus(z.masked_fill(off, 0.0)).sqrt().masked_fill(off, 0.0)
+
+
+def undefined(z: Tensor, options: RouterOptions) -> Tensor:
+    """Tokens, ``(T, 1)``, without an answer: a NaN, an infinite score, or nothing to take a softmax of."""
+    if options.score == "softmax":
+        return z.logsumexp(-1, keepdim=True).isfinite().logical_not()
+    bad = z.isnan() if options.score == "sigmoid" else z.isnan() | z.isposinf()
+    return bad.any(-1, keepdim=True)
+
+
+def select(
+    logits: Tensor, z: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, options: RouterOptions
+) -> Tensor:
+    """The experts of every token, best first.
+
+    Without a bias the order of the scores is that of the logits, which no rounding of a soft-cap or of a score changes.
+    """
+    T, E = z.shape
+    lowest = torch.finfo(z.dtype).min
+    judged = z if options.score_after_topk else score(z, options)
+    value = logits.to(z.dtype)
+    if selection_bias is not None:
+        value = judged = judged + selection_bias.to(judged.dtype)
+        value = judged = value.masked_fill(value.isnan(), lowest)  # of a NaN in the bias
+    value, judged = (v.clamp(min=lowest).masked_fill(z == float("-inf"), lowest) for v in (value, judged))
+    if options.n_group > 1:
+        scores = judged if options.group_score == "top2_sum" else value
+        grouped = scores.view(T, options.n_group, E // options.n_group)
+        of_group = grouped.topk(2, dim=-1)[0].sum(-1) if options.group_score == "top2_sum" else grouped.amax(-1)
+        best = of_group.clamp(min=lowest).sort(dim=-1, descending=True, stable=True)[1][:, : options.topk_group]
+        best_groups = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, best, True)
+        value = value.view(grouped.shape).masked_fill(~best_groups.unsqueeze(-1), float("-inf")).view(T, E)
+    nothing = undefined(z, options)
+    if token_mask is not None:
+        nothing = nothing | (token_mask == 0).unsqueeze(-1)
+    value = torch.where(nothing, -torch.arange(E, dtype=z.dtype, device=z.device), value)
+    return value.sort(dim=-1, descending=True, stable=True)[1][:, : options.k].contiguous()
+
+
+def raw_scores(z: Tensor, experts: Tensor, options: RouterOptions) -> Tensor:
+    """The scores of the selected experts, ``(T, K)``."""
+    if options.score_after_topk:
+        return score(z.gather(-1, experts), options)
+    return score(z, options).gather(-1, experts)

@@ -1,0 +1,173 @@
+"""`softmax_statistics` and `softmax_gradient` in plain PyTorch.
+
+Rows are walked in blocks, so that no second ``(rows, V)`` tensor is allocated; sums run in the dtype of the results.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from onepass.core.options import PACKED, FieldGradients, Inputs, Options, Results, Transform, empty_results
+
+BLOCK_ELEMENTS = 1 << 20
+FLOOR = -1e30  # of differences that are multiplied by their exp(), which is 0: 0·(-inf) would be NaN
+
+
+def row_blocks(*tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Cut tensors of one shape ``(..., V)`` into views of some rows, ``(n, V)`` each; nothing is copied."""
+    first, vocab = 0, tensors[0].shape[-1]
+    try:
+        matrices = [t.view(-1, vocab) for t in tensors]
+    except RuntimeError:  # the rows of some tensor are not evenly spaced
+        for parts in zip(*tensors):
+            for rows, blocks in row_blocks(*parts):
+                yield slice(first + rows.start, first + rows.stop), blocks
+            first += parts[0][..., 0].numel()
+        return
+    step = max(1, BLOCK_ELEMENTS // vocab)
+    for first in range(0, matrices[0].shape[0], step):
+        blocks = [m[first : first + step] for m in matrices]
+        yield slice(first, first + blocks[0].shape[0]), blocks
+
+
+def transformed(x: Tensor, transform: Transform, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:
+    """The logits after their transform, and its derivative."""
+    inner, outer = transform.factors()
+    z = x.to(dtype) * inner
+    if transform.softcap is None:
+        return z, inner
+    z = z.tanh()
+    return z * outer, (1 - z * z) * (inner * outer)
+
+
+def active_rows(row_mask: Tensor | None) -> Tensor | None:
+    """``(rows,)``, bool: False where a row is masked; None where no row is."""
+    return None if row_mask is None else row_mask.reshape(-1).bool()
+
+
+def weights_of(class_weights: Tensor | None, options: Options, like: Tensor) -> Tensor | float:
+    return options.class_weight if class_weights is None else class_weights.to(like.dtype)
+
+
+def out_of_range(index: Tensor, active: Tensor | None, vocab: int) -> Tensor:
+    """Where ``(rows, K)`` indices of rows that are not masked lie outside the vocabulary."""
+    bad = (index < 0) | (index >= vocab)
+    return bad if active is None else bad & active.unsqueeze(-1)
+
+
+def softmax_statistics(logits: Tensor, inputs: Inputs, options: Options) -> Results:
+    """The packed statistics and, for every index, its logit (or log-prob) and whether it is the row's largest."""
+    index, row_mask, class_weights = inputs
+    packed, per_index, is_top1 = results = empty_results(logits, index, options)
+    rows = logits.shape[:-1].numel()
+    if rows == 0:
+        return results
+    out = dict(zip(PACKED, packed.view(len(PACKED), rows)))
+    active = active_rows(row_mask)
+    bad = None
+    if index is not None and per_index is not None:
+        index = index.reshape(rows, index.numel() // rows)
+        per_index = per_index.view(index.shape)
+        bad = out_of_range(index, None, logits.shape[-1]).any(-1)
+        index = index.clamp(0, logits.shape[-1] - 1).long()
+    is_top1 = None if is_top1 is None or per_index is None else is_top1.view(per_index.shape)
+    for group, (x,) in row_blocks(logits):
+        z, _ = transformed(x, options.transform, packed.dtype)
+        shift = z.amax(-1, keepdim=True)
+        z = z - shift
+        e = z.exp()
+        total = e.sum(-1)
+        if bad is not None:
+            total.masked_fill_(bad[group], float("nan"))
+        void = 0 * total  # NaN where the row has no distribution: it holds NaN or +inf, or -inf alone
+        out["shift"][group] = shift[:, 0] + void
+        out["log_normalizer"][group] = total.log()
+        if options.wants("expected_logit") or options.wants("entropy"):
+            expected = (e * z.clamp(min=FLOOR)).sum(-1) / total
+            out["expected_logit"][group] = expected
+            out["entropy"][group] = total.log() - expected
+        if options.wants("weighted_logit"):
+            c = weights_of(class_weights, options, z)
+            # A weight of 0 leaves its logit out, also where the logit is -inf.
+            out["weighted_logit"][group] = (
+                torch.where(torch.as_tensor(c == 0, device=z.device), 0, c * z).sum(-1) + void
+            )
+        if options.wants("log_sum_sq_probs") or options.wants("tempered_log_normalizer"):
+            tempered = (z * options.sharpness).exp().sum(-1).log() + void
+            out["tempered_log_normalizer"][group] = tempered
+            out["log_sum_sq_probs"][group] = tempered - 2 * total.log()
+        if options.wants("mean_logit"):
+            out["mean_logit"][group] = (z / z.shape[-1]).sum(-1) + shift[:, 0] + void
+        if index is not None and per_index is not None:
+            relative = z.gather(-1, index[group]) + void.unsqueeze(-1)
+            if is_top1 is not None:
+                is_top1[group] = (relative == 0) & (index[group] == z.argmax(-1, keepdim=True))
+            per_index[group] = relative - total.log().unsqueeze(-1) if options.wants("log_probs") else relative
+    if active is not None:
+        packed.view(len(PACKED), rows).masked_fill_(~active, 0.0)
+        for field in (per_index, is_top1):
+            if field is not None:
+                field.masked_fill_(~active.unsqueeze(-1), 0)
+    return results
+
+
+def softmax_gradient(
+    logits: Tensor, inputs: Inputs, packed: Tensor, grads: FieldGradients, options: Options, out: Tensor
+) -> None:
+    """Write the gradient with respect to the logits into ``out``, by the formula in `kernels.softmax_gradient`."""
+    index, row_mask, class_weights = inputs
+    rows = logits.shape[:-1].numel()
+    if rows == 0:
+        return
+    field = dict(zip(PACKED, packed.view(len(PACKED), rows, 1)))
+    a, b, d, h = (packed.new_zeros(rows, 1) if g is None else g.reshape(-1, 1) for g in grads[:4])
+    if grads.expected_logit is not None:
+        expected = field["expected_logit"]
+        a, b = (a + b * expected, -b) if options.wants("entropy") else (a + b * (1 - expected), b)
+    idle = (a == 0) & (b == 0) & (d == 0) & (h == 0)
+    active = active_rows(row_mask)
+    if index is not None and grads.selected is not None:
+        index = index.reshape(rows, index.numel() // rows).long()
+        outside = (index < 0) | (index >= logits.shape[-1])
+        w = grads.selected.reshape(index.shape)
+        idle &= (w == 0).all(-1, keepdim=True)
+        if options.wants("log_probs"):
+            a = a - w.sum(-1, keepdim=True)
+        index, w = index.masked_fill(outside, 0), w.masked_fill(outside, 0.0)
+    if active is not None:
+        idle |= ~active.unsqueeze(-1)
+    for group, (x, g_out) in row_blocks(logits, out):
+        z, slope = transformed(x, options.transform, packed.dtype)
+        z = z - field["shift"][group]
+        p = (z - field["log_normalizer"][group]).exp_()
+        if grads.expected_logit is not None:
+            g = p * (a[group] + b[group] * z.clamp_(min=FLOOR))
+        else:
+            g = p.mul_(a[group])
+        if grads.tempered_log_normalizer is not None:
+            tempered = field["tempered_log_normalizer"][group]
+            g = g + (z * options.sharpness - tempered).exp_() * (h[group] * options.sharpness)
+        if grads.weighted_logit is not None:
+            g += weights_of(class_weights, options, z) * d[group]
+        if index is not None and grads.selected is not None:
+            g.scatter_add_(-1, index[group], w[group])
+        if not (isinstance(slope, float) and slope == 1.0):
+            g *= slope
+        g_out.copy_(g.masked_fill_(idle[group], 0.0))
+
+
+def supports_fused_loss(logits: Tensor, index: Tensor | None, options: Options) -> bool:
+    """False: reading the logits twice costs no more here than `softmax_loss`."""
+    return False
+
+
+def softmax_loss(logits: Tensor, inputs: Inputs, grads: FieldGradients, options: Options) -> Results:
+    """`softmax_statistics` of the logits and then, written over them, their `softmax_gradient`."""
+    results = softmax_statistics(logits, inputs, options)
+    softmax_gradient(logits, inputs, results[0], grads, options, logits)
+    return results
+
+
+def scale_(x: Tensor, scale: Tensor) -> None:
+    x.mul_(scale)

@@ -1,0 +1,190 @@
+"""The one differentiable primitive: what a row of logits leaves behind after it was read once.
+
+`statistics_of` picks the backend and gives autograd the one backward that serves every loss. Losses are ordinary
+PyTorch on the fields that it returns.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.backend import backend_of, is_debugging
+from onepass.core.dispatch import empty_gradient, is_plain, operation, refuse_second_derivatives
+from onepass.core.options import FieldGradients, Inputs, Options, Results, empty_results, not_differentiable, pick
+from onepass.reference.softmax import active_rows, out_of_range
+from onepass.softmax.inplace import mark_overwritten
+
+
+@dataclass(frozen=True)
+class SoftmaxStatistics:
+    """Per-row numbers of ``z``, the logits after scale, soft-cap and temperature; ``(...)`` are the rows.
+
+    All but `shift` and the metrics are differentiable. Fields that were not asked for are None; masked rows are 0.
+    float32 (float64 for float64 logits).
+
+    Attributes:
+        shift: ``max_j z_j``, shape ``(...)``. Everything below is relative to it, so that nothing cancels.
+        log_normalizer: ``log Σ_j exp(z_j - shift)`` >= 0, shape ``(...)``.
+        expected_logit: ``Σ_j p_j (z_j - shift)`` <= 0, shape ``(...)``.
+        selected: ``z[index] - shift`` <= 0, the shape of ``index``.
+        weighted_logit: ``Σ_j c_j (z_j - shift)`` for class weights ``c``, shape ``(...)``.
+        is_top1: whether ``z[index]`` is the row's largest logit, the first of equal ones (as ``argmax``), bool, the
+            shape of ``index``.
+        log_sum_sq_probs: ``log Σ_j p_j²``, shape ``(...)``.
+        mean_logit: ``Σ_j z_j / V`` (not relative to `shift`), shape ``(...)``.
+    """
+
+    shift: Tensor
+    log_normalizer: Tensor
+    expected_logit: Tensor | None = None
+    selected: Tensor | None = None
+    weighted_logit: Tensor | None = None
+    is_top1: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logit: Tensor | None = None
+
+    @property
+    def log_probs(self) -> Tensor:
+        """``log p[index] = selected - log_normalizer``, the shape of ``index``."""
+        if self.selected is None:
+            raise ValueError("log_probs: expected statistics taken with an index, got index=None")
+        if self.selected.dim() > self.log_normalizer.dim():
+            return self.selected - self.log_normalizer.unsqueeze(-1)
+        return self.selected - self.log_normalizer
+
+    @property
+    def entropy(self) -> Tensor:
+        """``-Σ_j p_j log p_j = log_normalizer - expected_logit`` in nats, shape ``(...)``."""
+        if self.expected_logit is None:
+            raise ValueError("entropy: expected statistics with expected_logit, got expected_logit=None")
+        return self.log_normalizer - self.expected_logit
+
+    @property
+    def logsumexp(self) -> Tensor:
+        """``log Σ_j exp(z_j) = shift + log_normalizer``, shape ``(...)``."""
+        return self.shift + self.log_normalizer
+
+
+def statistics_of(
+    logits: Tensor, inputs: Inputs, options: Options, inplace_backward: bool = False
+) -> tuple[Tensor, ...]:
+    """The fields of ``options`` of every row of ``(..., V)`` logits, differentiable. Arguments are checked already.
+
+    Args:
+        inplace_backward: the backward writes the gradient over the logits.
+    """
+    if logits.stride(-1) != 1 and logits.shape[-1] > 1 and not inplace_backward:
+        logits = logits.contiguous()
+    if inplace_backward and not torch.compiler.is_compiling():
+        check_inplace(logits)
+    if torch.is_grad_enabled() and logits.requires_grad:
+        fields: tuple[Tensor, ...] = _Statistics.apply(logits, *inputs, options, inplace_backward)
+        return fields
+    return pick(_forward(logits, inputs, options), options)
+
+
+def gather_logits(logits: Tensor, index: Tensor, index_name: str = "index") -> Tensor:
+    """Logits ``(..., K)`` of the classes ``index``, in the dtype of the fields: a loss that needs no other logit reads
+    no other. As everywhere, an index outside the vocabulary is an error or, where a look would synchronize, NaN."""
+    if is_plain(logits):
+        check_range(logits, Inputs(index), index_name)
+    inside = index.clamp(0, logits.shape[-1] - 1)
+    selected = logits.gather(-1, inside.long())
+    return selected.to(torch.promote_types(selected.dtype, torch.float32)).masked_fill_(inside != index, float("nan"))
+
+
+def check_inplace(logits: Tensor) -> None:
+    if overlaps(logits):
+        raise ValueError(
+            "inplace_backward: expected logits of which no two elements share memory, got overlapping (expanded?) "
+            f"logits of shape {tuple(logits.shape)} and strides {logits.stride()}"
+        )
+    if logits.stride(-1) != 1 and logits.shape[-1] > 1:
+        raise ValueError(f"inplace_backward: expected a contiguous last dimension, got strides {logits.stride()}")
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Whether two elements may share memory: whether a dimension steps by less than the smaller ones span."""
+    span = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1 and stride <= span:
+            return tensor.numel() > 1
+        span += stride * (size - 1)
+    return False
+
+
+def check_range(logits: Any, inputs: Inputs, name: str = "index") -> None:
+    """Raise for an index outside the vocabulary, where a look costs no synchronization or debugging asks for it.
+    Elsewhere its row becomes NaN."""
+    index = inputs.index
+    if index is None or not (is_debugging() or (logits.is_cpu and backend_of(logits).__name__ == "onepass.reference")):
+        return
+    rows = index.reshape(logits.shape[:-1].numel(), index.shape[-1] if index.dim() == logits.dim() else 1)
+    bad = out_of_range(rows, active_rows(inputs.row_mask), logits.shape[-1])
+    if bad.any():
+        row, k = bad.nonzero()[0].tolist()
+        raise IndexError(f"{name}: expected values in [0, {logits.shape[-1]}), got {int(rows[row, k])} in row {row}")
+
+
+def returned(ctx: Any, results: Results, options: Options) -> tuple[Tensor, ...]:
+    """The fields, as an autograd function returns them."""
+    fields = pick(results, options)
+    if silent := not_differentiable(options.fields):
+        ctx.mark_non_differentiable(*[fields[n] for n in silent])
+    ctx.set_materialize_grads(False)
+    return fields
+
+
+class _Statistics(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        index: Tensor | None,
+        row_mask: Tensor | None,
+        class_weights: Tensor | None,
+        options: Options,
+        inplace: bool,
+    ) -> tuple[Tensor, ...]:
+        inputs = Inputs(index, row_mask, class_weights)
+        results = _forward(logits, inputs, options)
+        ctx.save_for_backward(logits, *inputs, results[0])
+        ctx.options, ctx.inplace, ctx.written = options, inplace, False
+        return returned(ctx, results, options)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        logits, *inputs, packed = ctx.saved_tensors
+        inputs = Inputs(*inputs)
+        upstream = FieldGradients.of(dict(zip(ctx.options.names, grads)))
+        if ctx.inplace and not torch.compiler.is_compiling():
+            if ctx.written:  # which autograd does not see where hooks have packed the logits
+                raise RuntimeError("inplace_backward: a second backward, whose logits are their gradient already")
+            ctx.written = True
+            grad = logits.detach()
+            backend_of(logits).softmax_gradient(logits, inputs, packed, upstream, ctx.options, grad)
+            mark_overwritten(logits)
+        else:
+            grad = _gradient(logits, inputs, packed, upstream, ctx.options)
+        return grad, None, None, None, None, None
+
+
+def _like_forward(logits: Tensor, inputs: Inputs, options: Options) -> Results:
+    return empty_results(logits, inputs.index, options)
+
+
+@operation("onepass::softmax_statistics", _like_forward)
+def _forward(logits: Tensor, inputs: Inputs, options: Options) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    check_range(logits, inputs)
+    results: Results = backend_of(logits).softmax_statistics(logits, inputs, options)
+    return results
+
+
+@operation("onepass::softmax_gradient", lambda logits, **_: empty_gradient(logits))
+def _gradient(logits: Tensor, inputs: Inputs, packed: Tensor, grads: FieldGradients, options: Options) -> Tensor:
+    out = empty_gradient(logits)
+    backend_of(logits).softmax_gradient(logits, inputs, packed, grads, options, out)
+    return out
