@@ -11,9 +11,9 @@ N, H, V = 11, 19, 83
 def tiles_of(monkeypatch, size, slices=True):
     """Of ``size`` rows, or as many columns where a tile may be a slice of the vocabulary."""
 
-    def shape(count, gathered, heads, *_, known, alone):
+    def shape(count, gathered, heads, use):
         vocab = heads[0].vocab
-        return (max(count, 1), min(vocab, size)) if known and slices else (max(1, min(count, size)), vocab)
+        return (max(count, 1), min(vocab, size)) if use.known and slices else (max(1, min(count, size)), vocab)
 
     monkeypatch.setattr(tiles, "tile_shape", shape)
     return size
@@ -54,7 +54,7 @@ def policy_loss(s, advantages, old_log_probs):
 
 def teacher_tokens(target):
     ids = torch.stack([target.clamp(min=0), (target.clamp(min=0) + 1) % V], dim=-1)
-    return ids, -0.5 - torch.arange(2, device=target.device).expand_as(ids).float(), target != -100
+    return ids, -0.5 - torch.arange(2, device=target.device).expand_as(ids).float()
 
 
 def teacher_logits(target):
@@ -66,7 +66,7 @@ LOSSES = {
     "cross_entropy": lambda x, t: onepass.cross_entropy(x, t),
     "cross_entropy, sum": lambda x, t: onepass.cross_entropy(x, t, reduction="sum", softcap=9.0, logit_scale=0.5),
     "cross_entropy, every option": lambda x, t: onepass.cross_entropy(
-        x, t, torch.linspace(0, 1, V, device=t.device), label_smoothing=0.1, z_loss_weight=0.1, temperature=2.0
+        x, t, class_weights=torch.linspace(0, 1, V, device=t.device), label_smoothing=0.1, z_loss_weight=0.1, temperature=2.0
     ),
     "cross_entropy, none": lambda x, t: onepass.cross_entropy(x, t, reduction="none", z_loss_weight=0.1),
     "cross_entropy, smooth": lambda x, t: onepass.cross_entropy(x, t, label_smoothing=0.2),
@@ -75,11 +75,11 @@ LOSSES = {
         onepass.selective_log_softmax_and_entropy(x, t, row_mask=t != -100, temperature=0.7)
     ),
     "entropy": lambda x, t: onepass.entropy_from_logits(x, row_mask=(t != -100).int()),
-    "topk_kl_div": lambda x, t: onepass.topk_kl_div(x, *teacher_tokens(t), temperature=2.0),
-    "topk_kl_div, renormalized": lambda x, t: onepass.topk_kl_div(x, *teacher_tokens(t), renormalize=True),
+    "topk_kl_div": lambda x, t: onepass.topk_kl_div(x, *teacher_tokens(t), row_mask=t != -100, temperature=2.0),
+    "topk_kl_div, renormalized": lambda x, t: onepass.topk_kl_div(x, *teacher_tokens(t), row_mask=t != -100, renormalize=True),
     "distillation_loss": lambda x, t: onepass.distillation_loss(x, t, *teacher_tokens(t), temperature=2.0),
-    "kl_div": lambda x, t: onepass.kl_div(x, teacher_logits(t), t != -100, reduction="mean"),
-    "kl_div, none": lambda x, t: onepass.kl_div(x, teacher_logits(t), t != -100, reduction="none", vocab_size=V - 7),
+    "kl_div": lambda x, t: onepass.kl_div(x, teacher_logits(t), row_mask=t != -100),
+    "kl_div, none": lambda x, t: onepass.kl_div(x, teacher_logits(t), row_mask=t != -100, reduction="none", vocab_size=V - 7),
     "kl_div, reverse": lambda x, t: onepass.kl_div(x, teacher_logits(t), direction="reverse", temperature=2.0),
     "jsd": lambda x, t: onepass.kl_div(x, teacher_logits(t), direction="jsd", softcap=5.0, num_items=3),
 }

@@ -89,8 +89,16 @@ CASES = {
         ValueError,
         r"class_weights: expected shape \(10,\), got \(9,\)",
     ),
-    "weight shape": (lambda: onepass.cross_entropy(X, I, torch.ones(9)), ValueError, r"weight: expected shape \(10,\)"),
-    "weight dtype": (lambda: onepass.cross_entropy(X, I, I), TypeError, "weight: expected a floating-point tensor"),
+    "weight shape": (
+        lambda: onepass.cross_entropy(X, I, class_weights=torch.ones(9)),
+        ValueError,
+        r"class_weights: expected shape \(10,\)",
+    ),
+    "weight dtype": (
+        lambda: onepass.cross_entropy(X, I, class_weights=I),
+        TypeError,
+        "class_weights: expected a floating-point tensor",
+    ),
     "metric": (
         lambda: onepass.softmax_statistics(X, metrics=["top5"]),
         ValueError,
@@ -131,11 +139,21 @@ CASES = {
         r"teacher_log_probs: expected \(3, 2\), the shape of teacher_ids, got \(3, 1\)",
     ),
     "mask shape": (
-        lambda: topk(mask=torch.ones(2)),
+        lambda: topk(row_mask=torch.ones(2)),
         ValueError,
-        r"mask: expected shape \(3, 2\) or \(3,\), got \(2,\)",
+        r"row_mask: expected shape \(3,\), got \(2,\)",
     ),
-    "mask device": (lambda: topk(mask=I.to("meta")), ValueError, "mask: expected device cpu"),
+    "mask device": (lambda: topk(row_mask=I.to("meta")), ValueError, "row_mask: expected device cpu"),
+    "mask of tokens": (
+        lambda: topk(teacher_mask=torch.ones(3)),
+        ValueError,
+        r"teacher_mask: expected \(3, 2\), the shape of teacher_ids, got \(3,\)",
+    ),
+    "device of the mask of tokens": (
+        lambda: topk(teacher_mask=IDS.to("meta")),
+        ValueError,
+        "teacher_mask: expected device cpu",
+    ),
     "direction": (
         lambda: topk(direction="backward"),
         ValueError,
@@ -152,7 +170,7 @@ CASES = {
         ValueError,
         r"alpha: .*\[0, 1\], got -0.1",
     ),
-    "labels": (lambda: onepass.distillation_loss(X, IDS, IDS, LOG_T), ValueError, r"labels: expected shape \(3,\)"),
+    "target": (lambda: onepass.distillation_loss(X, IDS, IDS, LOG_T), ValueError, r"target: expected shape \(3,\)"),
     "rows of the teacher": (
         lambda: onepass.kl_div(X, X[:2]),
         ValueError,
@@ -171,7 +189,11 @@ CASES = {
         ValueError,
         "teacher_temperature: .*above 0, got -1.0",
     ),
-    "mask of kl_div": (lambda: onepass.kl_div(X, X, I[:2]), ValueError, r"mask: expected shape \(3,\), got \(2,\)"),
+    "mask of kl_div": (
+        lambda: onepass.kl_div(X, X, row_mask=I[:2]),
+        ValueError,
+        r"row_mask: expected shape \(3,\), got \(2,\)",
+    ),
     "strided in place": (
         lambda: onepass.cross_entropy(torch.randn(10, 3).T.requires_grad_(), I, inplace_backward=True),
         ValueError,

@@ -1,6 +1,5 @@
 """The commands, for real but small."""
 
-import itertools
 import json
 import re
 
@@ -11,8 +10,6 @@ from typer.testing import CliRunner
 from onepass.autotune import AutotuneRecord
 from onepass.cli import distill
 from onepass.cli.app import app
-from onepass.cli.bench import PASSES
-from onepass.cli.implementations import OPERATIONS
 
 
 def run(*arguments):
@@ -22,7 +19,7 @@ def run(*arguments):
 def test_help_lists_the_commands():
     result = run("--help")
     assert result.exit_code == 0
-    assert all(command in result.output for command in ("demo", "bench", "bench-head", "doctor"))
+    assert all(command in result.output for command in ("demo", "doctor", "autotune"))
 
 
 @pytest.mark.parametrize("path", ["", "1"], ids=["eager", "interpreter"])
@@ -39,57 +36,6 @@ def test_doctor_sees_a_wrong_gradient(monkeypatch):
     monkeypatch.setattr("torch.Tensor.copy_", lambda self, other: right(self, other * 1.01))
     result = run("doctor")
     assert result.exit_code == 1 and "FAIL" in result.output
-
-
-def test_bench_writes_what_it_measured(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "")
-    monkeypatch.setattr("onepass.cli.bench.ROUNDS", 2)  # the walls of few rows, for which a CPU takes minutes
-    # TRL's kernels would run in the interpreter here.
-    alone = "--no-compile", "--no-peers", "--milliseconds", 5
-    result = run("bench", "--shape", "300x104", *alone, "--masked", 0.5, "--out", tmp_path)
-    assert result.exit_code == 0, result.output
-    report = json.loads((tmp_path / "bench.json").read_text())
-    assert report["environment"]["torch"] == torch.__version__ and report["copy_gb_per_s"] > 0
-    rows = report["results"]
-    ours = {(r["operation"], r["pass"]): r for r in rows if r["implementation"] == "onepass"}
-    assert set(ours) == set(itertools.product(OPERATIONS, PASSES))
-    assert all(r["ms"] > 0 and r["masked"] == 0.5 for r in rows)
-    assert all(r["error"] < 1e-4 for (_, name), r in ours.items() if name == "forward")
-    assert (tmp_path / "bench.png").stat().st_size > 10_000
-
-
-def test_bench_head_writes_what_it_measured(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "")
-    alone = "--no-compile", "--no-peers", "--rounds", 1, "--masked", 0.5
-    result = run("bench-head", "--op", "linear_policy_loss", "--shape", "40x16x100", *alone, "--out", tmp_path)
-    assert result.exit_code == 0, result.output
-    report = json.loads((tmp_path / "bench-head.json").read_text())
-    bare, ours, eager = report["results"]
-    assert [r["implementation"] for r in (bare, ours, eager)] == ["three bare GEMMs", "onepass", "torch eager"]
-    assert [ours[k] for k in ("rows", "hidden", "vocab", "masked")] == [40, 16, 100, 0.5]
-    assert bare["ratio"] == 1 and bare["error"] is None
-    assert all(r["ms"] == r["runs"][0] > 0 and r["error"] < 1e-4 for r in (ours, eager))
-    assert report["not_run"] == {} and (tmp_path / "bench-head.png").stat().st_size > 5_000
-
-
-def test_bench_experts_writes_what_it_measured(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "")
-    alone = "--no-peers", "--rounds", 1, "--milliseconds", 5, "--routing", "zipf"
-    result = run("bench-experts", "--shape", "20x16x8x4x2", *alone, "--out", tmp_path)
-    assert result.exit_code == 0, result.output
-    report = json.loads((tmp_path / "bench-experts.json").read_text())
-    assert [r["implementation"] for r in report["results"]] == ["dense", "onepass"] * 3
-    assert [r["operation"] for r in report["results"][1::2]] == ["experts_forward", "experts", "experts_lora"]
-    assert [report["results"][0][k] for k in ("tokens", "intermediate", "experts", "routing")] == [20, 8, 4, "zipf"]
-    assert all(r["ms"] == r["runs"][0] > 0 and r["error"] < 1e-4 for r in report["results"][1::2])
-    assert report["not_run"] == {} and (tmp_path / "bench-experts.png").stat().st_size > 5_000
-
-
-@pytest.mark.parametrize("command", ["bench", "bench-head", "bench-experts"])
-@pytest.mark.parametrize("arguments", [("--shape", "8192"), ("--op", "softmax"), ("--dtype", "int8")])
-def test_bench_refuses_what_it_does_not_know(command, arguments):
-    result = run(command, *arguments)
-    assert result.exit_code == 2 and "expected" in result.output
 
 
 def test_demo_trains_the_same_curve(tmp_path, monkeypatch):

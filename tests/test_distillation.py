@@ -34,9 +34,15 @@ def topk_batch(device, K, dtype=torch.float32, masks="none"):
     return x.to(device), ids.to(device), log_t.to(device), None if mask is None else mask.to(device)
 
 
+def masks_of(mask, ids):
+    if mask is None:
+        return {}
+    return {"teacher_mask" if mask.dim() == ids.dim() else "row_mask": mask}
+
+
 def check_topk(x, ids, log_t, mask, upstream=None, **options):
     ours, exact = x.clone().requires_grad_(), x.double().requires_grad_()
-    got = onepass.topk_kl_div(ours, ids, log_t, mask, reduction="none", **options)
+    got = onepass.topk_kl_div(ours, ids, log_t, **masks_of(mask, ids), reduction="none", **options)
     expected = topk_divergence(exact, ids, log_t, mask, **options)
     # A row is a sum of terms that cancel, each of the size of a log-probability.
     assert_close(got, expected.detach(), scale=10.0 + x.nan_to_num(0, 0, 0).abs().max().item())
@@ -142,7 +148,7 @@ def test_rows_without_a_token_are_not_read(device):
     x[1] = float("nan")
     mask = torch.tensor([1, 0, 1, 1, 1], device=device)
     x.requires_grad_()
-    loss = onepass.topk_kl_div(x, ids, log_t, mask)
+    loss = onepass.topk_kl_div(x, ids, log_t, **masks_of(mask, ids))
     (gradient,) = torch.autograd.grad(loss, x)
     assert loss.isfinite() and (gradient[1] == 0).all() and gradient.isfinite().all()
 
@@ -166,7 +172,7 @@ def test_the_seed_is_reproduced(device, dtype):
     ids = torch.arange(20, device=device).expand(2, 7, 20)
     expected = seed_loss(exact, log_t.double(), mask)
     for given_mask in (mask, mask.int(), mask.float()):
-        got = onepass.topk_kl_div(gathered, ids, log_t, given_mask)
+        got = onepass.topk_kl_div(gathered, ids, log_t, **masks_of(given_mask, ids), reduction="sum")
         assert_close(got, expected.detach(), scale=100.0)
     upstream = torch.tensor(0.7, dtype=dtype, device=device)
     (gradient,) = torch.autograd.grad(got, gathered, upstream)
@@ -177,7 +183,7 @@ def test_the_seed_is_reproduced(device, dtype):
     ids = torch.rand(2, 7, VOCAB, generator=generator).topk(20).indices.to(device)
     rows = mask[..., :1].expand(2, 7, 20)
     expected = seed_loss(exact.gather(-1, ids), log_t.double().log_softmax(-1), rows)
-    got = onepass.topk_kl_div(x, ids, log_t.log_softmax(-1), rows, renormalize=True)
+    got = onepass.topk_kl_div(x, ids, log_t.log_softmax(-1), teacher_mask=rows, renormalize=True, reduction="sum")
     assert_close(got, expected.detach(), scale=100.0)
     (gradient,) = torch.autograd.grad(got, x)
     assert_gradient_close(gradient, torch.autograd.grad(expected, exact)[0], upstream=4.0)
@@ -193,7 +199,9 @@ def test_distillation_loss(device, masks, reduction, temperature, renormalize):
     labels[0] = -100  # a row with a teacher and no label
     ours, exact = x.clone().requires_grad_(), x.double().requires_grad_()
     options = {"temperature": temperature, "renormalize": renormalize, "direction": "jsd", "beta": 0.2}
-    got = onepass.distillation_loss(ours, labels, ids, log_t, mask, alpha=0.3, reduction=reduction, **options)
+    got = onepass.distillation_loss(
+        ours, labels, ids, log_t, **masks_of(mask, ids), alpha=0.3, reduction=reduction, **options
+    )
     soft = topk_divergence(exact, ids, log_t, mask, **options)
     hard = F.cross_entropy(exact, labels, reduction="none")
     if reduction == "mean":
@@ -213,15 +221,15 @@ def test_accumulation_over_micro_batches(device):
     labels = torch.tensor([3, -100, 5, -100, 0], device=device)
     items = mask.any(-1).sum()
     for call in (
-        lambda r, n: onepass.topk_kl_div(x[r], ids[r], log_t[r], mask[r], num_items=n),
-        lambda r, n: onepass.distillation_loss(x[r], labels[r], ids[r], log_t[r], mask[r], num_items=n),
-        lambda r, n: onepass.kl_div(x[r], x[r].flip(-1), mask[r].any(-1), num_items=n),
+        lambda r, n: onepass.topk_kl_div(x[r], ids[r], log_t[r], teacher_mask=mask[r], num_items=n),
+        lambda r, n: onepass.distillation_loss(x[r], labels[r], ids[r], log_t[r], teacher_mask=mask[r], num_items=n),
+        lambda r, n: onepass.kl_div(x[r], x[r].flip(-1), row_mask=mask[r].any(-1), num_items=n),
     ):
         whole = call(slice(0, ROWS), items)
         parts = call(slice(0, 2), int(items)) + call(slice(2, ROWS), float(items))
         torch.testing.assert_close(parts, whole)
-    mean = onepass.topk_kl_div(x, ids, log_t, mask, reduction="mean")
-    torch.testing.assert_close(mean, onepass.topk_kl_div(x, ids, log_t, mask, num_items=items))
+    mean = onepass.topk_kl_div(x, ids, log_t, **masks_of(mask, ids), reduction="mean")
+    torch.testing.assert_close(mean, onepass.topk_kl_div(x, ids, log_t, **masks_of(mask, ids), num_items=items))
 
 
 def test_nothing_to_learn_from(device):
@@ -230,10 +238,10 @@ def test_nothing_to_learn_from(device):
     none = torch.zeros(ROWS, dtype=torch.bool, device=device)
     ignored = torch.full((ROWS,), -100, device=device)
     for loss in (
-        onepass.topk_kl_div(x, ids, log_t, none, reduction="mean"),
-        onepass.topk_kl_div(x, ids, log_t, none, reduction="mean", renormalize=True),
-        onepass.distillation_loss(x, ignored, ids, log_t, none),
-        onepass.kl_div(x, x.detach() * 2, none, reduction="mean"),
+        onepass.topk_kl_div(x, ids, log_t, **masks_of(none, ids), reduction="mean"),
+        onepass.topk_kl_div(x, ids, log_t, **masks_of(none, ids), reduction="mean", renormalize=True),
+        onepass.distillation_loss(x, ignored, ids, log_t, row_mask=none),
+        onepass.kl_div(x, x.detach() * 2, row_mask=none, reduction="mean"),
     ):
         assert loss == 0 and (torch.autograd.grad(loss, x)[0] == 0).all()
     for loss in (
@@ -251,7 +259,7 @@ def check_pair(student, teacher, mask=None, direction="forward", beta=0.5, vocab
     of_teacher |= {k[8:]: v for k, v in options.items() if k.startswith("teacher_")}
     ours = [x.detach().requires_grad_() for x in (student, teacher)]
     got = onepass.kl_div(
-        *ours, mask, direction=direction, beta=beta, vocab_size=vocab_size, reduction="none", **options
+        *ours, row_mask=mask, direction=direction, beta=beta, vocab_size=vocab_size, reduction="none", **options
     )
     exact = [x.detach().double().requires_grad_() for x in (student, teacher)]
     logs = [transform(x[..., :vocab_size], **t).log_softmax(-1) for x, t in zip(exact, (of_student, of_teacher))]
@@ -427,14 +435,17 @@ def test_modules_are_the_functions(device):
     options = {"direction": "jsd", "beta": 0.3, "temperature": 2.0, "reduction": "mean"}
     module = onepass.TopKKLDivLoss(renormalize=True, **options)
     assert torch.equal(
-        module(x, ids, log_t, mask), onepass.topk_kl_div(x, ids, log_t, mask, renormalize=True, **options)
+        module(x, ids, log_t, teacher_mask=mask),
+        onepass.topk_kl_div(x, ids, log_t, **masks_of(mask, ids), renormalize=True, **options),
     )
     assert "direction='jsd'" in repr(module)
     y = x.flip(-1)
     module = onepass.KLDivLoss(vocab_size=200, teacher_temperature=3.0, **options)
     expected = onepass.kl_div(x, y, vocab_size=200, teacher_temperature=3.0, **options)
     assert torch.equal(module(x, y), expected)
-    assert torch.equal(module(x, y, num_items=7), onepass.kl_div(x, y, num_items=7, **module.options))
+    assert torch.equal(
+        module(x, y, num_items=7), onepass.kl_div(x, y, num_items=7, vocab_size=200, teacher_temperature=3.0, **options)
+    )
 
 
 def test_pair_offsets_beyond_2_to_the_31(device):

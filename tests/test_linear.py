@@ -112,10 +112,10 @@ def test_a_teacher_with_a_head_of_its_own(device, tile, direction, reduction):
     states, others, _, _ = batch(device, width=H + 4, seed=3)
     teacher = onepass.LinearLogits(states.detach(), others.detach())
     options = {"direction": direction, "reduction": reduction, "teacher_temperature": 2.0}
-    got = onepass.linear_kl_div(hidden, weight, teacher, target != -100, bias=bias, **options)
+    got = onepass.linear_kl_div(hidden, weight, teacher, row_mask=target != -100, bias=bias, **options)
     parts = exact(hidden, weight, bias)
     expected = onepass.kl_div(
-        F.linear(*parts), F.linear(states.double(), others.double()).detach(), target != -100, **options
+        F.linear(*parts), F.linear(states.double(), others.double()).detach(), row_mask=target != -100, **options
     )
     assert_all_close([got.detach()], [expected.detach()], "loss")
     assert_all_close(gradients(got.sum(), (hidden, weight, bias)), gradients(expected.sum(), parts))
@@ -124,14 +124,16 @@ def test_a_teacher_with_a_head_of_its_own(device, tile, direction, reduction):
 def test_the_shorthands(device):
     hidden, weight, bias, target = batch(device)
     x = onepass.LinearLogits(hidden, weight, bias)
-    ids, log_probs, mask = teacher_tokens(target)
+    ids, log_probs = teacher_tokens(target)
+    options = {"row_mask": target != -100, "direction": "jsd"}
     class_weights = torch.rand(V, device=device)
-    module = onepass.LinearCrossEntropyLoss(class_weights, label_smoothing=0.1, reduction="sum")
+    module = onepass.LinearCrossEntropyLoss(class_weights=class_weights, label_smoothing=0.1, reduction="sum")
     pairs = [
-        (onepass.linear_topk_kl_div(hidden, weight, ids, log_probs, mask, bias=bias, direction="jsd"),
-         onepass.topk_kl_div(x, ids, log_probs, mask, direction="jsd")),
-        (module(hidden, weight, target, bias),
-         onepass.cross_entropy(x, target, class_weights, label_smoothing=0.1, reduction="sum")),
+        (onepass.linear_topk_kl_div(hidden, weight, ids, log_probs, bias=bias, **options),
+         onepass.topk_kl_div(x, ids, log_probs, **options)),
+        (module(hidden, weight, target, bias=bias),
+         onepass.cross_entropy(x, target, class_weights=class_weights, label_smoothing=0.1, reduction="sum")),
+        (onepass.kl_div(F.linear(hidden, weight, bias), x), torch.zeros((), device=device)),
         (onepass.linear_cross_entropy(hidden, weight, target), F.cross_entropy(F.linear(hidden, weight), target)),
     ]  # fmt: skip
     for got, expected in pairs:
@@ -282,7 +284,8 @@ def test_one_backward(device):
 LEARNED = torch.ones(1, requires_grad=True)
 BAD_FUNCTIONS = {
     "a sum": (lambda s: s.log_probs.sum(), "loss_fn: expected a loss of every row"),
-    "no tensor": (lambda s: 1.0, r"loss_fn: expected a loss of every row, shape \(11,\), got float"),
+    "no tensor": (lambda s: 1.0, r"loss_fn: expected a loss of every row, floating-point of shape \(11,\), got 1.0"),
+    "many a row": (lambda s: s.log_probs.unsqueeze(-1), "loss_fn: expected a loss of every row"),
     "a closure": (lambda s: s.log_probs * LEARNED, "among row_inputs"),
     "coupled rows": (lambda s: s.log_probs - s.log_probs.mean(), "loss of each row alone"),
 }
@@ -311,7 +314,7 @@ BAD_ARGUMENTS = {
     "weight: expected torch.float32, the dtype of hidden, got torch.bfloat16": lambda: linear(
         weight=torch.ones(V, H, dtype=torch.bfloat16)
     ),
-    "max_memory: expected a number of bytes or None, got 1.5": lambda: linear(max_memory=1.5),
+    "max_memory: expected an int, got 1.5": lambda: linear(max_memory=1.5),
     "max_memory: expected at least [0-9]+ bytes": lambda: onepass.entropy_from_logits(linear(max_memory=1000)),
     "row_inputs: expected tensors, got 3": lambda: onepass.linear_loss(*batch("cpu")[:2], None, policy_loss, 3),
     r"row_inputs: expected shapes \(11, '...'\), got \(4,\)": lambda: onepass.linear_loss(
@@ -328,7 +331,6 @@ BAD_ARGUMENTS = {
         linear(), torch.zeros(N, dtype=torch.long), inplace_backward=True
     ),
     "teacher_logits: expected no gradient": lambda: onepass.kl_div(linear(), linear()),
-    "teacher_logits: expected a tensor": lambda: onepass.kl_div(torch.ones(N, V), linear()),
     "num_items: expected None": lambda: onepass.linear_loss(
         *batch("cpu")[:2], None, policy_loss, reduction="none", num_items=3
     ),

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import onepass
 from linear_cases import LOSSES, H, V, assert_all_close, batch, exact, gradients
 from onepass.cli.demo import peak_memory
-from onepass.logits.tiles import INDEX, ROW, Head, plan
+from onepass.logits.tiles import INDEX, ROW, Head, HeadTensors, Settings, Use, plan
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
 
@@ -106,7 +106,7 @@ SHAPES = [(1, 64, 50257), (300, 64, 50257), (1000, 127, 5003), (4096, 256, 1000)
 def head_of(rows, width, vocab):
     with torch.device("meta"):
         hidden, weight = (torch.empty(n, width, dtype=torch.bfloat16) for n in (rows, vocab))
-    return Head(hidden, weight, None, torch.bfloat16)
+    return lambda max_memory: Head(HeadTensors(hidden, weight), Settings(torch.bfloat16, max_memory))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -117,18 +117,18 @@ def test_plans_keep_to_the_memory(shape, trained):
     for megabytes in (40, 100, 400, 4000):
         total = 4 * vocab * width * trained
         try:
-            cut = plan([head], None, trained, megabytes * 10**6)
+            cut = plan([head(megabytes * 10**6)], None, Use(weight_gradient=trained))
         except ValueError as error:
             assert "max_memory: expected at least" in str(error)
             least = int(str(error).split()[4])
-            assert least > megabytes * 10**6 and plan([head], None, trained, least).rows == 1
+            assert least > megabytes * 10**6 and plan([head(least)], None, Use(weight_gradient=trained)).rows == 1
             continue
         several = cut.rows < rows
-        assert cut.rows * (head.padded_vocab * 2) + total * several <= megabytes * 10**6
+        assert cut.rows * (head(None).padded_vocab * 2) + total * several <= megabytes * 10**6
         assert sum(r.n for r in cut.cut()) == rows
         if several:  # tiles are as large as they may be, or as equal tiles of whole blocks are
             assert -(-rows // cut.rows) <= 2 * -(
-                -rows * (head.padded_vocab * 2 + ROW + INDEX) // (megabytes * 10**6 - total - 2**17)
+                -rows * (head(None).padded_vocab * 2 + ROW + INDEX) // (megabytes * 10**6 - total - 2**17)
             )
 
 
@@ -141,7 +141,7 @@ def test_slices_keep_to_the_memory(shape, trained):
     shapes = set()
     for megabytes in (8, 20, 60, 200, 2000, 10000):
         try:
-            cut = plan([head], None, trained, megabytes * 10**6, known=True)
+            cut = plan([head(megabytes * 10**6)], None, Use(weight_gradient=trained, known=True))
         except ValueError:
             continue
         slices = [c for c in cut.slices() if cut.sliced]

@@ -20,7 +20,10 @@ from linear_cases import (
     teacher_logits,
 )
 from onepass.logits import partitioned as gather
-from onepass.core.options import Options, PairOptions
+from onepass.core.dispatch import flatten_arguments
+from onepass.core.options import FieldGradients, Inputs, Options, PairOptions, Transform
+from onepass.logits.tiled_divergence import TeacherTensors
+from onepass.logits.tiles import HeadTensors, Settings
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
 
@@ -113,7 +116,7 @@ def traced(loss, hidden, weight, bias, target):
         teacher = onepass.LinearLogits(hidden.detach(), weight.detach().flip(0))
         teacher = F.linear(hidden, weight.flip(0)).detach() if "logits" in loss else teacher
         reduction = "none" if "none" in loss else "mean"
-        return onepass.linear_kl_div(hidden, weight, teacher, target != -100, bias=bias, reduction=reduction).sum()
+        return onepass.linear_kl_div(hidden, weight, teacher, row_mask=target != -100, bias=bias, reduction=reduction).sum()
     return LOSSES[loss](onepass.LinearLogits(hidden, weight, bias), target).sum()
 
 
@@ -132,32 +135,32 @@ def test_compile_without_graph_breaks(device, loss):
 def test_operations_are_well_formed(device, dtype):
     hidden, weight, bias, target = (x.detach() for x in batch(device, dtype))
     options = Options(
-        "selected log_normalizer expected_logit entropy weighted_logit kept shift is_top1 log_sum_sq_probs "
+        "selected log_normalizer expected_logit entropy weighted_logit shift is_top1 log_sum_sq_probs "
         "tempered_log_normalizer mean_logit"
     )
-    arguments = (hidden, weight, bias, target % V, target != -100, None)
-    settings = (dtype, None, False, *options)
-    torch.library.opcheck(torch.ops.onepass.linear_statistics.default, (*arguments, False, *settings))
-    packed, _, _ = torch.ops.onepass.linear_statistics(*arguments, False, *settings)
+    tensors, inputs = HeadTensors(hidden, weight, bias), Inputs(target % V, target != -100)
+    arguments = tuple(flatten_arguments((tensors, inputs, False, Settings(dtype), options)))
+    torch.library.opcheck(torch.ops.onepass.linear_statistics.default, arguments)
+    packed, _, _ = torch.ops.onepass.linear_statistics(*arguments)
     row = torch.randn_like(packed[0])
-    upstream = (packed, row, row, row, row, row)
-    for needed in ((True, True, True), (False, True, False)):
-        torch.library.opcheck(
-            torch.ops.onepass.linear_gradient.default, (*arguments, *upstream, list(needed), *settings)
-        )
+    upstream = FieldGradients(row, row, row, row, row)
+    for needed in ([True, True, True], [False, True, False]):
+        arguments = tuple(flatten_arguments((tensors, inputs, packed, upstream, needed, Settings(dtype), options)))
+        torch.library.opcheck(torch.ops.onepass.linear_gradient.default, arguments)
 
 
 @pytest.mark.parametrize("own_head", [False, True], ids=["logits", "a head"])
 def test_divergences_are_well_formed(device, own_head):
     hidden, weight, bias, target = (x.detach() for x in batch(device, torch.bfloat16))
-    teacher = (hidden[:, :7], weight[:, :7], None) if own_head else (teacher_logits(target), None, None)
-    kinds = teacher[0].dtype, torch.bfloat16
-    settings = (V - 3, *kinds, None, False, *PairOptions("jsd", 0.3, softcap=5.0))
-    tensors = (hidden, weight, bias, *teacher, target != -100)
-    torch.library.opcheck(torch.ops.onepass.linear_divergence.default, (*tensors, *settings))
+    teacher = TeacherTensors(hidden[:, :7], weight[:, :7]) if own_head else TeacherTensors(teacher_logits(target))
+    options = PairOptions("jsd", 0.3, Transform(softcap=5.0), columns=V - 3)
+    settings = teacher.teacher.dtype, Settings(torch.bfloat16), options
+    tensors = HeadTensors(hidden, weight, bias), teacher, target != -100
+    arguments = tuple(flatten_arguments((*tensors, *settings)))
+    torch.library.opcheck(torch.ops.onepass.linear_divergence.default, arguments)
     grad = torch.rand(N, device=device)
-    for needed in ((True, True, True), (False, True, False)):
-        arguments = (*tensors, grad, list(needed), *settings)
+    for needed in ([True, True, True], [False, True, False]):
+        arguments = tuple(flatten_arguments((*tensors, grad, needed, *settings)))
         torch.library.opcheck(torch.ops.onepass.linear_divergence_gradient.default, arguments)
 
 

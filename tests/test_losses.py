@@ -35,7 +35,7 @@ def test_cross_entropy_is_torchs(device, dtype, weighted, smoothing, reduction):
     logits, target, weight = batch(device, dtype)
     weight = weight if weighted else None
     ours, theirs = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    got = onepass.cross_entropy(ours, target, weight, reduction=reduction, label_smoothing=smoothing)
+    got = onepass.cross_entropy(ours, target, class_weights=weight, reduction=reduction, label_smoothing=smoothing)
     expected = F.cross_entropy(
         theirs, target, weight if weight is None else weight.double(), reduction=reduction, label_smoothing=smoothing
     )
@@ -49,7 +49,7 @@ def test_cross_entropy_is_torchs(device, dtype, weighted, smoothing, reduction):
 def test_class_weights_of_any_dtype(device, weight_dtype):
     logits, target, weight = batch(device)
     weight = weight.to(weight_dtype)
-    got = onepass.cross_entropy(logits, target, weight, label_smoothing=0.3)
+    got = onepass.cross_entropy(logits, target, class_weights=weight, label_smoothing=0.3)
     expected = F.cross_entropy(logits.double(), target, weight.double(), label_smoothing=0.3)
     assert_close(got, expected)
 
@@ -97,9 +97,9 @@ def test_module_has_the_functions_options(device):
     options = {"ignore_index": 7, "reduction": "sum", "label_smoothing": 0.2, "z_loss_weight": 0.1}
     options |= {"softcap": 5.0, "logit_scale": 2.0, "temperature": 0.5}
     target = target.clamp(min=0)
-    module = onepass.CrossEntropyLoss(weight, **options).to(device)
-    assert torch.equal(module(logits, target), onepass.cross_entropy(logits, target, weight, **options))
-    assert "weight" in module.state_dict() and "label_smoothing=0.2" in repr(module)
+    module = onepass.CrossEntropyLoss(class_weights=weight, **options).to(device)
+    assert torch.equal(module(logits, target), onepass.cross_entropy(logits, target, class_weights=weight, **options))
+    assert "class_weights" in module.state_dict() and "label_smoothing=0.2" in repr(module)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -158,7 +158,12 @@ VOCAB_OF_GRADCHECK = 9
 LOSSES = {
     "cross_entropy": lambda x, t: onepass.cross_entropy(x, t),
     "smoothed, weighted, z-loss": lambda x, t: onepass.cross_entropy(
-        x, t, torch.linspace(0, 1, x.shape[-1], dtype=x.dtype), label_smoothing=0.2, z_loss_weight=0.1, softcap=4.0
+        x,
+        t,
+        class_weights=torch.linspace(0, 1, x.shape[-1], dtype=x.dtype),
+        label_smoothing=0.2,
+        z_loss_weight=0.1,
+        softcap=4.0,
     ),
     "log_probs": lambda x, t: onepass.selective_log_softmax(x, t.clamp(min=0), temperature=0.7),
     "entropy": lambda x, t: onepass.entropy_from_logits(x, temperature=0.7, row_mask=t >= 0),

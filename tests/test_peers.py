@@ -1,11 +1,11 @@
-"""The peers of `onepass bench-head`."""
+"""The peers of `python -m benchmarks heads`."""
 
 import sys
 
 import pytest
 import torch
 
-from onepass.cli import peers_head
+from benchmarks import peers_heads
 
 pytest.importorskip("trl.kernels.chunked_logprob", exc_type=ImportError)
 
@@ -18,7 +18,7 @@ def test_trl_without_its_trainers_leaves_the_modules_as_they_were(monkeypatch):
     target, mask = torch.randint(31, (9,)), torch.rand(9) < 0.5
     monkeypatch.setitem(sys.modules, name, None)  # an import of it is an error
     before = dict(sys.modules)
-    rows = peers_head.trl("entropy")
+    rows = peers_heads.trl("entropy")
     log_probs, entropy = rows(hidden, weight, target, mask)
     grads = torch.autograd.grad((log_probs + 2 * entropy).sum(), [hidden, weight])
     assert sys.modules[name] is None and before.keys() <= sys.modules.keys()
@@ -30,6 +30,6 @@ def test_trl_without_its_trainers_leaves_the_modules_as_they_were(monkeypatch):
     torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
     # Where nothing had been there, nothing is: what is installed can be imported again.
     monkeypatch.delitem(sys.modules, name)
-    with peers_head.stand_in(name, something=1):
+    with peers_heads.stand_in(name, something=1):
         assert sys.modules[name].something == 1
     assert name not in sys.modules

@@ -3,16 +3,10 @@
 import typer
 
 from onepass.cli import autotune
-from onepass.cli.bench import bench
-from onepass.cli.bench_experts import bench_experts
-from onepass.cli.bench_head import bench_head
 from onepass.cli.demo import demo
 from onepass.cli.doctor import doctor
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_show_locals=False)
 app.command()(demo)
-app.command()(bench)
-app.command()(bench_head)
-app.command()(bench_experts)
 app.command()(doctor)
 app.add_typer(autotune.app, name="autotune")

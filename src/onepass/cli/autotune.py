@@ -17,16 +17,25 @@ from triton.runtime.errors import OutOfResources
 
 from onepass.autotune import AutotuneRecord, ConfigStore, own
 from onepass.autotune.tuners import record_from
-from onepass.cli.bench import SMALL, kernel_us, median_ms, parse_shape
-from onepass.cli.bench_experts import MIXTRAL, QWEN3_30B, SIZES
-from onepass.cli.bench_experts import parse_shape as parse_expert_shape
-from onepass.cli.implementations import LOSS_SHAPES, OPERATIONS, Operation, random_logits
-from onepass.kernels import grouped
+from onepass.cli.timing import SMALL, kernel_us, median_ms
+from onepass.cli.workloads import (
+    EXPERT_FORM,
+    LOSS_FORM,
+    LOSS_SHAPES,
+    MIXTRAL,
+    OPERATIONS,
+    QWEN3_30B,
+    Workload,
+    parse_shape,
+    random_logits,
+)
+from onepass.kernels import sort_by_expert
+from onepass.kernels.grouped_gemm import grouped_gemm
+from onepass.kernels.grouped_weight_gradient import weight_gradient
 from onepass.kernels.launch import forget
 
-EXPERTS, EXPERT_SHAPE, EXPERT_SHAPES = "experts", "x".join(s.upper() for s in SIZES), (QWEN3_30B, MIXTRAL)
-LOSSES = [name for name, operation in OPERATIONS.items() if operation.shapes is LOSS_SHAPES and any(operation.reads)]
-OPS = [*LOSSES, EXPERTS]
+EXPERTS, EXPERT_SHAPES = "experts", (QWEN3_30B, MIXTRAL)
+OPS = [*OPERATIONS, EXPERTS]
 ROUNDS = 2  # over all candidates: between the first and the last a GPU's clock changes by more than they differ
 AHEAD = 0.99  # of the rule's time: less is noise
 app = typer.Typer(no_args_is_help=True, help=__doc__)
@@ -94,7 +103,7 @@ def run(
     shape: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"ROWSxVOCAB; of experts {EXPERT_SHAPE}.", show_default=", ".join([*LOSS_SHAPES, *EXPERT_SHAPES])
+            help=f"{LOSS_FORM}; of experts {EXPERT_FORM}.", show_default=", ".join([*LOSS_SHAPES, *EXPERT_SHAPES])
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of the logits, of the experts.")] = "bfloat16",
@@ -124,34 +133,36 @@ def steps(
 ) -> Iterator[tuple[Callable[[], object], bool]]:
     """What is measured of an operation, and whether that is so small that only the kernels' own time says something."""
     if op == EXPERTS:
-        for sizes in map(parse_expert_shape, shapes or EXPERT_SHAPES):
+        for shape in shapes or EXPERT_SHAPES:
+            sizes = parse_shape(shape, EXPERT_FORM, MIXTRAL)
             yield from ((step, False) for step in grouped_products(sizes, dtype, device))
     else:
-        for rows, vocab in map(parse_shape, shapes or LOSS_SHAPES):
+        for shape in shapes or LOSS_SHAPES:
+            rows, vocab = parse_shape(shape, LOSS_FORM, LOSS_SHAPES[0])
             yield step_of(OPERATIONS[op], rows, vocab, dtype, device), rows * vocab <= SMALL
 
 
 def grouped_products(
-    sizes: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device
+    sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> list[Callable[[], torch.Tensor]]:
-    """Each product of `kernels.experts`, forward and backward."""
+    """The grouped GEMMs of `onepass.moe.expert_mlp`, forward and backward."""
     T, H, width, E, K = sizes
     normal = partial(torch.randn, dtype=dtype, device=device)
     hidden, gate_up, down = normal(T, H), normal(E, 2 * width, H), normal(E, H, width)
     rows, both = normal(T * K, width), normal(T * K, 2 * width)
-    groups = grouped.group(torch.rand(T, E, device=device).topk(K).indices, E)
+    groups = sort_by_expert(torch.rand(T, E, device=device).topk(K).indices, E)
     return [
-        lambda: grouped.product(hidden, gate_up, groups, share=K, glu=True, h=both),
-        lambda: grouped.product(rows, down, groups, scatter=True),
-        lambda: grouped.product(hidden, down.mT, groups, share=K),
-        lambda: grouped.product(both, gate_up.mT, groups, scatter=True),
-        lambda: grouped.outer(hidden, rows, down, groups, share_a=K),
-        lambda: grouped.outer(both, hidden, gate_up, groups, share_b=K),
+        lambda: grouped_gemm(hidden, gate_up, groups, share=K, glu=True, h=both),
+        lambda: grouped_gemm(rows, down, groups, scatter=True),
+        lambda: grouped_gemm(hidden, down.mT, groups, share=K),
+        lambda: grouped_gemm(both, gate_up.mT, groups, scatter=True),
+        lambda: weight_gradient(hidden, rows, down, groups, share_a=K),
+        lambda: weight_gradient(both, hidden, gate_up, groups, share_b=K),
     ]
 
 
 def step_of(
-    operation: Operation, rows: int, vocab: int, dtype: torch.dtype, device: torch.device
+    operation: Workload, rows: int, vocab: int, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
     """Forward and backward on random logits."""
     generator = torch.Generator(device).manual_seed(0)

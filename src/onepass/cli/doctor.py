@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from itertools import product
+from typing import get_args
 
 import torch
 import typer
@@ -14,7 +15,7 @@ import onepass
 from onepass.backend import backend_of
 from onepass.cli.environment import environment, package_version
 from onepass.core.checks import FLOATS
-from onepass.core.options import METRICS
+from onepass.core.options import Metric
 from onepass.integrations.patching import LIBRARIES, plan
 
 PATHS = {"onepass.kernels": "Triton kernels", "onepass.reference": "eager PyTorch"}
@@ -57,7 +58,7 @@ def statistics(x: Tensor, index: Tensor) -> tuple[Tensor, ...]:
 
 
 def onepass_statistics(x: Tensor, index: Tensor) -> tuple[Tensor | None, ...]:
-    s = onepass.softmax_statistics(x, index, metrics=METRICS)
+    s = onepass.softmax_statistics(x, index, metrics=get_args(Metric))
     return s.shift, s.log_normalizer, s.expected_logit, s.selected, s.is_top1, s.log_sum_sq_probs, s.mean_logit
 
 

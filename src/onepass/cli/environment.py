@@ -28,7 +28,7 @@ def environment() -> dict[str, Any]:
         "gpu": gpu.name if gpu else None,
         "gpu_memory_gib": round(gpu.total_memory / 2**30, 1) if gpu else None,
         "multiprocessors": gpu.multi_processor_count if gpu else None,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None,
+        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "torch": torch.__version__,
@@ -48,11 +48,12 @@ def commit() -> str | None:
     if "ONEPASS_COMMIT" in os.environ:
         return os.environ["ONEPASS_COMMIT"]
     root = Path(onepass.__file__).parent
-    head = _output("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
-    return head and head + ("+" if _output("git", "-C", str(root), "status", "--porcelain", "--", str(root)) else "")
+    head = output_of("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
+    return head and head + ("+" if output_of("git", "-C", str(root), "status", "--porcelain", "--", str(root)) else "")
 
 
-def _output(*command: str) -> str | None:
+def output_of(*command: str) -> str | None:
+    """The first line that a command prints, None if it fails or does not exist."""
     if shutil.which(command[0]) is None:
         return None
     done = subprocess.run(command, capture_output=True, text=True, check=False)

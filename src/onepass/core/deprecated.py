@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
+import torch
+
 F = TypeVar("F", bound=Callable[..., Any])
 NewName = str | Callable[[dict[str, Any]], str]
 
@@ -34,6 +36,10 @@ def renamed(*, positional: Sequence[str] = (), **names: NewName) -> Callable[[F]
     return decorate
 
 
+def _warn(text: str) -> None:
+    warnings.warn(text, DeprecationWarning, stacklevel=4)
+
+
 def translated(
     function: str,
     first: Sequence[str],
@@ -53,7 +59,8 @@ def translated(
         new = new(given) if callable(new) else new
         if old in names or (old in positional and old not in kwargs):
             told = f"{new}= instead of {old}" if new != old else f"{new}= by keyword"
-            warnings.warn(f"onepass: {function}: pass {told}", DeprecationWarning, stacklevel=3)
+            if not torch.compiler.is_compiling():  # which cannot trace it
+                _warn(f"onepass: {function}: pass {told}")
         if new in found:
             raise TypeError(f"{function}: got {old}, which is {new} now, and {new}")
         found[new] = value

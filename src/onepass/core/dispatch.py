@@ -114,7 +114,7 @@ def operation(
                     refuse_forward_mode(*tensors)
                 return function(*arguments)
             tell_flop_counters()
-            return _with_none(registered(*_flatten(arguments)))
+            return _with_none(registered(*flatten_arguments(arguments)))
 
         return call
 
@@ -142,10 +142,11 @@ def flattened(parameter: inspect.Parameter, prefix: str = "") -> list[inspect.Pa
     return found
 
 
-def _flatten(values: Iterable[Any]) -> Iterator[Any]:
+def flatten_arguments(values: Iterable[Any]) -> Iterator[Any]:
+    """The arguments of a registered operation: the fields of named tuples in their place."""
     for value in values:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            yield from _flatten(value)
+            yield from flatten_arguments(value)
         else:
             yield value
 

@@ -38,7 +38,8 @@ def ForCausalLMLoss(
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     logits = logits if logits.shape[-1] == vocab_size else logits.reshape(-1, vocab_size)
     target = shift_labels.reshape(logits.shape[:-1]).to(logits.device)
-    return cross_entropy(logits, target, ignore_index=ignore_index, num_items=num_items_in_batch)
+    loss = cross_entropy(logits, target, ignore_index=ignore_index, num_items=num_items_in_batch)
+    return loss.reshape(num_items_in_batch.shape) if isinstance(num_items_in_batch, Tensor) else loss
 
 
 def router_of(family: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:

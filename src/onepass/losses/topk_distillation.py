@@ -225,7 +225,8 @@ class Teacher:
         return z.masked_fill(self.absent, -INF).log_softmax(-1)
 
     def divisor(self, reduction: Reduction, num_items: float | Tensor | None) -> Divisor:
-        return divisor_of(self.absent[..., 0].numel() if self.rows is None else self.rows, reduction, num_items)
+        rows = self.ids.shape[:-1].numel() if self.rows is None else self.rows
+        return divisor_of(rows, reduction, num_items)
 
     def terms(self, student: Tensor, direction: Direction, beta: float) -> Tensor:
         """The terms of the divergence from ``student``, log-probs of the tokens, ``(..., K)``."""

@@ -1,0 +1,60 @@
+"""The time that a call takes."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+SMALL = 1 << 25  # logits; up to here the host limits the speed of a call, and only the kernels' own time is meaningful
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def median_ms(run: Callable[[], Any], device: torch.device, milliseconds: int, warmup: int | None = None) -> float:
+    """The median time of a call, between device events and with a cold cache; on a CPU the wall time.
+
+    Args:
+        run: the call.
+        device: the device that it runs on.
+        milliseconds: how long to measure.
+        warmup: how many milliseconds to run before that; a quarter of ``milliseconds`` by default.
+    """
+    if device.type != "cuda":
+        return wall_ms(run, device, milliseconds)
+    from triton.testing import do_bench
+
+    return do_bench(run, warmup=milliseconds // 4 if warmup is None else warmup, rep=milliseconds, return_mode="median")
+
+
+def wall_ms(run: Callable[[], Any], device: torch.device, milliseconds: int) -> float:
+    """The median time from the call until the device is idle, which is what a user waits for."""
+    times: list[float] = []
+    for _ in range(10):
+        run()
+    end = time.perf_counter() + milliseconds / 1e3
+    while len(times) < 20 or time.perf_counter() < end:
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e3
+
+
+def kernel_us(run: Callable[[], Any], device: torch.device, repeats: int = 20) -> float | None:
+    """The time that the device spends in the kernels of a call, without the gaps between them; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            run()
+        synchronize(device)
+    return sum(event.device_time_total for event in profiler.key_averages()) / repeats

@@ -1,0 +1,262 @@
+"""The benchmarks of a checkout, for real but small: their commands, and which results are stale."""
+
+import ast
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import onepass
+from benchmarks import sources, table, versions, versions_operations, versions_worker
+from benchmarks.__main__ import app
+from benchmarks.logits import PASSES
+from benchmarks.operations_logits import OPERATIONS
+from benchmarks.versions_processes import CHECKOUT, Failure
+from onepass.autotune import ConfigStore, own
+from onepass.kernels.softmax_statistics import softmax_statistics_kernel
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def test_help_lists_the_commands():
+    result = run("--help")
+    commands = "logits", "heads", "experts", "trainers", "autotune", "versions", "table"
+    assert result.exit_code == 0 and all(command in result.output for command in commands)
+
+
+def test_logits_writes_what_it_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "")
+    monkeypatch.setattr("benchmarks.logits.ROUNDS", 1)  # the walls of few rows, for which a CPU takes minutes
+    # TRL's kernels would run in the interpreter here.
+    alone = "--no-compile", "--no-peers", "--milliseconds", 1
+    result = run("logits", "--shape", "300x104", *alone, "--masked", 0.5, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "logits.json").read_text())
+    assert report["environment"]["torch"] == torch.__version__ and report["copy_gb_per_s"] > 0
+    rows = report["results"]
+    ours = {(r["operation"], r["pass"]): r for r in rows if r["implementation"] == "onepass"}
+    assert set(ours) == set(itertools.product(OPERATIONS, PASSES))
+    assert all(r["ms"] > 0 and r["masked"] == 0.5 for r in rows)
+    assert all(r["error"] < 1e-4 for (_, name), r in ours.items() if name == "forward")
+    assert report["sources"].keys() == OPERATIONS.keys()
+    assert "losses/kl_div.py" in report["sources"]["jsd"] and "moe/router.py" not in report["sources"]["jsd"]
+    assert (tmp_path / "logits.png").stat().st_size > 10_000
+
+
+def test_heads_writes_what_it_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "")
+    alone = "--no-compile", "--no-peers", "--rounds", 1, "--milliseconds", 5, "--masked", 0.5
+    result = run("heads", "--op", "linear_policy_loss", "--shape", "40x16x100", *alone, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "heads.json").read_text())
+    bare, ours, eager = report["results"]
+    assert [r["implementation"] for r in (bare, ours, eager)] == ["three bare GEMMs", "onepass", "torch eager"]
+    assert [ours[k] for k in ("rows", "hidden", "vocab", "masked")] == [40, 16, 100, 0.5]
+    assert bare["ratio"] == 1 and bare["error"] is None
+    assert all(r["ms"] == r["runs"][0] > 0 and r["error"] < 1e-4 for r in (ours, eager))
+    assert "losses/linear.py" in report["sources"]["linear_policy_loss"]
+    assert report["not_run"] == {} and (tmp_path / "heads.png").stat().st_size > 5_000
+
+
+def test_experts_writes_what_it_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "")
+    alone = "--no-peers", "--rounds", 1, "--milliseconds", 5, "--routing", "zipf"
+    result = run("experts", "--shape", "20x16x8x4x2", *alone, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "experts.json").read_text())
+    assert [r["implementation"] for r in report["results"]] == ["dense", "onepass"] * 3
+    assert [r["operation"] for r in report["results"][1::2]] == ["experts_forward", "experts", "experts_lora"]
+    assert [report["results"][0][k] for k in ("tokens", "intermediate", "experts", "routing")] == [20, 8, 4, "zipf"]
+    assert all(r["ms"] == r["runs"][0] > 0 and r["error"] < 1e-4 for r in report["results"][1::2])
+    assert all("moe/experts.py" in found for found in report["sources"].values()) and len(report["sources"]) == 3
+    assert report["not_run"] == {} and (tmp_path / "experts.png").stat().st_size > 5_000
+
+
+@pytest.mark.parametrize("command", ["logits", "heads", "experts"])
+@pytest.mark.parametrize("arguments", [("--shape", "8192"), ("--op", "softmax"), ("--dtype", "int8")])
+def test_a_benchmark_refuses_what_it_does_not_know(command, arguments):
+    result = run(command, *arguments)
+    assert result.exit_code == 2 and "expected" in result.output
+
+
+# Which results are stale.
+
+
+def of_cross_entropy():
+    logits = torch.randn(3, 40, requires_grad=True)
+    onepass.cross_entropy(logits, torch.tensor([1, 2, 3])).backward()
+
+
+def of_kl_div():
+    logits = torch.randn(3, 40, requires_grad=True)
+    onepass.kl_div(logits, torch.randn(3, 40)).backward()
+
+
+def of_router():
+    logits = torch.randn(3, 16, requires_grad=True)
+    onepass.moe.softmax_topk(logits, 2).weights.sum().backward()
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setenv("TRITON_INTERPRET", "1")
+        runs = {"cross_entropy": of_cross_entropy, "kl_div": of_kl_div, "softmax_topk": of_router}
+        return {name: sources.sources_of(run) for name, run in runs.items()}
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A copy of the package, whose files a test may change."""
+    shutil.copytree(sources.PACKAGE, tmp_path / "onepass", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(sources, "PACKAGE", tmp_path / "onepass")
+    return tmp_path / "onepass"
+
+
+@pytest.mark.parametrize("file, stale", [
+    ("losses/cross_entropy.py", {"cross_entropy"}),
+    ("kernels/divergence.py", {"kl_div"}),
+    ("kernels/online_softmax.py", {"cross_entropy", "kl_div"}),  # which kernels alone name
+    ("moe/router.py", {"softmax_topk"}),
+    ("kernels/launch.py", {"cross_entropy", "kl_div", "softmax_topk"}),
+    ("integrations/trl.py", set()),
+    ("cli/workloads.py", set()),
+])  # fmt: skip
+def test_the_results_that_run_through_a_changed_file_are_stale(recorded, package, file, stale):
+    report = {"environment": {"commit": "abc"}, "sources": recorded}
+    assert not any(sources.staleness(report, [name]) for name in recorded)
+    (package / file).write_text((package / file).read_text() + "\n# changed\n")
+    expected = f"Stale: `{file}` changed since this was measured (commit abc)."
+    assert {name for name in recorded if sources.staleness(report, [name])} == stale
+    assert all(sources.staleness(report, [name]) == expected for name in stale)
+
+
+def test_a_file_that_is_gone_has_changed(recorded, package):
+    (package / "moe" / "router.py").unlink()
+    assert sources.changed_since(recorded["softmax_topk"]) == ["moe/router.py"]
+
+
+def test_backward_kernels_and_their_device_functions_are_sources(recorded):
+    assert "kernels/softmax_gradient.py" in recorded["kl_div"] or "kernels/divergence.py" in recorded["kl_div"]
+    files = {Path(f).name for f in sources.files_of_kernel(softmax_statistics_kernel)}
+    assert {"softmax_statistics.py", "online_softmax.py"} <= files
+    assert all(len(digest) == 12 for hashes in recorded.values() for digest in hashes.values())
+
+
+def test_a_shipped_measurement_is_a_source_of_what_it_chose(recorded, monkeypatch):
+    store = own.SHIPPED / "h100.json"
+    records = ConfigStore(store).records
+    monkeypatch.setattr(own, "collect_own", lambda: records)
+    assert store.relative_to(sources.PACKAGE).as_posix() in sources.sources_of(of_router).keys() ^ recorded["kl_div"]
+
+
+def test_a_result_without_hashes_is_of_an_earlier_version():
+    report = {"environment": {"commit": "abc"}, "sources": {"jsd": {}}}
+    assert sources.staleness(report, ["kl_div"]) == "Measured on an earlier version (commit abc)."
+
+
+def test_documents_mark_stale_results(recorded, package, tmp_path, monkeypatch):
+    for name in ("README.md", "docs", "benchmarks/results"):
+        (shutil.copytree if (CHECKOUT / name).is_dir() else shutil.copy)(CHECKOUT / name, tmp_path / name)
+    monkeypatch.setattr(table, "HERE", tmp_path / "benchmarks")
+    path = tmp_path / "benchmarks" / "results" / "h100-kl-div.json"
+    report = json.loads(path.read_text())
+    path.write_text(json.dumps(report | {"sources": {"kl_div": recorded["kl_div"], "jsd": recorded["kl_div"]}}))
+    assert run("table").exit_code == 0
+    page = (tmp_path / "docs" / "measured.md").read_text()
+    section = page[page.index("## h100-kl-div") : page.index("## h100-linear-head")]
+    assert section.count("earlier version") == 1, "of kl_div_reverse, which has no hashes"
+    (package / "losses" / "kl_div.py").write_text("")
+    assert run("table").exit_code == 0
+    changed = (tmp_path / "docs" / "measured.md").read_text()
+    assert changed.replace("**Stale: `losses/kl_div.py` changed since this was measured (commit ", "").count("**") and (
+        changed.count("**Stale: `losses/kl_div.py` changed since this was measured") == 2
+    )
+    assert [line for line in changed.splitlines() if "Stale" not in line and line] == [x for x in page.splitlines() if x]
+
+
+# Two versions.
+
+
+class InProcess:
+    """A version of onepass that answers in this process."""
+
+    def __init__(self, role, checkout):
+        self.role, self.started, self.runs = role, 0, {}
+
+    def start(self):
+        self.started += 1
+
+    def stop(self):
+        self.runs.clear()
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    made = []
+
+    def version(role, checkout):
+        made.append(InProcess(role, checkout))
+        return made[-1]
+
+    def ask(asked, do, **request):
+        return [versions_worker.answer_to({"do": do, **request}, v.runs) for v in asked]
+
+    monkeypatch.setattr(versions, "Version", version)
+    monkeypatch.setattr(versions, "ask", ask)
+    return made
+
+
+def test_two_versions_are_compared(in_process, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "")
+    alone = "--tiny", "--rounds", 1, "--pairs", 2, "--names", "after", "before"
+    operations = [o.name for o in versions_operations.OPERATIONS]
+    result = run("versions", "--baseline", CHECKOUT, *alone, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "versions.json").read_text())
+    assert report["failed"] == [] and list(report["sources"]) == list(dict.fromkeys(operations))
+    walls = [r for r in report["results"] if r["pass"] == versions.WALL]
+    assert len(walls) == sum(len(o.few) for o in versions_operations.OPERATIONS)
+    assert all(len(r["new_ms"]) == len(r["old_ms"]) == 2 and r["least"] <= r["most"] for r in walls)
+    assert [v.started for v in in_process] == [3, 3], "once for many rows, and once for each pair"
+
+
+def test_few_rows_are_judged_by_the_medians_over_processes(monkeypatch):
+    """One slow process of either version changes nothing; an operation that fails is told and the others go on."""
+    walls = {"new": iter([1.0, 9.0, 1.1, 0.9, 1.0]), "old": iter([1.0, 1.0, 1.0, 5.0, 1.0])}
+
+    def ask(asked, do, index=0, **request):
+        [version] = asked
+        if do == "prepare" and index == 1 and version.role == "old":
+            raise Failure({"old": "unknown"})
+        return [next(walls[version.role])] if do == "wall" else [{}]
+
+    both = [InProcess("new", None), InProcess("old", None)]
+    for version in both:
+        version.restart = lambda: None
+    report = {"tiny": True, "results": [], "sources": {}, "failed": []}
+    monkeypatch.setattr(versions, "ask", ask)
+    cases = [{"index": index, "shape": [1], "passes": [versions.WALL]} for index in (0, 1)]
+    # The second operation is asked for a time once, by the first process of the new version.
+    walls["new"] = itertools.chain([1.0, 7.0], walls["new"])
+    next(walls["old"])
+    walls["old"] = itertools.chain([1.0], walls["old"])
+    versions.compare_few_rows(both, cases, 5, report, versions.new_console())
+    [result] = report["results"]
+    assert result["ratio"] == 1.0 and not result["above"] and result["most"] == 9.0
+    assert report["failed"][0]["errors"] == {"old": "unknown"}
+
+
+def test_a_worker_imports_nothing_that_another_version_may_lack():
+    for module in (versions_worker, versions_operations):
+        imports = [node for node in ast.parse(Path(module.__file__).read_text()).body if isinstance(node, ast.ImportFrom)]
+        names = {node.module for node in imports}
+        assert not any(name.startswith("onepass") for name in names)
+        assert {name for name in names if name.startswith("benchmarks")} <= {"benchmarks.versions_operations"}
