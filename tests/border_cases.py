@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import onepass
-from onepass.moe import Routing, group_by_expert
 from onepass.core.moe_options import Groups
+from onepass.moe import Routing, group_by_expert
 
 INF, NAN = float("inf"), float("nan")
 N, V, H, K, E, I, R = 3, 27, 16, 2, 3, 8, 2  # noqa: E741
@@ -31,15 +31,6 @@ EXEMPT = {
     "moe": "is a module",
     "moe.Routing": "is what route returns, and is taken apart in the cases that take one",
     "patch": "takes names of libraries",
-}
-# Whose parameters ``**options`` are, and which of them are given already.
-OPTIONS_OF = {
-    "linear_softmax_statistics": ("softmax_statistics", {"logits"}),
-    "linear_topk_kl_div": ("topk_kl_div", {"student_logits"}),
-    "linear_kl_div": ("kl_div", {"student_logits", "teacher_logits"}),
-    "moe.softmax_topk": ("moe.route", {"score"}),
-    "moe.sigmoid_topk": ("moe.route", {"score"}),
-    "moe.ParallelExperts": ("moe.scattered_linear", {"weight", "bias"}),
 }
 
 
@@ -156,18 +147,15 @@ def public_names() -> list[str]:
 
 
 def parameters(name: str) -> dict[str, inspect.Parameter]:
-    """All that a public function takes, those of its ``**options`` too; of a module those of its forward too."""
+    """All that a public function takes; of a module what its forward takes too."""
     function = resolve(name)
     signatures = [inspect.signature(function)]
     if inspect.isclass(function) and issubclass(function, nn.Module):
         signatures.append(inspect.signature(function.forward))
     found: dict[str, inspect.Parameter] = {}
     for parameter in [p for s in signatures for p in s.parameters.values() if p.name != "self"]:
-        if parameter.kind is parameter.VAR_KEYWORD:
-            target, given = OPTIONS_OF[name]
-            found = {n: p for n, p in parameters(target).items() if n not in given} | found
-        else:
-            found[parameter.name] = parameter
+        assert parameter.kind is not parameter.VAR_KEYWORD, f"{name}: **{parameter.name} hides what may be given"
+        found[parameter.name] = parameter
     return found
 
 
@@ -193,7 +181,7 @@ CONTAINERS = {
     "routing": _routing,
     "groups": Groups,
     "block": lambda weight: MixtralSparseMoeBlock(weight),
-    **dict.fromkeys(("logits", "student_logits", "teacher_logits", "teacher"), onepass.LinearLogits),
+    **dict.fromkeys(("logits", "student_logits", "teacher_logits"), onepass.LinearLogits),
 }
 
 
@@ -331,12 +319,15 @@ CASES = [
     }, ("logits",), "a number for all classes"),
     Case("softmax_statistics", {**head("logits"), "index": INDEX, "row_mask": MASK}, tuple(head("logits")), "a head"),
     Case("cross_entropy", {
-        "logits": LOGITS, "target": TARGET, "weight": CLASSES, "ignore_index": IGNORED, "reduction": "mean",
-        "label_smoothing": FRACTION, "z_loss_weight": WEIGHT, **TRANSFORM,
+        "logits": LOGITS, "target": TARGET, "class_weights": CLASSES, "ignore_index": IGNORED, "reduction": "mean",
+        "row_mask": MASK.int(), "label_smoothing": FRACTION, "z_loss_weight": WEIGHT, **TRANSFORM,
     }, ("logits",)),
+    Case("cross_entropy", {"logits": LOGITS, "target": TARGET, "row_mask": MASK, "num_items": ITEMS}, ("logits",),
+         "of a batch"),
     Case("cross_entropy", {"logits": LOGITS, "target": TARGET.int(), "reduction": "none", "inplace_backward": True},
          ("logits",), "in place", refused={"logits": "inplace_backward"}),
-    Case("cross_entropy", {**head("logits"), "target": TARGET, "weight": CLASSES}, tuple(head("logits")), "a head"),
+    Case("cross_entropy", {**head("logits"), "target": TARGET, "class_weights": CLASSES}, tuple(head("logits")),
+         "a head"),
     Case("selective_log_softmax", {"logits": LOGITS, "index": INDICES, **TRANSFORM, "row_mask": MASK}, ("logits",)),
     Case("selective_log_softmax", {"logits": LOGITS, "index": INDEX, "inplace_backward": True}, ("logits",), "in place",
          refused={"logits": "inplace_backward"}),
@@ -346,7 +337,7 @@ CASES = [
         "logits": LOGITS, "index": INDEX, **TRANSFORM, "row_mask": MASK, "inplace_backward": False,
     }, ("logits",)),
     Case("topk_kl_div", {
-        "student_logits": LOGITS, **OF_TEACHER, "mask": ID_MASK, "temperature": TEMPERATURE, **DIVERGENCE,
+        "student_logits": LOGITS, **OF_TEACHER, "teacher_mask": ID_MASK, "row_mask": MASK, **TRANSFORM, **DIVERGENCE,
         "renormalize": False, "num_items": ITEMS,
     }, ("student_logits",)),
     Case("topk_kl_div", {
@@ -355,16 +346,18 @@ CASES = [
     Case("topk_kl_div", {"student_logits": LOGITS, **OF_TEACHER, "num_items": torch.tensor(2.5)}, ("student_logits",),
          "items in a tensor"),
     Case("distillation_loss", {
-        "student_logits": LOGITS, "labels": TARGET, **OF_TEACHER, "mask": MASK.float(), "alpha": FRACTION,
-        "temperature": TEMPERATURE, **DIVERGENCE, "renormalize": False, "ignore_index": IGNORED, "reduction": "mean",
+        "student_logits": LOGITS, "target": TARGET, **OF_TEACHER, "row_mask": MASK.float(), "alpha": FRACTION,
+        "teacher_mask": ID_MASK, **TRANSFORM, **DIVERGENCE, "renormalize": False, "ignore_index": IGNORED,
+        "reduction": "mean",
     }, ("student_logits",)),
     Case("distillation_loss", {
-        **head("student_logits"), "labels": TARGET, "teacher_ids": IDS.int(), "teacher_log_probs": LOG_T,
+        **head("student_logits"), "target": TARGET, "teacher_ids": IDS.int(), "teacher_log_probs": LOG_T,
         "reduction": "sum", "num_items": ITEMS,
     }, tuple(head("student_logits")), "a head"),
     Case("kl_div", {
-        "student_logits": LOGITS, "teacher_logits": TEACHER, "mask": MASK, **DIVERGENCE, "temperature": TEMPERATURE,
-        "softcap": SOFTCAP, "teacher_temperature": Number(1.25, 1, (*ABOVE_0, 1e-40)), "teacher_softcap": SOFTCAP,
+        "student_logits": LOGITS, "teacher_logits": TEACHER, "row_mask": MASK, **DIVERGENCE, **TRANSFORM,
+        "teacher_temperature": Number(1.25, 1, (*ABOVE_0, 1e-40)), "teacher_softcap": SOFTCAP,
+        "teacher_logit_scale": SCALE,
         "vocab_size": Integer(25, (0, 28, HUGE)), "num_items": ITEMS,
     }, ("student_logits", "teacher_logits")),
     Case("kl_div", {"student_logits": LOGITS, "teacher_logits": TEACHER, "direction": "forward", "reduction": "none"},
@@ -379,27 +372,28 @@ CASES = [
     }, OF_HEAD),
     Case("linear_cross_entropy", {
         **HEAD, "target": TARGET, "bias": BIAS, "class_weights": CLASSES, "ignore_index": IGNORED, "reduction": "mean",
-        "label_smoothing": FRACTION, "z_loss_weight": WEIGHT, **TRANSFORM, "max_memory": MEMORY,
+        "label_smoothing": FRACTION, "z_loss_weight": WEIGHT, **TRANSFORM, "max_memory": MEMORY, "row_mask": MASK,
+        "num_items": ITEMS,
     }, OF_HEAD),
     Case("linear_cross_entropy", {**HEAD, "target": TARGET, "class_weights": CLASSES, "reduction": "none"},
          ("hidden", "weight"), "of rows"),
     Case("linear_cross_entropy", {**HEAD, "target": INDEX.int()}, ("hidden", "weight"), "at once"),
     Case("linear_topk_kl_div", {
-        **HEAD, **OF_TEACHER, "mask": MASK, "bias": BIAS, "max_memory": MEMORY, "temperature": TEMPERATURE,
-        **DIVERGENCE, "renormalize": False, "num_items": ITEMS,
+        **HEAD, **OF_TEACHER, "row_mask": MASK, "teacher_mask": ID_MASK, "bias": BIAS, "max_memory": MEMORY,
+        **TRANSFORM, **DIVERGENCE, "renormalize": False, "num_items": ITEMS,
     }, OF_HEAD),
     Case("linear_topk_kl_div", {**HEAD, **OF_TEACHER, "reduction": "none", "renormalize": True}, ("hidden", "weight"),
          "of rows"),
     Case("linear_kl_div", {
-        **HEAD, "teacher": TEACHER, "mask": MASK, "bias": BIAS, "max_memory": MEMORY, **DIVERGENCE,
-        "temperature": TEMPERATURE, "softcap": SOFTCAP, "teacher_temperature": Number(1.25, 1, ABOVE_0),
+        **HEAD, "teacher_logits": TEACHER, "row_mask": MASK, "bias": BIAS, "max_memory": MEMORY, **DIVERGENCE,
+        **TRANSFORM, "teacher_temperature": Number(1.25, 1, ABOVE_0), "teacher_logit_scale": SCALE,
         "teacher_softcap": SOFTCAP, "vocab_size": Integer(25, (0, 28, HUGE)), "num_items": ITEMS,
     }, OF_HEAD),
     Case("linear_kl_div", {
-        **HEAD, "teacher.hidden": randn(N, 8), "teacher.weight": randn(V, 8), "teacher.bias": BIAS * 0.5,
-        "mask": MASK, "reduction": "none",
+        **HEAD, "teacher_logits.hidden": randn(N, 8), "teacher_logits.weight": randn(V, 8),
+        "teacher_logits.bias": BIAS * 0.5, "row_mask": MASK, "reduction": "none",
     }, ("hidden", "weight"), "a head teaches, of rows"),
-    Case("linear_kl_div", {**HEAD, "teacher": TEACHER, "reduction": "none"}, ("hidden", "weight"), "of rows"),
+    Case("linear_kl_div", {**HEAD, "teacher_logits": TEACHER, "reduction": "none"}, ("hidden", "weight"), "of rows"),
     Case("linear_loss", {
         **HEAD, "index": INDEX, "loss_fn": loss_of_all, "row_inputs[0]": randn(N), "row_inputs[1]": -4 * rand(N),
         "bias": BIAS, **TRANSFORM, "row_mask": MASK, "class_weights": CLASSES, "metrics": ("is_top1",),
@@ -410,28 +404,31 @@ CASES = [
         "row_mask": MASK, "class_weights": CLASSES, "metrics": ("is_top1",), "reduction": "none",
     }, ("hidden", "weight", "row_inputs[0]"), "of rows"),
     Case("CrossEntropyLoss", {
-        "weight": CLASSES, "ignore_index": IGNORED, "reduction": "sum", "label_smoothing": FRACTION,
+        "class_weights": CLASSES, "ignore_index": IGNORED, "reduction": "sum", "label_smoothing": FRACTION,
         "z_loss_weight": WEIGHT, **TRANSFORM, "inplace_backward": False, "logits": LOGITS, "target": TARGET,
+        "row_mask": MASK, "num_items": ITEMS,
     }, ("logits",)),
     Case("LinearCrossEntropyLoss", {
         "class_weights": CLASSES, "ignore_index": IGNORED, "reduction": "sum", "label_smoothing": FRACTION,
         "z_loss_weight": WEIGHT, **TRANSFORM, "max_memory": MEMORY, **HEAD, "target": TARGET, "bias": BIAS,
+        "row_mask": MASK, "num_items": ITEMS,
     }, OF_HEAD),
     Case("KLDivLoss", {
-        **DIVERGENCE, "temperature": TEMPERATURE, "softcap": SOFTCAP, "teacher_temperature": Number(1.25, 1, ABOVE_0),
+        **DIVERGENCE, **TRANSFORM, "teacher_temperature": Number(1.25, 1, ABOVE_0), "teacher_logit_scale": SCALE,
         "teacher_softcap": SOFTCAP, "vocab_size": Integer(25, (0, 28, HUGE)), "reduction": "mean",
-        "student_logits": LOGITS, "teacher_logits": TEACHER, "mask": MASK, "num_items": ITEMS,
+        "student_logits": LOGITS, "teacher_logits": TEACHER, "row_mask": MASK, "num_items": ITEMS,
     }, ("student_logits",)),
     Case("TopKKLDivLoss", {
-        "temperature": TEMPERATURE, **DIVERGENCE, "renormalize": False, "reduction": "mean", "student_logits": LOGITS,
-        **OF_TEACHER, "mask": MASK, "num_items": ITEMS,
+        **TRANSFORM, **DIVERGENCE, "renormalize": False, "reduction": "mean", "student_logits": LOGITS,
+        **OF_TEACHER, "row_mask": MASK, "teacher_mask": ID_MASK, "num_items": ITEMS,
     }, ("student_logits",)),
     Case("moe.route", {**ROUTE, **OF_ROUTE, **GROUPED, "score": "sigmoid", "renormalize": True}, ("router_logits",)),
     Case("moe.route", {**ROUTE, "score": "softmax", "score_after_topk": True, "scale": Number(2.5, 1)},
          ("router_logits",), "score of the chosen"),
-    Case("moe.softmax_topk", {**ROUTE, **OF_ROUTE, **GROUPED, "renormalize": False, "score_after_topk": False},
+    Case("moe.softmax_topk", {**ROUTE, **{n: v for n, v in OF_ROUTE.items() if n != "selection_bias"},
+                              "renormalize": False},
          ("router_logits",)),
-    Case("moe.sigmoid_topk", {**ROUTE, **OF_ROUTE, **GROUPED, "renormalize": True, "score_after_topk": True},
+    Case("moe.sigmoid_topk", {**ROUTE, **OF_ROUTE, **GROUPED, "renormalize": True},
          ("router_logits",)),
     Case("moe.load_balancing_loss", LOSSES_OF_ROUTES, ("routing.prob_sums",)),
     Case("moe.router_z_loss", LOSSES_OF_ROUTES, ("routing.logsumexp",)),
@@ -455,7 +452,7 @@ CASES = [
     }),
     Case("moe.ParallelExperts", {
         "num_experts": E, "input_size": H, "output_size": OUTPUTS, "bias": True, "x": SCATTERED["x"],
-        "experts": EXPERTS, "groups": Derived(_groups), "weights": SCATTERED["weights"], "transposed": False,
+        "experts": EXPERTS, "groups": Derived(_groups), "weights": SCATTERED["weights"],
         "grouped_in": False, "grouped_out": False,
     }, ("x", "weights"), "", frozenset(GROUPED_ROWS)),
     Case("moe.GLUMLP", {

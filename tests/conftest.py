@@ -6,8 +6,8 @@ import os
 import pytest
 import torch
 
-from paths import interpreted
 from linear_cases import tiles_of
+from paths import interpreted
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers whose threads wait for each other's cores are several times slower.

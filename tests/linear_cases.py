@@ -66,7 +66,12 @@ LOSSES = {
     "cross_entropy": lambda x, t: onepass.cross_entropy(x, t),
     "cross_entropy, sum": lambda x, t: onepass.cross_entropy(x, t, reduction="sum", softcap=9.0, logit_scale=0.5),
     "cross_entropy, every option": lambda x, t: onepass.cross_entropy(
-        x, t, class_weights=torch.linspace(0, 1, V, device=t.device), label_smoothing=0.1, z_loss_weight=0.1, temperature=2.0
+        x,
+        t,
+        class_weights=torch.linspace(0, 1, V, device=t.device),
+        label_smoothing=0.1,
+        z_loss_weight=0.1,
+        temperature=2.0,
     ),
     "cross_entropy, none": lambda x, t: onepass.cross_entropy(x, t, reduction="none", z_loss_weight=0.1),
     "cross_entropy, smooth": lambda x, t: onepass.cross_entropy(x, t, label_smoothing=0.2),
@@ -76,10 +81,14 @@ LOSSES = {
     ),
     "entropy": lambda x, t: onepass.entropy_from_logits(x, row_mask=(t != -100).int()),
     "topk_kl_div": lambda x, t: onepass.topk_kl_div(x, *teacher_tokens(t), row_mask=t != -100, temperature=2.0),
-    "topk_kl_div, renormalized": lambda x, t: onepass.topk_kl_div(x, *teacher_tokens(t), row_mask=t != -100, renormalize=True),
+    "topk_kl_div, renormalized": lambda x, t: onepass.topk_kl_div(
+        x, *teacher_tokens(t), row_mask=t != -100, renormalize=True
+    ),
     "distillation_loss": lambda x, t: onepass.distillation_loss(x, t, *teacher_tokens(t), temperature=2.0),
     "kl_div": lambda x, t: onepass.kl_div(x, teacher_logits(t), row_mask=t != -100),
-    "kl_div, none": lambda x, t: onepass.kl_div(x, teacher_logits(t), row_mask=t != -100, reduction="none", vocab_size=V - 7),
+    "kl_div, none": lambda x, t: onepass.kl_div(
+        x, teacher_logits(t), row_mask=t != -100, reduction="none", vocab_size=V - 7
+    ),
     "kl_div, reverse": lambda x, t: onepass.kl_div(x, teacher_logits(t), direction="reverse", temperature=2.0),
     "jsd": lambda x, t: onepass.kl_div(x, teacher_logits(t), direction="jsd", softcap=5.0, num_items=3),
 }

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
+from onepass.cli.implementations import OPERATIONS
 from rich.console import Console
 from transformers import TrainerCallback
 
@@ -25,7 +26,6 @@ from onepass.autotune import AutotuneRecord, AutotuneReportCallback, ConfigStore
 from onepass.autotune.record import WORD
 from onepass.autotune.sources import identity_of, source_hash
 from onepass.cli.autotune import grouped_products, measure, step_of
-from onepass.cli.implementations import OPERATIONS
 from onepass.kernels import launch
 from onepass.kernels.launch import forget
 

@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import onepass
 from linear_cases import LOSSES as OF_HEADS
 from linear_cases import V, batch, gradients, policy_loss
+from onepass import reference
 from onepass.backend import backend_of
+from onepass.core.options import FieldGradients, Inputs, Options
 from onepass.logits import tiles
 from onepass.moe import Routing
 from test_torch import ALL, example
@@ -147,12 +149,12 @@ def test_05_class_weights_and_a_target_outside(device, raises_index_error, from_
     source = onepass.LinearLogits(hidden, weight) if from_head else hidden @ weight.T
     if raises_index_error:
         with pytest.raises(IndexError, match=f"target: .*got {outside} in row 4"):
-            onepass.cross_entropy(source, target, weights)
+            onepass.cross_entropy(source, target, class_weights=weights)
         return
-    loss = onepass.cross_entropy(source, target, weights, reduction="none")
+    loss = onepass.cross_entropy(source, target, class_weights=weights, reduction="none")
     assert torch.equal(loss.isnan(), torch.arange(12, device=device) == 4)
     (gradient,) = torch.autograd.grad(loss.nansum(), hidden)
-    mean = onepass.cross_entropy(source, target, weights)
+    mean = onepass.cross_entropy(source, target, class_weights=weights)
     assert mean.isnan() and gradient[5].isfinite().all()
     if device.type == "cuda":
         torch.cuda.synchronize()  # the context is still there
@@ -234,7 +236,7 @@ def teacher_of(t):
 
 
 FORMS = {name: form for name, form in OF_HEADS.items() if "kl_div" not in name or "topk" in name} | {
-    "kl_div": lambda x, t: onepass.kl_div(x, teacher_of(t), t != -100, reduction="mean"),
+    "kl_div": lambda x, t: onepass.kl_div(x, teacher_of(t), row_mask=t != -100),
     "kl_div, none": lambda x, t: onepass.kl_div(x, teacher_of(t), reduction="none", vocab_size=V - 7),
     "kl_div, reverse": lambda x, t: onepass.kl_div(x, teacher_of(t), direction="reverse", temperature=2.0),
     "jsd": lambda x, t: onepass.kl_div(x, teacher_of(t), direction="jsd", softcap=5.0, num_items=3),
@@ -340,7 +342,7 @@ def test_10_eight_streams(vocab):
     logits = [torch.randn(64, vocab, device="cuda", dtype=torch.bfloat16) for _ in streams]
     index = torch.randint(vocab, (64,), device="cuda")
     ones = torch.ones(64, device="cuda")
-    kernels, options = sys.modules["onepass.kernels"], onepass.options.Options("log_probs kept")
+    kernels, options = sys.modules["onepass.kernels"], Options("log_probs")
     assert kernels.supports_fused_loss(logits[0], index, options)
     expected = [x.float().log_softmax(-1)[torch.arange(64), index] for x in logits]
     torch.cuda.synchronize()
@@ -351,8 +353,7 @@ def test_10_eight_streams(vocab):
         found = []
         for x, stream in zip(given, streams):
             with torch.cuda.stream(stream):
-                upstream = None, None, None, None, ones
-                found.append(kernels.softmax_loss(x, index, None, None, upstream, options)[1])
+                found.append(kernels.softmax_loss(x, Inputs(index), FieldGradients(selected=ones), options)[1])
         torch.cuda.synchronize()
     for got, wanted in zip(found, expected):
         torch.testing.assert_close(got, wanted)
@@ -364,7 +365,7 @@ def test_10_few_multiprocessors(monkeypatch):
     from onepass.kernels import launch, layout
 
     logits = torch.empty(4, 151936, device="cuda", dtype=torch.bfloat16)
-    index, options = torch.zeros(4, dtype=torch.long, device="cuda"), onepass.options.Options("log_probs kept")
+    index, options = torch.zeros(4, dtype=torch.long, device="cuda"), Options("log_probs")
     kernels = sys.modules["onepass.kernels"]
     assert kernels.supports_fused_loss(logits, index, options)
     monkeypatch.setattr(layout, "multiprocessors", lambda device: 14)
@@ -388,11 +389,12 @@ def test_11_tiles_do_not_follow_the_free_memory(monkeypatch):
             hidden = torch.empty(8192, 512, dtype=torch.bfloat16)
             weight = torch.empty(151936, 512, dtype=torch.bfloat16)
         monkeypatch.setattr(tiles, "ON_CPU", 0)
-        part = tiles.Head(hidden, weight, None, torch.bfloat16)
+        part = tiles.Head(tiles.HeadTensors(hidden, weight), tiles.Settings(torch.bfloat16))
         part.hidden = OnCuda(hidden)
         for trained in (False, True):
-            for alone in (False, True):
-                shapes.add((trained, alone, tiles.plan([part], None, trained, None, alone=alone)[1:]))
+            for final in (False, True):
+                use = tiles.Use(weight_gradient=trained, final=final)
+                shapes.add((trained, final, tiles.plan([part], None, use)[1:]))
     assert len(shapes) == 4
 
 
@@ -450,7 +452,7 @@ def test_17_probabilities_for_log_probs():
     x, ids = torch.randn(3, 10), torch.tensor([[1, 2]] * 3)
     with pytest.raises(ValueError, match="teacher_log_probs: expected logarithms of probabilities"):
         onepass.topk_kl_div(x, ids, torch.full((3, 2), 0.4))
-    assert onepass.topk_kl_div(x, ids, torch.full((3, 2), 0.4), torch.zeros(3)) == 0  # masked: may be anything
+    assert onepass.topk_kl_div(x, ids, torch.full((3, 2), 0.4), row_mask=torch.zeros(3)) == 0  # masked: may be anything
 
 
 def test_17_memory_of_few_rows_on_a_cpu(monkeypatch):
@@ -463,7 +465,7 @@ def test_17_errors_are_short():
     x, t = torch.randn(3, 10), torch.tensor([1, 2, 3])
     long = [0.5] * 100_000
     for call in (
-        lambda: onepass.cross_entropy(x, t, long),
+        lambda: onepass.cross_entropy(x, t, class_weights=long),
         lambda: onepass.cross_entropy(x, long),
         lambda: onepass.cross_entropy(x, t, reduction=long),
         lambda: onepass.cross_entropy(x, t, label_smoothing=long),
@@ -651,8 +653,8 @@ def test_17_a_bias_that_is_rounded_twice(device, reduction):
 
 def test_17_class_weights_that_require_a_gradient():
     x, t = torch.randn(3, 10), torch.tensor([1, 2, 3])
-    with pytest.raises(ValueError, match="weight: expected constants"):
-        onepass.cross_entropy(x, t, torch.rand(10, requires_grad=True))
+    with pytest.raises(ValueError, match="class_weights: expected constants"):
+        onepass.cross_entropy(x, t, class_weights=torch.rand(10, requires_grad=True))
 
 
 def test_17_groups_of_another_path():
@@ -720,7 +722,7 @@ def test_18_ids_of_tokens_that_are_not_given(device):
     for renormalize in (False, True):
         options = {"renormalize": renormalize, "reduction": "none"}
         got = onepass.topk_kl_div(x, ids, log_probs, **options)
-        expected = onepass.topk_kl_div(x, ids, log_probs, log_probs.isfinite(), **options)
+        expected = onepass.topk_kl_div(x, ids, log_probs, teacher_mask=log_probs.isfinite(), **options)
         (gradient,) = torch.autograd.grad(got.sum(), x)
         assert torch.equal(got, expected) and got[1] == 0
         assert gradient.isfinite().all() and (gradient[1] == 0).all()
@@ -728,7 +730,7 @@ def test_18_ids_of_tokens_that_are_not_given(device):
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_18_a_bias_of_nan(device, score):
-    if backend_of(torch.empty(0, device=device)) is not onepass.eager and device.type == "cpu":
+    if backend_of(torch.empty(0, device=device)) is not reference and device.type == "cpu":
         pytest.skip("the interpreter's maximum keeps a NaN, which that of a GPU drops")
     x = torch.randn(3, 8, device=device)
     bias = torch.zeros(8, device=device)

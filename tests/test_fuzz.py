@@ -312,7 +312,7 @@ def of_cross_entropy(spec: Spec) -> Problem:
             given |= {"class_weights": t["weight of classes"]} if spec["weights"] else {}
             return flattened(onepass.linear_cross_entropy(**given, **options))
         weight = t.get("weight of classes")
-        return flattened(onepass.cross_entropy(t["logits"], t["target"], weight, **options))
+        return flattened(onepass.cross_entropy(t["logits"], t["target"], class_weights=weight, **options))
 
     def define(t: dict[str, Any]) -> dict[str, Tensor]:
         target, weight = t["target"], t.get("weight of classes")
@@ -413,57 +413,60 @@ def of_topk(spec: Spec) -> Problem:
         share = 0.2 if spec["weights"] is True else spec["weights"]
         tensors["teacher_log_probs"].masked_fill_(s.rand(*s.rows, K) < share, -INF)
     if spec["mask"]:
-        tensors["mask"] = s.mask(*s.rows, *((K,) if spec["mask_of_ids"] else ()))
+        tensors["teacher_mask" if spec["mask_of_ids"] else "row_mask"] = s.mask(
+            *s.rows, *((K,) if spec["mask_of_ids"] else ())
+        )
     if hard:
-        tensors["labels"] = s.ids(*s.rows)
-        if tensors["labels"].numel() > 2:
-            tensors["labels"].view(-1)[1] = -100
-        if spec["label"] is not None and tensors["labels"].numel() and not spec["int32"]:
-            tensors["labels"].view(-1)[0] = spec["label"]
+        tensors["target"] = s.ids(*s.rows)
+        if tensors["target"].numel() > 2:
+            tensors["target"].view(-1)[1] = -100
+        if spec["label"] is not None and tensors["target"].numel() and not spec["int32"]:
+            tensors["target"].view(-1)[0] = spec["label"]
     s.constant(tensors)
     of_divergence = pick(options, "temperature", "beta", "renormalize") | {"direction": direction_of(options)}
-    alpha, reduction = options.get("alpha", 0.5), options.get("reduction", "mean" if hard else "sum")
+    alpha, reduction = options.get("alpha", 0.5), options.get("reduction", "mean")
 
     def kept_ids(t: dict[str, Any]) -> Tensor:
-        mask = t.get("mask")
-        if mask is None:
-            return torch.ones_like(t["teacher_ids"], dtype=torch.bool)
-        return (mask != 0) if mask.dim() == t["teacher_ids"].dim() else (mask != 0).unsqueeze(-1).expand(
-            t["teacher_ids"].shape
-        )  # fmt: skip
+        kept = torch.ones_like(t["teacher_ids"], dtype=torch.bool)
+        if "row_mask" in t:
+            kept = kept & (t["row_mask"] != 0).unsqueeze(-1)
+        return kept & (t["teacher_mask"] != 0) if "teacher_mask" in t else kept
+
+    def labelled_rows(t: dict[str, Any]) -> Tensor:
+        valid = t["target"] != -100
+        return valid & (t["row_mask"] != 0) if "row_mask" in t else valid
 
     def bad_rows(t: dict[str, Any]) -> Tensor:
         bad = no_class(t["teacher_ids"], s.vocab, kept_ids(t) & (t["teacher_log_probs"] > -INF), s.rows)
         if hard:
-            bad = bad | no_class(t["labels"], s.vocab, t["labels"] != -100, s.rows)
+            bad = bad | no_class(t["target"], s.vocab, labelled_rows(t), s.rows)
         return bad
 
     def call(t: dict[str, Any]) -> dict[str, Tensor]:
-        given = [t["teacher_ids"], t["teacher_log_probs"], t.get("mask")]
+        given = {n: t[n] for n in ("teacher_ids", "teacher_log_probs", "row_mask", "teacher_mask") if n in t} | options
         if hard:
-            return flattened(onepass.distillation_loss(logits_or_head(t), t["labels"], *given, **options))
+            return flattened(onepass.distillation_loss(logits_or_head(t), t["target"], **given))
         if spec["head"]:
-            of = onepass.linear_topk_kl_div
-            return flattened(of(t["hidden"], t["weight"], *given, bias=t.get("bias"), **options))
-        return flattened(onepass.topk_kl_div(t["logits"], *given, **options))
+            return flattened(onepass.linear_topk_kl_div(t["hidden"], t["weight"], bias=t.get("bias"), **given))
+        return flattened(onepass.topk_kl_div(t["logits"], **given))
 
     def define(t: dict[str, Any]) -> dict[str, Tensor]:
         kept, bad = kept_ids(t), bad_rows(t)
         given = (kept & (t["teacher_log_probs"] > -INF)).any(-1)  # rows without any token are not read
-        x = logits_of(t, given | (t["labels"] != -100) if hard else given)
+        x = logits_of(t, given | labelled_rows(t) if hard else given)
         ids = t["teacher_ids"].clamp(0, s.vocab - 1)
-        soft = topk_divergence(x, ids, t["teacher_log_probs"], t.get("mask"), **of_divergence)
+        soft = topk_divergence(x, ids, t["teacher_log_probs"], kept, **of_divergence)
         soft = torch.where(bad, NAN, soft)
         soft = reduced(soft, kept.any(-1).sum(), options, reduction)
         if not hard:
             return {"result": soft}
-        labelled = t["labels"] != -100
-        log_p = statistics(x, t["labels"].clamp(0, s.vocab - 1))["log_probs"]
+        labelled = labelled_rows(t)
+        log_p = statistics(x, t["target"].clamp(0, s.vocab - 1))["log_probs"]
         ce = torch.where(bad, NAN, torch.where(labelled, -log_p, 0.0))
         return {"result": alpha * soft + (1 - alpha) * reduced(ce, labelled.sum(), options, reduction)}
 
     bad = bad_rows(tensors)
-    outside = (bad, "labels|teacher_ids") if bad.any() or spec["outside"] is not None else None
+    outside = (bad, "target|teacher_ids") if bad.any() or spec["outside"] is not None else None
     magnitude = 1.0 if spec["head"] else magnitude_of(tensors["logits"], temperature=options.get("temperature", 1.0))
     size = K * max(1, s.size) * (1 + magnitude)
     bounds = tolerance(spec, tensors, size)
@@ -477,9 +480,9 @@ def of_topk(spec: Spec) -> Problem:
 def of_kl(spec: Spec) -> Problem:
     s, options = Source(spec), dict(spec["options"])
     tensors, logits_of = given_logits(spec, s)
-    tensors["teacher"] = s.logits()
+    tensors["teacher_logits"] = s.logits()
     if spec["mask"]:
-        tensors["mask"] = s.mask(*s.rows)
+        tensors["row_mask"] = s.mask(*s.rows)
     s.constant(tensors)
     columns = options.get("vocab_size")
     columns = None if columns is None else max(1, min(columns, s.vocab))
@@ -492,25 +495,25 @@ def of_kl(spec: Spec) -> Problem:
 
     def call(t: dict[str, Any]) -> dict[str, Tensor]:
         if spec["head"]:
-            given = {n: t[n] for n in (*HEAD, "teacher", "mask") if n in t}
+            given = {n: t[n] for n in (*HEAD, "teacher_logits", "row_mask") if n in t}
             return flattened(onepass.linear_kl_div(**given, **options))
-        return flattened(onepass.kl_div(t["logits"], t["teacher"], t.get("mask"), **options))
+        return flattened(onepass.kl_div(t["logits"], t["teacher_logits"], row_mask=t.get("row_mask"), **options))
 
     def define(t: dict[str, Any]) -> dict[str, Tensor]:
-        kept = t["mask"] != 0 if "mask" in t else torch.ones(s.rows, dtype=torch.bool)
-        x, y = logits_of(t, kept)[..., :columns], masked(t["teacher"], kept)[..., :columns]
+        kept = t["row_mask"] != 0 if "row_mask" in t else torch.ones(s.rows, dtype=torch.bool)
+        x, y = logits_of(t, kept)[..., :columns], masked(t["teacher_logits"], kept)[..., :columns]
         log_s, log_t = (transform(x, **student_of).log_softmax(-1), transform(y, **teacher_of).log_softmax(-1))
         direction, beta = direction_of(options), options.get("beta", 0.5)
         nowhere = (log_s == -INF) & (log_t == -INF)  # nothing of either
         log_s, log_t = log_s.masked_fill(nowhere, -1e30), log_t.masked_fill(nowhere, -1e30)
         loss = torch.where(kept, divergence(log_t, log_s, direction, beta).sum(-1), 0.0)
         loss = torch.where((log_s.isnan() | log_t.isnan()).any(-1) & kept, NAN, loss)
-        return {"result": reduced(loss, kept.sum(), options, "sum")}
+        return {"result": reduced(loss, kept.sum(), options, "mean")}
 
-    size = max(1, s.size) * max(magnitude_of(tensors["teacher"], **teacher_of), 1.0)
+    size = max(1, s.size) * max(magnitude_of(tensors["teacher_logits"], **teacher_of), 1.0)
     if not spec["head"]:
         size = max(size, max(1, s.size) * magnitude_of(tensors["logits"], **student_of))
-    grad = ("hidden", "weight", "bias") if spec["head"] else ("logits", "teacher")
+    grad = ("hidden", "weight", "bias") if spec["head"] else ("logits", "teacher_logits")
     return Problem(tensors, tuple(n for n in grad if n in tensors), call, define, None, tolerance(spec, tensors, size))
 
 

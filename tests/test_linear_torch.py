@@ -19,9 +19,9 @@ from linear_cases import (
     gradients,
     teacher_logits,
 )
-from onepass.logits import partitioned as gather
 from onepass.core.dispatch import flatten_arguments
 from onepass.core.options import FieldGradients, Inputs, Options, PairOptions, Transform
+from onepass.logits import partitioned as gather
 from onepass.logits.tiled_divergence import TeacherTensors
 from onepass.logits.tiles import HeadTensors, Settings
 
@@ -116,7 +116,9 @@ def traced(loss, hidden, weight, bias, target):
         teacher = onepass.LinearLogits(hidden.detach(), weight.detach().flip(0))
         teacher = F.linear(hidden, weight.flip(0)).detach() if "logits" in loss else teacher
         reduction = "none" if "none" in loss else "mean"
-        return onepass.linear_kl_div(hidden, weight, teacher, row_mask=target != -100, bias=bias, reduction=reduction).sum()
+        return onepass.linear_kl_div(
+            hidden, weight, teacher, row_mask=target != -100, bias=bias, reduction=reduction
+        ).sum()
     return LOSSES[loss](onepass.LinearLogits(hidden, weight, bias), target).sum()
 
 

@@ -9,7 +9,8 @@ from packaging.version import Version
 from torch import nn
 from torch.func import functional_call
 
-from onepass.moe import route, router_families as families
+from onepass.moe import route
+from onepass.moe import router_families as families
 from onepass.moe.router_families import route_block
 
 transformers = pytest.importorskip("transformers")

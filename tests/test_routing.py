@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import onepass
-from onepass.moe import Routing, load_balancing_loss, route, router_z_loss, sigmoid_topk, softmax_topk
 from onepass.core.moe_options import RouterOptions
+from onepass.moe import Routing, load_balancing_loss, route, router_z_loss, sigmoid_topk, softmax_topk
 
 INF = float("inf")
 

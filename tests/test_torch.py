@@ -12,15 +12,20 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from definition import assert_close, assert_gradient_close
-from paths import interpreted
 from onepass.core.dispatch import flatten_arguments
 from onepass.core.options import FieldGradients, Inputs, Options, PairOptions, Transform, empty_results
 from onepass.reference.softmax import BLOCK_ELEMENTS
+from paths import interpreted
 
 ALL = {
     "cross_entropy": lambda x, t: onepass.cross_entropy(x, t),
     "cross_entropy, every option": lambda x, t: onepass.cross_entropy(
-        x, t, class_weights=torch.linspace(0, 1, x.shape[-1], device=x.device), label_smoothing=0.1, z_loss_weight=0.1, softcap=9.0
+        x,
+        t,
+        class_weights=torch.linspace(0, 1, x.shape[-1], device=x.device),
+        label_smoothing=0.1,
+        z_loss_weight=0.1,
+        softcap=9.0,
     ),
     "log_probs": lambda x, t: onepass.selective_log_softmax(x, t, temperature=0.7, row_mask=t != 3).sum(),
     "entropy": lambda x, t: onepass.entropy_from_logits(x).sum(),
@@ -28,7 +33,9 @@ ALL = {
     "statistics": lambda x, t: own_loss(x, t),
     "topk_kl_div": lambda x, t: onepass.topk_kl_div(x, *teacher(x, t), row_mask=t != 3, direction="jsd"),
     "topk_kl_div, renormalized": lambda x, t: onepass.topk_kl_div(x, *teacher(x, t), row_mask=t != 3, renormalize=True),
-    "distillation_loss": lambda x, t: onepass.distillation_loss(x, t, *teacher(x, t), row_mask=t != 3, temperature=2.0, num_items=7),
+    "distillation_loss": lambda x, t: onepass.distillation_loss(
+        x, t, *teacher(x, t), row_mask=t != 3, temperature=2.0, num_items=7
+    ),
     "kl_div": lambda x, t: onepass.kl_div(x, x.detach(), row_mask=t != 3, teacher_temperature=2.0),
     "jsd": lambda x, t: onepass.kl_div(x, x.detach(), direction="jsd", teacher_softcap=9.0),
 }

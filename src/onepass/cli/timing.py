@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 SMALL = 1 << 25  # logits; up to here the host limits the speed of a call, and only the kernels' own time is meaningful
+WARMUP_CALLS, FEWEST_CALLS = 10, 20  # of a wall time: calls before the measured ones, and how many of these at least
 
 
 def synchronize(device: torch.device) -> None:
@@ -34,10 +35,10 @@ def median_ms(run: Callable[[], Any], device: torch.device, milliseconds: int, w
 def wall_ms(run: Callable[[], Any], device: torch.device, milliseconds: int) -> float:
     """The median time from the call until the device is idle, which is what a user waits for."""
     times: list[float] = []
-    for _ in range(10):
+    for _ in range(WARMUP_CALLS):
         run()
     end = time.perf_counter() + milliseconds / 1e3
-    while len(times) < 20 or time.perf_counter() < end:
+    while len(times) < FEWEST_CALLS or time.perf_counter() < end:
         synchronize(device)
         start = time.perf_counter()
         run()

@@ -13,7 +13,6 @@ from onepass.backend import is_debugging
 from onepass.core.checks import (
     INF,
     check_class_weights,
-    check_index,
     check_logits,
     check_number,
     check_row_mask,
@@ -191,16 +190,13 @@ def inputs_for(
     row_mask: Tensor | None = None,
     class_weights: Tensor | float | None = None,
     index_name: str = "index",
-    many: bool = True,
 ) -> tuple[Inputs, Options]:
     """What is read beside the logits, checked; one class weight for all classes becomes an option.
 
     Args:
+        index: checked already, but for its values.
         index_name: what the caller's argument is called.
-        many: whether a row may have several indices.
     """
-    if index is not None:
-        check_index(index, logits, index_name, many)
     if row_mask is not None:
         check_row_mask(row_mask, logits)
     weights = None

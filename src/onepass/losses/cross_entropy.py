@@ -87,7 +87,7 @@ def cross_entropy(
         fields += " shift log_normalizer"
     smoothed = None if not label_smoothing else 1.0 / source.shape[-1] if weights is None else weights
     options = options_for(fields, temperature, softcap, logit_scale)
-    inputs, options = inputs_for(source, options, target, valid, smoothed, "target", many=False)
+    inputs, options = inputs_for(source, options, target, valid, smoothed, "target")
 
     # A target outside the vocabulary makes its row NaN; here it must only not be read.
     count = valid if weights is None else weights[target.clamp(0, len(weights) - 1)] * valid

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from onepass.core.checks import check_device, described
+from onepass.core.checks import check_device, check_index, described
 from onepass.core.deprecated import renamed
 from onepass.core.options import Direction, Metric, Reduction
 from onepass.logits.linear import LinearLogits
@@ -240,6 +240,8 @@ def linear_loss(
     options = options_for(fields, temperature, softcap, logit_scale)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn: expected a function of the statistics and the row_inputs, got {described(loss_fn)}")
+    if index is not None:
+        check_index(index, logits)
     inputs, options = inputs_for(logits, options, index, row_mask, class_weights)
     shape = logits.shape[:-1]
     for value in row_inputs:

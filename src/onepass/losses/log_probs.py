@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from onepass.core.checks import check_index
 from onepass.logits.source import Logits, as_source, inputs_for, options_for
 
 
@@ -32,6 +33,7 @@ def selective_log_softmax(
         TypeError, ValueError, IndexError: as `onepass.softmax_statistics`, which also says what -inf and NaN give.
     """
     source = as_source(logits, inplace_backward=inplace_backward)
+    check_index(index, source)
     options = options_for("log_probs", temperature, softcap, logit_scale)
     inputs, options = inputs_for(source, options, index, row_mask)
     return source.statistics(inputs, options)["log_probs"]
@@ -73,6 +75,7 @@ def selective_log_softmax_and_entropy(
         ``(log_probs, entropy)``: the shape of ``index``, and the shape of the rows.
     """
     source = as_source(logits, inplace_backward=inplace_backward)
+    check_index(index, source)
     options = options_for("log_probs entropy", temperature, softcap, logit_scale)
     inputs, options = inputs_for(source, options, index, row_mask)
     fields = source.statistics(inputs, options)

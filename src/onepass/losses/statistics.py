@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from onepass.core.checks import check_choice, described
+from onepass.core.checks import check_choice, check_index, described
 from onepass.core.options import METRICS, Metric
 from onepass.logits.source import Logits, as_source, inputs_for, options_for
 from onepass.softmax.statistics import SoftmaxStatistics
@@ -59,6 +59,8 @@ def softmax_statistics(
         loss = -s.log_probs.mean() + 1e-4 * s.logsumexp.square().mean() - 0.01 * s.entropy.mean()
     """
     source = as_source(logits)
+    if index is not None:
+        check_index(index, source)
     options = options_for(fields_of(index, class_weights, metrics, expected_logit), temperature, softcap, logit_scale)
     inputs, options = inputs_for(source, options, index, row_mask, class_weights)
     return SoftmaxStatistics(**source.statistics(inputs, options))
