@@ -133,18 +133,18 @@ def check_experts(tensors: ExpertTensors, experts: Tensor, o: ExpertOptions) -> 
     for name, (a, b), inputs, outputs in (("lora_gate_up", lora[:2], H, 2 * I), ("lora_down", lora[2:], I, H)):
         rank = a.shape[1] if isinstance(a, Tensor) and a.dim() == 3 else "R"
         shapes |= {f"{name}[0]": (a, (E, rank, inputs)), f"{name}[1]": (b, (E, outputs, rank))}
-    for name, (t, shape) in shapes.items():
-        if t is None and name != "routing.weights":
+    for name, (tensor, shape) in shapes.items():
+        if tensor is None and name != "routing.weights":
             continue
-        if not isinstance(t, Tensor) or not t.is_floating_point():
-            raise TypeError(f"{name}: expected a floating-point tensor, got {described(t)}")
-        if tuple(t.shape) != shape:
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            raise TypeError(f"{name}: expected a floating-point tensor, got {described(tensor)}")
+        if tuple(tensor.shape) != shape:
             raise ValueError(
-                f"{name}: expected shape {shape} for hidden of {tuple(hidden.shape)}, got {tuple(t.shape)}"
+                f"{name}: expected shape {shape} for hidden of {tuple(hidden.shape)}, got {tuple(tensor.shape)}"
             )
-        if t.dtype != hidden.dtype and name != "routing.weights":
-            raise TypeError(f"{name}: expected {hidden.dtype}, that of hidden, got {t.dtype}")
-        check_device(t, hidden, name)
+        if tensor.dtype != hidden.dtype and name != "routing.weights":
+            raise TypeError(f"{name}: expected {hidden.dtype}, that of hidden, got {tensor.dtype}")
+        check_device(tensor, hidden, name)
     check_device(experts, hidden, "routing.experts")
 
 

@@ -163,7 +163,7 @@ class _Scattered(torch.autograd.Function):
 def _like_forward(
     tensors: ScatterTensors, groups: Groups, options: ScatterOptions, **_: Any
 ) -> tuple[Tensor, Tensor | None]:
-    x, weight, _, weights = tensors
+    x, weight, weights = tensors.x, tensors.weight, tensors.weights
     outputs = weight.shape[2 if options.transposed else 1]
     rows = x.new_empty((len(groups.order), outputs))
     return (rows, None) if weights is None else (x.new_empty((len(weights), outputs)), rows)
