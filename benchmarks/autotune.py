@@ -1,30 +1,29 @@
-"""A first step with other libraries' autotuned kernels and ours, tuned, and again in a process that knows the choices.
+"""`python -m benchmarks autotune`: a first step with the autotuned kernels of other libraries and of onepass, once with
+tuning, and once in a process that knows the choices.
 
-    python benchmarks/autotune.py --out FOLDER
-
-The first process tunes within a session, which keeps its choices in FOLDER/tuned.json; they are exported; the second
-process begins a session on the export. Counts how often Triton's benchmarker is called, and times steps without the
-libraries' imports. (What the first process compiled is in Triton's cache on disk, as it is for any second process.)
-Needs a GPU, and Liger or flash-linear-attention. Writes FOLDER/autotune.json and prints a table.
+The first process tunes within a session, which keeps its choices in ``tuned.json``. They are exported, and the second
+process begins a session on the export. What is counted is how often Triton's benchmarker is called; what is timed are
+steps, without the imports of the libraries. (What the first process compiled is in Triton's cache on disk, as it is for
+any second process.)
 """
 
-import argparse
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+import typer
 from rich.table import Table
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.driver import driver
 
 import onepass
-from onepass import autotune
+from benchmarks.harness import Out, new_console, now, write
+from onepass import autotune as tuning
 from onepass.cli.environment import environment, package_version
 
 Step = Callable[[], torch.Tensor]
@@ -65,7 +64,7 @@ LIBRARIES: dict[str, Callable[[], Step]] = {
 
 
 def counted(calls: list[Any]) -> property:
-    """Instead of `Autotuner.do_bench`: the same, and says that it was called."""
+    """A replacement for `Autotuner.do_bench` that does the same and notes every call."""
 
     def do_bench(tuner: Any) -> Callable[..., Any]:
         calls.append(tuner.base_fn.__name__)
@@ -79,53 +78,67 @@ def one_process(store: Path) -> dict[str, Any]:
     calls: list[str] = []
     Autotuner.do_bench = counted(calls)
     random(16, 16).sum().backward()
-    seconds = {}
-    with autotune.session(store) as kept:
-        for name, load in LIBRARIES.items():
-            if package_version(name) is None and name != "onepass":
-                continue
-            forward = load()
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            out = forward()
-            out.backward(torch.ones_like(out))
-            torch.cuda.synchronize()
-            seconds[name] = time.perf_counter() - start
-    records = autotune.collect()
-    kernels = {r.kernel for r in records}
-    return {"seconds": seconds, "benchmarked": len(calls), "kernels": sorted(kernels), "records": len(kept)}
+    libraries = {
+        name: load for name, load in LIBRARIES.items() if package_version(name) is not None or name == "onepass"
+    }
+    steps: dict[str, Step] = {}
+    seconds: dict[str, float] = {}
+
+    def run(name: str) -> None:
+        out = steps[name]()
+        out.backward(torch.ones_like(out))
+        torch.cuda.synchronize()
+
+    def in_session(names: Collection[str]) -> int:
+        with tuning.session(store) as kept:
+            for name in names:
+                if name not in steps:  # a session also reaches kernels that are imported after it began
+                    steps[name] = libraries[name]()
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                run(name)
+                seconds.setdefault(name, time.perf_counter() - start)
+        return len(kept)
+
+    found = in_session(libraries)
+    kernels = sorted({r.kernel for r in tuning.collect()})
+    benchmarked = len(calls)
+    from benchmarks.sources import sources_of  # only now, since it imports kernels of onepass
+
+    sources = sources_of(lambda: in_session(["onepass"]))
+    return {"seconds": seconds, "benchmarked": benchmarked, "kernels": kernels, "records": found, "sources": sources}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(".bench"))
-    parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)  # of a process that this one starts
-    given = parser.parse_args()
-    if given.store is not None:
-        print(json.dumps(one_process(given.store)))
-        return
-    given.out.mkdir(parents=True, exist_ok=True)
-    tuned, exported = given.out / "tuned.json", given.out / "exported.json"
+def autotune(out: Out = Path(".bench")) -> None:
+    """Time a first step with and without tuning; write a table and a JSON. Needs a GPU, and Liger or fla."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("expected a GPU")
+    out.mkdir(parents=True, exist_ok=True)
+    tuned, exported = out / "tuned.json", out / "exported.json"
     for path in (tuned, exported):
         path.unlink(missing_ok=True)
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
+    sources: dict[str, str] = {}
     for process, store in (("tunes", tuned), ("knows", exported)):
         if process == "knows":
             command = ["-m", "onepass", "autotune", "export", str(tuned), "--out", str(exported)]
             subprocess.run([sys.executable, *command], check=True)
-        child = [sys.executable, __file__, "--store", str(store)]
-        found[process] = json.loads(subprocess.run(child, check=True, stdout=subprocess.PIPE).stdout.splitlines()[-1])
+        child = [sys.executable, "-m", "benchmarks.autotune", str(store)]
+        output = subprocess.run(child, check=True, stdout=subprocess.PIPE).stdout
+        found[process] = json.loads(output.splitlines()[-1])
+        sources |= found[process].pop("sources")
     versions = {name: package_version(name) for name in LIBRARIES if name != "onepass"}
-    report = {"environment": environment() | versions, "results": found}
-    (given.out / "autotune.json").write_text(json.dumps(report, indent=1) + "\n")
+    report = {"date": now(), "environment": environment() | versions, "results": found}
+    write(report | {"sources": {"autotune": dict(sorted(sources.items()))}}, out / "autotune.json")
     table = Table(
         "process", "candidates benchmarked", *[f"first step of {name}, s" for name in found["tunes"]["seconds"]]
     )
     for process, of in found.items():
         table.add_row(process, str(of["benchmarked"]), *[f"{s:.2f}" for s in of["seconds"].values()])
-    Console().print(table)
-    Console().print(f"{len(found['tunes']['kernels'])} kernels, {found['tunes']['records']} keys")
+    console = new_console()
+    console.print(table)
+    console.print(f"{len(found['tunes']['kernels'])} kernels, {found['tunes']['records']} keys")
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(one_process(Path(sys.argv[1]))))

@@ -3,7 +3,7 @@
 # GPU suite, accuracy, and compute-sanitizer over the suite. Results go to the folder $1 (default .bench); $2 names a
 # part: logits, routers, experts, heads, trainers (which needs TRL), autotune (Liger or fla), versions (only where
 # ONEPASS_BASELINE names a checkout of another version, against which this one is timed) or checks (default all).
-# About 25 minutes on an H100, and 4 for versions. Without a .git here, say ONEPASS_COMMIT=<commit>; a baseline without
+# About 25 minutes on an H100, and 8 for versions. Without a .git here, say ONEPASS_COMMIT=<commit>; a baseline without
 # one goes by its folder's name.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -12,40 +12,41 @@ mkdir -p "$out"
 python=${PYTHON:-python3}
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 large=(--shape 8192x151936 --shape 8192x128256 --shape 16384x32000)
-measure() { "$python" -W ignore -m onepass "$1" --out "$out" "${@:2}" 2>&1 | tee "$out/${*: -1}.log"; }
-bench() { measure bench "$@"; }
+bench() { # command, options of which the last is the name
+  "$python" -W ignore -m benchmarks "$1" --out "$out" "${@:2}" 2>&1 | tee "$out/${*: -1}.log"
+}
 part=${2:-all}
 wants() { [[ $part == all || $part == "$1" ]]; }
 frozen_or_not=(--op linear_cross_entropy --op linear_cross_entropy_frozen)
 
 if wants logits; then
-  bench --op log_probs_and_entropy --op cross_entropy --masked 0.5 --no-compile --no-peers --shape 8192x151936 --name half-masked
-  bench --op cross_entropy --op log_probs_and_entropy --shape 64x151936 --milliseconds 100 --name few-rows
-  bench --op log_probs_and_entropy --no-compile "${large[@]}" --name log-probs-entropy
-  bench --op cross_entropy "${large[@]}" --name cross-entropy
-  bench --op log_probs --op topk_kl_div --op topk_kl_div_renormalized --no-compile --shape 8192x151936 --name topk-distillation
-  bench --op kl_div --op kl_div_reverse --op jsd --shape 4096x151936 --name kl-div
+  bench logits --op log_probs_and_entropy --op cross_entropy --masked 0.5 --no-compile --no-peers --shape 8192x151936 --name half-masked
+  bench logits --op cross_entropy --op log_probs_and_entropy --shape 64x151936 --milliseconds 100 --name few-rows
+  bench logits --op log_probs_and_entropy --no-compile "${large[@]}" --name log-probs-entropy
+  bench logits --op cross_entropy "${large[@]}" --name cross-entropy
+  bench logits --op log_probs --op topk_kl_div --op topk_kl_div_renormalized --no-compile --shape 8192x151936 --name topk-distillation
+  bench logits --op kl_div --op kl_div_reverse --op jsd --shape 4096x151936 --name kl-div
 fi
 if wants routers; then
-  bench --op softmax_topk --op sigmoid_topk --name routers
+  bench logits --op softmax_topk --op sigmoid_topk --name routers
 fi
 if wants experts; then
-  measure bench-experts --name experts
-  measure bench-experts --op experts_forward --shape 4096x4096x14336x8x2 --routing uniform --name experts-mixtral
+  bench experts --name experts
+  bench experts --op experts_forward --shape 4096x4096x14336x8x2 --routing uniform --name experts-mixtral
 fi
 if wants heads; then
-  measure bench-head --no-compile --shape 8192x4096x151936 --name linear-head
-  measure bench-head --no-compile "${frozen_or_not[@]}" --shape 32768x2048x151936 --no-peers --name linear-head-memory
-  measure bench-head --no-compile "${frozen_or_not[@]}" --shape 32768x2048x151936 --no-peers --masked 0.5 --name linear-head-masked
+  bench heads --no-compile --shape 8192x4096x151936 --name linear-head
+  bench heads --no-compile "${frozen_or_not[@]}" --shape 32768x2048x151936 --no-peers --name linear-head-memory
+  bench heads --no-compile "${frozen_or_not[@]}" --shape 32768x2048x151936 --no-peers --masked 0.5 --name linear-head-masked
 fi
 if wants trainers; then
-  "$python" -W ignore benchmarks/trainers.py --out "$out" 2>&1 | tee "$out/trainers.log" | tail -n 12
+  "$python" -W ignore -m benchmarks trainers --out "$out" 2>&1 | tee "$out/trainers.log" | tail -n 12
 fi
 if wants autotune; then
-  "$python" -W ignore benchmarks/autotune.py --out "$out" 2>&1 | tee "$out/autotune.log" | tail -n 12
+  "$python" -W ignore -m benchmarks autotune --out "$out" 2>&1 | tee "$out/autotune.log" | tail -n 12
 fi
 if wants versions && [[ -n ${ONEPASS_BASELINE:-} ]]; then
-  "$python" -W ignore benchmarks/versions.py --baseline "$ONEPASS_BASELINE" --out "$out" 2>&1 | tee "$out/versions.log"
+  "$python" -W ignore -m benchmarks versions --baseline "$ONEPASS_BASELINE" --out "$out" 2>&1 | tee "$out/versions.log"
 fi
 if wants checks; then
   "$python" -m pytest tests -m gpu -n 12 -p no:cacheprovider 2>&1 | tee "$out/tests.log" | tail -n 3

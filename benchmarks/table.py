@@ -1,14 +1,22 @@
-"""Write docs/measured.md, the README's summaries and tables of other documents from what the benchmarks wrote.
+"""`python -m benchmarks table`: writes docs/measured.md, the summaries of the README and the tables of other documents
+from the files in `benchmarks/results/`.
 
-Run as `python benchmarks/table.py`.
+Results of an earlier version are marked: those that record no hashes of their sources (see `sources.py`), and those
+whose sources have changed since.
 """
 
 import json
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-HERE = Path(__file__).parent
+from benchmarks.sources import staleness
+
+HERE = Path(__file__).resolve().parent
+Report = dict[str, Any]
+Reports = dict[Path, Report]
 SUMMARY = "<!-- summary: benchmarks/table.py -->\n", "<!-- end of summary -->\n"
 AUTOTUNE = "<!-- autotune: benchmarks/table.py -->\n", "<!-- end of autotune -->\n"
 EXPERTS = "<!-- experts: benchmarks/table.py -->\n", "<!-- end of experts -->\n"
@@ -16,8 +24,11 @@ TRAINERS = "<!-- trainers: benchmarks/table.py -->\n", "<!-- end of trainers -->
 LINEAR_HEAD = "<!-- linear head: benchmarks/table.py -->\n", "<!-- end of linear head -->\n"
 INTRODUCTION = """# Measured
 
-Every implementation of an operation in one run, beside a copy of the same card, medians; written by
-`benchmarks/table.py` from the files in `benchmarks/results/`, which `onepass bench` and `onepass bench-head` wrote.
+Every implementation of an operation in one run, beside a copy on the same card, medians. `python -m benchmarks table`
+wrote this from the files in `benchmarks/results/`, which `python -m benchmarks logits`, `heads` and `versions` wrote.
+
+A result records which files of `src/onepass` its operation ran through. A table is marked as stale if one of these
+files has changed since.
 
 - "Of copy" is the bytes that cannot be avoided over the time, against the copy's bandwidth. `kl_div` reads two tensors,
   `jsd` each of them twice; `topk_kl_div` has 64 tokens a row; blank where no tensor need be read.
@@ -28,6 +39,9 @@ Every implementation of an operation in one run, beside a copy of the same card,
   entropy has no gradient.
 - Linear heads take hidden states: all implementations of a case, and its bare GEMMs on whole tensors and all rows, are
   timed in turns. "Extra GiB" is the peak that forward + backward allocate beyond the gradients that come out.
+"""
+EARLIER = """
+Some of these results are of an earlier version; [docs/measured.md](docs/measured.md) says which.
 """
 
 
@@ -71,7 +85,7 @@ def by_implementation(results: list[dict]) -> dict[tuple[str, str], dict[str, di
     return found
 
 
-def table(results: list[dict]) -> str:
+def logits_table(results: list[dict]) -> str:
     few_rows = results[0]["kernel_us"] is not None
     columns = ("{}: wall, ms", "kernels, µs") if few_rows else ("{}, ms", "of copy")
     head = [c.format(name) for name in ("forward", "forward + backward") for c in columns]
@@ -106,7 +120,7 @@ def head_table(results: list[dict]) -> str:
     return grid(["", "rows × hidden × vocabulary", "ms", "× bare GEMMs", "extra GiB"], rows)
 
 
-def head_summary(reports: dict[Path, dict]) -> str:
+def head_summary(reports: Reports) -> str:
     """Of every case: ours, the fastest peer, and torch."""
     rows = []
     for report in reports.values():
@@ -123,7 +137,7 @@ def head_summary(reports: dict[Path, dict]) -> str:
     return HEADS + grid(["ms", "rows × hidden × vocabulary", *columns], rows) if rows else ""
 
 
-def expert_table(path: Path, report: dict) -> str:
+def expert_table(path: Path, report: Report) -> str:
     rows = []
     sizes = "tokens", "hidden", "intermediate", "experts", "choices"
     for (operation, *shape, routing), group in groupby(
@@ -134,16 +148,16 @@ def expert_table(path: Path, report: dict) -> str:
             row = [named(r), f"{r['ms']:.2f}", f"{r['ratio']:.2f}", gib(r)]
             case = [f"`{operation}`", " × ".join(map(str, shape)), routing]
             rows.append(case + [f"{mark}{cell}{mark}" if cell else "" for cell in row])
-    return f"{where(path, report)}\n\n" + grid(
-        ["", " × ".join(sizes), "routing", "", "ms", "× dense", "extra GiB"], rows
-    )
+    about = f"{where(path, report)}\n\n{marked(report, operations_of(report))}"
+    return about + grid(["", " × ".join(sizes), "routing", "", "ms", "× dense", "extra GiB"], rows)
 
 
-def trainer_table(path: Path, report: dict) -> str:
+def trainer_table(path: Path, report: Report) -> str:
     here, sizes = report["environment"], report["sizes"]
     about = (
         f"{where(path, report)}, TRL {here['trl']}, transformers {here['transformers']}; {sizes['batch']} completions "
         f"of {sizes['length']} tokens, {sizes['hidden']} hidden, vocabulary {sizes['vocab']}, bf16 autocast.\n\n"
+        f"{marked(report, {r['trainer']: None for r in report['results']})}"
     )
     columns = {"ms a step": "ms", "ms of kernels": "kernel_ms"}
     columns = {title: key for title, key in columns.items() if key in report["results"][0]}
@@ -154,7 +168,7 @@ def trainer_table(path: Path, report: dict) -> str:
     return about + grid(["trainer", "heads of", *columns, "peak GiB, forward + backward", "of the step"], rows)
 
 
-def autotune_table(path: Path, report: dict) -> str:
+def autotune_table(path: Path, report: Report) -> str:
     processes = report["results"]
     libraries = list(processes["tunes"]["seconds"])
     head = ["process", "candidates benchmarked", *[f"first step of {name}, s" for name in libraries]]
@@ -163,11 +177,15 @@ def autotune_table(path: Path, report: dict) -> str:
         [name, str(of["benchmarked"]), *[f"{of['seconds'][library]:.2f}" for library in libraries]]
         for name, of in processes.items()
     ]
-    return f"{where(path, report)}, {versions}.\n\n" + grid(head, rows)
+    return f"{where(path, report)}, {versions}.\n\n{marked(report, ['autotune'])}" + grid(head, rows)
 
 
-def version_table(path: Path, report: dict) -> str:
-    """Two versions in turns: times, and the ratio of each round, its median and spread."""
+def version_table(path: Path, report: Report) -> str:
+    """Two versions in turns: times, and the ratio of the times.
+
+    For many rows the ratio is the median over rounds, with its least and most; for few rows, the ratio of the medians
+    over processes, with the least and most of the ratios of two processes that were started in succession.
+    """
     head = ["operation", "shape", "pass", "before, ms", "after, ms", "ratio", "least to most"]
     rows = [
         [
@@ -176,10 +194,23 @@ def version_table(path: Path, report: dict) -> str:
         ]
         for r in report["results"]
     ]  # fmt: skip
-    return f"## {path.stem}\n\n{where(path, report)}, {report['rounds']} rounds\n\n" + grid(head, rows)
+    about = f"{where(path, report)}, {report['rounds']} rounds"
+    if "pairs" in report:
+        about += f"; of few rows (wall) {report['pairs']} processes of each version, and the ratio of their medians"
+    return f"## {path.stem}\n\n{about}\n\n{marked(report, operations_of(report))}" + grid(head, rows)
 
 
-def where(path: Path, report: dict) -> str:
+def operations_of(report: Report) -> dict[str, None]:
+    return {r["operation"]: None for r in report["results"]}
+
+
+def marked(report: Report, operations: Iterable[str]) -> str:
+    """A paragraph that says that results are of an earlier version; empty if they are not."""
+    sentence = staleness(report, operations)
+    return f"**{sentence}**\n\n" if sentence else ""
+
+
+def where(path: Path, report: Report) -> str:
     here = report["environment"]
     copy = f", copy {report['copy_gb_per_s']:.0f} GB/s" if "copy_gb_per_s" in report else ""
     return (
@@ -188,7 +219,7 @@ def where(path: Path, report: dict) -> str:
     )
 
 
-def summary(reports: dict[Path, dict]) -> str:
+def summary(reports: Reports) -> str:
     """Forward + backward of the large cases: ours, the fastest peer, and torch."""
     rows = []
     for report in reports.values():
@@ -212,28 +243,47 @@ def between(text: str, marks: tuple[str, str], inside: str) -> str:
     return before + begin + "\n" + inside + "\n" * bool(inside) + end + rest.split(end)[1]
 
 
-if __name__ == "__main__":
-    reports = {path: json.loads(path.read_text()) for path in sorted((HERE / "results").glob("*.json"))}
-    tuned = {path: reports.pop(path) for path in list(reports) if "tunes" in reports[path]["results"]}
-    trainers = {path: reports.pop(path) for path in list(reports) if "trainer" in reports[path]["results"][0]}
-    experts = {path: reports.pop(path) for path in list(reports) if "routing" in reports[path]["results"][0]}
-    versions = {path: reports.pop(path) for path in list(reports) if "old_ms" in reports[path]["results"][0]}
-    heads = {path: report for path, report in reports.items() if "hidden" in report["results"][0]}
+def measured_page(logits: Reports, heads: Reports, versions: Reports) -> str:
     text = [INTRODUCTION]
-    for path, report in reports.items():
+    for path, report in sorted((logits | heads).items()):
         text.append(f"## {path.stem}\n\n{where(path, report)}\n\n`{report['command']}`\n")
         for operation, results in groupby(report["results"], key=lambda r: r["operation"]):
-            text += [f"`{operation}`:\n", (head_table if path in heads else table)(list(results))]
+            text.append(f"`{operation}`:\n")
+            text.append(marked(report, [operation]) + (head_table if path in heads else logits_table)(list(results)))
     text += [version_table(*of) for of in versions.items()]
-    (HERE.parent / "docs" / "measured.md").write_text("\n".join(text))
+    return "\n".join(text)
+
+
+def with_remark(summary: str, reports: Reports) -> str:
+    """The summary, and a remark if any of its results are of an earlier version."""
+    earlier = any(staleness(report, operations_of(report)) for report in reports.values())
+    return summary + EARLIER * earlier
+
+
+def kind_of(report: Report) -> str:
+    results = report["results"]
+    if "tunes" in results:
+        return "autotune"
+    kinds = {"trainer": "trainers", "routing": "experts", "old_ms": "versions", "hidden": "heads"}
+    return next((kind for key, kind in kinds.items() if key in results[0]), "logits")
+
+
+def table() -> None:
+    """Write docs/measured.md and the tables of other documents from the files in benchmarks/results/."""
+    reports: dict[str, Reports] = {}
+    for path in sorted((HERE / "results").glob("*.json")):
+        report = json.loads(path.read_text())
+        reports.setdefault(kind_of(report), {})[path] = report
+    of = lambda kind: reports.get(kind, {})  # noqa: E731
+    logits, heads = of("logits"), of("heads")
+    (HERE.parent / "docs" / "measured.md").write_text(measured_page(logits, heads, of("versions")))
     readme = HERE.parent / "README.md"
-    logits = {path: report for path, report in reports.items() if path not in heads}
-    written = between(readme.read_text(), SUMMARY, summary(logits))
-    readme.write_text(between(written, LINEAR_HEAD, head_summary(heads)))
+    written = between(readme.read_text(), SUMMARY, with_remark(summary(logits), logits))
+    readme.write_text(between(written, LINEAR_HEAD, with_remark(head_summary(heads), heads)))
     for name, marks, tables in (
-        ("moe.md", EXPERTS, [expert_table(*of) for of in experts.items()]),
-        ("integrations.md", TRAINERS, [trainer_table(*of) for of in trainers.items()]),
-        ("autotune.md", AUTOTUNE, [autotune_table(*of) for of in tuned.items()]),
+        ("moe.md", EXPERTS, [expert_table(*each) for each in of("experts").items()]),
+        ("integrations.md", TRAINERS, [trainer_table(*each) for each in of("trainers").items()]),
+        ("autotune.md", AUTOTUNE, [autotune_table(*each) for each in of("autotune").items()]),
     ):
         document = HERE.parent / "docs" / name
         document.write_text(between(document.read_text(), marks, "\n".join(tables)))

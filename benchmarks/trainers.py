@@ -1,83 +1,66 @@
-"""One training step of TRL's GRPO and DPO trainers, with and without `onepass.patch`: time and peak memory.
+"""`python -m benchmarks trainers`: a training step of TRL's GRPO and DPO trainers, with and without `onepass.patch`.
 
-    python benchmarks/trainers.py --out FOLDER
-
-A step is loss, backward and optimizer on one batch that is prepared before: generation is the same either way and is
-left out. Both kinds take turns. Where the decoder is tiny the host is the limit, so that the time of all kernels of a
-step is told, too. Memory is counted beyond the model and the optimizer's state, once until there are gradients and once
-until the step is over. Writes FOLDER/trainers.json and prints a table.
+A step is loss, backward and optimizer on one batch that is prepared before. Generation is the same either way, and is
+left out. The two kinds take turns. Because the decoder is tiny and the host may limit the speed, the time of all
+kernels of a step is reported too. Memory is counted without the model and the optimizer's state, once until the
+gradients are computed and once until the end of the step.
 """
 
-import argparse
 import gc
-import json
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-import transformers
-import trl
-from datasets import Dataset
-from rich.console import Console
+import typer
 from rich.table import Table
 
 import onepass
-from onepass.cli.environment import environment
+from benchmarks.harness import Out, new_console, now, write
+from benchmarks.sources import add_sources
+from onepass.cli.environment import environment, package_version
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from trainers import bytes_tokenizer, load, reward, save_model
-
-KINDS = {"TRL": nullcontext, "onepass": onepass.patch}
-
-
-def grpo(folder: Path, common: dict[str, Any], given: argparse.Namespace) -> Any:
-    args = trl.GRPOConfig(**common, max_completion_length=given.length, num_generations=given.batch, beta=0.0)
-    return trl.GRPOTrainer(
-        load(folder), reward_funcs=reward, args=args, processing_class=bytes_tokenizer(),
-        train_dataset=Dataset.from_dict({"prompt": ["Once upon a time"] * given.batch}),
-    )  # fmt: skip
+KINDS: dict[str, Callable[[], Any]] = {"TRL": nullcontext, "onepass": onepass.patch}
+Step = Callable[[], int]
 
 
-def dpo(folder: Path, common: dict[str, Any], given: argparse.Namespace) -> Any:
-    text = [chr(97 + n) * given.length for n in range(2)]
-    data = {"prompt": ["Once upon a time"], "chosen": [text[0]], "rejected": [text[1]]}
-    data = {name: values * given.batch for name, values in data.items()}
-    common |= {"per_device_train_batch_size": given.batch // 2}  # of pairs
-    args = trl.DPOConfig(**common, max_length=2 * given.length)
-    return trl.DPOTrainer(
-        load(folder), args=args, train_dataset=Dataset.from_dict(data), processing_class=bytes_tokenizer()
-    )
+def trainers(
+    out: Out = Path(".bench"),
+    vocab: Annotated[int, typer.Option(help="Size of the vocabulary.")] = 151936,
+    hidden: Annotated[int, typer.Option(help="Width of the decoder.")] = 1024,
+    length: Annotated[int, typer.Option(help="Tokens of a completion.")] = 1024,
+    batch: Annotated[int, typer.Option(help="Completions of a batch.")] = 16,
+    rounds: Annotated[int, typer.Option(help="Steps of each kind.", min=1)] = 15,
+) -> None:
+    """Time a training step of TRL's trainers with and without `onepass.patch`; write a table and a JSON. Needs TRL."""
+    from benchmarks.trainer_steps import build_steps  # imports TRL
+
+    sizes = {"vocab": vocab, "hidden": hidden, "length": length, "batch": batch, "rounds": rounds}
+    packages = {name: package_version(name) for name in ("trl", "transformers")}
+    report: dict[str, Any] = {"date": now(), "environment": environment() | packages, "sizes": sizes}
+    report |= {"results": [], "sources": {}}
+    table = Table("trainer", "kind", "ms a step", "ms of kernels", "peak GiB of forward + backward", "of the step")
+    for name, build in build_steps.items():
+        with tempfile.TemporaryDirectory() as folder:
+            step = build(Path(folder), sizes)
+            measured = measure(step, rounds)
+            with onepass.patch():
+                add_sources(report, name, step)
+        for m in measured:
+            report["results"].append({"trainer": name, **m})
+            peaks = ["" if m[k] is None else f"{m[k] / 2**30:.2f}" for k in ("peak_bytes", "step_peak_bytes")]
+            kernels = "" if m["kernel_ms"] is None else f"{m['kernel_ms']:.1f}"
+            table.add_row(name, m["kind"], f"{m['ms']:.1f}", kernels, *peaks)
+        write(report, out / "trainers.json")
+    new_console().print(table)
 
 
-def step_of(trainer: Any) -> Callable[[], int]:
-    trainer.create_optimizer()
-    trainer.current_gradient_accumulation_steps = 1  # as its own loop says
-    trainer.model.to(trainer.args.device)
-    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
-    model = trainer.accelerator.prepare(trainer.model_wrapped).train()  # for autocast
-    trainer.optimizer = trainer.accelerator.prepare(trainer.optimizer)
-
-    def step() -> int:
-        """The peak of memory until there are gradients, in bytes."""
-        with trainer.compute_loss_context_manager():
-            loss = trainer.compute_loss(model, batch)
-        trainer.accelerator.backward(loss)
-        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad()
-        return peak
-
-    return step
-
-
-def measure(step: Callable[[], int], rounds: int) -> list[dict[str, Any]]:
+def measure(step: Step, rounds: int) -> list[dict[str, Any]]:
     cuda = torch.cuda.is_available()
     turns = [kind for _ in range(rounds) for kind in KINDS]
     random.Random(0).shuffle(turns)
@@ -108,38 +91,3 @@ def measure(step: Callable[[], int], rounds: int) -> list[dict[str, Any]]:
                 torch.cuda.synchronize()
             of["kernel_ms"] = sum(e.self_device_time_total for e in profile.key_averages()) / 1e3
     return list(found.values())
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(".bench"))
-    for name, default in (("vocab", 151936), ("hidden", 1024), ("length", 1024), ("batch", 16), ("rounds", 15)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args()
-    sizes = {name: value for name, value in vars(given).items() if name != "out"}
-    versions = {"trl": trl.__version__, "transformers": transformers.__version__}
-    report: dict[str, Any] = {"environment": environment() | versions, "sizes": sizes, "results": []}
-    given.out.mkdir(parents=True, exist_ok=True)
-    table = Table("trainer", "kind", "ms a step", "ms of kernels", "peak GiB of forward + backward", "of the step")
-    for name, build in (("GRPO", grpo), ("DPO", dpo)):
-        with tempfile.TemporaryDirectory() as folder:
-            save_model(
-                Path(folder), vocab_size=given.vocab, hidden_size=given.hidden, intermediate_size=2 * given.hidden,
-                max_position_embeddings=4 * given.length,
-            )  # fmt: skip
-            common = dict(
-                output_dir=folder, max_steps=1, per_device_train_batch_size=given.batch, report_to="none",
-                disable_tqdm=True, save_strategy="no", bf16=torch.cuda.is_available(), gradient_checkpointing=False,
-            )  # fmt: skip
-            measured = measure(step_of(build(Path(folder), common, given)), given.rounds)
-        for m in measured:
-            report["results"].append({"trainer": name, **m})
-            peaks = ["" if m[k] is None else f"{m[k] / 2**30:.2f}" for k in ("peak_bytes", "step_peak_bytes")]
-            kernels = "" if m["kernel_ms"] is None else f"{m['kernel_ms']:.1f}"
-            table.add_row(name, m["kind"], f"{m['ms']:.1f}", kernels, *peaks)
-        (given.out / "trainers.json").write_text(json.dumps(report, indent=1) + "\n")
-    Console().print(table)
-
-
-if __name__ == "__main__":
-    main()

@@ -251,18 +251,18 @@ def test_two_versions_are_compared(in_process, tmp_path, monkeypatch):
 
 
 def test_few_rows_are_judged_by_the_medians_over_processes(monkeypatch):
-    """One slow process of either version changes nothing. An operation that fails is reported, and the others go on."""
+    """A slow process of either version changes nothing. An operation that fails is reported, and the others go on."""
     walls = {"new": [1.0, 9.0, 1.1, 0.9, 1.0], "old": [1.0, 1.0, 1.0, 5.0, 1.0]}
     prepared = []
 
-    def ask(asked, do, index=None, **request):
+    def ask(asked, do, **request):
         [version] = asked
         if do == "prepare":
-            prepared.append(index)
-            if index == 1 and version.role == "old":
+            prepared.append((version.role, request["index"]))
+            if prepared[-1] == ("old", 0):
                 raise Failure({"old": "unknown"})
         if do == "wall":
-            return [walls[version.role].pop(0) if prepared[-1] == 0 else 1.0]
+            return [1.0 if request["name"].startswith("0") else walls[version.role].pop(0)]
         return [{}]
 
     monkeypatch.setattr(versions, "ask", ask)
@@ -272,7 +272,10 @@ def test_few_rows_are_judged_by_the_medians_over_processes(monkeypatch):
     versions.compare_few_rows(both, cases, 5, report, versions.new_console())
     [result], [failure] = report["results"], report["failed"]
     assert result["ratio"] == 1.0 and not result["above"] and [result["least"], result["most"]] == [0.18, 9.0]
-    assert failure["errors"] == {"old": "unknown"} and prepared == [0, 1, 0, 1] + [0] * 8
+    assert failure["errors"] == {"old": "unknown"}
+    assert prepared[:3] == [("new", 0), ("new", 1), ("old", 0)] and all(index == 1 for _, index in prepared[3:])
+    assert [role for role, _ in prepared[3:]] == ["old", "old", "new", "new", "old", "old", "new", "new", "old"]
+    assert [version.started for version in both] == [5, 6], "once more where the operation failed"
 
 
 def test_a_worker_imports_nothing_that_another_version_may_lack():

@@ -1,0 +1,102 @@
+"""The experts of a MoE layer: inputs, onepass's experts, and dense matrix products of as many FLOPs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from benchmarks.implementations import Tensors
+from benchmarks.in_turns import Batch
+from onepass import moe
+
+RANK, SCALING = 16, 2.0
+# How many times the GEMMs of a forward are needed: for the forward, for the gradient of the inputs, of the weights.
+OPERATIONS = {"experts_forward": 1, "experts": 3, "experts_lora": 2}
+
+
+@dataclass
+class ExpertsBatch(Batch):
+    hidden: Tensor
+    routing: moe.Routing
+    gate_up: Tensor
+    down: Tensor
+    lora: list[Tensor] = field(default_factory=list)  # A and B of gate_up, A and B of down
+    expected: Tensors = ()
+    upstream: Sequence[Tensor] = ()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.hidden, self.routing.weights, self.gate_up, self.down, *self.lora]
+
+    @property
+    def arguments(self) -> tuple["ExpertsBatch"]:
+        return (self,)
+
+
+def make_batch(
+    operation: str, sizes: tuple[int, ...], kind: str, dtype: torch.dtype, device: torch.device
+) -> ExpertsBatch:
+    """Random inputs.
+
+    Args:
+        operation: one of `OPERATIONS`.
+        sizes: tokens, hidden, intermediate, experts, choices.
+        kind: ``"uniform"`` routing, or ``"zipf"``, where the n-th expert is chosen with a frequency of 1 / n.
+        dtype: of all floating-point tensors but the routing weights.
+        device: of all tensors.
+    """
+    T, H, width, E, K = sizes
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int, std: float = 1.0) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device).normal_(std=std, generator=generator)
+
+    share = torch.ones(E, device=device)
+    if kind == "zipf":
+        share = 1 / torch.arange(1, E + 1, device=device)[torch.randperm(E, device=device, generator=generator)]
+    gumbel = -torch.empty(T, E, device=device).exponential_(generator=generator).log()
+    weights, experts = (gumbel + share.log()).softmax(-1).topk(K)
+    counts = torch.bincount(experts.flatten(), minlength=E).int()
+    batch = ExpertsBatch(
+        normal(T, H), moe.Routing(weights / weights.sum(-1, keepdim=True), experts, counts),
+        normal(E, 2 * width, H, std=H**-0.5), normal(E, H, width, std=width**-0.5),
+    )  # fmt: skip
+    if operation == "experts_lora":
+        shapes = (E, RANK, H), (E, 2 * width, RANK), (E, RANK, width), (E, H, RANK)
+        batch.lora = [normal(*shape, std=shape[-1] ** -0.5) for shape in shapes]
+    with torch.no_grad():
+        routing = batch.routing._replace(weights=batch.routing.weights.double())
+        hidden, gate_up, down = (t.double() for t in (batch.hidden, batch.gate_up, batch.down))
+        lora = [t.double() for t in batch.lora]
+        batch.expected = (ours(ExpertsBatch(hidden, routing, gate_up, down, lora)),)  # the definition
+    batch.upstream = (normal(T, H),)
+    for t in (batch.hidden, batch.routing.weights, *batch.lora):
+        t.requires_grad_(operation != "experts_forward")
+    for t in (batch.gate_up, batch.down):
+        t.requires_grad_(operation == "experts")
+    return batch
+
+
+def dense(batch: ExpertsBatch, times: int) -> Callable[[], None]:
+    """Matrix products of as many FLOPs, each of them a single call on whole tensors."""
+    assignments, width = batch.routing.experts.numel(), batch.down.shape[2]
+    rows = batch.hidden.detach().repeat(batch.routing.experts.shape[1], 1)
+    first, second = batch.gate_up[0].detach(), batch.down[0].detach()
+    both, out = rows.new_empty(assignments, 2 * width), torch.empty_like(rows)
+
+    def products() -> None:
+        for _ in range(times):
+            torch.mm(rows, first.T, out=both)
+            torch.mm(both[:, :width], second.T, out=out)
+
+    return products
+
+
+def ours(batch: ExpertsBatch) -> Tensor:
+    first = second = None
+    if batch.lora:
+        a1, b1, a2, b2 = batch.lora
+        first, second = (a1, b1, SCALING), (a2, b2, SCALING)
+    weights = batch.gate_up, batch.down
+    return moe.expert_mlp(batch.hidden, batch.routing, *weights, lora_gate_up=first, lora_down=second)

@@ -1,0 +1,87 @@
+"""The installed peers that compute the experts of a MoE layer, called as their users call them.
+
+A function takes an `ExpertsBatch` and returns the result.
+"""
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import onepass
+from benchmarks.implementations import first_line
+from benchmarks.in_turns import Entrant
+from benchmarks.operations_experts import SCALING, ExpertsBatch, ours
+from onepass.cli.environment import package_version
+
+Function = Callable[[ExpertsBatch], Tensor]
+
+
+def merged(batch: ExpertsBatch) -> tuple[Tensor, Tensor]:
+    """Both weights with their adapters merged, as PEFT does for implementations that take a whole weight."""
+    if not batch.lora:
+        return batch.gate_up, batch.down
+    a1, b1, a2, b2 = batch.lora
+    return torch.baddbmm(batch.gate_up, b1, a1, alpha=SCALING), torch.baddbmm(batch.down, b2, a2, alpha=SCALING)
+
+
+def transformers(name: str) -> Function:
+    forward = getattr(importlib.import_module("transformers.integrations.moe"), f"{name}_experts_forward")
+
+    def call(batch: ExpertsBatch) -> Tensor:
+        gate_up, down = merged(batch)
+        module = SimpleNamespace(
+            gate_up_proj=gate_up, down_proj=down, num_experts=len(down), has_gate=True, has_bias=False,
+            is_transposed=False, has_post_expert_norm=False, _is_expert_parallel=False, _apply_gate=silu_gate,
+        )  # fmt: skip
+        out: Tensor = forward(module, batch.hidden, batch.routing.experts, batch.routing.weights)
+        return out
+
+    return call
+
+
+def silu_gate(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def scattermoe() -> Function:
+    """ScatterMoE's `GLUMLP`, on the weights of the batch."""
+    layers = importlib.import_module("scattermoe.parallel_experts")
+
+    def call(batch: ExpertsBatch) -> Tensor:
+        gate_up, down = merged(batch)
+        K = batch.routing.experts.shape[1]
+        order = layers.flatten_sort_count(batch.routing.experts, num_experts=len(down))
+        h = layers.parallel_linear(batch.hidden, gate_up.mT, K, *order, grouped_out=True)
+        gate, up = h.chunk(2, -1)
+        weights = batch.routing.weights.to(h.dtype)
+        out: Tensor = layers.parallel_linear(F.silu(gate) * up, down.mT, 1, *order, grouped_in=True, gates=weights)
+        return out
+
+    return call
+
+
+PEERS: dict[str, tuple[str, Callable[[], Function]]] = {
+    "transformers grouped_mm": ("transformers", partial(transformers, "grouped_mm")),
+    "ScatterMoE": ("scattermoe", scattermoe),
+}
+
+
+def entrants_here(peers: bool) -> tuple[list[Entrant], dict[str, str]]:
+    """The implementations that can be run here, and why each of the other peers cannot."""
+    found, missing = [entrant("onepass", onepass.__version__, ours)], {}
+    for name, (package, load) in PEERS.items() if peers else ():
+        try:
+            found.append(entrant(name, package_version(package), load()))
+        except Exception as error:  # a peer may fail to import in any way; the table says so and goes on
+            missing[name] = f"{type(error).__name__}: {first_line(error)}"
+    return found, missing
+
+
+def entrant(name: str, version: str | None, function: Function) -> Entrant:
+    return Entrant(name, version, lambda batch: (function(batch),))

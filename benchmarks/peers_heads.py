@@ -1,0 +1,111 @@
+"""The installed peers that take hidden states and the weight of the head, called as their users call them.
+
+A function takes ``(hidden, weight, *rows, *constants, mask)``, see `operations_heads.py`.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.implementations import Forward, Implementation, Peer, attribute
+from benchmarks.operations_heads import policy_loss
+from benchmarks.operations_logits import mean
+
+TRL_UTILS = "trl.trainer.utils"
+TRL_CHUNK_SIZE = 32768  # of its trainers: trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
+
+
+@contextmanager
+def stand_in(name: str, **names: Any) -> Iterator[None]:
+    """Replace a module by one that has these names alone; `sys.modules` is restored afterwards."""
+    before = {name: sys.modules[name]} if name in sys.modules else {}
+    sys.modules[name] = module = ModuleType(name)
+    vars(module).update(names)
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        sys.modules.update(before)
+
+
+def without_trainers(function: Any) -> Any:
+    """TRL's autograd function where the modules of TRL's trainers cannot be imported.
+
+    Its backward imports from them the context in which ZeRO-3 gathers the weight of the head. Here that one is empty.
+    """
+
+    class WithoutTrainers(function):
+        @staticmethod
+        def backward(*arguments: Any) -> Any:
+            with stand_in(TRL_UTILS, maybe_gather_lm_head_ctx=lambda *parameters: nullcontext()):
+                return function.backward(*arguments)
+
+    return WithoutTrainers
+
+
+def trl(*outputs: str) -> Callable[..., tuple[Tensor, ...]]:
+    """Log-probs and ``outputs`` of each row. Masked rows are left out, as TRL's trainers do, and have the value 0."""
+    function = attribute("trl.kernels.chunked_logprob", "ChunkedLogProbFunction")
+    try:
+        importlib.import_module(TRL_UTILS)
+    except (ImportError, RuntimeError):  # transformers raises either
+        function = without_trainers(function)
+    call = function.apply
+
+    def rows(hidden: Tensor, weight: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+        kept = (hidden, target) if mask is None else (hidden[mask], target[mask])
+        found = call(kept[0], weight, None, kept[1], 1.0, TRL_CHUNK_SIZE, None, 1.0, outputs)[: 1 + len(outputs)]
+        return found if mask is None else tuple([x.new_zeros(mask.shape).masked_scatter(mask, x) for x in found])
+
+    return rows
+
+
+def trl_pair(name: str, package: str) -> Implementation:
+    return Implementation(name, package, trl("entropy"))
+
+
+def trl_cross_entropy(name: str, package: str) -> Implementation:
+    log_probs = trl()
+    return Implementation(name, package, lambda h, w, t, m: mean(-log_probs(h, w, t, m)[0], m))
+
+
+def trl_policy_loss(name: str, package: str) -> Implementation:
+    pair = trl("entropy")
+    forward: Forward = lambda h, w, t, a, old, m: mean(policy_loss(a, old, *pair(h, w, t, m)), m)  # noqa: E731
+    return Implementation(name, package, forward)
+
+
+def liger_cross_entropy(name: str, package: str) -> Implementation:
+    loss = attribute("liger_kernel.transformers", "LigerFusedLinearCrossEntropyLoss")()
+    return Implementation(name, package, lambda h, w, t, m: (loss(w, h, t),))
+
+
+def liger_kl_div(name: str, package: str) -> Implementation:
+    loss = attribute("liger_kernel.transformers", "LigerFusedLinearJSD")(jsd_beta=0.0)
+    forward: Forward = lambda h, w, teacher, t, u, m: (loss(h, w, teacher, u, t),)  # noqa: E731
+    return Implementation(name, package, forward)
+
+
+def cut_cross_entropy(name: str, package: str) -> Implementation:
+    loss = attribute("cut_cross_entropy", "linear_cross_entropy")
+    return Implementation(name, package, lambda h, w, t, m: (loss(h, w, t),))
+
+
+CROSS_ENTROPY: list[Peer] = [
+    ("TRL", "trl", trl_cross_entropy),
+    ("Liger", "liger-kernel", liger_cross_entropy),
+    ("cut-cross-entropy", "cut_cross_entropy", cut_cross_entropy),
+]
+HEAD_PEERS: dict[str, list[Peer]] = {
+    "linear_cross_entropy": CROSS_ENTROPY,
+    "linear_cross_entropy_frozen": CROSS_ENTROPY,
+    "linear_log_probs_and_entropy_forward": [("TRL", "trl", trl_pair)],
+    "linear_log_probs_and_entropy": [("TRL", "trl", trl_pair)],
+    "linear_policy_loss": [("TRL", "trl", trl_policy_loss)],
+    "linear_kl_div": [("Liger (JSD, beta 0)", "liger-kernel", liger_kl_div)],
+}
