@@ -15,17 +15,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
-from onepass.cli.implementations import OPERATIONS
 from rich.console import Console
 from transformers import TrainerCallback
 
 import onepass
 from autotune_cases import SOURCE, a_record, load
 from onepass import autotune
-from onepass.autotune import AutotuneRecord, AutotuneReportCallback, ConfigStore, own, tuners
+from onepass.autotune import AutotuneRecord, AutotuneReportCallback, ConfigStore, own, sources, tuners
 from onepass.autotune.record import WORD
 from onepass.autotune.sources import identity_of, source_hash
 from onepass.cli.autotune import grouped_products, measure, step_of
+from onepass.cli.workloads import OPERATIONS
 from onepass.kernels import launch
 from onepass.kernels.launch import forget
 
@@ -290,8 +290,9 @@ def interpreted(monkeypatch):
     ("log_probs_and_entropy", ["softmax_statistics_kernel", "softmax_gradient_kernel"]),
     ("kl_div", ["divergence_kernel", "divergence_gradient_kernel"]),
 ])  # fmt: skip
-@pytest.mark.parametrize("shape", [(2, 700), (5, 83), (1, 33000)], ids=str)
-def test_any_candidate_gives_the_same_results(interpreted, op, kernels, shape):
+@pytest.mark.parametrize("shape", [(2, 700), (5, 83), (1, 9000)], ids=str)
+def test_any_candidate_gives_the_same_results(interpreted, monkeypatch, op, kernels, shape):
+    monkeypatch.setattr("onepass.cli.autotune.ROUNDS", 1)
     step = step_of(OPERATIONS[op], *shape, torch.float32, torch.device("cpu"))
     expected = step()
     times = iter(range(1, 1000))
@@ -308,11 +309,12 @@ def test_any_candidate_gives_the_same_results(interpreted, op, kernels, shape):
     for record in records:
         assert record.key["rows"] == shape[0] and record.key["vocab"] == shape[1]
         assert record.source_hash == "version 1"
-        assert len(record.candidates) >= 3 and record.config == record.candidates[0]["config"], "the first took least"
+        assert len(record.candidates) >= 2 and record.config == record.candidates[0]["config"], "the first took least"
         assert all(c["config"].keys() == record.config.keys() for c in record.candidates)
 
 
 def test_any_candidate_gives_the_same_product_of_experts(interpreted, monkeypatch):
+    monkeypatch.setattr("onepass.cli.autotune.ROUNDS", 1)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     found = []
     for step in grouped_products((140, 72, 40, 2, 1), torch.float32, torch.device("cpu")):
@@ -323,7 +325,7 @@ def test_any_candidate_gives_the_same_product_of_experts(interpreted, monkeypatc
             return 1.0
 
         found += measure(step, time, Console(quiet=True), set())
-    assert [r.kernel for r in found] == ["grouped_matmul_kernel"] * 4 + ["grouped_outer_kernel"] * 2
+    assert [r.kernel for r in found] == ["grouped_gemm_kernel"] * 4 + ["grouped_weight_gradient_kernel"] * 2
     assert {r.key["read"] for r in found} == {"glu", "plain", "outer"}
     for record in found:
         tried = [c["config"] for c in record.candidates]
@@ -363,14 +365,14 @@ def test_what_is_shipped_is_used(interpreted, monkeypatch):
     assert own.collect_own() == [record] and record in autotune.collect()
     monkeypatch.setattr(own, "shipped", lambda: {record.kernel: [replace(record, source_hash="version 2"), record]})
     for version, used in ((1, True), (2, True), (3, False)):
-        monkeypatch.setitem(own.VERSIONS, record.kernel, version)
+        monkeypatch.setitem(sources.VERSIONS, record.kernel, version)
         forget()
         torch.testing.assert_close(onepass.selective_log_softmax(logits, target), expected)
         assert {name: plans[-1].constexprs[name] for name in numbers} == (numbers if used else question.rule), version
 
 
 def test_our_kernels_are_told_by_their_version_and_all_others_by_their_source(library, tmp_path, monkeypatch):
-    monkeypatch.setitem(own.VERSIONS, "plain_kernel", 3)
+    monkeypatch.setitem(sources.VERSIONS, "plain_kernel", 3)
     changed = tmp_path / "changed.py"
     changed.write_text(SOURCE.read_text().replace("activation", "act"))
     assert changed.read_text() != SOURCE.read_text()
@@ -387,7 +389,7 @@ def test_a_session_tells_our_kernels_by_their_version(library, tmp_path, monkeyp
     changed = tmp_path / "changed.py"  # an argument has another name
     changed.write_text(SOURCE.read_text().replace("kernel(x, y, n", "kernel(a, y, n").replace("tl.load(x", "tl.load(a"))
     for source, version, benchmarked in ((SOURCE, 1, 3), (changed, 1, 0), (changed, 2, 3)):
-        monkeypatch.setitem(own.VERSIONS, "plain_kernel", version)
+        monkeypatch.setitem(sources.VERSIONS, "plain_kernel", version)
         library.again()
         ours = load(source, "onepass.kernels.some")
         with autotune.session(tmp_path / "store.json"):
@@ -404,7 +406,7 @@ def test_what_is_shipped_is_of_the_gpu_that_its_name_says_and_of_the_versions_of
         kernel = getattr(importlib.import_module(record.module), record.kernel)
         assert record.source_hash == identity_of(kernel), record.kernel
     modules = [module for name, module in sys.modules.items() if name.startswith("onepass.kernels.")]
-    assert all(any(hasattr(module, name) for module in modules) for name in own.VERSIONS), "a kernel that is not there"
+    assert all(any(hasattr(module, name) for module in modules) for name in sources.VERSIONS), "an unknown kernel"
 
 
 def test_run_needs_a_gpu(tmp_path):

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from onepass.cli.demo import load_text
+from onepass.cli.demo_model import load_text
 from onepass.integrations.transformers_experts import register
 from onepass.moe import load_balancing_loss, route_block
 

@@ -1,11 +1,11 @@
-"""onepass: every logit is read once, and every loss is a few lines of PyTorch on what that one read leaves behind."""
+"""Fused losses for language models: each logit is read once, and losses are PyTorch on the statistics of that read."""
 
 import importlib
 import os
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from onepass import moe
+from onepass.core.version import __version__ as __version__
 from onepass.integrations.patching import Patch, patch
 from onepass.logits.linear import LinearLogits
 from onepass.logits.partitioned import gather_parameters
@@ -25,14 +25,9 @@ from onepass.losses.statistics import softmax_statistics
 from onepass.losses.topk_distillation import TopKKLDivLoss, distillation_loss, topk_kl_div
 from onepass.softmax.statistics import SoftmaxStatistics
 
-try:
-    __version__ = version("onepass")
-except PackageNotFoundError:  # a source tree on PYTHONPATH
-    __version__ = "0.0.0"
-
 
 def __getattr__(name: str) -> Any:
-    if name == "autotune":  # with Triton, which is on Linux only and takes its time
+    if name == "autotune":  # imports Triton, which is slow to import and on Linux only
         return importlib.import_module("onepass.autotune")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

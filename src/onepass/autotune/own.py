@@ -17,11 +17,6 @@ from onepass.autotune.store import ConfigStore, closest
 
 SHIPPED = Path(__file__).parent / "shipped"
 MOST_THREADS = 1024  # of a program
-# Versions of our kernels by name; a kernel that is not listed has version 1. Records of another version are not used.
-# Raise it when the tuned numbers of a kernel mean something else, or when the work of one of its programs changes, so
-# that what was measured says nothing of it any more. A comment, a renamed argument or other code for the same work is
-# no reason to.
-VERSIONS: dict[str, int] = {}
 Numbers = dict[str, int]
 
 

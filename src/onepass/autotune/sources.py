@@ -15,6 +15,11 @@ from weakref import WeakKeyDictionary
 from triton.language import constexpr
 
 Function = Callable[..., Any]
+# Versions of our kernels by name; a kernel that is not listed has version 1. Records of another version are not used.
+# Raise it when the tuned numbers of a kernel mean something else, or when the work of one of its programs changes, so
+# that what was measured says nothing of it any more. A comment, a renamed argument or other code for the same work is
+# no reason to.
+VERSIONS: dict[str, int] = {}
 _hashes: "WeakKeyDictionary[Function, str]" = WeakKeyDictionary()
 
 
@@ -27,8 +32,6 @@ def jitted(kernel: Any) -> Any:
 
 def identity_of(kernel: Any) -> str:
     """What a record states as ``source_hash``: the version of a kernel of onepass, `source_hash` of any other."""
-    from onepass.autotune.own import VERSIONS  # which imports this module
-
     function = jitted(kernel).fn
     if function.__module__.split(".")[0] == "onepass":
         return f"version {VERSIONS.get(function.__name__, 1)}"

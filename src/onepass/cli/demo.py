@@ -18,21 +18,11 @@ from rich.table import Table
 from torch import Tensor
 
 from onepass.cli.demo_head import HEADS, Head, Loss, mixed_precision
+from onepass.cli.demo_model import Size, build_model, load_text, sample_windows, train_tokenizer
 from onepass.cli.environment import environment
 
 LEARNING_RATE = 1e-3
 ROWS_SHOWN = 10
-
-
-@dataclass(frozen=True)
-class Size:
-    """What is trained: a minute on two CPU cores, or a real vocabulary on a GPU."""
-
-    vocab: int
-    hidden: int
-    layers: int
-    batch: int
-    length: int
 
 
 SIZES = {
@@ -54,49 +44,6 @@ class Curve:
     series: dict[str, Tensor]
     milliseconds: float
     memory: int
-
-
-def load_text() -> str:
-    """English that every Python ships: the topics of its `help()`."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics.values())
-
-
-def train_tokenizer(text: str, vocab: int) -> Any:
-    """Byte-level BPE; stops short of ``vocab`` where the text holds no more pairs to merge."""
-    from tokenizers import ByteLevelBPETokenizer
-
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator([text], vocab_size=vocab, show_progress=False)
-    return tokenizer
-
-
-def sample_windows(tokens: Tensor, steps: int, size: Size, seed: int) -> Tensor:
-    """The batches of all steps, ``(steps, batch, length + 1)``: inputs and, one further, labels."""
-    windows = tokens.unfold(0, size.length + 1, 1)
-    starts = torch.randint(len(windows), (steps, size.batch), generator=torch.Generator().manual_seed(seed))
-    return windows[starts]
-
-
-def build_model(size: Size, seed: int) -> Any:
-    """A Llama decoder with random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    heads = size.hidden // 64
-    config = LlamaConfig(
-        vocab_size=size.vocab,
-        hidden_size=size.hidden,
-        intermediate_size=3 * size.hidden,
-        num_hidden_layers=size.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=size.length,
-        tie_word_embeddings=True,
-        attn_implementation="eager",  # its backward is deterministic on every device
-    )
-    return LlamaForCausalLM(config)
 
 
 def loss_and_gradients(loss: Loss, inputs: tuple[Tensor, ...], labels: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -243,7 +190,7 @@ def demo(
     here = environment()
     console.print(f"onepass {here['onepass']} ({here['commit']}), torch {here['torch']}, {here['gpu'] or 'CPU'}")
     if distill:
-        from onepass.cli.distill import compare  # it builds on this module
+        from onepass.cli.distill import compare
 
         if not compare(size, steps, seed, place, out, console):
             raise typer.Exit(1)

@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 import onepass
-from onepass.cli.demo import Size, build_model, load_text, sample_windows, train_tokenizer
+from onepass.cli.demo_model import Size, build_model, load_text, sample_windows, train_tokenizer
 
 HELD_OUT = 0.1  # of the paragraphs
 SEEN = 0.2  # of the training tokens, by the students; the teacher sees them all, and that is what it can pass on

@@ -1,4 +1,4 @@
-"""Functions that may still be called by the names that their arguments had."""
+"""Compatibility with earlier versions: public functions still accept the old names of their arguments."""
 
 import inspect
 import warnings
@@ -13,12 +13,12 @@ NewName = str | Callable[[dict[str, Any]], str]
 
 
 def renamed(*, positional: Sequence[str] = (), **names: NewName) -> Callable[[F], F]:
-    """Accept the arguments of an earlier version, with a DeprecationWarning that says how they are given now.
+    """Accept the arguments of an earlier version, with a DeprecationWarning that says how to pass them now.
 
     Args:
-        positional: arguments (by their old or unchanged names) that could follow the positional ones by position, and
-            are keyword-only now.
-        names: new names by old ones; or a function that tells the new name from all arguments by name.
+        positional: arguments, by their old or unchanged names, that an earlier version accepted by position after the
+            current positional ones. They are keyword-only now.
+        names: the new name of each old one, or a function that returns it from a dict of all arguments.
     """
 
     def decorate(function: F) -> F:
@@ -37,6 +37,7 @@ def renamed(*, positional: Sequence[str] = (), **names: NewName) -> Callable[[F]
 
 
 def _warn(text: str) -> None:
+    """Warn at the caller of the decorated function."""
     warnings.warn(text, DeprecationWarning, stacklevel=4)
 
 
@@ -48,10 +49,10 @@ def translated(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments as they are given now."""
+    """Convert the arguments of a call to keyword arguments with their current names."""
     extra = args[len(first) :]
     if len(extra) > len(positional):
-        return args, kwargs  # an error, which Python describes best
+        return args, kwargs  # too many arguments: Python raises the best error
     given = dict(zip(first, args)) | dict(zip(positional, extra)) | kwargs
     found: dict[str, Any] = {}
     for old, value in given.items():
@@ -59,9 +60,9 @@ def translated(
         new = new(given) if callable(new) else new
         if old in names or (old in positional and old not in kwargs):
             told = f"{new}= instead of {old}" if new != old else f"{new}= by keyword"
-            if not torch.compiler.is_compiling():  # which cannot trace it
+            if not torch.compiler.is_compiling():  # Dynamo cannot trace a warning
                 _warn(f"onepass: {function}: pass {told}")
         if new in found:
-            raise TypeError(f"{function}: got {old}, which is {new} now, and {new}")
+            raise TypeError(f"{function}: got {new} twice, once by an earlier name")
         found[new] = value
     return (), found

@@ -1,4 +1,4 @@
-"""Names of other libraries, replaced by ours wherever they are held, and put back."""
+"""`patch`: replace functions of other libraries by those of onepass wherever they are referenced, and restore them."""
 
 import ast
 import inspect
@@ -15,17 +15,18 @@ LIBRARIES = ("transformers", "trl")
 
 
 class Target(NamedTuple):
-    """A name of a library, and what stands in for it.
+    """A function or class of a library, and its replacement.
 
     Attributes:
         module, name: where it is defined; the name of a method is ``Class.method``.
         replacement: called in the same way.
-        signatures: the parameters that it is known with, as in ``"logits, index"``.
-        since, until: the first version that has it in this form, and the first that has it no more. Others keep theirs.
-        method: whose signature it is, of a class that is replaced as a whole.
-        returns: how the source of what it returns begins, where the signature does not tell versions apart.
-        registered: whether ``name`` is a registry of the library, to which the integration's ``register`` adds the
-            replacement under a name of its own. It stays there, and nothing is replaced.
+        signatures: the names of its parameters in all supported forms, as in ``"logits, index"``.
+        since, until: the first version that has it in this form, and the first that no longer does. Other versions are
+            not patched.
+        method: for a class that is replaced as a whole, the method whose signature is checked.
+        returns: the beginning of the source of the returned expression, if the signature does not tell versions apart.
+        registered: whether ``name`` is a registry of the library. The integration's ``register`` adds the replacement
+            to it permanently, under a name of its own, and nothing is replaced.
     """
 
     module: str
@@ -40,7 +41,7 @@ class Target(NamedTuple):
 
 
 class Replaced(NamedTuple):
-    """One place that held the original: an attribute of a module or class, or an entry of a dict in a module."""
+    """One reference to the original: an attribute of a module or class, or an entry of a dict in a module."""
 
     module: str
     name: str
@@ -52,7 +53,7 @@ class Replaced(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What stays as it is, and why."""
+    """A function that is not replaced, and the reason."""
 
     module: str
     name: str
@@ -63,7 +64,7 @@ class Kept(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What `patch` would replace and would keep in the libraries that are installed."""
+    """What `patch` would and would not replace in the installed libraries."""
 
     replaced: list[Replaced]
     kept: list[Kept]
@@ -82,7 +83,7 @@ class _Place(NamedTuple):
 
 
 class _Active:
-    """A replacement that is in place, for as many patches as asked for it."""
+    """An active replacement, with the number of patches that use it."""
 
     def __init__(self, original: Any, replacement: Any) -> None:
         self.original, self.replacement, self.patches = original, replacement, 0
@@ -94,11 +95,11 @@ _active: dict[tuple[str, str], _Active] = {}
 
 
 class Patch:
-    """Libraries that use onepass, until `restore` or the end of the ``with`` block. Made by `patch`.
+    """An active patch, until `restore` or the end of the ``with`` block. Returned by `patch`.
 
     Attributes:
-        replaced: ``(module, name, original, replacement)`` of every place that was changed.
-        kept: ``(module, name, reason)`` of what this version of a library has in another form, or not at all.
+        replaced: ``(module, name, original, replacement)`` for every reference that was replaced.
+        kept: ``(module, name, reason)`` for every function that the installed version has in another form or lacks.
     """
 
     def __init__(self, targets: Sequence[Target]) -> None:
@@ -109,7 +110,7 @@ class Patch:
             self.replaced = [place for key in self._keys for place in _active[key].places]
 
     def restore(self) -> None:
-        """Put every original back, unless another patch still asks for its replacement. A second call does nothing."""
+        """Restore every original, unless another patch still uses its replacement. A second call does nothing."""
         with _lock:
             keys, self._keys = self._keys, []
             _release(keys)
@@ -130,20 +131,19 @@ class Patch:
 
 
 def patch(*libraries: str) -> Patch:
-    """Make trainers and models use onepass, without a change to the code that uses them.
+    """Make the trainers and models of other libraries use onepass, without a change to user code.
 
-    A name is replaced in its own module and wherever else it was imported to; modules that are imported later get ours
-    from there. What holds it otherwise (a closure, a default argument) keeps the original. A patch of what is replaced
-    already changes nothing more, and the originals come back with the last `Patch.restore`. All or nothing: what is
-    refused has changed nothing.
+    A function is replaced in its own module and wherever else it was imported to; modules that are imported later import
+    the replacement. Other references (a closure, a default argument) keep the original. Patches nest: the originals are
+    restored with the last `Patch.restore`. If an error is raised, nothing has been replaced.
 
     Args:
-        libraries: ``"transformers"``, ``"trl"``; none for all that are installed.
+        libraries: ``"transformers"``, ``"trl"``; without any, all that are installed.
 
     Raises:
         ValueError: another name.
-        ModuleNotFoundError: a library that was named is not installed.
-        RuntimeError: a function of the library is not one that this version of onepass knows.
+        ModuleNotFoundError: a named library is not installed.
+        RuntimeError: a function of the library has a signature that this version of onepass does not support.
 
     Example::
 
@@ -160,12 +160,12 @@ def patch(*libraries: str) -> Patch:
 
 
 def original(module: str, name: str) -> Any:
-    """What stood where a replacement is in place now, for one that hands over to it."""
+    """The original of an active replacement, for replacements that fall back to it."""
     return _active[module, name].original
 
 
 def plan(*libraries: str) -> Plan:
-    """What `patch` would do; takes and raises the same. It imports the libraries and changes nothing."""
+    """What `patch` would do, with the same arguments and errors. It imports the libraries and changes nothing."""
     with _lock:
         found, kept = _resolved(_targets(_integrations(libraries)))
         _find_places({key: a for key, a in found.items() if key not in _active})
@@ -187,7 +187,7 @@ def _targets(integrations: Sequence[ModuleType]) -> list[Target]:
 
 
 def _resolved(targets: Sequence[Target]) -> tuple[dict[tuple[str, str], _Active], list[Kept]]:
-    """The originals, of a form that is known, and what is kept."""
+    """The originals to replace, whose signatures are checked, and the functions that are kept."""
     found: dict[tuple[str, str], _Active] = {}
     kept = []
     for t in targets:
@@ -198,7 +198,7 @@ def _resolved(targets: Sequence[Target]) -> tuple[dict[tuple[str, str], _Active]
         try:
             reason = unsupported(t.module, t.since, t.until)
             original: Any = None if reason else import_module(t.module)
-        except (ImportError, RuntimeError) as error:  # of something that its module needs: nobody can use it
+        except (ImportError, RuntimeError) as error:  # a dependency of its module is missing
             reason = f"cannot be imported: {error}".partition("\n")[0]
         if reason:
             kept.append(Kept(*key, reason))
@@ -212,8 +212,8 @@ def _resolved(targets: Sequence[Target]) -> tuple[dict[tuple[str, str], _Active]
 
 
 def unsupported(module: str, since: str, until: str | None = None) -> str:
-    """Why the version of the library that is installed is not supported; empty where it is."""
-    # A dependency of every library here but not of onepass, so it is imported only once there is one of them.
+    """Why the installed version of the library is not supported; empty if it is."""
+    # `packaging` is a dependency of these libraries but not of onepass, hence the late import.
     from packaging.version import Version
 
     library = module.partition(".")[0]
@@ -240,7 +240,7 @@ def _check(t: Target, original: Any) -> None:
 
 
 def parameters(function: Callable[..., Any]) -> str:
-    """Their names, as `Target.signatures` has them."""
+    """The names of the parameters, in the form of `Target.signatures`."""
     return ", ".join(inspect.signature(function).parameters)
 
 
@@ -249,14 +249,14 @@ def _returned(function: Callable[..., Any], begin: str) -> bool:
         return True
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except OSError:  # no source to look at
+    except OSError:  # no source
         return False
     returns = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return) and node.value is not None]
     return bool(returns) and all(ast.unparse(value).startswith(begin) for value in returns)
 
 
 def _own_version() -> str:
-    from onepass import __version__
+    from onepass.core.version import __version__
 
     return __version__
 
@@ -277,7 +277,7 @@ def _activate(found: dict[tuple[str, str], _Active]) -> None:
 
 
 def _find_places(new: dict[tuple[str, str], _Active]) -> list[_Place]:
-    """Where their originals are; each is told its own."""
+    """All references to the originals; also stored in each `_Active`."""
     places = _places({id(a.original): a.replacement for a in new.values()})
     for active in new.values():
         active.places = [p.replaced for p in places if p.replaced.original is active.original]
@@ -290,13 +290,13 @@ def _release(keys: Sequence[tuple[str, str]]) -> None:
         _active[key].patches -= 1
         if not _active[key].patches:
             ended.append(_active.pop(key))
-    # Looked for again: modules may have come since. What somebody else wrote over ours is left alone.
+    # Searched again, for modules imported since. A replacement that somebody else has overwritten is left alone.
     for place in _places({id(a.replacement): a.original for a in ended}):
         place.write(place.replaced.replacement)
 
 
 def _places(to: dict[int, Any]) -> list[_Place]:
-    """Wherever an object whose ``id`` is in ``to`` is held by a module or a class, or by a dict of the libraries."""
+    """References to objects whose ``id`` is in ``to``: in modules, in classes, and in dicts of the libraries."""
     found: dict[tuple[int, Any], _Place] = {}  # a dict may have several names
     for module_name, module in list(sys.modules.items()):
         names = getattr(module, "__dict__", None)

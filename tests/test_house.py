@@ -1,0 +1,91 @@
+"""How the source is arranged: what may import what, and that both backends are the same operations."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import onepass
+from onepass import kernels, reference
+
+ROOT = Path(onepass.__file__).parent
+# Each imports only from those before it, or from itself.
+FLOORS = (
+    "autotune", "core", "kernels", "reference", "backend", "softmax", "logits", "losses", "moe", "integrations",
+    "__init__", "cli", "__main__",
+)  # fmt: skip
+# Kernels ask for their tuned numbers; no other folder but the command line, axolotl's plugin and the package itself
+# knows of the autotuner.
+OF_AUTOTUNE = {"kernels": {"onepass.autotune.own"}, "integrations": None, "__init__": None, "cli": None}
+APART = {("reference", "kernels"), ("moe", "losses"), ("moe", "softmax")}
+
+
+def modules():
+    return {".".join(("onepass", *p.relative_to(ROOT).with_suffix("").parts)): p for p in sorted(ROOT.rglob("*.py"))}
+
+
+def imports(path):
+    """The names of the modules of onepass that a file imports, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "onepass":
+            yield from (f"{node.module}.{a.name}" if is_module(f"{node.module}.{a.name}") else node.module
+                        for a in node.names)  # fmt: skip
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.split(".")[0] == "onepass")
+
+
+def is_module(name):
+    path = ROOT.joinpath(*name.split(".")[1:])
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def floor(name):
+    return name.split(".")[1] if "." in name else "__init__"
+
+
+@pytest.mark.parametrize("name", FLOORS)
+def test_a_floor_imports_only_from_below(name):
+    files = [path for module, path in modules().items() if floor(module) == name]
+    assert files
+    for path in files:
+        for imported in imports(path):
+            below = floor(imported)
+            where = f"{path.relative_to(ROOT)} imports {imported}"
+            assert FLOORS.index(below) <= FLOORS.index(name), where
+            assert (name, below) not in APART, where
+            if below == "autotune" and name != "autotune":
+                assert name in OF_AUTOTUNE and OF_AUTOTUNE[name] in (None, {imported}), where
+
+
+def test_no_modules_import_each_other():
+    graph = {}
+    for module, path in modules().items():
+        package = module.removesuffix(".__init__")
+        # A folder's own names are imported from its __init__ by others only.
+        graph[package] = {m for m in imports(path) if m != package and not package.startswith(f"{m}.")}
+    done, path = set(), []
+
+    def visit(module):
+        assert module not in path, " -> ".join([*path[path.index(module) :], module])
+        if module in done or module not in graph:
+            return
+        path.append(module)
+        for imported in sorted(graph[module]):
+            visit(imported)
+        path.pop()
+        done.add(module)
+
+    for module in graph:
+        visit(module)
+
+
+def test_every_floor_is_known():
+    assert {floor(m) for m in modules()} == set(FLOORS)
+
+
+def test_both_backends_are_the_same_operations():
+    assert kernels.__all__ == reference.__all__
+    for name in reference.__all__:
+        ours, theirs = (inspect.signature(getattr(m, name), eval_str=True) for m in (kernels, reference))
+        assert ours == theirs, name
