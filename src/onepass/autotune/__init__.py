@@ -1,6 +1,6 @@
-"""What Triton's autotuner chose: collect it, report it, keep it, use it again. See docs/autotune.md.
+"""The selections of Triton's autotuner: collect, report, store and reuse them. See docs/autotune.md.
 
-Nothing here runs unless it is asked for, and nothing of it is in the way of a kernel that is launched.
+Nothing here runs unless it is called, and nothing adds to the time of a kernel launch.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "AutotuneReportCallback":  # its base class is transformers'
+    if name == "AutotuneReportCallback":  # its base class is in transformers
         from onepass.autotune.callback import AutotuneReportCallback
 
         return AutotuneReportCallback

@@ -1,4 +1,4 @@
-"""`AutotuneReportCallback`: what Triton chose in the first steps of a `transformers.Trainer`."""
+"""`AutotuneReportCallback`: report what Triton's autotuner selects in the first steps of a `transformers.Trainer`."""
 
 import logging
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ STEPS = 5
 
 
 class AutotuneReportCallback(TrainerCallback):
-    """Report once, after the first of the first 5 steps after which there is something to report.
+    """Report once, after the first of the first 5 steps with something to report.
 
-    From then on a step costs one look at a flag. Only the first process of all reports. Nothing is reported unless this
-    callback is added, and nothing leaves the machine unless a sink sends it: by default it is a log line a kernel.
+    After that, a step costs one test of a flag. Only the first process of all reports. Nothing is reported unless this
+    callback is added, and nothing leaves the machine unless a sink sends it: the default is one log line per record.
 
     Args:
         sinks: callables that take a list of `AutotuneRecord`, see `onepass.autotune`: ``LogSink()``,

@@ -1,4 +1,4 @@
-"""`collect`: what every autotuned kernel of this process has chosen."""
+"""`collect`: the selected configurations of all autotuned kernels of this process."""
 
 from onepass.autotune import own, tuners
 from onepass.autotune.record import AutotuneRecord
@@ -6,11 +6,11 @@ from onepass.autotune.store import ConfigStore
 
 
 def collect() -> list[AutotuneRecord]:
-    """What every autotuned kernel of this process has chosen so far, ours and other libraries'.
+    """The selected configurations of all autotuned kernels of this process, of onepass and of other libraries.
 
-    Finds all that `triton.autotune` made (or a subclass of its own), under whatever name and in whatever wrapper, each
-    once. A module that was imported twice counts once. What a record does not hold (a key or a configuration with
-    objects in it) is left out. Costs nothing until it is called, then some 100 ms in a large process.
+    Finds every object that `triton.autotune` or a subclass of its autotuner created, under any name and in any wrapper,
+    once each. A module that was imported twice counts once. Keys and configurations that contain objects are omitted,
+    since a record cannot hold them. A call takes some 100 ms in a large process.
     """
     found = ConfigStore()
     found.add(own.collect_own())

@@ -1,6 +1,6 @@
-"""What our own kernels are launched with: by rule, unless a measurement on this very GPU was shipped.
+"""Launch parameters of the kernels of onepass: by rule, unless a measurement on this GPU model is shipped.
 
-A kernel asks `choose` when the launch of a shape is planned, once; a launch never does.
+`choose` is called once per shape, when its launch is planned, and never by a launch itself.
 """
 
 import json
@@ -16,12 +16,12 @@ from onepass.autotune.sources import identity_of, jitted
 from onepass.autotune.store import ConfigStore, closest
 
 SHIPPED = Path(__file__).parent / "shipped"
-MOST_THREADS = 1024  # of a program
+MOST_THREADS = 1024  # per program
 Numbers = dict[str, int]
 
 
 class Question(NamedTuple):
-    """What a kernel asked: for the launch of a shape, with the numbers of its rule."""
+    """A call of `choose`: the kernel, the key of a shape, and the numbers of the rule."""
 
     kernel: Any
     key: dict[str, Any]
@@ -30,14 +30,14 @@ class Question(NamedTuple):
 
 _used: dict[tuple[str, ...], AutotuneRecord] = {}
 _asked: dict[str, Question] | None = None
-_tried: dict[str, Numbers] = {}  # by the name of a question
+_tried: dict[str, Numbers] = {}  # by the name of a `Question`
 
 
 def choose(kernel: Any, key: dict[str, Any], rule: Numbers) -> Numbers:
-    """The numbers to launch ``kernel`` with: what was shipped for this key or one near it, else those of the rule.
+    """The numbers to launch ``kernel`` with: those shipped for this key or a near one, else those of the rule.
 
-    Any of `candidates` gives the same results, so that a near key's are right, too; and as fast only where the rule
-    says the same of both, which is therefore part of the key.
+    All `candidates` give the same results, so the numbers of a near key are correct too. They are only as fast if the
+    rule gives the same numbers for both keys, so these numbers are part of the key.
     """
     name = jitted(kernel).fn.__name__
     key = key | {"rule": "+".join(map(str, rule.values()))}
@@ -57,13 +57,13 @@ def choose(kernel: Any, key: dict[str, Any], rule: Numbers) -> Numbers:
 
 
 def collect_own() -> list[AutotuneRecord]:
-    """The shipped records that launches of this process were planned by."""
+    """The shipped records that launches of this process use."""
     return list(_used.values())
 
 
 @lru_cache
 def shipped() -> dict[str, list[AutotuneRecord]]:
-    """What was measured on this GPU, by the name of a kernel."""
+    """The records of this GPU model, by the name of the kernel."""
     found: dict[str, list[AutotuneRecord]] = {}
     for record in (r for path in sorted(SHIPPED.glob("*.json")) for r in ConfigStore(path).records):
         if record.gpu == here()["gpu"]:
@@ -72,9 +72,9 @@ def shipped() -> dict[str, list[AutotuneRecord]]:
 
 
 def candidates(rule: Numbers) -> list[Numbers]:
-    """Half, once and twice each number of the rule, which comes first; of pipeline stages one less and one more.
+    """Half, once and twice each number of the rule, which comes first; for pipeline stages one less and one more.
 
-    A 1 stays: where one program has a row to itself, a second costs a workspace, and its host time is not measured.
+    A 1 is not changed: a second program per row costs a workspace, whose host time is not measured.
     """
     sizes = []
     for name, n in rule.items():
@@ -86,7 +86,7 @@ def candidates(rule: Numbers) -> list[Numbers]:
 
 @contextmanager
 def asking() -> Iterator[dict[str, Question]]:
-    """What is asked meanwhile, each by its name."""
+    """Record the calls of `choose` within the ``with`` block, by the name of the `Question`."""
     global _asked
     found: dict[str, Question] = {}
     _asked = found
@@ -98,7 +98,7 @@ def asking() -> Iterator[dict[str, Question]]:
 
 @contextmanager
 def trying(question: str, numbers: Numbers) -> Iterator[None]:
-    """Launches that are planned meanwhile and ask this take these."""
+    """Answer ``question`` with ``numbers`` for launches that are planned within the ``with`` block."""
     _tried[question] = numbers
     try:
         yield

@@ -1,4 +1,4 @@
-"""`AutotuneRecord`: what Triton's autotuner chose for one key of one kernel, as plain data."""
+"""`AutotuneRecord`: the configuration that Triton's autotuner selected for one key of one kernel, as plain data."""
 
 import json
 import math
@@ -11,23 +11,23 @@ from typing import Any
 import torch
 import triton
 
-# Strings that may be a key's value ("silu", "bf16"): none that could be a path.
+# Strings that may be values of a key ("silu", "bf16"), which excludes paths.
 WORD = re.compile(r"[A-Za-z0-9_.+-]{0,64}\Z")
 DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}  # "torch.bfloat16": torch.bfloat16
-# What a record may hold at most.
-MOST_LETTERS = 256  # of a name
-MOST_ENTRIES = 4096  # of a list or a dictionary
-MOST_LEVELS = 8  # of lists within lists
-MOST_BITS = 64  # of an integer
+# Upper bounds of the contents of a record.
+MOST_LETTERS = 256  # in a name
+MOST_ENTRIES = 4096  # in a list or dictionary
+MOST_LEVELS = 8  # of nested lists
+MOST_BITS = 64  # in an integer
 MOST_MILLISECONDS = 1e9
 
 
 class NotPlain(ValueError):
-    """A value that a record does not hold: an object, or a string that could be a path."""
+    """A value that a record cannot hold: an object, or a string that could be a path."""
 
 
 def encode(value: Any) -> Any:
-    """A key's or a configuration's value as JSON has it; dtypes are ``{"dtype": name}``."""
+    """A value of a key or a configuration as JSON; dtypes become ``{"dtype": name}``."""
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, tuple | list):
@@ -38,14 +38,14 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The opposite of `encode`, of a value that `is_encoded`."""
+    """The inverse of `encode`, for a value that `is_encoded`."""
     if isinstance(value, dict):
         return DTYPES[f"torch.{value['dtype']}"]
     return tuple(decode(v) for v in value) if isinstance(value, list) else value
 
 
 def is_encoded(value: Any, levels: int = MOST_LEVELS) -> bool:
-    """Whether `encode` returns such a value."""
+    """Whether `encode` can return this value."""
     if isinstance(value, dict):
         name = value.get("dtype")
         return len(value) == 1 and isinstance(name, str) and is_dtype(f"torch.{name}")
@@ -53,7 +53,7 @@ def is_encoded(value: Any, levels: int = MOST_LEVELS) -> bool:
         return levels > 0 and is_list(value, lambda v: is_encoded(v, levels - 1))
     if isinstance(value, str):
         return WORD.match(value) is not None
-    if isinstance(value, int):  # a bool, too
+    if isinstance(value, int):  # or bool
         return value.bit_length() <= MOST_BITS
     return value is None or (isinstance(value, float) and math.isfinite(value))
 
@@ -68,7 +68,7 @@ def is_dtype(name: Any) -> bool:
 
 
 def is_time(value: Any) -> bool:
-    """Whether it is a duration in milliseconds: a positive number, not of days."""
+    """Whether it is a duration in milliseconds: a positive number of plausible size."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MOST_MILLISECONDS
 
 
@@ -77,7 +77,7 @@ def is_list(value: Any, check: Callable[[Any], bool]) -> bool:
 
 
 def are_arguments(value: Any) -> bool:
-    """Whether it is a key or a configuration: values that `is_encoded`, by name."""
+    """Whether it is a key or a configuration: a dictionary of values that are `is_encoded`."""
     if not isinstance(value, dict) or len(value) > MOST_ENTRIES:
         return False
     return all(is_name(name) and is_encoded(v) for name, v in value.items())
@@ -89,7 +89,7 @@ def is_candidate(value: Any) -> bool:
     return are_arguments(value["config"]) and (value["milliseconds"] is None or is_time(value["milliseconds"]))
 
 
-# What the fields of a record hold, but for those that are names.
+# The checks of a record's fields; all other fields are names.
 CHECKS: dict[str, Callable[[Any], bool]] = {
     "key": are_arguments,
     "dtypes": lambda value: is_list(value, is_dtype),
@@ -102,24 +102,24 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
 
 @dataclass(frozen=True)
 class AutotuneRecord:
-    """What was chosen, where, and from what. Holds no path, no user, host or model name.
+    """A selected configuration, its candidates, and the machine. Contains no path and no user, host or model name.
 
     Attributes:
         kernel: the function's name.
-        module: where it is defined, if that is an installed package; else "local".
-        source_hash: `onepass.autotune.sources.identity_of` the kernel: sha256 of it and the functions that it calls;
-            of our own kernels ``"version 1"``.
-        key: the arguments that `triton.autotune` was told to tune by, by name.
-        dtypes: of all tensor arguments in their order, which Triton adds to the key.
-        config: meta-parameters, ``num_warps``, ``num_stages``, ``num_ctas``.
-        milliseconds: of the chosen configuration; None where Triton did not keep it.
-        candidates: ``{"config": …, "milliseconds": …}`` of all that were tried, the fastest first; None milliseconds
-            for one that cannot run. Empty where Triton did not keep them.
-        gpu, compute_capability, shared_memory: name, ``"9.0"`` (``"gfx942"``), bytes a block may have.
+        module: the module that defines it, if it belongs to an installed package; else "local".
+        source_hash: `onepass.autotune.sources.identity_of` the kernel: the sha256 of its source and of the functions
+            that it calls; for kernels of onepass ``"version 1"``.
+        key: the arguments in the ``key`` of `triton.autotune`, by name.
+        dtypes: the dtypes of all tensor arguments in order, which Triton adds to the key.
+        config: the selected meta-parameters, ``num_warps``, ``num_stages`` and ``num_ctas``.
+        milliseconds: the time of the selected configuration; None if Triton did not keep it.
+        candidates: ``{"config": …, "milliseconds": …}`` of all that were timed, the fastest first; milliseconds are
+            None for one that cannot run. Empty if Triton did not keep them.
+        gpu, compute_capability, shared_memory: name, ``"9.0"`` (``"gfx942"``), bytes per block.
         torch, triton: versions.
 
     Raises:
-        ValueError: a field does not have the form that is stated above, or is larger than any that occurs.
+        ValueError: a field does not have the form above, or exceeds the bounds of this module.
     """
 
     kernel: str
@@ -143,7 +143,7 @@ class AutotuneRecord:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """What makes it the answer to a question: kernel, its source, architecture, Triton's minor version, key."""
+        """The lookup key of a store: kernel, source, architecture, Triton's minor version, key and dtypes."""
         return (*self.place, self.label)
 
     @property
@@ -156,7 +156,7 @@ class AutotuneRecord:
 
     @property
     def margin(self) -> float | None:
-        """How much slower the runner-up was, as a fraction; None where it is not known."""
+        """How much slower the second-best candidate is, as a fraction; None if unknown."""
         others = [c["milliseconds"] for c in self.candidates if c["config"] != self.config and c["milliseconds"]]
         return min(others) / self.milliseconds - 1 if others and self.milliseconds else None
 
@@ -167,7 +167,7 @@ class AutotuneRecord:
     def from_json(cls, data: Any) -> "AutotuneRecord":
         """
         Raises:
-            ValueError: it is not what `to_json` wrote.
+            ValueError: ``data`` is not a result of `to_json`.
         """
         names = {f.name for f in fields(cls)}
         if not isinstance(data, dict) or set(data) != names:
@@ -185,7 +185,7 @@ def minor(version: str) -> str:
 
 @lru_cache
 def device(index: int | None) -> dict[str, Any]:
-    """Fields of a record about where it was made; None for a CPU, which has the interpreter alone."""
+    """The fields of a record that describe the machine; ``index`` None is the CPU (Triton's interpreter)."""
     versions = {"torch": torch.__version__, "triton": triton.__version__}
     if index is None:
         return {"gpu": "cpu", "compute_capability": "cpu", "shared_memory": 0} | versions
@@ -199,5 +199,5 @@ def device(index: int | None) -> dict[str, Any]:
 
 
 def here() -> dict[str, Any]:
-    """`device` of the current one."""
+    """`device` of the current device."""
     return device(torch.cuda.current_device() if torch.cuda.is_available() else None)

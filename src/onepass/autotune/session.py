@@ -1,4 +1,4 @@
-"""`session`: what is known is used from its first step on, what is tuned is shown while it is and kept."""
+"""`session`: use the stored selections of Triton's autotuner, show the progress of tuning, and store new selections."""
 
 import atexit
 import logging
@@ -29,18 +29,18 @@ _of_thread = threading.local()
 def session(
     path: str | os.PathLike[str], *, nearest: bool = False, progress: bool | None = None
 ) -> Iterator[ConfigStore]:
-    """Use what a store knows, and keep what is tuned in it: ``with session("tuned.json"): trainer.train()``.
+    """Use the records of a store, and add what is tuned to it: ``with session("tuned.json"): trainer.train()``.
 
-    On entry the autotuners are warmed; a kernel that is imported later is warmed when it is first called. A key that is
-    not known is tuned by Triton as always, shown while it is, and saved at once, so that a killed run keeps it too. On
-    exit, also by an exception, all that the process has chosen is saved. Nothing of this is in the way of a launch:
-    what is watched is called only where Triton benchmarks. A store that cannot be read or saved is a warning. Saving
-    needs the extra ``autotune``.
+    On entry the caches of the autotuners are filled; that of a kernel imported later is filled at its first call.
+    Triton tunes unknown keys as usual; progress is shown and the result saved at once, so that a killed run keeps it.
+    On exit, including by an exception, all selections of the process are saved. Launches are not slowed down: only
+    methods that Triton calls to benchmark are wrapped. A store that cannot be read or saved is a warning. Saving needs
+    the extra ``autotune``.
 
     Args:
-        path: of the store, see `ConfigStore`. Also what ``ONEPASS_AUTOTUNE_STORE`` names for a whole process.
-        nearest: use the nearest record where a key is not known, see `ConfigStore.find`.
-        progress: show what is tuned, on stderr, with a bar if tqdm is installed. None: on the first process of a node.
+        path: the store, see `ConfigStore`. ``ONEPASS_AUTOTUNE_STORE`` sets it for a whole process.
+        nearest: use the nearest record for an unknown key, see `ConfigStore.find`.
+        progress: show progress on stderr, with a bar if tqdm is installed. None: on the first process of a node.
     """
     if progress is None:
         progress = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -57,7 +57,7 @@ def session(
 
 
 def for_process(path: str) -> None:
-    """A session until the process ends."""
+    """Start a session that lasts until the process ends."""
     stack = ExitStack()
     stack.enter_context(session(path))
     atexit.register(stack.close)
@@ -135,15 +135,15 @@ def _known(tuner: Autotuner, key: tuple[Any, ...]) -> AutotuneRecord | None:
 
 
 def _prune_configs(tuner: Autotuner, kwargs: dict[str, Any]) -> list[Config]:
-    """Triton asks for the candidates of a key that it does not know: those that are left, or the one to take."""
+    """Replaces `Autotuner.prune_configs`: the candidates of an unknown key, or only the stored configuration."""
     configs: list[Config] = _originals["prune_configs"](tuner, kwargs)
-    unfinished = getattr(_of_thread, "tuning", None)  # a benchmark raised
+    unfinished = getattr(_of_thread, "tuning", None)  # left over if a benchmark raised
     if unfinished is not None:
         unfinished.close()
     _of_thread.tuning = _of_thread.known = _of_thread.wanted = None
     try:
         return _answer(tuner, tuners.key_of(tuner, kwargs), configs)
-    except Exception:  # what cannot be told apart is tuned as always
+    except Exception:  # a key that cannot be read is tuned as usual
         LOG.debug("%s is not watched", tuner, exc_info=True)
         return configs
 
@@ -161,10 +161,10 @@ def _answer(tuner: Autotuner, key: tuple[Any, ...], configs: list[Config]) -> li
 
 
 def _bench(tuner: Autotuner, *args: Any, config: Config, **meta: Any) -> Any:
-    """Triton times a candidate."""
+    """Replaces `Autotuner._bench`, which times a candidate."""
     known = getattr(_of_thread, "known", None)
     if known is not None and known[0] is tuner and known[1] is config:
-        return [known[2]] * 3  # one candidate needs no time
+        return [known[2]] * 3  # the only candidate need not be timed
     tuning = getattr(_of_thread, "tuning", None)
     wanted = getattr(_of_thread, "wanted", None)
     if tuning is None and wanted is not None and wanted[0] is tuner:
@@ -180,7 +180,7 @@ def _bench(tuner: Autotuner, *args: Any, config: Config, **meta: Any) -> Any:
 
 
 def _so_far() -> str | None:
-    """For the message; None where nobody wants one."""
+    """The end of the progress message; None if no session shows progress."""
     with _lock:
         for current in reversed(_sessions):
             if current.progress:

@@ -1,4 +1,4 @@
-"""Where an `AutotuneReportCallback` reports to: any callable that takes a list of records. These are the usual ones."""
+"""Sinks of an `AutotuneReportCallback`, which are callables that take a list of records: log, file, OpenTelemetry."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ Sink = Callable[[Sequence[AutotuneRecord]], Any]
 
 
 class LogSink:
-    """A line of each record, to a logger."""
+    """Log one line per record."""
 
     def __init__(self, logger: logging.Logger | None = None, level: int = logging.INFO) -> None:
         self.logger, self.level = logger or logging.getLogger("onepass.autotune"), level
@@ -29,7 +29,7 @@ class LogSink:
 
 
 class JSONLSink:
-    """A line of JSON of each record, appended to a file."""
+    """Append one line of JSON per record to a file."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -41,12 +41,12 @@ class JSONLSink:
 
 
 class OpenTelemetrySink:
-    """A span ``onepass.autotune`` with an event of each record, to the tracer that the program has configured.
+    """Emit a span ``onepass.autotune`` with one event per record.
 
-    Needs the extra ``opentelemetry``. Without a configured SDK OpenTelemetry drops it.
+    Needs the extra ``opentelemetry``. OpenTelemetry drops the span unless an SDK is configured.
 
     Args:
-        tracer: an OpenTelemetry tracer; None for the global provider's.
+        tracer: an OpenTelemetry tracer; None for that of the global provider.
     """
 
     def __init__(self, tracer: Any = None) -> None:

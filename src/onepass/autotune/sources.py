@@ -1,7 +1,7 @@
-"""Whether a kernel is still the one that was measured: `identity_of`.
+"""`identity_of`: an identifier of a kernel's source, which tells whether a stored measurement still applies to it.
 
-Triton has a hash, too (``cache_key``), for what it compiled: that one changes with a kernel's line number in its file,
-and with the order in which kernels that share a function are first used.
+Triton's own hash of what it compiled (``cache_key``) also changes with the kernel's line number in its file, and with
+the order in which kernels that share a function are first used.
 """
 
 import hashlib
@@ -15,23 +15,22 @@ from weakref import WeakKeyDictionary
 from triton.language import constexpr
 
 Function = Callable[..., Any]
-# Versions of our kernels by name; a kernel that is not listed has version 1. Records of another version are not used.
-# Raise it when the tuned numbers of a kernel mean something else, or when the work of one of its programs changes, so
-# that what was measured says nothing of it any more. A comment, a renamed argument or other code for the same work is
-# no reason to.
+# Versions of kernels by name; a kernel that is not listed has version 1. Records of another version are not used. Raise
+# a version when the tuned numbers change their meaning, or when the work of one program changes, so that earlier
+# measurements no longer apply; not for comments, renamed arguments or other code for the same work.
 VERSIONS: dict[str, int] = {}
 _hashes: "WeakKeyDictionary[Function, str]" = WeakKeyDictionary()
 
 
 def jitted(kernel: Any) -> Any:
-    """What `triton.jit` made, within an autotuner and heuristics."""
+    """The `triton.jit` function inside an autotuner and heuristics."""
     while not inspect.isfunction(kernel.fn):
         kernel = kernel.fn
     return kernel
 
 
 def identity_of(kernel: Any) -> str:
-    """What a record states as ``source_hash``: the version of a kernel of onepass, `source_hash` of any other."""
+    """The ``source_hash`` of a record: the version of a kernel of onepass, `source_hash` of any other."""
     function = jitted(kernel).fn
     if function.__module__.split(".")[0] == "onepass":
         return f"version {VERSIONS.get(function.__name__, 1)}"
@@ -39,9 +38,9 @@ def identity_of(kernel: Any) -> str:
 
 
 def source_hash(kernel: Any) -> str:
-    """sha256 of the source of a kernel and of all functions and constants that it names, directly or not.
+    """sha256 of the source of a kernel and of all functions and constants that it refers to, directly or indirectly.
 
-    What Triton brings is left out, as are decorators: neither a configuration nor a heuristic is what was compiled.
+    Triton's own functions are left out, and so are decorators: configurations and heuristics are not compiled.
     """
     kernel = jitted(kernel)
     if kernel.fn not in _hashes:
@@ -54,7 +53,7 @@ def sources(kernel: Any, seen: set[Function]) -> Iterator[str]:
     if fn in seen or fn.__module__.startswith("triton."):
         return
     seen.add(fn)
-    text = getattr(kernel, "src", None)  # as it was when it was decorated; the interpreter keeps none
+    text = getattr(kernel, "src", None)  # the source when it was decorated; the interpreter keeps none
     text = text or textwrap.dedent(inspect.getsource(fn))
     yield text[re.search(r"^def ", text, re.MULTILINE).start() :]  # type: ignore[union-attr]
     named = inspect.getclosurevars(fn)

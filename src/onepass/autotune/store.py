@@ -1,4 +1,4 @@
-"""`ConfigStore`: what was chosen, in a file that several processes may read and write."""
+"""`ConfigStore`: autotuning records in a JSON file that several processes may read and write."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from onepass.autotune.tuners import autotuners, cache_key, labelled, matching
 FORMAT, VERSION = "onepass autotune store", 1
 LEFT_OUT = "it is left out, as if there were none"
 KEPT = f"{LEFT_OUT}, and nothing is saved"
-# What is said of a file that is not used, by its state.
+# The warnings about a file that is not used, by its state.
 WARNINGS = {
     "damaged": f"it is damaged; {LEFT_OUT}",
     "old": f"an older version of onepass wrote it; {LEFT_OUT}",
@@ -26,15 +26,15 @@ WARNINGS = {
 
 
 class ConfigStore:
-    """Records by kernel, hash of its source (of our own its version), GPU architecture, minor version of Triton and
-    labelled key.
+    """Records by kernel, hash of its source (or version of a kernel of onepass), GPU architecture, minor version of
+    Triton, and key.
 
     Args:
-        path: of a JSON file, read now if it is there; None for a store in memory.
+        path: a JSON file, which is read now if it exists; None for a store in memory.
 
-    A file that cannot be read, that holds anything that is no `AutotuneRecord`, or that another version wrote, is one
-    warning, and the store begins empty. `save` puts a damaged file and one of an older version aside (``.damaged``,
-    ``.old``); it never writes over one of a newer version or of another program.
+    If a file cannot be read, contains anything but valid `AutotuneRecord`, or is of another version, there is one
+    warning and the store is empty. `save` renames a damaged file and one of an older version (``.damaged``, ``.old``);
+    it never overwrites a file of a newer version or of another program.
 
     Example::
 
@@ -66,7 +66,7 @@ class ConfigStore:
         return len(self._records)
 
     def add(self, records: Iterable[AutotuneRecord]) -> None:
-        """Keep records; of two for one question the better-timed."""
+        """Add records; of two with the same identity, the faster one is kept."""
         for record in records:
             known = self._records.setdefault(record.identity, record)
             if faster(record, known):
@@ -76,19 +76,20 @@ class ConfigStore:
         """`add` all of ``other``."""
         self.add(other._records.values())
 
-    # Which record answers a question.
+    # Lookup.
 
     def find(self, tuner: Any, key: tuple[Any, ...], nearest: bool = False) -> AutotuneRecord | None:
         """The record for a key of an autotuner, on the current device.
 
-        ``nearest``: else the closest one of the same kernel and dtypes, of which no number is more than 4 times as
-        large or as small. What is fastest for it may be wrong for this key, where a kernel takes its key to be a
-        multiple of something: only for kernels that are known.
+        Args:
+            nearest: fall back to the closest record of the same kernel and dtypes in which no number differs by more
+                than a factor of 4. Its configuration may be incorrect for this key if the kernel assumes that the key
+                is a multiple of some number, so use it only for kernels that do not.
         """
         try:
             labels, dtypes = labelled(tuner, key)
             identity = identity_of(tuner)
-        except (NotPlain, OSError):  # a key of objects; a kernel without a source
+        except (NotPlain, OSError):  # a key with objects, or a kernel without a source
             return None
         about = here()
         place = tuner.base_fn.__name__, identity, about["compute_capability"], minor(about["triton"])
@@ -98,10 +99,10 @@ class ConfigStore:
         return known
 
     def warm(self) -> int:
-        """Fill the autotuners of this process with what is known, so that these keys are never benchmarked.
+        """Fill the caches of the autotuners of this process, so that keys in the store are not benchmarked.
 
-        Returns how many keys were filled. A configuration that the kernel no longer declares is not used. Kernels that
-        are imported later are not reached: a `session` does.
+        Returns the number of keys that were filled. A configuration that the kernel no longer declares is not used.
+        Kernels that are imported later are not reached, except by a `session`.
         """
         filled = 0
         for tuner in autotuners():
@@ -118,12 +119,12 @@ class ConfigStore:
     # The file.
 
     def save(self) -> None:
-        """Write all records and those that other processes wrote meanwhile: to a file beside it, which then takes its
-        place, so that nobody ever finds half of one. A symlink stays one: its target is written. A file keeps its
-        permissions.
+        """Write all records, merged with those that other processes have written, to a new file that then replaces the
+        old one atomically. Symlinks are followed, and the file keeps its permissions.
 
         Raises:
-            OSError: it cannot be read or written, for example because it is a directory.
+            ValueError: the store has no path.
+            OSError: the file cannot be read or written, for example because it is a directory.
             ModuleNotFoundError: the package filelock is missing (extra ``autotune``).
         """
         if self.path is None:
@@ -145,7 +146,7 @@ class ConfigStore:
             self.add(written)
             text = {"format": FORMAT, "version": VERSION, "records": [r.to_json() for r in self.records]}
             beside = Path(f"{path}.new")
-            beside.unlink(missing_ok=True)  # of a process that was killed
+            beside.unlink(missing_ok=True)  # left by a process that was killed
             with beside.open("x", encoding="utf-8") as file:
                 if mode is not None:
                     beside.chmod(mode)
@@ -156,13 +157,13 @@ class ConfigStore:
             beside.replace(path)
 
     def warn(self, problem: str | None) -> None:
-        """Say what is wrong with the file, once; None: nothing is."""
+        """Warn about a problem of the file, once; None for no problem."""
         if problem is not None and problem not in self._warned:
             self._warned.add(problem)
             warnings.warn(f"autotune store {self.path}: {problem}", RuntimeWarning, stacklevel=3)
 
     def _read(self) -> tuple[list[AutotuneRecord], str]:
-        """Records, and whether the file is "missing", "ours", "damaged", "foreign", "old" or "newer"."""
+        """The records and the state of the file: "missing", "ours", "damaged", "foreign", "old" or "newer"."""
         records: list[AutotuneRecord] = []
         state = "ours"
         try:
@@ -187,7 +188,7 @@ def faster(record: AutotuneRecord, known: AutotuneRecord) -> bool:
 
 
 def closest(records: Iterable[AutotuneRecord], key: dict[str, Any]) -> AutotuneRecord | None:
-    """Of which no number of the key is more than 4 times as large or as small, and nothing else differs."""
+    """The record with the nearest key: no number differs by more than a factor of 4, and nothing else differs."""
     near = [(distance(r.key, key), r) for r in records]
     far, record = min(near, key=lambda pair: pair[0], default=(math.inf, None))
     return record if far < math.inf else None

@@ -1,6 +1,6 @@
-"""Triton's autotuners in this process: which there are, what they are asked, what they chose.
+"""The Triton autotuners of this process, their keys and their selected configurations.
 
-All that depends on how `triton.runtime.autotuner` is made is here.
+All dependencies on the internals of `triton.runtime.autotuner` are in this file.
 """
 
 import gc
@@ -21,18 +21,18 @@ from onepass.autotune.sources import identity_of, jitted
 
 LOG = logging.getLogger(__name__)
 Timings = dict[Config, float]
-# What a session saw while it was tuned. Triton itself keeps the timings of the last key alone.
+# Timings that a session observed. Triton itself keeps only the timings of the last key.
 observed: "WeakKeyDictionary[Autotuner, dict[tuple[Any, ...], Timings]]" = WeakKeyDictionary()
-# Keys that took the choice of a near one: nobody has measured them.
+# Keys that were given the configuration of a near key, and therefore were not measured.
 borrowed: "WeakKeyDictionary[Autotuner, set[tuple[Any, ...]]]" = WeakKeyDictionary()
 
 
 def autotuners() -> list[Autotuner]:
-    """By their type, not by where they are: a kernel may be held by a closure or a class as well as by a module."""
-    objects = gc.get_objects()  # without those from before a gc.freeze(), of which modules still have theirs
+    """All autotuners, found by type, since closures and classes may reference a kernel as well as modules."""
+    objects = gc.get_objects()  # without objects from before a gc.freeze(), so modules are searched too
     for module in list(sys.modules.values()):
         for value in list(getattr(module, "__dict__", {}).values()):
-            while issubclass(type(value), KernelInterface):  # isinstance() would wake proxies
+            while issubclass(type(value), KernelInterface):  # isinstance() would resolve lazy proxies
                 objects.append(value)
                 value = getattr(value, "fn", None)
     return list({id(o): o for o in objects if issubclass(type(o), Autotuner)}.values())
@@ -57,7 +57,7 @@ def record_from(
     config: dict[str, Any],
     timings: Sequence[tuple[dict[str, Any], float]] = (),
 ) -> AutotuneRecord:
-    """Of what `triton.jit` made, in whatever wrapper; ``timings`` are of all candidates, infinite if one cannot run."""
+    """A record of a `triton.jit` function in any wrapper; the timing of a candidate that cannot run is infinite."""
     time = next((t for c, t in timings if c == config), None)
     if time == float("inf"):
         raise NotPlain("none of its configurations runs")
@@ -72,7 +72,7 @@ def record_from(
 
 
 def key_of(tuner: Autotuner, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What `Autotuner.run` looks up, while it runs."""
+    """The cache key of `Autotuner.run`, while it runs."""
     given = {k: v for k, v in {**tuner.nargs, **kwargs}.items() if k in tuner.arg_names}
     return (
         *[given[name] for name in tuner.keys if name in given],
@@ -81,7 +81,7 @@ def key_of(tuner: Autotuner, kwargs: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def labelled(tuner: Autotuner, key: tuple[Any, ...]) -> tuple[dict[str, Any], list[str]]:
-    """The declared arguments by name, then the dtypes of the tensors."""
+    """The key's declared arguments by name, and the dtypes of the tensors."""
     count = len(key)
     while count > 0 and isinstance(key[count - 1], str) and key[count - 1].startswith("torch."):
         count -= 1
@@ -91,7 +91,7 @@ def labelled(tuner: Autotuner, key: tuple[Any, ...]) -> tuple[dict[str, Any], li
 
 
 def cache_key(record: AutotuneRecord) -> tuple[Any, ...]:
-    """What Triton looks up; the opposite of `labelled`."""
+    """Triton's cache key; the inverse of `labelled`."""
     return (*[decode(v) for v in record.key.values()], *record.dtypes)
 
 
@@ -103,7 +103,7 @@ def described(config: Config) -> dict[str, Any]:
 
 
 def matching(configs: Sequence[Config], record: AutotuneRecord) -> Config | None:
-    """The candidate that a record names. One that is no longer declared is not used: it may not even be correct."""
+    """The candidate that is the record's, or None if it is no longer declared: it may not even be correct."""
     for config in configs:
         try:
             if described(config) == record.config:
@@ -124,12 +124,12 @@ def timings_of(tuner: Autotuner, key: tuple[Any, ...]) -> Timings | None:
 
 
 def median(timing: Any) -> float:
-    """Of what a benchmarker returned: quantiles, of which the median comes first, or one number."""
+    """The median of the result of a benchmark: the first of several quantiles, or a single number."""
     return float(timing[0] if isinstance(timing, list | tuple) else timing)
 
 
 def public_module(name: str) -> str:
-    """Modules of a project or a model may be named after a person or a model; those of an installed package are not."""
+    """The name of a module of an installed package, else "local": other names may tell of a person or a model."""
     return name if name.split(".")[0] in installed() else "local"
 
 

@@ -1,1 +1,1 @@
-"""What makes other libraries use onepass. Importing this imports none of them."""
+"""Integrations into TRL, transformers, PEFT and axolotl. Importing this package imports none of them."""

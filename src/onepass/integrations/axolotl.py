@@ -1,4 +1,4 @@
-"""The axolotl plugin: ``plugins: [onepass.integrations.axolotl.OnepassPlugin]`` in the configuration."""
+"""The plugin for axolotl; configure it with ``plugins: [onepass.integrations.axolotl.OnepassPlugin]``."""
 
 import logging
 from contextlib import ExitStack
@@ -13,12 +13,12 @@ LOG = logging.getLogger(__name__)
 
 
 class OnepassArgs(BaseModel):
-    """What the plugin adds to the configuration.
+    """The options that the plugin adds to the configuration.
 
     Attributes:
-        onepass_autotune_store: the path of a store: training runs in an `onepass.autotune.session`.
-        onepass_autotune_report: true to log what Triton's autotuner chose in the first steps, or the path of a file
-            that gets it as lines of JSON.
+        onepass_autotune_store: the path of a store; training runs in an `onepass.autotune.session` with it.
+        onepass_autotune_report: true to log the configurations that Triton's autotuner selects in the first steps, or
+            the path of a JSON Lines file to write them to.
     """
 
     onepass_autotune_store: str | None = None
@@ -26,11 +26,11 @@ class OnepassArgs(BaseModel):
 
 
 class OnepassPlugin(BasePlugin):
-    """`onepass.patch()` from before the model is loaded until its training is over.
+    """Apply `onepass.patch()` from before the model is loaded until training is over.
 
     Attributes:
-        patch: what is replaced, or None outside of that time.
-        callbacks: of `transformers.TrainerCallback`, added to the trainer.
+        patch: the active `Patch`, or None outside of that time.
+        callbacks: instances of `transformers.TrainerCallback` to add to the trainer.
     """
 
     patch: Patch | None = None

@@ -133,8 +133,8 @@ class Patch:
 def patch(*libraries: str) -> Patch:
     """Make the trainers and models of other libraries use onepass, without a change to user code.
 
-    A function is replaced in its own module and wherever else it was imported to; modules that are imported later import
-    the replacement. Other references (a closure, a default argument) keep the original. Patches nest: the originals are
+    A function is replaced in its own module and wherever else it was imported to, also in modules that are imported
+    later. Other references (a closure, a default argument) keep the original. Patches nest: the originals are
     restored with the last `Patch.restore`. If an error is raised, nothing has been replaced.
 
     Args:

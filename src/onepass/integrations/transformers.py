@@ -1,4 +1,4 @@
-"""What stands in for the causal-LM loss and the routers of transformers; see `onepass.patch`."""
+"""Replacements for the causal-LM loss and the MoE routers of transformers; see `onepass.patch`."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -24,15 +24,15 @@ def ForCausalLMLoss(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """`onepass.cross_entropy` of the next token: of the logits as they are, without a float32 copy.
+    """`onepass.cross_entropy` of the next token, on the logits in their own dtype: no float32 copy.
 
-    A model with a soft-cap has applied it already.
+    A model with a soft-cap has already applied it to the logits.
 
     Args:
         logits: ``(..., vocab_size)``.
-        labels: ``(...)``, which are shifted here; not read where there are ``shift_labels``, which are shifted already.
+        labels: ``(...)``, shifted here; not used with ``shift_labels``, which are shifted already.
         num_items_in_batch: divides the sum; without it the loss is the mean over the labels that are not ignored.
-        kwargs: what trainers pass along and the loss does not depend on.
+        kwargs: arguments of trainers that the loss does not depend on.
     """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -43,7 +43,7 @@ def ForCausalLMLoss(
 
 
 def router_of(family: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """What `forward` of the family's router becomes: ``(logits, weights, experts)`` of the tokens ``(T, ...)``."""
+    """A `forward` for the family's router: ``(logits, weights, experts)`` of the tokens, each ``(T, ...)``."""
 
     def forward(
         self: nn.Module, hidden_states: Tensor, e_score_correction_bias: Tensor | None = None
@@ -56,7 +56,7 @@ def router_of(family: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
 
 
 class Router(NamedTuple):
-    """The class of a family's router, and the first version in which `forward` returns what `router_of` does."""
+    """The class of a family's router, and the first version whose `forward` returns what `router_of` does."""
 
     name: str
     since: str

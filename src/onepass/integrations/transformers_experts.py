@@ -1,4 +1,4 @@
-"""`experts_implementation="onepass"`: transformers' experts, with PEFT's adapters, on `onepass.moe.expert_mlp`."""
+"""`experts_implementation="onepass"`: experts of transformers, with PEFT's adapters, on `onepass.moe.expert_mlp`."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,14 +17,14 @@ from onepass.reference.experts import activate
 
 NAME = "onepass"
 INTERFACE = "transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS"
-SINCE = "5.7"  # the first version of transformers whose models may be set to a name that somebody registered
+SINCE = "5.7"  # the first version of transformers whose models accept a registered name
 PEFT = "peft.tuners.lora.layer", "ParamWrapper._activate_lora"
 DEFAULTS = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False}
-HELD = "_onepass_adapters"  # an attribute of experts while their forward runs
+HELD = "_onepass_adapters"  # the attribute of experts that has the LoRA factors while their forward runs
 
 
 class Gate(NamedTuple):
-    """How a class of experts makes one of gate and up."""
+    """How a class of experts combines gate and up."""
 
     activation: Activation
     interleaved: bool
@@ -38,10 +38,10 @@ _gates: "WeakKeyDictionary[nn.Module, Gate]" = WeakKeyDictionary()
 def experts_forward(
     self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **kwargs: Any
 ) -> Tensor:
-    """In the place of `forward` of a class that transformers' ``use_experts_implementation`` decorates.
+    """The `forward` of a class that transformers' ``use_experts_implementation`` decorates.
 
     Raises:
-        NotImplementedError: no gate, a norm behind the experts, or a gate that is none of `expert_mlp`'s.
+        NotImplementedError: no gate, a norm after the experts, or an activation that `expert_mlp` does not have.
     """
     if not option(self, "has_gate") or option(self, "has_post_expert_norm"):
         what = "experts with a norm of their own" if option(self, "has_gate") else "experts without a gate"
@@ -49,7 +49,7 @@ def experts_forward(
     gate = gate_of(self)
     gate_up, lora_gate_up = weight_of(self, "gate_up_proj")
     down, lora_down = weight_of(self, "down_proj")
-    routing = Routing(top_k_weights, top_k_index, top_k_index)  # whose counts are not read
+    routing = Routing(top_k_weights, top_k_index, top_k_index)  # expert_mlp does not read the counts
     return expert_mlp(
         hidden_states, routing, gate_up, down, activation=gate.activation, interleaved=gate.interleaved,
         alpha=gate.alpha, limit=gate.limit, transposed=option(self, "is_transposed"),
@@ -60,12 +60,12 @@ def experts_forward(
 
 
 def option(experts: nn.Module, name: str) -> bool:
-    """An option of ``use_experts_implementation``, which instances have from the version on that introduced it."""
+    """An option of ``use_experts_implementation``; instances of earlier versions lack it and have the default."""
     return getattr(experts, name, DEFAULTS[name])
 
 
 def gate_of(experts: nn.Module) -> Gate:
-    """The one of ours that does what the experts' own ``_apply_gate`` does, on numbers that tell them apart."""
+    """The activation that gives the results of the experts' own ``_apply_gate``, tried on a few numbers."""
     known = _gates.get(experts)
     if known is None:
         probe = torch.linspace(-21.0, 23.0, 96).view(2, 48).roll(5, -1)
@@ -94,12 +94,12 @@ def candidates(experts: nn.Module) -> list[Gate]:
 
 
 def weight_of(experts: nn.Module, name: str) -> tuple[Tensor, Adapter | None]:
-    """The weight and PEFT's adapter on it, apart while it is one adapter; else what PEFT makes of all together."""
+    """The weight and its adapter, separately if there is one adapter; else the sum that PEFT computes, and None."""
     held, parametrized = experts.__dict__.get(HELD, {}), getattr(experts, "parametrizations", {})
     factors, weight = held.get(name), None
     if factors is None and name in parametrized and len(parametrized[name]) == 1:
         proxy = parametrized[name][0]
-        if type(proxy).__name__ == "_LoraFactorsProxy":  # of a PEFT that is not patched
+        if type(proxy).__name__ == "_LoraFactorsProxy":  # PEFT is not patched
             factors, weight = (proxy.lhs, proxy.rhs, proxy.scaling), parametrized[name].original
     weight = getattr(experts, name) if weight is None else weight
     if factors is None:
@@ -110,11 +110,11 @@ def weight_of(experts: nn.Module, name: str) -> tuple[Tensor, Adapter | None]:
 
 @contextmanager
 def activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
-    """PEFT's own multiplies an adapter out and adds it to the weights of all experts; ours are handed the factors."""
+    """Pass the factors of an adapter to the experts; PEFT's own adds their product to the weights of all experts."""
     experts = self.get_base_layer()
     adapters = [name for name in active_adapters if name in self.lora_A]
     ours = getattr(getattr(experts, "config", None), "_experts_implementation", None) == NAME
-    whole = self.get_param().is_floating_point() and self.get_param().element_size() > 1  # not quantised
+    whole = self.get_param().is_floating_point() and self.get_param().element_size() > 1  # not quantized
     if not (ours and whole and len(adapters) == 1 and self.num_experts > 1):
         with original(*PEFT)(self, active_adapters):
             yield
@@ -128,7 +128,7 @@ def activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
 
 
 def register() -> None:
-    """Add the name to transformers' experts, where it stays: models may be set to it. Not before 5.7 of transformers,
-    which refuses every name but its own."""
+    """Register the name with transformers, permanently, so that models can be set to it. Versions before 5.7 reject
+    names other than their own."""
     if not unsupported(INTERFACE[0], SINCE):
         getattr(import_module(INTERFACE[0]), INTERFACE[1]).register(NAME, experts_forward)

@@ -1,4 +1,4 @@
-"""What stands in for TRL's log-probs, entropy, linear heads and distillation; see `onepass.patch`."""
+"""Replacements for TRL's log-probs, entropy, linear heads and distillation; see `onepass.patch`."""
 
 import sys
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from onepass.losses.reduction import reduced
 from onepass.losses.statistics import softmax_statistics
 
 FUSED = "trl.kernels.chunked_logprob"
-TOKENS = 4096  # of one of TRL's own tiles
+TOKENS = 4096  # of a tile of TRL's own
 METRICS: dict[str, Metric] = {"log_sum_sq_probs": "log_sum_sq_probs", "mean_logits": "mean_logit", "is_top1": "is_top1"}
 
 
 def selective_log_softmax(
     logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
 ) -> Tensor:
-    """`onepass.selective_log_softmax`; a ``row_mask`` of the shape ``(..., K)`` of ``index`` masks single results."""
+    """`onepass.selective_log_softmax`; a ``row_mask`` of the shape ``(..., K)`` masks single results."""
     if _in_torch(logits):
         return _masked(_chosen(_log_softmax(logits, temperature), index), row_mask)
     if row_mask is None or row_mask.dim() < logits.dim():
@@ -32,7 +32,7 @@ def selective_log_softmax(
 
 
 def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
-    """`onepass.entropy_from_logits`, which allocates nothing that ``chunk_size`` could bound."""
+    """`onepass.entropy_from_logits`. It allocates no chunks, so ``chunk_size`` has no effect."""
     return _entropy(_log_softmax(logits)) if _in_torch(logits) else log_probs.entropy_from_logits(logits)
 
 
@@ -57,12 +57,12 @@ def selective_log_softmax_and_entropy(
 def fused_log_probs_and_entropy(
     logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`onepass.selective_log_softmax_and_entropy`, for TRL's own kernel."""
+    """`onepass.selective_log_softmax_and_entropy`, with the signature of TRL's own kernel."""
     return log_probs.selective_log_softmax_and_entropy(logits, index, temperature=temperature, row_mask=_bool(row_mask))
 
 
 def _in_torch(logits: Tensor) -> bool:
-    """Half precision on a CPU: TRL's tests ask for the rounding of torch's own arithmetic, which no GPU path has."""
+    """Whether to use torch: for half precision on a CPU, TRL's tests require the rounding of torch's arithmetic."""
     return logits.is_cpu and logits.dtype in (torch.float16, torch.bfloat16)
 
 
@@ -84,13 +84,13 @@ def _masked(result: Tensor, row_mask: Tensor | None) -> Tensor:
 
 
 class TwiceRounded(LinearLogits):
-    """With the bias added to the rounded product, as TRL's fused head has it; a linear layer rounds their sum."""
+    """Adds the bias to the rounded product, as TRL's fused head does; a linear layer rounds only their sum."""
 
     round_before_bias = True
 
 
 class ChunkedLogProbFunction:
-    """The numbers of TRL's fused heads, from `onepass.linear_softmax_statistics`."""
+    """The statistics of TRL's fused heads, from `onepass.softmax_statistics` of a linear head."""
 
     @staticmethod
     def apply(
@@ -104,8 +104,8 @@ class ChunkedLogProbFunction:
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = ("entropy", *METRICS),
     ) -> tuple[Tensor | None, ...]:
-        """``(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1)`` of hidden states ``(N, H)``; None where not
-        among ``outputs``. Tiles are chosen by memory, not by ``chunk_size``."""
+        """``(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1)`` of hidden states ``(N, H)``; None for those
+        not in ``outputs``. The size of tiles follows from memory, not from ``chunk_size``."""
         parts = []
         for rows, target in _parts(hidden, targets):
             s = softmax_statistics(
@@ -119,7 +119,7 @@ class ChunkedLogProbFunction:
 
 
 def _parts(hidden: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """All tokens, but where somebody has lowered the number that TRL takes at a time."""
+    """All tokens at once, unless the user has lowered TRL's ``TOKEN_CHUNK_SIZE``: then that many at a time."""
     tokens = getattr(sys.modules.get(FUSED), "TOKEN_CHUNK_SIZE", TOKENS)
     if tokens >= TOKENS:
         return iter([(hidden, targets)])
@@ -137,8 +137,8 @@ def chunked_cross_entropy_loss(
     final_logit_softcapping: float | None = None,
     lm_head_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The next token's cross-entropy of a linear head, how many tokens are its first choice, the sum of the entropies,
-    and how many tokens count. ``labels`` are shifted here, ``shift_labels`` are already."""
+    """The next token's cross-entropy of a linear head, the number of tokens that are its argmax, the sum of the
+    entropies, and the number of valid tokens. ``labels`` are shifted here, ``shift_labels`` are shifted already."""
     target = shift_labels
     if target is None:
         if labels is None:
@@ -169,7 +169,8 @@ def chunked_divergence_loss(
     teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`onepass.linear_kl_div` over the rows of ``completion_mask``, the student's entropies summed, and how many rows.
+    """`onepass.kl_div` of linear heads over the rows of ``completion_mask``, the sum of the student's entropies, and
+    the number of rows.
 
     ``beta`` is that of ``direction="jsd"``. A logit scale multiplies the hidden states and the bias.
     """
@@ -197,7 +198,7 @@ def _bool(row_mask: Tensor | None) -> Tensor | None:
 
 
 def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None, kind: type[LinearLogits] = LinearLogits) -> LinearLogits:
-    """In the dtype of the hidden states, or autocast's, as a linear layer of a trainer in mixed precision."""
+    """A head in the dtype of the hidden states or of autocast, as a linear layer in mixed-precision training."""
     if not torch.is_autocast_enabled(hidden.device.type):
         weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     return kind(hidden, weight, bias)

@@ -1,1 +1,1 @@
-"""Losses: mathematics on the fields that a source of logits leaves behind, whatever the source."""
+"""Losses as functions of the row statistics of any source of logits: a tensor, or a linear head."""

@@ -1,4 +1,4 @@
-"""Cross-entropy with class weights, label smoothing and z-loss."""
+"""Cross-entropy of class indices, with class weights, label smoothing and z-loss."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from onepass.core.options import REDUCTIONS, Reduction
 from onepass.logits.source import Divisor, Logits, as_source, inputs_for, options_for
 from onepass.losses.reduction import divisor_of
 
-POSITIONAL = ("weight", "ignore_index", "reduction", "label_smoothing")  # as torch has them, in earlier versions
+POSITIONAL = ("weight", "ignore_index", "reduction", "label_smoothing")  # torch's order, in earlier versions
 
 
 @renamed(positional=POSITIONAL, weight="class_weights")
@@ -36,7 +36,7 @@ def cross_entropy(
     logit_scale: float = 1.0,
     inplace_backward: bool = False,
 ) -> Tensor:
-    r"""Cross-entropy between logits and class indices, as `torch.nn.functional.cross_entropy`, in one read.
+    r"""Cross-entropy between logits and class indices, in one read; see also `torch.nn.functional.cross_entropy`.
 
     With :math:`\log p` the log-softmax of the transformed logits, target :math:`y`, class weights :math:`c` and label
     smoothing :math:`\varepsilon`, the loss of a row is
@@ -49,14 +49,14 @@ def cross_entropy(
             `onepass.LinearLogits`.
         target: ``(...)``, int32 or int64.
         class_weights: ``(V,)``, floating-point (torch's ``weight``); not differentiable.
-        ignore_index: rows with this target are not read; their loss and gradient are 0, and means leave them out.
-        row_mask: ``(...)``, bool or 0/1; rows where it is False are left out likewise.
+        ignore_index: rows with this target are not read: their loss and gradient are 0, and a mean excludes them.
+        row_mask: ``(...)``, bool or 0/1; rows where it is False are excluded likewise.
         label_smoothing: :math:`\varepsilon` in [0, 1].
         z_loss_weight: weight of the squared log-normalizer (PaLM, arXiv:2204.02311, section 5), >= 0.
-        reduction: ``"mean"`` (weighted by ``class_weights[target]``, as in torch; NaN if no row is left; the z-loss is
-            averaged over the rows that are not left out), ``"sum"`` or ``"none"``.
-        num_items: divides the sum instead of ``reduction``: a number, or a tensor of one element, of items in the whole
-            batch, for averages that gradient accumulation does not change.
+        reduction: ``"mean"`` (weighted by ``class_weights[target]``, as in torch; NaN without any valid row; the z-loss
+            is averaged over the valid rows), ``"sum"`` or ``"none"``.
+        num_items: the number of items in the whole batch, a number or a tensor of one element. The sum is divided by it
+            instead of being reduced by ``reduction``, so that gradient accumulation does not change the average.
         temperature, softcap, logit_scale: the transform of the logits, see `onepass.softmax_statistics`.
         inplace_backward: see `onepass.selective_log_softmax`.
 
@@ -64,7 +64,7 @@ def cross_entropy(
         float32 (float64 for float64 logits): a scalar, or ``(...)`` for ``reduction="none"``.
 
     Raises:
-        TypeError, ValueError, IndexError: as `onepass.softmax_statistics`, which also says what -inf and NaN give.
+        TypeError, ValueError, IndexError: as `onepass.softmax_statistics`, which also documents -inf and NaN logits.
     """
     source = as_source(logits, inplace_backward=inplace_backward)
     check_choice(reduction, "reduction", REDUCTIONS)
@@ -89,7 +89,7 @@ def cross_entropy(
     options = options_for(fields, temperature, softcap, logit_scale)
     inputs, options = inputs_for(source, options, target, valid, smoothed, "target")
 
-    # A target outside the vocabulary makes its row NaN; here it must only not be read.
+    # A target outside the vocabulary makes its row NaN; the clamp only keeps the lookup of its weight in bounds.
     count = valid if weights is None else weights[target.clamp(0, len(weights) - 1)] * valid
     total = 1.0 if weights is None or not label_smoothing else weights.sum()
     share = 1.0 if weights is None else 1.0 / source.shape[-1]
@@ -103,7 +103,7 @@ def cross_entropy(
         divisor = divisor_of(0, reduction, num_items)
 
     def score_of(s: dict[str, Tensor], *counts: Tensor) -> Tensor:
-        """The negative loss of rows: signs are turned once, in the divisor."""
+        """The negative loss of rows; the divisor changes the sign once."""
         score = s["log_probs"] * counts[0] if counts else s["log_probs"]
         if label_smoothing:
             smooth = s["weighted_logit"] - total * s["log_normalizer"]  # Σ_j c_j log p_j
@@ -118,9 +118,9 @@ def cross_entropy(
 
 
 class CrossEntropyLoss(torch.nn.Module):
-    """`cross_entropy` as a module, with the same options (see there), as `torch.nn.CrossEntropyLoss`.
+    """`cross_entropy` as a module with the same options, all keyword-only; see also `torch.nn.CrossEntropyLoss`.
 
-    ``class_weights`` is kept as a buffer.
+    ``class_weights`` is a buffer.
     """
 
     class_weights: Tensor | None

@@ -1,13 +1,13 @@
-"""The directions of a divergence between a teacher and a student, for all distillation losses."""
+"""The direction of a divergence between teacher and student, checked; for all distillation losses."""
 
 from onepass.core.checks import check_choice, check_number
 from onepass.core.options import DIRECTIONS, Direction
 
-BETA = 0.5  # unless somebody says otherwise, which only a Jensen-Shannon divergence listens to
+BETA = 0.5  # the default; only a Jensen-Shannon divergence has another
 
 
 def resolved(direction: Direction, beta: float) -> tuple[Direction, float]:
-    """Direction and beta, checked; a Jensen-Shannon divergence with ``beta`` 0 or 1 is one of the others."""
+    """Check the arguments; a Jensen-Shannon divergence with ``beta`` 0 is "forward" and with 1 "reverse"."""
     check_choice(direction, "direction", DIRECTIONS)
     beta = check_number(beta, "beta", 0, 1, open_low=False)
     if direction == "jsd":

@@ -1,4 +1,4 @@
-"""Divergences between the whole distributions of a student and a teacher."""
+"""Divergences between a student and a teacher over the whole vocabulary."""
 
 import torch
 from torch import Tensor
@@ -29,9 +29,9 @@ def kl_div(
     teacher_softcap: float | None = None,
     teacher_logit_scale: float = 1.0,
 ) -> Tensor:
-    r"""Divergence between the distributions of two rows of logits, over the whole vocabulary.
+    r"""Divergence between the distributions of student and teacher logits, over the whole vocabulary.
 
-    With :math:`t, s` the teacher's and the student's probabilities and the sums over the vocabulary,
+    With :math:`t, s` the probabilities of teacher and student, and sums over the vocabulary, the loss of a row is
 
     - ``"forward"``: :math:`\sum_j t_j \log (t_j / s_j)`, as `torch.nn.functional.kl_div` of log-probs
     - ``"reverse"``: :math:`\sum_j s_j \log (s_j / t_j)`
@@ -39,34 +39,34 @@ def kl_div(
       :math:`m = \beta t + (1-\beta) s` (Agarwal et al., arXiv:2306.13649, eq. 1); ``beta`` 0 is ``"forward"`` and 1
       is ``"reverse"``.
 
-    Forward and reverse read each tensor once; ``"jsd"`` twice, since its first term needs both normalisers. Nothing of
-    the size of the logits is allocated but the gradients.
+    Forward and reverse read each tensor once; ``"jsd"`` reads it twice, since its first term needs both normalizers.
+    Only gradients of the size of the logits are allocated.
 
     Args:
-        student_logits: ``(..., V)``, float16, bfloat16, float32 or float64, any strides.
-        teacher_logits: ``(..., V)``, likewise; differentiable too, which costs nothing unless it requires a gradient.
-            Of a student that is `onepass.LinearLogits`, a constant: logits, or LinearLogits too.
+        student_logits: ``(..., V)``, float16, bfloat16, float32 or float64, any strides. Or `onepass.LinearLogits`.
+        teacher_logits: likewise, and differentiable too; a gradient that is not required costs nothing. It must be a
+            constant if the student is `LinearLogits`; `LinearLogits` are materialized if the student is a tensor.
         row_mask: ``(...)``, bool or 0/1. Rows where it is 0 are not read; their loss and gradient are 0.
         direction: ``"forward"``, ``"reverse"`` or ``"jsd"``.
         beta: weight of the teacher in ``"jsd"``, in [0, 1]; an error with another direction.
-        vocab_size: only the first ``vocab_size`` columns of both are compared: for two models of one tokenizer, of
-            which one or both pad their vocabulary. Gradients beyond them are 0.
-        reduction: ``"mean"`` (over the rows that are not masked), ``"sum"`` or ``"none"``, ``(...)``.
+        vocab_size: compare only the first ``vocab_size`` columns of both, for models of one tokenizer that pad their
+            vocabularies differently. Gradients of the other columns are 0.
+        reduction: ``"mean"`` (over the rows that are not masked; 0 if there are none), ``"sum"`` or ``"none"``.
         num_items: divides the sum instead of ``reduction``, see `cross_entropy`.
         temperature, softcap, logit_scale: the transform of the student's logits, see `onepass.softmax_statistics`.
-        teacher_temperature, teacher_softcap, teacher_logit_scale: of the teacher's; without its own temperature it has
-            the student's.
+        teacher_temperature, teacher_softcap, teacher_logit_scale: the transform of the teacher's logits; its default
+            temperature is the student's.
 
     Returns:
-        float32 (float64 if either of the logits are).
+        float32 (float64 if either of the logits are): a scalar, or ``(...)`` for ``reduction="none"``.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
 
-    What has probability 0 contributes exactly 0 to each expectation under it, so that -inf logits are fine on either
-    side. Only where a distribution gives probability 0 to what the other, in whose favour the expectation is taken,
-    can produce is the divergence +inf (as in torch), and there is no gradient to speak of. NaN as in
-    `onepass.softmax_statistics`, for its row alone.
+    A class of probability 0 contributes exactly 0 to an expectation under that distribution, so both sides may have
+    -inf logits. The divergence is +inf, as in torch, with no meaningful gradient, where the expectation is under one
+    distribution and the other one gives probability 0 to a class that the first can produce. NaN logits make their own
+    row NaN, as in `onepass.softmax_statistics`.
     """
     student = as_source(student_logits, "student_logits")
     teacher = as_source(teacher_logits, "teacher_logits")
@@ -83,7 +83,7 @@ def kl_div(
 
 
 class KLDivLoss(torch.nn.Module):
-    """`kl_div` as a module, with the same options (see there)."""
+    """`kl_div` as a module with the same options."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Losses of a linear head, of ``hidden @ weight.T + bias``, whose logits are never materialized."""
+"""Losses of a linear head from its hidden states: the logits ``hidden @ weight.T + bias`` are never materialized."""
 
 from collections.abc import Callable, Sequence
 
@@ -35,9 +35,9 @@ def linear_softmax_statistics(
     logit_scale: float = 1.0,
     max_memory: int | None = None,
 ) -> SoftmaxStatistics:
-    """`softmax_statistics` of a linear head: the fields of every row, for any loss, also one that couples rows.
+    """`softmax_statistics` of a linear head, for any loss, including one that couples rows.
 
-    Forward and backward are four GEMMs: the backward computes the tiles again. `linear_loss` needs three.
+    Forward and backward take four GEMMs, since the backward recomputes the logits. `linear_loss` takes three.
 
     Args:
         hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
@@ -66,7 +66,7 @@ def linear_selective_log_softmax_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """`selective_log_softmax_and_entropy` of a linear head, for any upstream gradient (four GEMMs).
 
-    Arguments are those of `linear_softmax_statistics`.
+    The arguments are those of `linear_softmax_statistics`.
     """
     return selective_log_softmax_and_entropy(
         LinearLogits(hidden, weight, bias, max_memory=max_memory), index, row_mask=row_mask, temperature=temperature,
@@ -92,15 +92,15 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     max_memory: int | None = None,
 ) -> Tensor:
-    """`cross_entropy` of a linear head: forward and backward are three GEMMs.
+    """`cross_entropy` of a linear head: forward and backward take three GEMMs.
 
     Args:
         hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
-        target: ``(...)``, int32 or int64; rows that are ``ignore_index`` take part in no GEMM.
+        target: ``(...)``, int32 or int64; rows that are ``ignore_index`` are left out of all GEMMs.
 
-    The other arguments, and what is returned and raised, are those of `cross_entropy`. The gradient is taken in the
+    The other arguments, and what is returned and raised, are those of `cross_entropy`. The gradient is computed in the
     forward pass: a second backward through the result is an error, except with ``reduction="none"``, whose backward
-    computes the tiles again (four GEMMs).
+    recomputes the logits (four GEMMs).
     """
     return cross_entropy(
         LinearLogits(hidden, weight, bias, max_memory=max_memory), target, class_weights=class_weights,
@@ -168,8 +168,8 @@ def linear_kl_div(
 
     Args:
         hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
-        teacher_logits: a constant: logits ``(..., V)``, or ``LinearLogits(teacher_hidden, teacher_weight)``, which
-            adds a GEMM and a tile to the workspace; that the two have different widths ``H`` is fine.
+        teacher_logits: a constant, either logits ``(..., V)`` or ``LinearLogits(teacher_hidden, teacher_weight)``,
+            which add a GEMM, and a tile to the workspace. Student and teacher may have different widths ``H``.
 
     The other arguments, and what is returned and raised, are those of `kl_div`.
     """
@@ -199,32 +199,32 @@ def linear_loss(
     logit_scale: float = 1.0,
     max_memory: int | None = None,
 ) -> Tensor:
-    r"""Any loss that is a function of each row's statistics: forward and backward are three GEMMs.
+    r"""Any loss that is a function of each row's statistics: forward and backward take three GEMMs.
 
-    ``loss_fn(statistics, *row_inputs)`` gets the `SoftmaxStatistics` of ``n`` rows at a time, fields of shape ``(n,)``
-    or ``(n, K)``, with those rows of ``row_inputs``, and returns their loss, ``(n,)``. It is differentiated on these
-    row vectors while the tile of logits is there. A row's loss must not depend on other rows, since which rows come
-    together is not for it to know: a loss that sums over a sequence first, as DPO's, takes `linear_softmax_statistics`.
+    ``loss_fn(statistics, *row_inputs)`` gets the `SoftmaxStatistics` of ``n`` rows at a time, with fields of shape
+    ``(n,)`` or ``(n, K)``, and the same rows of ``row_inputs``; it returns their loss, ``(n,)``. Autograd
+    differentiates it while the tile of logits is in memory. A row's loss must not depend on other rows, since any rows
+    may share a tile: a loss that sums over a sequence first, as DPO does, takes `linear_softmax_statistics`.
 
     Args:
         hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
         index: ``(...)`` or ``(..., K)``, int32 or int64, or None.
-        loss_fn: called once a tile, and once more where the backward comes back to it (``reduction="none"``).
+        loss_fn: called once per tile, and once more in the backward with ``reduction="none"``.
         row_inputs: ``(..., *)``, for instance advantages and old log-probs; differentiable.
         class_weights, metrics, expected_logit, temperature, softcap, logit_scale: see `softmax_statistics`.
-        row_mask: ``(...)``, bool or 0/1; rows where it is False take part in nothing. Their loss is 0.
+        row_mask: ``(...)``, bool or 0/1; rows where it is False are left out of all GEMMs. Their loss is 0.
         reduction: ``"mean"`` (over the rows that are not masked; 0 if there are none), ``"sum"`` or ``"none"``, which
             takes four GEMMs in all.
         num_items: divides the sum instead of ``reduction``, see `cross_entropy`.
 
     Returns:
-        float32 (float64 for float64 inputs). The gradient of a sum or mean is taken in the forward pass: a second
-        backward through it is an error. Under `torch.compile` it is `linear_softmax_statistics` and ``loss_fn``.
+        float32 (float64 for float64 inputs). The gradient of a sum or mean is computed in the forward pass: a second
+        backward through it is an error. Under `torch.compile`, `linear_softmax_statistics` followed by ``loss_fn``.
 
     Raises:
-        TypeError, ValueError, IndexError: as `softmax_statistics`; ``loss_fn`` returns another shape, or is
-            differentiated with respect to a tensor that is not among ``row_inputs``, or (looked for on a CPU and with
-            ``ONEPASS_DEBUG=1``, in the gradient of the first row) couples rows.
+        TypeError, ValueError, IndexError: as `softmax_statistics`; also if ``loss_fn`` returns another shape, is
+            differentiable with respect to a tensor that is not among ``row_inputs``, or couples rows (checked on a CPU
+            and with ``ONEPASS_DEBUG=1``, in the gradient of the first row).
 
     Example::
 
@@ -263,7 +263,7 @@ def linear_loss(
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
-    """`linear_cross_entropy` as a module, with the same options (see there). ``class_weights`` is kept as a buffer."""
+    """`linear_cross_entropy` as a module with the same options, all keyword-only. ``class_weights`` is a buffer."""
 
     class_weights: Tensor | None
 

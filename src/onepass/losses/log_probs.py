@@ -1,4 +1,4 @@
-"""Log-probabilities of selected classes, and the entropy of the distribution."""
+"""Log-probabilities of selected classes, and the entropy of each row, from one read of the logits."""
 
 from torch import Tensor
 
@@ -19,18 +19,18 @@ def selective_log_softmax(
     r"""Log-probabilities of selected classes, :math:`\log \mathrm{softmax}(x / T)[\mathrm{index}]`, in one read.
 
     Args:
-        logits: ``(..., V)``, float16, bfloat16, float32 or float64, any strides.
+        logits: ``(..., V)``, float16, bfloat16, float32 or float64, any strides. Or `onepass.LinearLogits`.
         index: ``(...)`` or ``(..., K)``, int32 or int64.
         row_mask: ``(...)``, bool or 0/1. Rows where it is False are not read; their results and gradients are 0.
         temperature, softcap, logit_scale: the transform of the logits, see `onepass.softmax_statistics`.
-        inplace_backward: write the gradient over the logits instead of allocating one. A later use of those logits,
-            or a second backward, is an error. Without effect under `torch.compile`, which plans memory itself.
+        inplace_backward: write the gradient over the logits instead of allocating it. A later use of those logits,
+            or a second backward, is an error. It has no effect under `torch.compile`, which plans memory itself.
 
     Returns:
-        The log-probabilities, the shape of ``index``, float32 (float64 for float64 logits), differentiable.
+        The log-probabilities in nats, of the shape of ``index``; float32 (float64 for float64 logits), differentiable.
 
     Raises:
-        TypeError, ValueError, IndexError: as `onepass.softmax_statistics`, which also says what -inf and NaN give.
+        TypeError, ValueError, IndexError: as `onepass.softmax_statistics`, which also documents -inf and NaN logits.
     """
     source = as_source(logits, inplace_backward=inplace_backward)
     check_index(index, source)
@@ -50,7 +50,7 @@ def entropy_from_logits(
 ) -> Tensor:
     r"""Entropy in nats of :math:`p = \mathrm{softmax}(x / T)`, :math:`-\sum_j p_j \log p_j`, in one read.
 
-    Arguments and errors are those of `selective_log_softmax`; the result has the shape of the rows, ``(...)``.
+    The arguments and errors are those of `selective_log_softmax`; the result has the shape of the rows, ``(...)``.
     Classes of probability 0 contribute 0.
     """
     source = as_source(logits, inplace_backward=inplace_backward)
@@ -69,10 +69,10 @@ def selective_log_softmax_and_entropy(
     logit_scale: float = 1.0,
     inplace_backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`selective_log_softmax` and `entropy_from_logits` from one read of the logits, and one gradient for both.
+    """`selective_log_softmax` and `entropy_from_logits` from one read of the logits, with one gradient for both.
 
     Returns:
-        ``(log_probs, entropy)``: the shape of ``index``, and the shape of the rows.
+        ``(log_probs, entropy)``, of the shape of ``index`` and of the rows ``(...)``.
     """
     source = as_source(logits, inplace_backward=inplace_backward)
     check_index(index, source)

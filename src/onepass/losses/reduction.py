@@ -1,4 +1,4 @@
-"""From the loss of every row to what is returned."""
+"""The reduction of the losses of all rows to a mean or a sum."""
 
 from torch import Tensor
 
@@ -8,8 +8,8 @@ from onepass.logits.source import Divisor, divided
 
 
 def divisor_of(rows: Tensor | int, reduction: Reduction, num_items: float | Tensor | None) -> Divisor:
-    """What the sum over rows is divided by: ``num_items``, or of a mean how many ``rows`` there are (a mask, or how
-    many; at least 1). None for ``"none"``. A number that is on the CPU is a float, so that nothing waits for a copy."""
+    """The divisor of the sum over rows: ``num_items``, or for a mean the number of ``rows`` (given as a mask or a
+    number; at least 1). None for ``"none"``. A number on the CPU becomes a float, so that no copy synchronizes."""
     check_choice(reduction, "reduction", REDUCTIONS)
     if num_items is not None:
         if reduction == "none":
@@ -25,5 +25,5 @@ def divisor_of(rows: Tensor | int, reduction: Reduction, num_items: float | Tens
 
 
 def reduced(loss: Tensor, rows: Tensor | int, reduction: Reduction, num_items: float | Tensor | None) -> Tensor:
-    """The sum over ``num_items``, the mean over ``rows`` (a mask, or how many; 0 if none), the sum, or the loss."""
+    """The sum over ``num_items``, the mean over ``rows`` (a mask or a number; 0 if none), the sum, or the loss."""
     return divided(loss, divisor_of(rows, reduction, num_items), loss.dim())

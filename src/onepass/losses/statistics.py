@@ -1,4 +1,4 @@
-"""The primitive as users call it, for losses of their own."""
+"""`softmax_statistics`: the per-row statistics of logits, from which users write losses of their own."""
 
 from collections.abc import Sequence
 
@@ -22,23 +22,23 @@ def softmax_statistics(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> SoftmaxStatistics:
-    r"""Read every row of logits once and return what losses need of it, differentiably.
+    r"""Read every row of logits once and return the statistics that losses are functions of, differentiably.
 
     The statistics are those of :math:`z = \mathrm{cap}\cdot\tanh(\mathrm{scale}\cdot x / \mathrm{cap}) / T` (without
     the tanh where ``softcap`` is None), computed in float32 (float64 for float64 logits) whatever the input dtype.
     The gradient has the dtype of the logits and is rounded to it once.
 
     Args:
-        logits: ``(..., V)``, float16, bfloat16, float32 or float64. Any strides; only a last dimension that is not
-            contiguous is copied. Or `onepass.LinearLogits`, here and in all losses.
-        index: classes to select, ``(...)`` or ``(..., K)``, int32 or int64; may repeat a class.
+        logits: ``(..., V)``, float16, bfloat16, float32 or float64. Any strides; logits are copied only if the last
+            dimension is not contiguous. Or `onepass.LinearLogits`, here and in all losses.
+        index: classes to select, ``(...)`` or ``(..., K)``, int32 or int64; classes may repeat.
         class_weights: the ``c`` of ``weighted_logit``: ``(V,)``, or one number for all classes. Not differentiable.
         row_mask: ``(...)``, bool or 0/1. Rows where it is False are not read; their results and gradients are 0.
         temperature: :math:`T > 0`, divides the logits after the soft-cap.
-        softcap: the cap > 0, as in Gemma 2; None for none.
+        softcap: the cap > 0, as in Gemma 2; None for no soft-cap.
         logit_scale: multiplies the logits before the soft-cap, as in Cohere's and Granite's models.
-        metrics: any of ``"is_top1"`` (needs ``index``), ``"log_sum_sq_probs"``, ``"mean_logit"``. No gradient.
-        expected_logit: False leaves out ``expected_logit``, and the work for it.
+        metrics: any of ``"is_top1"`` (needs ``index``), ``"log_sum_sq_probs"``, ``"mean_logit"``. Not differentiable.
+        expected_logit: whether to compute ``expected_logit``, which `SoftmaxStatistics.entropy` needs.
 
     Returns:
         `SoftmaxStatistics`.
@@ -46,10 +46,10 @@ def softmax_statistics(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
         IndexError: an index outside ``[0, V)`` in a row that is not masked, on a CPU or with ``ONEPASS_DEBUG=1``.
-            On a GPU, where a look would synchronize, all results and gradients of that row are NaN instead.
+            On a GPU, where a check would synchronize, all results and gradients of that row are NaN instead.
 
-    -inf logits have probability 0 and gradient 0. A row that holds NaN or +inf, or nothing but -inf, is NaN
-    throughout, as in `torch.log_softmax`.
+    -inf logits have probability 0 and gradient 0. A row that contains NaN or +inf, or only -inf, is NaN throughout,
+    as in `torch.log_softmax`.
 
     Reference: Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.
 
@@ -69,7 +69,7 @@ def softmax_statistics(
 def fields_of(
     index: Tensor | None, class_weights: Tensor | float | None, metrics: Sequence[Metric], expected_logit: bool
 ) -> str:
-    """The fields of `SoftmaxStatistics` that these arguments of `softmax_statistics` ask for."""
+    """The fields of `SoftmaxStatistics` that these arguments of `softmax_statistics` request."""
     if isinstance(metrics, str) or not isinstance(metrics, Sequence):
         raise TypeError(f"metrics: expected a sequence of names, got {described(metrics)}")
     for metric in metrics:

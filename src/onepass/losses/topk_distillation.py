@@ -1,4 +1,4 @@
-"""Distillation from the K best tokens of a teacher, whose logits are gathered from one read of the student's."""
+"""Distillation from a teacher's top-K tokens and log-probs, in one read of the student's logits."""
 
 import math
 from copy import copy
@@ -28,7 +28,7 @@ from onepass.losses.reduction import divisor_of, reduced
 
 
 def new_name_of_mask(given: dict[str, Any]) -> str:
-    """``mask`` was of rows or of the teacher's tokens, told by its shape."""
+    """The former ``mask`` was of rows or of the teacher's tokens, depending on its shape."""
     mask, ids = given.get("mask"), given.get("teacher_ids")
     of_tokens = isinstance(mask, Tensor) and isinstance(ids, Tensor) and mask.dim() == ids.dim()
     return "teacher_mask" if of_tokens else "row_mask"
@@ -51,10 +51,10 @@ def topk_kl_div(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Tensor:
-    r"""Divergence between a teacher, known by its K best tokens, and a student, in one read of the student's logits.
+    r"""Divergence between a teacher's top-K tokens and a student, in one read of the student's logits.
 
     With :math:`t_k` the teacher's and :math:`s_k = \mathrm{softmax}(x / T)[\mathrm{id}_k]` the student's probability
-    of the k-th token, the loss of a row is, summed over the tokens that are given,
+    of the k-th token, and sums over the tokens that are not masked, the loss of a row is
 
     - ``"forward"``: :math:`\sum_k t_k \log (t_k / s_k)`, KL(teacher ‖ student)
     - ``"reverse"``: :math:`\sum_k s_k \log (s_k / t_k)`, KL(student ‖ teacher)
@@ -63,30 +63,29 @@ def topk_kl_div(
       ``"forward"`` and 1 is ``"reverse"``.
 
     Args:
-        student_logits: ``(..., V)``, float16, bfloat16, float32 or float64, any strides.
+        student_logits: ``(..., V)``, float16, bfloat16, float32 or float64, any strides. Or `onepass.LinearLogits`.
         teacher_ids: ``(..., K)``, int32 or int64.
-        teacher_log_probs: ``(..., K)``, floating-point, in nats, at the temperature that is meant for the teacher; not
-            differentiable. A token of log-prob -inf was not given by the teacher, as if its ``teacher_mask`` were 0.
-        row_mask: ``(...)``, bool or 0/1; rows that count. Elsewhere ids and log-probs may be anything.
-        teacher_mask: ``(..., K)``, bool or 0/1; tokens that count, likewise. Rows without any token are not read:
+        teacher_log_probs: ``(..., K)``, floating-point, in nats, already at the teacher's temperature; not
+            differentiable. A token of log-prob -inf is masked, as if its ``teacher_mask`` were 0.
+        row_mask: ``(...)``, bool or 0/1; 0 masks a row. Masked ids and log-probs may have any value.
+        teacher_mask: ``(..., K)``, bool or 0/1; 0 masks a token, likewise. Rows without any token are not read:
             their loss and gradient are exactly 0.
         direction: ``"forward"``, ``"reverse"`` or ``"jsd"``.
         beta: weight of the teacher in ``"jsd"``, in [0, 1]; an error with another direction.
-        renormalize: False: the student is normalised over the whole vocabulary, and the teacher is taken as it is.
-            True: both are normalised over the row's given tokens; only those logits are read.
-        reduction: ``"mean"`` (over the rows that the masks leave a token of; 0 if there are none), ``"sum"`` or
+        renormalize: False: the student is normalized over the whole vocabulary, and the teacher is not normalized.
+            True: both are normalized over the row's tokens that are not masked; only those logits are read.
+        reduction: ``"mean"`` (over the rows in which the masks leave a token; 0 if there are none), ``"sum"`` or
             ``"none"`` (the shape of the rows).
-        num_items: divides the sum instead of ``reduction``: a number, or a tensor of one element, of items in the whole
-            batch, for averages that gradient accumulation does not change.
+        num_items: divides the sum instead of ``reduction``, see `cross_entropy`.
         temperature, softcap, logit_scale: the transform of the student's logits, see `onepass.softmax_statistics`.
-            (Hinton's factor :math:`T^2` is the caller's to multiply.)
+            (The result is not multiplied by Hinton's factor :math:`T^2`.)
 
     Returns:
         float32 (float64 for float64 logits), differentiable with respect to ``student_logits``.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; rows of the teacher that
-            are fewer than the student's are not filled up.
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value. A teacher with fewer rows
+            than the student is not padded.
         IndexError: an id outside ``[0, V)`` that is not masked, on a CPU or with ``ONEPASS_DEBUG=1``; on a GPU that
             row is NaN instead.
     """
@@ -123,14 +122,14 @@ def distillation_loss(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Tensor:
-    r"""Hard labels and a teacher's K best tokens, from one read of the student's logits and with one gradient.
+    r"""Cross-entropy with labels and divergence from a teacher's top-K tokens, in one read and with one gradient.
 
     :math:`\alpha\, D(\mathrm{teacher}, \mathrm{student}) + (1 - \alpha)\, \mathrm{CE}(\mathrm{target})`, where D
     is `topk_kl_div` and CE is `cross_entropy`, always at temperature 1.
 
     Args:
-        target: ``(...)``, int32 or int64; rows that are ``ignore_index`` have no cross-entropy (but a divergence,
-            unless a mask says otherwise).
+        target: ``(...)``, int32 or int64; rows that are ``ignore_index`` have no cross-entropy, but do have a
+            divergence unless they are masked.
         row_mask: ``(...)``, bool or 0/1; rows where it is False have neither.
         alpha: weight of the divergence, in [0, 1].
         reduction: ``"mean"`` (of each part over its own rows), ``"sum"`` or ``"none"``.
@@ -148,7 +147,7 @@ def distillation_loss(
     valid = target != ignore_index
     if row_mask is not None:
         valid &= row_mask != 0
-    # Rows with a teacher but no label are read too; what they say of token 0 is left out below.
+    # Rows with a teacher but no label are read too; their cross-entropy with token 0 is masked below.
     target = target.masked_fill(~valid, 0).unsqueeze(-1)
     index = torch.cat([t.to(torch.promote_types(target.dtype, teacher.ids.dtype)) for t in (target, teacher.ids)], -1)
     one_normalizer = renormalize or temperature == 1.0
@@ -170,13 +169,13 @@ def distillation_loss(
 
 
 class Teacher:
-    """A teacher's K best tokens, checked: ids that are safe to gather, log-probs that are safe to multiply.
+    """A teacher's top-K tokens, checked: ids that are safe to gather, log-probs that are safe to multiply.
 
     Attributes:
-        ids: ``(..., K)``; 0 where no token is given.
-        log_probs: ``(..., K)``; -inf where no token is given.
-        to_read: ``(...)``, bool: rows with a token that is given.
-        rows: ``(...)``, bool: rows that the masks leave a token of, which a mean counts; None if that is all of them.
+        ids: ``(..., K)``; 0 for masked tokens.
+        log_probs: ``(..., K)``; -inf for masked tokens.
+        to_read: ``(...)``, bool: rows with a token that is not masked.
+        rows: ``(...)``, bool: rows in which the masks leave a token, which a mean counts; None for all rows.
     """
 
     def __init__(
@@ -207,11 +206,11 @@ class Teacher:
             )
         given = log_probs > -INF
         self.ids, self.to_read, self.log_probs = ids.where(given, 0), given.any(-1), log_probs
-        if renormalize:  # a row without any token would be NaN
+        if renormalize:  # log_softmax makes a row without any token NaN
             self.log_probs = log_probs.log_softmax(-1).masked_fill_(~given, -INF)
 
     def of(self, log_probs: Tensor) -> "Teacher":
-        """The teacher of some of the rows, which have these log-probs."""
+        """The same teacher for a subset of the rows, with these log-probs."""
         part = copy(self)
         part.log_probs = log_probs
         return part
@@ -221,7 +220,7 @@ class Teacher:
         return self.log_probs == -INF
 
     def normalized(self, z: Tensor) -> Tensor:
-        """The student's log-probs, from its logits ``z`` of the tokens that are given; the others may be NaN."""
+        """The student's log-probs from its logits ``z`` of the tokens; those of masked tokens may be NaN."""
         return z.masked_fill(self.absent, -INF).log_softmax(-1)
 
     def divisor(self, reduction: Reduction, num_items: float | Tensor | None) -> Divisor:
@@ -230,8 +229,8 @@ class Teacher:
 
     def terms(self, student: Tensor, direction: Direction, beta: float) -> Tensor:
         """The terms of the divergence from ``student``, log-probs of the tokens, ``(..., K)``."""
-        # A term p·x is 0 where p is, whatever x; masking x, and not the product, keeps NaN from the gradient too.
-        # So does a backward of masked_fill for the log_softmax of a row without any token.
+        # A term p·x is 0 wherever p is 0. Masking x instead of the product keeps NaN out of the gradient too, and the
+        # backward of masked_fill does so for the log_softmax of a row without any token.
         if direction == "forward":
             t = self.log_probs.exp()
             return t * (self.log_probs - student).masked_fill_(t == 0, 0.0)
@@ -239,7 +238,7 @@ class Teacher:
         s = student.exp().masked_fill(absent, 0.0)
         if direction == "reverse":
             return s * (student - self.log_probs).masked_fill_(s == 0, 0.0)
-        # log(t/m) = logsigmoid(x) - log β and log(s/m) = logsigmoid(-x) - log(1-β), without a mixture that underflows.
+        # log(t/m) = logsigmoid(x) - log β and log(s/m) = logsigmoid(-x) - log(1-β): no mixture that could underflow.
         x = (self.log_probs - student).masked_fill_(absent, 0.0) + math.log(beta / (1 - beta))
         of_teacher = beta * self.log_probs.exp() * (logsigmoid(x) - math.log(beta))
         of_student = (1 - beta) * s * (logsigmoid(-x).masked_fill(s == 0, 0.0) - math.log(1 - beta))
@@ -247,7 +246,7 @@ class Teacher:
 
 
 class TopKKLDivLoss(torch.nn.Module):
-    """`topk_kl_div` as a module, with the same options (see there)."""
+    """`topk_kl_div` as a module with the same options."""
 
     def __init__(
         self,

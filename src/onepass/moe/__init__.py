@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, and the experts."""
+"""Mixtures of experts: routers, experts, and the auxiliary losses of routers."""
 
 from onepass.moe.experts import expert_mlp
 from onepass.moe.losses import load_balancing_loss, router_z_loss

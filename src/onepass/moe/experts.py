@@ -1,4 +1,4 @@
-"""The experts of a MoE layer, from hidden states and a `Routing`."""
+"""`expert_mlp`: the gated MLPs of a MoE layer, from hidden states and a `Routing`, as two grouped GEMMs."""
 
 import math
 from collections.abc import Sequence
@@ -42,30 +42,30 @@ def expert_mlp(
 ) -> Tensor:
     r"""The weighted sum of a token's experts: :math:`\sum_k w_k\, D_e\, f(G_e x, U_e x)`, e its k-th expert.
 
-    Work is proportional to the tokens that are routed, however unevenly; nothing is padded or copied per expert.
+    The work is proportional to the number of token-expert assignments, however uneven; nothing is padded or copied.
 
     Args:
         hidden: ``(..., H)``, float16, bfloat16, float32 or float64.
-        routing: `Routing` with ``weights`` and ``experts`` of shape ``(..., K)``, from `route` or made by hand; its
-            counts are not read. Out-of-range ids are dropped; a token may name an expert twice.
+        routing: `Routing` with ``weights`` and ``experts`` of shape ``(..., K)``, from `route` or any other router; its
+            counts are not read. Out-of-range ids are dropped; a token may be assigned to an expert twice.
         gate_up_weight: ``(E, 2 I, H)``: first all rows of G, then all of U; ``(E, H, 2 I)`` if ``transposed``.
         down_weight: ``(E, H, I)``; ``(E, I, H)`` if ``transposed``.
         activation: :math:`f(g, u)`: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"`` of g, times u; or ``"swiglu_clamped"``,
             :math:`(u' + 1)\, g' \sigma(\alpha g')` with g' at most ``limit`` and u' within it (gpt-oss).
         gate_up_bias, down_bias: ``(E, 2 I)``, ``(E, H)``.
-        interleaved: rows of G and U take turns.
+        interleaved: rows of G and U alternate.
         lora_gate_up, lora_down: ``(A, B, scaling)`` with A ``(E, R, inputs)`` and B ``(E, outputs, R)``: scaling·B A is
-            added to the weight, and never made.
-        alpha, limit: of ``"swiglu_clamped"``.
+            added to the weight, without being materialized.
+        alpha, limit: parameters of ``"swiglu_clamped"``.
 
     Returns:
-        Of the shape and dtype of ``hidden``; summed over k in float32. Differentiable with respect to ``hidden``, the
-        weights of the routing, both weights, biases and adapters; what is frozen costs nothing.
+        The shape and dtype of ``hidden``, summed over k in float32. Differentiable with respect to ``hidden``, the
+        routing weights, both weights, biases and adapters; frozen tensors cost nothing.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
 
-    Under autocast all but the routing's weights are taken in its dtype, unless ``hidden`` is float64.
+    Under autocast all tensors but the routing weights are cast to its dtype, unless ``hidden`` is float64.
     """
     if not isinstance(hidden, Tensor) or hidden.dtype not in FLOATS or hidden.dim() < 1:
         raise TypeError(f"hidden: expected a floating-point tensor (..., H), got {described(hidden)}")
@@ -185,7 +185,7 @@ def _like_gradient(tensors: ExpertTensors, needed: list[bool], **_: Any) -> Any:
 
 
 def _flops(experts: Sequence[int], down: Sequence[int], needed: Sequence[bool] = (), **given: Any) -> int:
-    """Of the GEMMs of all assignments: three of a width each way, and as many for each of the gradients."""
+    """FLOPs of gate, up and down for all assignments; in the backward for the hidden states and for the weights."""
     passes = needed[0] + needed[ExpertTensors._fields.index("down")] if "grad" in given else 1
     return 6 * math.prod(experts) * down[1] * down[2] * passes
 
@@ -194,7 +194,7 @@ def _flops(experts: Sequence[int], down: Sequence[int], needed: Sequence[bool] =
 def _forward(
     tensors: ExpertTensors, experts: Tensor, groups: Groups, keep: bool, options: ExpertOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """The result and, if ``keep``, what the gradient needs of it."""
+    """The result and, if ``keep``, the first GEMM's output, which the gradient needs."""
     results: tuple[Tensor, Tensor | None] = backend_of(tensors.hidden).expert_mlp(
         tensors, experts, groups, keep, options
     )

@@ -1,4 +1,4 @@
-"""Auxiliary losses of routers, from the sums that `moe.route` leaves behind."""
+"""Auxiliary losses of routers, from the sums that `moe.route` returns with ``losses=True``."""
 
 from collections.abc import Sequence
 
@@ -10,16 +10,16 @@ from onepass.moe.router import Routing
 
 
 def load_balancing_loss(routing: Routing | Sequence[Routing]) -> Tensor:
-    r"""How unevenly tokens are spread: :math:`E \sum_e f_e P_e`, which is k where all experts have the same.
+    r"""Load-balancing loss :math:`E \sum_e f_e P_e`, which is k where all experts get equally many tokens.
 
-    :math:`f_e` is the share of tokens that take expert e (of k shares a token), :math:`P_e` the mean probability,
-    both over the tokens of all layers that are not masked. As transformers' ``load_balancing_loss_func``.
+    :math:`f_e` is the fraction of tokens assigned to expert e (the fractions sum to k), :math:`P_e` its mean
+    probability, both over the tokens of all layers that are not masked. As transformers' ``load_balancing_loss_func``.
 
     Args:
-        routing: from `route` with ``losses=True``, or one of every layer.
+        routing: of one layer, or of each layer, from `route` with ``losses=True``.
 
     Returns:
-        A scalar, differentiable through the probabilities; NaN without any token.
+        A scalar of the dtype of the sums, differentiable with respect to the probabilities; NaN without any token.
 
     Reference: Fedus et al., "Switch Transformers", arXiv:2101.03961, equations 4 to 6.
     """
@@ -33,7 +33,7 @@ def load_balancing_loss(routing: Routing | Sequence[Routing]) -> Tensor:
 def router_z_loss(routing: Routing | Sequence[Routing]) -> Tensor:
     r"""The mean of :math:`(\log \sum_e e^{z_e})^2` over tokens that are not masked, of one layer or of all.
 
-    Arguments and result are those of `load_balancing_loss`.
+    The arguments and the result are those of `load_balancing_loss`.
 
     Reference: Zoph et al., "ST-MoE", arXiv:2202.08906, equation 5.
     """

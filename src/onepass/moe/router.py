@@ -1,4 +1,4 @@
-"""Routing of tokens to experts: one function for the routers of all families, one kernel each way."""
+"""Routing of tokens to experts, for the routers of all model families: one kernel forward and one backward."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -37,12 +37,12 @@ SCALARS = frozenset((int, float, bool, str, type(None)))
 
 
 class Routing(NamedTuple):
-    """Where tokens go. ``(...)`` are the tokens; E experts, of which each token takes K.
+    """The experts of each token. ``(...)`` is the shape of the tokens; each is assigned to K of E experts.
 
     Attributes:
         weights: ``(..., K)``, float32 (float64 for float64 logits), differentiable.
-        experts: ``(..., K)``, int64, best first.
-        counts: ``(E,)``, int32: how many tokens each expert gets.
+        experts: ``(..., K)``, int64, in descending order of their selection values.
+        counts: ``(E,)``, int32: the number of tokens of each expert.
         prob_sums: ``(E,)``: softmax probabilities summed over tokens, differentiable; None without ``losses``.
         logsumexp: ``(...)``: ``log Σ_e exp(z_e)``, differentiable; None without ``losses``.
     """
@@ -71,40 +71,39 @@ def route(
     token_mask: Tensor | None = None,
     losses: bool = False,
 ) -> Routing:
-    r"""Choose ``k`` experts for every token, and their weights.
+    r"""Select ``k`` experts for every token, and compute their weights.
 
     With :math:`z = \mathrm{cap}\cdot\tanh(x / \mathrm{cap})` (or :math:`z = x`), scores :math:`s = f(z)` and a
     selection bias :math:`b`, the experts are those of the k largest :math:`s_e + b_e`, in descending order; of equal
-    ones the lower id comes first. (Without a bias that is the order of the logits, which is the one that is taken: no
-    rounding of a score makes two logits equal.) Their weights are :math:`s_e`, divided by
-    :math:`\sum s + \mathrm{eps}` where ``renormalize``, times ``scale``. All in float32 (float64 for float64 logits).
+    values the lower id comes first. (Without a bias this is the order of the logits, which are compared themselves, so
+    that rounding cannot make two scores equal.) Their weights are :math:`s_e`, divided by
+    :math:`\sum s + \mathrm{eps}` if ``renormalize``, times ``scale``. All in float32 (float64 for float64 logits).
 
     Args:
         router_logits: ``(..., E)``, float16, bfloat16, float32 or float64; E up to 1024.
-        k: experts a token, up to 32.
+        k: experts per token, up to 32.
         score: :math:`f`: ``"softmax"`` (over the experts), ``"sigmoid"`` or ``"sqrtsoftplus"``
             (:math:`\sqrt{\log(1 + e^z)}`).
         selection_bias: ``(E,)``, added for the selection and not in the weights (DeepSeek-V3's correction bias,
             arXiv:2412.19437, section 2.1.2); not differentiable.
-        n_group, topk_group: only experts of the ``topk_group`` best of ``n_group`` equal groups can be chosen.
-        group_score: what a group is judged by: the sum of its two largest selection values, ``"top2_sum"``, or
-            ``"max"``.
+        n_group, topk_group: only experts of the ``topk_group`` best of ``n_group`` groups of equal size are selected.
+        group_score: the score of a group: ``"top2_sum"``, the sum of its two largest selection values, or ``"max"``.
         renormalize, scale, eps: see above.
-        score_after_topk: choose by :math:`z_e + b_e`, and take the score of the k chosen logits alone (gpt-oss).
-        softcap: the cap > 0, or None for none.
-        token_mask: ``(...)``, bool or 0/1. Tokens where it is False have weights of 0, are not counted, take no part
-            in the sums, and have no gradient; their experts are valid ids.
-        losses: whether to return what `load_balancing_loss` and `router_z_loss` are made of, from the same read.
+        score_after_topk: select by :math:`z_e + b_e`, and compute scores over the k selected logits only (gpt-oss).
+        softcap: the cap > 0; None for no soft-cap.
+        token_mask: ``(...)``, bool or 0/1. Tokens where it is False have weights and gradients of 0 and are left out of
+            counts and sums; their experts are valid ids.
+        losses: whether to return the sums that `load_balancing_loss` and `router_z_loss` need, from the same read.
 
     Returns:
-        `Routing`. Weights and sums are differentiable with respect to the logits, the choice is not.
+        `Routing`. Weights and sums are differentiable with respect to the logits; the selection is not.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
 
-    A logit of -inf turns an expert off: its score is 0, and it is chosen only where too few others are left. A token
-    with a NaN logit, and one whose scores are not finite or (softmax) not a distribution, has NaN weights and the
-    experts 0 … k - 1: no id is ever out of range.
+    A logit of -inf disables an expert: its score is 0, and it is selected only if too few others remain. A token with a
+    NaN logit, or whose scores are not finite or (softmax) not a distribution, has NaN weights and the experts
+    0 … k - 1: no id is ever out of range.
     """
     if not isinstance(router_logits, Tensor):
         raise TypeError(f"router_logits: expected a tensor, got {described(router_logits)}")
@@ -151,7 +150,7 @@ def softmax_topk(
     token_mask: Tensor | None = None,
     losses: bool = False,
 ) -> Routing:
-    """`route` as Mixtral, Qwen and OLMoE do: softmax over the experts, the k largest, renormalized or not."""
+    """`route` as in Mixtral, Qwen and OLMoE: softmax over the experts, then the k largest, renormalized or not."""
     return route(
         router_logits, k, score="softmax", renormalize=renormalize, scale=scale, eps=eps, softcap=softcap,
         token_mask=token_mask, losses=losses,
@@ -174,7 +173,7 @@ def sigmoid_topk(
     token_mask: Tensor | None = None,
     losses: bool = False,
 ) -> Routing:
-    """`route` as DeepSeek-V3 does: sigmoid, a correction bias for the selection, the best groups only."""
+    """`route` as in DeepSeek-V3: sigmoid scores, a correction bias for the selection, groups of experts."""
     return route(
         router_logits, k, score="sigmoid", selection_bias=selection_bias, n_group=n_group, topk_group=topk_group,
         group_score=group_score, renormalize=renormalize, scale=scale, eps=eps, softcap=softcap, token_mask=token_mask,
@@ -183,7 +182,7 @@ def sigmoid_topk(
 
 
 def check_options(experts: int, *options: Any) -> RouterOptions:
-    """The options, each in its declared type."""
+    """Check the options, and convert each to its declared type."""
     o = RouterOptions(*options)
     if experts > MAX_EXPERTS:
         raise ValueError(f"router_logits: expected at most {MAX_EXPERTS} experts, got {experts}")
@@ -215,7 +214,7 @@ def check_options(experts: int, *options: Any) -> RouterOptions:
 
 @lru_cache(typed=True)
 def check_once(experts: int, *options: Any) -> RouterOptions:
-    """A router is called once a layer, with the same options."""
+    """`check_options`, cached: a router is called once per layer with the same options."""
     return check_options(experts, *options)
 
 

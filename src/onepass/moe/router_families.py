@@ -1,4 +1,4 @@
-"""Routing as the MoE blocks of transformers do it, read from their own attributes."""
+"""`route` with the settings of a MoE block of transformers, which are read from the attributes of the block."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -15,20 +15,20 @@ from onepass.moe.router import Routing, route
 
 
 class Attribute(tuple[str, ...]):
-    """The names of an attribute of the router or of the block around it; the first that is there says the value."""
+    """Names of an attribute of the router or of its block; the first one that exists has the value."""
 
 
 class Family(NamedTuple):
-    """How a family routes. A value is given here, or by the `Attribute` that says it."""
+    """How a family routes. A value is constant, or an `Attribute` of the model."""
 
     arguments: dict[str, Any]  # of `route`
     weights: str = (
-        "float32"  # the dtype that its router returns them in: that of "logits" or of "hidden" states, or this
+        "float32"  # the dtype of the router's weights: that of the "logits" or the "hidden" states, or float32
     )
-    float32: bool = False  # whether the gate multiplies in float32, else in the dtype of its weight
-    autocast: bool = True  # whether autocast may lower that
-    topk_method: Attribute | None = None  # says whether there are groups
-    min_sum: Attribute | None = None  # weights are divided by their sum, or by this if it is larger
+    float32: bool = False  # whether the gate's GEMM is in float32, else in the dtype of its weight
+    autocast: bool = True  # whether autocast applies to the gate
+    topk_method: Attribute | None = None  # tells whether experts are grouped
+    min_sum: Attribute | None = None  # a lower bound of the sum that weights are divided by
 
 
 K = Attribute(["top_k"])
@@ -66,7 +66,7 @@ FAMILIES = {
     "Dots1": DEEPSEEK_V3,
     "MiniMaxM2": Family(SIGMOID),
 }  # fmt: skip
-# Any other class must say all of it, in the names of DeepSeek-V3's own code.
+# Any other class must have all of these attributes, under the names of DeepSeek-V3's own code.
 OTHER = DEEPSEEK_V3._replace(arguments={**DEEPSEEK_V3.arguments, "score": Attribute(["scoring_func"])})
 
 SUFFIXES = ("SparseMoeBlock", "MoE", "Moe", "MLP", "TopKRouter", "TopkRouter", "MoEGate", "Gate")
@@ -76,34 +76,34 @@ FAMILY_OF = {name + suffix: name for name in FAMILIES for suffix in SUFFIXES}
 def route_block(
     block: nn.Module, hidden_states: Tensor, *, token_mask: Tensor | None = None, losses: bool = False
 ) -> Routing:
-    """`route` as a MoE block of transformers does, with the gate and the settings of the block.
+    """`route` with the gate and the settings of a MoE block of transformers.
 
     Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, OLMoE, DeepSeek-V2, DeepSeek-V3, GLM-4-MoE, MiniMax, MiniMax-M2, gpt-oss,
-    ERNIE-4.5-MoE, Hunyuan-MoE and dots1, told by the class. Logits are computed in the precision that the family uses,
-    what follows in float32. A PEFT LoRA on the gate is a product of its own, ``x Wᵀ + scaling (x Aᵀ) Bᵀ``: a sharded
-    ``W`` and a plain delta never meet.
+    ERNIE-4.5-MoE, Hunyuan-MoE and dots1 are recognized by class. Logits are computed in the precision of the
+    family, scores and weights in float32. A PEFT LoRA on the gate is a GEMM of its own,
+    ``x Wᵀ + scaling (x Aᵀ) Bᵀ``, so that a plain delta is never added to a sharded ``W``.
 
     Args:
-        block: the block, or its router where that has all it takes. Any other class must have the attributes of
+        block: the block, or its router if that has all settings. Any other class must have the attributes of
             DeepSeek-V3's own code: ``top_k``, ``scoring_func``, ``e_score_correction_bias``, ``n_group``,
             ``topk_group``, ``norm_topk_prob``, ``routed_scaling_factor``.
-        hidden_states: ``(..., H)``; with the noise on them where the block is trained with ``router_jitter_noise``.
+        hidden_states: ``(..., H)``, including the noise of a block that is trained with ``router_jitter_noise``.
         token_mask, losses: see `route`.
 
     Returns:
-        `Routing` of the tokens ``(...)``, differentiable in the hidden states, the gate and its LoRA.
+        `Routing` of the tokens ``(...)``, differentiable with respect to hidden states, gate and LoRA.
 
     Raises:
-        TypeError: the block lacks an attribute, which is named, or its gate has an adapter that is not plain LoRA.
+        TypeError: the block lacks an attribute, which is named, or its gate has an adapter other than plain LoRA.
         TypeError, ValueError: as `route`.
     """
     return _routed(block, hidden_states, token_mask=token_mask, losses=losses)[1]
 
 
 def router_outputs(router: nn.Module, hidden_states: Tensor, **given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """What the router of a family returns, ``(logits, weights, experts)``: weights in the family's dtype.
+    """The results of a family's router, ``(logits, weights, experts)``, with weights in the family's dtype.
 
-    ``given`` are arguments of `route` that its block tells it.
+    ``given`` are arguments of `route` that the block passes to its router.
     """
     logits, routing, family = _routed(router, hidden_states, **given)
     dtype = {"logits": logits.dtype, "hidden": hidden_states.dtype}.get(family.weights, torch.float32)
@@ -137,7 +137,7 @@ def _routed(block: nn.Module, hidden_states: Tensor, **given: Any) -> tuple[Tens
 
 
 def _parts(block: nn.Module) -> tuple[nn.Module, nn.Module, list[nn.Module], nn.Module]:
-    """The router, what has its weight, the adapters on that, and the block (the router again where it came alone)."""
+    """The router, the layer with its weight, the adapters of that layer, and the block (or the router again)."""
     block, adapters = _unwrapped(block)
     router = block
     for name in ("gate", "router"):
@@ -211,7 +211,7 @@ def _autocast(device: torch.device, allowed: bool) -> AbstractContextManager[Any
 
 
 def _plain_lora(layer: Any) -> Iterator[tuple[Any, Any, float, Any]]:
-    """``(A, B, scaling, dropout)`` of every adapter that counts, as PEFT's own forward has it."""
+    """``(A, B, scaling, dropout)`` of every active adapter, as in PEFT's own forward."""
     if not hasattr(layer, "lora_A") or getattr(layer, "parameter_name", "weight") != "weight":
         raise TypeError(f"block: expected plain LoRA on the gate's weight, got {type(layer).__name__}")
     if layer.merged and layer.disable_adapters:

@@ -1,4 +1,4 @@
-"""A linear layer of every assignment's expert, and modules of experts made of it, for MoE blocks of one's own."""
+"""`scattered_linear`: a linear layer per expert as one grouped GEMM, and modules for custom MoE blocks."""
 
 import math
 from collections.abc import Sequence
@@ -28,26 +28,28 @@ def scattered_linear(
     grouped_in: bool = False,
     grouped_out: bool = False,
 ) -> Tensor:
-    r"""A linear layer of each token-expert assignment's expert: :math:`y_a = W_{e(a)} x + b_{e(a)}`.
+    r"""The linear layer of its expert, for each token-expert assignment a: :math:`y_a = W_{e(a)} x + b_{e(a)}`.
 
     Args:
-        x: ``(T, inputs)``, of which the K assignments of a token read the same row; ``(T K, inputs)`` in the order of
-            ``groups`` if ``grouped_in``.
+        x: ``(T, inputs)``, whose rows are shared by the K assignments of a token; ``(T K, inputs)`` if ``grouped_in``;
+            float16, bfloat16, float32 or float64.
         weight: ``(E, outputs, inputs)``; ``(E, inputs, outputs)`` if ``transposed``.
         experts: ``(T, K)``, int32 or int64.
-        groups: `group_by_expert` of them, which is made here if it is None.
+        groups: the result of `group_by_expert`, which is called if it is None.
         bias: ``(E, outputs)``.
-        weights: ``(T, K)``, float32: the assignments of a token are summed with these. Not with ``grouped_out``.
-        grouped_out: whether the result stays in the order of ``groups``.
+        weights: ``(T, K)``, floating-point, used in float32: sums the assignments of a token with these weights.
+        grouped_in, grouped_out: whether the rows of ``x`` and of the result are in the order of ``groups``. The
+            latter is not possible with ``weights``.
 
     Returns:
-        ``(T, outputs)`` with ``weights``; else ``(T K, outputs)``, in the order of the slots, or of ``groups``. Rows of
-        slots without an expert are 0. Differentiable with respect to ``x``, ``weight``, ``bias`` and ``weights``.
+        ``(T, outputs)`` with ``weights``; else ``(T K, outputs)``, where row ``t·K + k`` is of the k-th expert of token
+        t unless ``grouped_out``. Rows of out-of-range ids are 0. Differentiable with respect to ``x``, ``weight``,
+        ``bias`` and ``weights``.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
 
-    Under autocast ``x``, ``weight`` and ``bias`` are taken in its dtype, unless ``x`` is float64.
+    Under autocast ``x``, ``weight`` and ``bias`` are cast to its dtype, unless ``x`` is float64.
 
     Reference: Tan et al., "Scattered Mixture-of-Experts Implementation", arXiv:2403.08245.
     """
@@ -94,7 +96,7 @@ def scattered_linear(
 
 
 class ParallelExperts(nn.Module):
-    """`scattered_linear` with a weight ``(E, outputs, inputs)`` and, if asked for, a bias of its own."""
+    """`scattered_linear` as a module, with a weight ``(E, outputs, inputs)`` and an optional bias ``(E, outputs)``."""
 
     def __init__(self, num_experts: int, input_size: int, output_size: int, bias: bool = False) -> None:
         super().__init__()
@@ -122,7 +124,7 @@ class ParallelExperts(nn.Module):
 
 
 class GLUMLP(nn.Module):
-    """`expert_mlp` with weights of its own: ``experts`` has gate and up, ``output_experts`` goes down."""
+    """`expert_mlp` as a module: ``experts`` are the gate and up projections, ``output_experts`` the down projection."""
 
     def __init__(
         self, input_size: int, hidden_size: int, num_experts: int, bias: bool = False, activation: Activation = "silu"
@@ -177,7 +179,7 @@ def _like_gradient(tensors: ScatterTensors, needed: list[bool], **_: Any) -> Any
 
 
 def _flops(weight: Sequence[int], experts: Sequence[int], needed: Sequence[bool] = (), **given: Any) -> int:
-    """Of the GEMM of all assignments, and of the gradients of x and weight where needed."""
+    """FLOPs of the GEMM of all assignments; in the backward once for each of the gradients of x and weight."""
     return 2 * math.prod(experts) * weight[1] * weight[2] * (sum(needed[:2]) if "grad" in given else 1)
 
 

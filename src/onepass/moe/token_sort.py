@@ -1,4 +1,4 @@
-"""Token-expert assignments sorted by expert, before any grouped GEMM."""
+"""`group_by_expert`: token-expert assignments sorted by expert, which grouped GEMMs require."""
 
 import torch
 from torch import Tensor
@@ -10,12 +10,15 @@ from onepass.core.moe_options import Groups
 
 
 def group_by_expert(experts: Tensor, num_experts: int, like: Tensor) -> Groups:
-    """Sort the token-expert assignments of ``experts`` ``(T, K)`` by expert, for any number of `scattered_linear`.
+    """Sort token-expert assignments by expert, once for any number of calls of `scattered_linear`.
 
     Args:
-        experts: int32 or int64, the ids of every token's experts. Out-of-range ids are dropped.
-        num_experts: E.
-        like: a tensor of the device and dtype that will be multiplied.
+        experts: ``(T, K)``, int32 or int64, the ids of every token's experts. Out-of-range ids are dropped.
+        num_experts: the number E of experts.
+        like: a tensor of the device and dtype of the GEMMs, float16, bfloat16, float32 or float64.
+
+    Returns:
+        ``Groups``, to be passed to `scattered_linear`: its ``order`` is the stable sort, int32.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
