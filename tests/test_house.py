@@ -89,3 +89,17 @@ def test_both_backends_are_the_same_operations():
     for name in reference.__all__:
         ours, theirs = (inspect.signature(getattr(m, name), eval_str=True) for m in (kernels, reference))
         assert ours == theirs, name
+
+
+def test_the_architecture_page_names_every_file_and_walks_at_most_eight():
+    page = (ROOT.parents[1] / "docs" / "architecture.md").read_text()
+    walks = page.split("## Three walks")[1].split("\n## ")[0].split("\n\n**")[1:]
+    assert len(walks) == 3
+    for walk in walks:
+        steps = [line for line in walk.splitlines() if line[:1].isdigit()]
+        assert 1 <= len(steps) <= 8
+        named = [part for line in steps for part in line.split("`") if part.endswith(".py")]
+        assert named and all((ROOT / name).exists() or (ROOT / "kernels" / name).exists() for name in named), named
+    for module, path in modules().items():
+        if floor(module) not in ("cli", "autotune", "__main__", "__init__") and path.name != "__init__.py":
+            assert f"{path.name}" in page, module
