@@ -21,6 +21,7 @@ from onepass.backend import backend_of
 from onepass.core.options import FieldGradients, Inputs, Options
 from onepass.logits import tiles
 from onepass.moe import Routing
+from paths import interpreted
 from test_torch import ALL, example
 
 INF = float("inf")
@@ -411,6 +412,8 @@ class OnCuda:
 
 def test_14_two_losses_in_one_graph(device):
     """Every loss twice, so that no number is met first within one of them."""
+    if interpreted(device):
+        pytest.skip("what is compiled is the same on both backends")
 
     def all_twice(x, t):
         return torch.stack([ALL[name](x, t) for name in [*ALL, *ALL]])

@@ -159,7 +159,10 @@ def test_old_names_work_with_a_warning(call):
 
 
 def test_an_old_name_beside_the_new_one_is_an_error():
-    with pytest.warns(DeprecationWarning), pytest.raises(TypeError, match="got class_weights twice, once by an earlier name"):
+    with (
+        pytest.warns(DeprecationWarning),
+        pytest.raises(TypeError, match="got class_weights twice, once by an earlier name"),
+    ):
         onepass.cross_entropy(LOGITS, TARGET, weight=torch.ones(9), class_weights=torch.ones(9))
     with pytest.raises(TypeError, match="positional arguments"):
         onepass.cross_entropy(LOGITS, TARGET, None, 2, "sum", 0.1, 0.2)

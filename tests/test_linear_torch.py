@@ -24,6 +24,7 @@ from onepass.core.options import FieldGradients, Inputs, Options, PairOptions, T
 from onepass.logits import partitioned as gather
 from onepass.logits.tiled_divergence import TeacherTensors
 from onepass.logits.tiles import HeadTensors, Settings
+from paths import interpreted
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
 
@@ -135,6 +136,8 @@ def test_compile_without_graph_breaks(device, loss):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_operations_are_well_formed(device, dtype):
+    if interpreted(device):
+        pytest.skip("what is registered is the same on both backends")
     hidden, weight, bias, target = (x.detach() for x in batch(device, dtype))
     options = Options(
         "selected log_normalizer expected_logit entropy weighted_logit shift is_top1 log_sum_sq_probs "
@@ -153,6 +156,8 @@ def test_operations_are_well_formed(device, dtype):
 
 @pytest.mark.parametrize("own_head", [False, True], ids=["logits", "a head"])
 def test_divergences_are_well_formed(device, own_head):
+    if interpreted(device):
+        pytest.skip("what is registered is the same on both backends")
     hidden, weight, bias, target = (x.detach() for x in batch(device, torch.bfloat16))
     teacher = TeacherTensors(hidden[:, :7], weight[:, :7]) if own_head else TeacherTensors(teacher_logits(target))
     options = PairOptions("jsd", 0.3, Transform(softcap=5.0), columns=V - 3)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import onepass
 from definition import assert_close, assert_gradient_close, statistics, transform
+from paths import interpreted
 
 ROWS, VOCAB = 6, 77
 
@@ -133,11 +134,12 @@ def test_rows_that_no_loss_reaches_get_zeros(device):
     assert (gradient[::2] == 0).all() and (gradient[1::2] != 0).any(-1).all()
 
 
-@pytest.mark.parametrize("dims", [(4, 5, 6), (3, 2, 2, 3)], ids=str)
+@pytest.mark.parametrize("dims", [(2, 3, 4), (3, 2, 2, 2)], ids=str)
 def test_strides_that_do_not_merge(device, dims):
     generator = torch.Generator().manual_seed(0)
     base = torch.randn(*dims, 41, generator=generator).to(device)
-    for order in itertools.permutations(range(len(dims))):
+    orders = list(itertools.permutations(range(len(dims))))
+    for order in orders[:: 5 if interpreted(device) and len(dims) == 4 else 1]:
         logits = base.permute(*order, len(dims)).detach().requires_grad_()
         target = torch.randint(41, logits.shape[:-1], generator=generator).to(device)
         log_p = onepass.selective_log_softmax(logits, target)

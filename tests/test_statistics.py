@@ -11,6 +11,7 @@ import onepass
 from definition import assert_close, assert_gradient_close, statistics
 from inputs import HARD, INF, moved, split_rows
 from onepass.kernels import layout
+from paths import interpreted
 
 METRICS = ("is_top1", "log_sum_sq_probs", "mean_logit")
 DIFFERENTIABLE = ("log_normalizer", "expected_logit", "selected", "weighted_logit")
@@ -287,9 +288,12 @@ def test_a_loss_of_ones_own(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_only_the_first_of_equal_maxima_is_top1(device, dtype, V, rows):
     """As argmax: at any distance, across vectors, threads and the programs of a split row."""
+    shifts = (1, 2, 7, V // 2, V - 1)
+    if interpreted(device) and V > 1000:
+        shifts = shifts[::2]
     x = torch.randn(rows, V).clamp(max=1.0).to(device, dtype)
     lowest = torch.full_like(x[:1], torch.finfo(dtype).min)
-    for shift in (1, 2, 7, V // 2, V - 1):
+    for shift in shifts:
         tied = x.clone()
         first = torch.randint(V, (rows, 1), device=device)
         second = (first + shift) % V
