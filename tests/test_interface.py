@@ -29,8 +29,9 @@ ORDER = (
     "self", "router_logits", "block", "hidden_states", "student_logits", "logits", "hidden", "weight", "target",
     "index", "loss_fn", "row_inputs", "teacher_logits", "teacher_ids", "teacher_log_probs", "bias", "class_weights",
     "ignore_index", "row_mask", "teacher_mask", "metrics", "expected_logit", "alpha", "direction", "beta",
-    "renormalize", "label_smoothing", "z_loss_weight", "vocab_size", "reduction", "num_items", "temperature", "softcap", "logit_scale",
-    "teacher_temperature", "teacher_softcap", "teacher_logit_scale", "inplace_backward", "max_memory",
+    "renormalize", "label_smoothing", "z_loss_weight", "vocab_size", "reduction", "num_items", "temperature",
+    "softcap", "logit_scale", "teacher_temperature", "teacher_softcap", "teacher_logit_scale",
+    "inplace_backward", "max_memory",
 )  # fmt: skip
 MODULES = ("CrossEntropyLoss", "LinearCrossEntropyLoss", "KLDivLoss", "TopKKLDivLoss")
 
@@ -161,7 +162,7 @@ def test_old_names_work_with_a_warning(call):
 def test_an_old_name_beside_the_new_one_is_an_error():
     with (
         pytest.warns(DeprecationWarning),
-        pytest.raises(TypeError, match="got class_weights twice, once by an earlier name"),
+        pytest.raises(TypeError, match="got class_weights twice"),
     ):
         onepass.cross_entropy(LOGITS, TARGET, weight=torch.ones(9), class_weights=torch.ones(9))
     with pytest.raises(TypeError, match="positional arguments"):
