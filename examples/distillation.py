@@ -1,8 +1,8 @@
-"""Distillation from a teacher's best tokens: K log-probs a token instead of a vocabulary of logits.
+"""Distillation from a teacher's top-K tokens: K log-probs per token instead of logits over the vocabulary.
 
     python examples/distillation.py
 
-The teacher is a small Llama that is trained first; its best K can as well come from a file or a server.
+The teacher is a small Llama that is trained first; its top-K log-probs could also come from a file or a server.
 """
 
 from pathlib import Path
@@ -45,7 +45,7 @@ for model in (teacher, student):
         else:
             with torch.no_grad():
                 log_probs, ids = teacher(tokens).logits[:, :-1].log_softmax(-1).topk(K)
-            # Both normalised over these K. (With labels too, in the same read: `onepass.distillation_loss`.)
+            # Both are normalized over these K tokens. (`onepass.distillation_loss` adds labels in the same read.)
             loss = onepass.linear_topk_kl_div(
                 hidden, model.lm_head.weight, ids, log_probs, renormalize=True, reduction="mean"
             )

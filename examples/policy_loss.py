@@ -1,8 +1,8 @@
-"""A GRPO-style loss, clipped and with an entropy bonus: three matrix products, forward and backward together.
+"""A GRPO-style loss, clipped and with an entropy bonus: three GEMMs for forward and backward.
 
     python examples/policy_loss.py
 
-A small Llama learns to write vowels: groups of completions, rewarded by their share of them.
+A small Llama learns to write vowels: groups of completions are rewarded by their fraction of vowels.
 """
 
 import torch
@@ -26,7 +26,7 @@ prompts = torch.randint(1, 128, (PROMPTS, 4), device=device).repeat_interleave(G
 
 
 def policy_loss(s: onepass.SoftmaxStatistics, advantages: Tensor, old_log_probs: Tensor) -> Tensor:
-    """Of every token; it is called with the statistics of some rows at a time."""
+    """The loss of every token; called with the statistics of some rows at a time."""
     ratio = (s.log_probs - old_log_probs).exp()
     clipped = ratio.clamp(0.8, 1.2)
     return -torch.minimum(ratio * advantages, clipped * advantages) - 0.001 * s.entropy
@@ -43,7 +43,7 @@ for step in range(STEPS):
     advantages = advantages.view(-1, 1).expand(completions.shape)
 
     old_log_probs = None
-    for _ in range(2):  # updates a batch
+    for _ in range(2):  # updates per batch
         hidden = model.model(sampled[:, :-1]).last_hidden_state[:, prompts.shape[1] - 1 :]
         if old_log_probs is None:
             with torch.no_grad():

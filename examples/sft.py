@@ -1,8 +1,8 @@
-"""Supervised fine-tuning in plain PyTorch: cross-entropy from hidden states, the logits never exist.
+"""Supervised fine-tuning in plain PyTorch: cross-entropy from hidden states, without materializing the logits.
 
     python examples/sft.py
 
-Trains a small Llama on the bytes of this folder; put `AutoModelForCausalLM.from_pretrained(...)` in its place.
+Trains a small Llama on the bytes of this folder; replace it by `AutoModelForCausalLM.from_pretrained(...)`.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ for step in range(STEPS):
     starts = torch.randint(len(data) - LENGTH, (BATCH,)).tolist()
     tokens = torch.stack([data[start : start + LENGTH] for start in starts])
     labels = tokens.clone()
-    labels[:, : LENGTH // 4] = -100  # a prompt: such rows take part in no product
+    labels[:, : LENGTH // 4] = -100  # the prompt: these rows are left out of all GEMMs
 
     hidden = model.model(tokens).last_hidden_state
     loss = onepass.linear_cross_entropy(hidden[:, :-1], model.lm_head.weight, labels[:, 1:])

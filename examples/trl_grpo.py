@@ -1,8 +1,8 @@
-"""TRL's `GRPOTrainer` on onepass: one line, the trainer is TRL's own.
+"""TRL's own `GRPOTrainer` on onepass, which takes one line: `onepass.patch("trl")`.
 
     python examples/trl_grpo.py [MODEL]
 
-Without a model, a small Llama made on the spot learns to write different characters. Needs the extra `trl`.
+Without a model, a small untrained Llama learns to write different characters. Needs the extra `trl`.
 """
 
 import sys
@@ -17,7 +17,7 @@ import onepass
 
 
 def small_llama(folder: str) -> str:
-    """A model of bytes and its tokenizer, saved as a trainer expects to find them."""
+    """Save a byte-level model and its tokenizer in the folder, where a trainer can load them."""
     vocabulary = {c: n for n, c in enumerate(["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokens = Tokenizer(models.BPE(vocabulary, []))
     tokens.pre_tokenizer, tokens.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
