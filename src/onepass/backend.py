@@ -1,4 +1,7 @@
-"""The choice of a backend: Triton kernels on CUDA and ROCm (or in Triton's interpreter), plain PyTorch elsewhere."""
+"""The choice of a backend: Triton kernels on CUDA and ROCm (or in Triton's interpreter), plain PyTorch elsewhere.
+
+Autograd functions, registered operations and losses of tiles call `backend_of` to find their implementation.
+"""
 
 import os
 from functools import lru_cache
@@ -12,14 +15,14 @@ DEBUG = os.environ.get("ONEPASS_DEBUG") == "1"
 
 
 def is_debugging() -> bool:
-    """Whether values are looked at on a GPU too, at the price of synchronizations (``ONEPASS_DEBUG=1``)."""
+    """Whether values are also checked on a GPU, which synchronizes with the host (``ONEPASS_DEBUG=1``)."""
     return DEBUG
 
 
 def backend_of(*inputs: Any) -> Any:
-    """`onepass.kernels` or `onepass.reference`: two modules with the same functions.
+    """Return `onepass.kernels` or `onepass.reference`, two modules that define the same functions.
 
-    The inputs decide by device and dtype: float64 is always computed in PyTorch.
+    The device and dtype of the inputs decide. float64 is always computed in plain PyTorch.
     """
     for x in inputs:
         if x.dtype == torch.float64 or not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
@@ -29,6 +32,7 @@ def backend_of(*inputs: Any) -> Any:
 
 @lru_cache
 def _kernels() -> Any:
-    from onepass import kernels  # Triton is on Linux only
+    """Import the kernels on first use."""
+    from onepass import kernels  # Triton is available on Linux only
 
     return kernels

@@ -1,1 +1,1 @@
-"""What every other folder shares: options, argument checks, operations registered with torch."""
+"""What all other packages share: options, argument checks, and operations registered with torch."""

@@ -1,4 +1,8 @@
-"""Argument checks: one error that names the argument, what came and what was expected; numbers in their own type."""
+"""Argument checks, shared by all public functions.
+
+An error names the argument, the value that was passed and the value that was expected. Numbers are returned as Python
+floats and ints.
+"""
 
 import reprlib
 from collections.abc import Sequence
@@ -15,7 +19,7 @@ _SHORT.maxstring = _SHORT.maxother = 100
 
 
 class Logits(Protocol):
-    """What checks look at: a tensor has it, and so has every source of logits."""
+    """The attributes that the checks read. Tensors and all sources of logits have them."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -27,20 +31,22 @@ class Logits(Protocol):
 
 
 def short(value: Any) -> str:
-    """What ``value`` is in an error: at most a line, however long it is."""
+    """Describe ``value`` in an error message, in at most one line."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} of shape {tuple(value.shape)} on {value.device}"
     try:
         return _SHORT.repr(value)
-    except ValueError:  # an int of more digits than Python prints
+    except ValueError:  # an int with more digits than Python converts to a string
         return f"an int of {value.bit_length()} bits"
 
 
 def described(value: Any) -> str:
+    """`short`, followed by the type of the value unless it is a tensor."""
     return short(value) if isinstance(value, torch.Tensor) else f"{short(value)} ({type(value).__name__})"
 
 
 def check_logits(logits: Any, name: str = "logits") -> None:
+    """Raise unless ``logits`` is a floating-point tensor of shape ``(..., V)``."""
     if not isinstance(logits, torch.Tensor) or logits.dtype not in FLOATS:
         raise TypeError(f"{name}: expected a float16, bfloat16, float32 or float64 tensor, got {described(logits)}")
     if logits.dim() < 1 or not 0 < logits.shape[-1] < 2**31:
@@ -48,6 +54,10 @@ def check_logits(logits: Any, name: str = "logits") -> None:
 
 
 def check_index(index: torch.Tensor, logits: Logits, name: str = "index", many: bool = True) -> None:
+    """Raise unless ``index`` is an integer tensor of shape ``(...)`` or, with ``many``, ``(..., K)``.
+
+    Its values are not read.
+    """
     if not isinstance(index, torch.Tensor) or index.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: expected an int32 or int64 tensor, got {described(index)}")
     rows = logits.shape[:-1]
@@ -60,6 +70,7 @@ def check_index(index: torch.Tensor, logits: Logits, name: str = "index", many: 
 
 
 def check_row_mask(row_mask: torch.Tensor, logits: Logits, name: str = "row_mask") -> None:
+    """Raise unless ``row_mask`` is a bool (or 0/1) tensor of shape ``(...)``."""
     if not isinstance(row_mask, torch.Tensor) or row_mask.dtype.is_complex:
         raise TypeError(f"{name}: expected a bool (or 0/1) tensor, got {described(row_mask)}")
     if row_mask.shape != logits.shape[:-1]:
@@ -68,6 +79,7 @@ def check_row_mask(row_mask: torch.Tensor, logits: Logits, name: str = "row_mask
 
 
 def check_class_weights(weights: torch.Tensor, logits: Logits, name: str) -> None:
+    """Raise unless ``weights`` is a constant floating-point tensor of shape ``(V,)``."""
     if not isinstance(weights, torch.Tensor) or weights.dtype not in FLOATS:
         raise TypeError(f"{name}: expected a floating-point tensor, got {described(weights)}")
     if weights.shape != logits.shape[-1:]:
@@ -78,6 +90,7 @@ def check_class_weights(weights: torch.Tensor, logits: Logits, name: str) -> Non
 
 
 def check_teacher(ids: torch.Tensor, log_probs: torch.Tensor, student_logits: Logits) -> None:
+    """Raise unless the teacher's ids and log-probs have shape ``(..., K)``, with the rows of the student's logits."""
     if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"teacher_ids: expected an int32 or int64 tensor, got {described(ids)}")
     if not isinstance(log_probs, torch.Tensor) or log_probs.dtype not in FLOATS:
@@ -96,6 +109,7 @@ def check_teacher(ids: torch.Tensor, log_probs: torch.Tensor, student_logits: Lo
 
 
 def check_teacher_mask(mask: torch.Tensor, ids: torch.Tensor) -> None:
+    """Raise unless ``mask`` is a bool (or 0/1) tensor of the shape of the teacher's ids."""
     if not isinstance(mask, torch.Tensor) or mask.dtype.is_complex:
         raise TypeError(f"teacher_mask: expected a bool (or 0/1) tensor, got {described(mask)}")
     if mask.shape != ids.shape:
@@ -106,7 +120,7 @@ def check_teacher_mask(mask: torch.Tensor, ids: torch.Tensor) -> None:
 
 
 def check_pair(student: Logits, teacher: Logits, vocab_size: int | None) -> int | None:
-    """The number of columns of both that are compared, None for all of them."""
+    """Return how many leading columns of both are compared, or None if all of them are."""
     if student.shape[:-1] != teacher.shape[:-1]:
         raise ValueError(f"teacher_logits: expected the rows of the student, {tuple(student.shape[:-1])}, "
                          f"got {tuple(teacher.shape[:-1])}")  # fmt: skip
@@ -122,10 +136,10 @@ def check_pair(student: Logits, teacher: Logits, vocab_size: int | None) -> int 
 def check_transform(
     temperature: Any, softcap: Any, logit_scale: Any = 1.0, prefix: str = ""
 ) -> tuple[float, float | None, float]:
-    """Temperature, soft-cap and logit scale as floats, of a transform that float32 can hold."""
+    """Return temperature, soft-cap and logit scale as floats. Raise if float32 cannot represent the transform."""
     floats = softcap is None and type(temperature) is type(logit_scale) is float
     if floats and 1e-30 < temperature < 1e30 and -1e8 < logit_scale < 1e8:
-        return temperature, None, logit_scale  # nearly every call; what follows costs five times as much
+        return temperature, None, logit_scale  # nearly every call; the checks below take five times as long
     temperature = check_number(temperature, f"{prefix}temperature", 0)
     softcap = None if softcap is None else check_number(softcap, f"{prefix}softcap", 0)
     logit_scale = check_number(logit_scale, f"{prefix}logit_scale", -INF)
@@ -139,12 +153,16 @@ def check_transform(
 
 
 def check_device(tensor: Logits, logits: Logits, name: str) -> None:
+    """Raise unless ``tensor`` is on the device of the logits."""
     if tensor.device != logits.device:
         raise ValueError(f"{name}: expected device {logits.device}, that of the logits, got {tensor.device}")
 
 
 def check_number(value: Any, name: str, low: float, high: float = LARGEST, open_low: bool = True) -> float:
-    """The number as a float, from an int, a float, a scalar of numpy or a tensor of no dimension on the CPU."""
+    """Return ``value`` as a float. Raise unless it is a number between ``low`` and ``high``.
+
+    Ints, floats, NumPy scalars and zero-dimensional CPU tensors are accepted. ``open_low`` excludes ``low`` itself.
+    """
     if type(value) is float and low < value < high:
         return value
     number: Any = scalar(value, name, "a number")
@@ -159,7 +177,10 @@ def check_number(value: Any, name: str, low: float, high: float = LARGEST, open_
 
 
 def check_integer(value: Any, name: str, low: int = -(2**63), high: int = 2**63 - 1) -> int:
-    """The number as an int, from an int, an integer of numpy or an integer tensor of no dimension on the CPU."""
+    """Return ``value`` as an int. Raise unless it is an integer from ``low`` to ``high``.
+
+    Ints, NumPy integers and zero-dimensional integer CPU tensors are accepted.
+    """
     number: Any = value if type(value) is int else scalar(value, name, "an int")
     is_integer = isinstance(number, Integral) and not isinstance(number, bool)
     if not is_integer:
@@ -171,7 +192,7 @@ def check_integer(value: Any, name: str, low: int = -(2**63), high: int = 2**63 
 
 
 def scalar(value: Any, name: str, wanted: str) -> Any:
-    """What is in a tensor of no dimension; anything else as it is."""
+    """Return the item of a zero-dimensional CPU tensor, and any value that is not a tensor unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.dim() or value.device.type != "cpu" or value.requires_grad:
@@ -181,5 +202,6 @@ def scalar(value: Any, name: str, wanted: str) -> Any:
 
 
 def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:
+    """Raise unless ``value`` is one of the ``choices``."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {short(value)}")

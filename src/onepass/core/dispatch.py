@@ -1,7 +1,8 @@
-"""Functions as operations registered with torch, and when a call goes through them.
+"""Operations registered with torch, and the decision whether a call goes through them.
 
-A plain tensor in eager mode skips torch's dispatcher, which costs more than a small kernel. Whatever traces a call
-(compile, export, fake tensors, tensor subclasses, a `TorchDispatchMode`) gets the registered operation.
+A plain tensor in eager mode bypasses torch's dispatcher, which costs more than a small kernel. Calls that are traced
+(compile, export, fake tensors, tensor subclasses, a `TorchDispatchMode`) run the registered operation. `softmax`,
+`logits` and `moe` register their operations here.
 """
 
 import inspect
@@ -26,12 +27,12 @@ def is_untraced(*arguments: Any) -> bool:
 
 
 def is_plain(*arguments: Any) -> bool:
-    """Whether the dispatcher may be skipped: no argument is traced, and no `TorchDispatchMode` is active."""
+    """Whether the call can bypass the dispatcher: it is not traced, and no `TorchDispatchMode` is active."""
     return is_untraced(*arguments) and _len_torch_dispatch_stack() == 0
 
 
 def refuse_forward_mode(*arguments: Any) -> None:
-    """Raise for a dual tensor, which would silently lose its tangent: no operation here computes one."""
+    """Raise for a dual tensor: its tangent would silently be lost, since no operation here computes one."""
     if forward_ad._current_level < 0:
         return
     if any(isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in arguments):
@@ -39,16 +40,19 @@ def refuse_forward_mode(*arguments: Any) -> None:
 
 
 def refuse_second_derivatives() -> None:
+    """Raise in a backward that is called with ``create_graph=True``."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("onepass: second derivatives are not implemented, got create_graph=True")
 
 
-FLOPS: dict[Any, Callable[..., int]] = {}  # the formula of each operation
+FLOPS: dict[Any, Callable[..., int]] = {}  # the FLOP formula of each operation
 
 
 def tell_flop_counters() -> None:
-    """Give the formulas to the FLOP counters that are active. (Torch's table of them is in a module that imports
-    Triton.)"""
+    """Register the FLOP formulas with the FLOP counters that are active.
+
+    They are not registered on import, since torch's own table is in a module that imports Triton.
+    """
     if torch.compiler.is_compiling():
         return
     for n in range(_len_torch_dispatch_stack()):
@@ -60,17 +64,18 @@ def tell_flop_counters() -> None:
 def operation(
     name: str, like: Callable[..., Any], flops: Callable[..., int] | None = None, composite: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function of tensors an operation registered with torch, used unless all tensors are plain.
+    """Register a function of tensors with torch, and call it through torch unless all tensors are plain.
 
-    Arguments and results may be what an operation cannot take: a parameter that is annotated with a named tuple is
-    flattened into its fields, and None among the results is replaced by an empty tensor on the way out.
+    Registered operations take no named tuples and return no None. A parameter annotated with a named tuple is therefore
+    flattened into its fields, and a None among the results is an empty tensor inside torch.
 
     Args:
-        name: of the operation.
-        like: takes what the function takes, by name, and returns its results unwritten, for what traces.
-        flops: takes the flattened arguments by name, with shapes for tensors, and returns what
-            `torch.utils.flop_counter` counts, for an operation whose GEMMs are kernels of our own.
-        composite: the operation consists of torch's own GEMMs. A `TorchDispatchMode` then sees those instead.
+        name: qualified name of the operation.
+        like: the fake implementation: takes the function's arguments by name and returns uninitialized results.
+        flops: takes the flattened arguments by name, with shapes in place of tensors, and returns the number that
+            `torch.utils.flop_counter` counts. For operations whose GEMMs are kernels of onepass.
+        composite: whether the operation consists of torch's GEMMs. A `TorchDispatchMode` then sees these GEMMs instead
+            of the operation.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,17 +127,22 @@ def operation(
 
 
 def is_named_tuple(annotation: Any) -> bool:
+    """Whether the annotation is the class of a named tuple."""
     return isinstance(annotation, type) and issubclass(annotation, tuple) and hasattr(annotation, "_fields")
 
 
 def holds_tensors(annotation: Any) -> bool:
+    """Whether the annotation is the class of a named tuple with tensors among its fields."""
     return is_named_tuple(annotation) and any(
         of is Tensor or Tensor in get_args(of) for of in get_type_hints(annotation).values()
     )
 
 
 def flattened(parameter: inspect.Parameter, prefix: str = "") -> list[inspect.Parameter]:
-    """The parameters that a named tuple consists of; those of a tuple within it have its name before theirs."""
+    """The parameter itself or, for a named tuple, a parameter for each field.
+
+    The fields of a nested named tuple are prefixed with its name.
+    """
     if not is_named_tuple(parameter.annotation):
         return [parameter.replace(name=prefix + parameter.name, default=inspect.Parameter.empty)]
     found = []
@@ -143,7 +153,7 @@ def flattened(parameter: inspect.Parameter, prefix: str = "") -> list[inspect.Pa
 
 
 def flatten_arguments(values: Iterable[Any]) -> Iterator[Any]:
-    """The arguments of a registered operation: the fields of named tuples in their place."""
+    """Replace named tuples among the values by their fields, recursively."""
     for value in values:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             yield from flatten_arguments(value)
@@ -152,44 +162,49 @@ def flatten_arguments(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _nest(annotation: Any, values: Iterator[Any]) -> Any:
+    """The inverse of `flatten_arguments`, for one parameter with this annotation."""
     if not is_named_tuple(annotation):
         return next(values)
     return annotation(*[_nest(of, values) for of in get_type_hints(annotation).values()])
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast gives ``x`` in a GEMM; None where it is off, and for float64, which it leaves alone."""
+    """The dtype that autocast gives ``x`` in a GEMM; None if autocast is off, and for float64, which it ignores."""
     if x.dtype == torch.float64 or not is_autocast_enabled(x):
         return None
     return torch.get_autocast_dtype(x.device.type)
 
 
 def is_autocast_enabled(x: Tensor) -> bool:
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # torch does not know it of the meta device
+    """Whether autocast is enabled for the device of ``x``."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # the meta device has no autocast
 
 
-ABSENT = torch.uint8  # the dtype of what is returned for None: no result has it
+ABSENT = torch.uint8  # dtype of the empty tensor that represents None; no result has this dtype
 
 
 def _without_none(results: Any, like: Tensor) -> Any:
+    """Replace every None among the results by an empty tensor of dtype `ABSENT`."""
     if isinstance(results, Tensor):
         return results
     return type(results)([like.new_empty(0, dtype=ABSENT) if r is None else r for r in results])
 
 
 def _with_none(results: Any) -> Any:
+    """The inverse of `_without_none`."""
     if isinstance(results, Tensor):
         return results
     return type(results)([None if r.dtype == ABSENT else r for r in results])
 
 
 def _always_tensors(annotation: Any) -> Any:
-    """The annotation without the None, for torch's schema."""
+    """The return annotation without None, for torch's schema."""
     if annotation is Tensor:
         return Tensor
     return list[Tensor] if get_origin(annotation) is list else tuple[(Tensor,) * len(get_args(annotation))]  # type: ignore[misc]
 
 
 def empty_gradient(logits: Tensor) -> Tensor:
+    """An uninitialized gradient of the logits, with a contiguous last dimension."""
     out = torch.empty_like(logits)
-    return out if out.stride(-1) == 1 else logits.new_empty(logits.shape)  # of expanded logits
+    return out if out.stride(-1) == 1 else logits.new_empty(logits.shape)  # the logits are expanded

@@ -1,4 +1,4 @@
-"""The contract of the operations of mixtures of experts: their options, the tensors they take, the shapes they return."""
+"""Options, tensors and results of the mixture-of-experts operations, shared by `moe`, `kernels` and `reference`."""
 
 from typing import Literal, NamedTuple, get_args
 
@@ -17,7 +17,7 @@ MAX_EXPERTS, MAX_K = 1024, 32
 
 
 class RouterOptions(NamedTuple):
-    """See `moe.route`."""
+    """The options of `moe.route`, which documents them."""
 
     k: int
     score: str = "softmax"
@@ -29,14 +29,15 @@ class RouterOptions(NamedTuple):
     eps: float = 1e-20
     score_after_topk: bool = False
     softcap: float | None = None
-    sums: bool = False  # whether the sums that the auxiliary losses are made of are wanted
+    sums: bool = False  # whether to return the summed probabilities and logsumexp, for auxiliary losses
 
     def factors(self) -> tuple[float, float]:
+        """See `Transform.factors`."""
         return Transform(softcap=self.softcap).factors()
 
 
 class RoutingGradients(NamedTuple):
-    """Upstream gradients of what a router returns, None for 0."""
+    """Upstream gradients of the results of a router. None means zero."""
 
     weights: Tensor | None = None
     prob_sums: Tensor | None = None
@@ -47,8 +48,12 @@ RoutingResults = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def empty_routing(logits: Tensor, options: RouterOptions) -> RoutingResults:
-    """Unwritten weights ``(T, K)``, experts ``(T, K)``, counts ``(E,)``, summed probabilities ``(E,)`` and logsumexp
-    ``(T,)``; the last two are None where they are not wanted."""
+    """Uninitialized results of a router for ``(T, E)`` logits.
+
+    Returns:
+        Weights ``(T, K)``, experts ``(T, K)``, counts ``(E,)``, summed probabilities ``(E,)`` and logsumexp ``(T,)``.
+        The last two are None unless ``options.sums``.
+    """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     T, E = logits.shape
     return (
@@ -64,11 +69,10 @@ class Groups(NamedTuple):
     """Token-expert assignments sorted by expert. Assignment ``t·K + k`` is the k-th expert of token t.
 
     Attributes:
-        order: ``(T·K,)``, int32: the assignments, sorted by expert and, of one expert, in their order. Out-of-range
-            ids come last.
-        offsets: ``(E + 1,)``, int32: expert e has ``order[offsets[e]:offsets[e + 1]]``.
-        tile_expert, tile_row: the expert and the first sorted row of every tile of rows that a kernel works through;
-            empty on a CPU.
+        order: ``(T·K,)``, int32: the assignments, stably sorted by expert. Those to out-of-range ids come last.
+        offsets: ``(E + 1,)``, int32: the assignments to expert e are ``order[offsets[e]:offsets[e + 1]]``.
+        tile_expert, tile_row: int32: the expert and the first sorted row of each tile of rows that a grouped GEMM
+            computes. Empty on a CPU.
     """
 
     order: Tensor
@@ -78,22 +82,22 @@ class Groups(NamedTuple):
 
 
 class ExpertOptions(NamedTuple):
-    """See `moe.expert_mlp`."""
+    """The options of `moe.expert_mlp`, which documents them."""
 
     activation: str = "silu"
     transposed: bool = False
     interleaved: bool = False
-    gate_up_scaling: float = 0.0  # of the LoRA on gate_up
+    gate_up_scaling: float = 0.0  # the scaling of the LoRA adapter of gate_up
     down_scaling: float = 0.0
     alpha: float = 1.702
     limit: float = 7.0
 
 
 class ExpertTensors(NamedTuple):
-    """The differentiable inputs of `moe.expert_mlp`; of T tokens, E experts and LoRA rank R."""
+    """The differentiable inputs of `moe.expert_mlp`, for T tokens, E experts and LoRA rank R."""
 
     hidden: Tensor  # (T, H)
-    weights: Tensor  # (T, K), of the routing
+    weights: Tensor  # (T, K), the routing weights
     gate_up: Tensor  # (E, 2 I, H)
     down: Tensor  # (E, H, I)
     gate_up_bias: Tensor | None = None  # (E, 2 I)
@@ -112,21 +116,21 @@ ExpertGradients = tuple[
 
 
 class ScatterOptions(NamedTuple):
-    """See `moe.scattered_linear`."""
+    """The options of `moe.scattered_linear`, which documents them."""
 
     transposed: bool = False
     grouped_in: bool = False
     grouped_out: bool = False
-    k: int = 1  # experts a token
+    k: int = 1  # experts per token
 
 
 class ScatterTensors(NamedTuple):
     """The differentiable inputs of `moe.scattered_linear`."""
 
-    x: Tensor
-    weight: Tensor  # (E, outputs, inputs)
+    x: Tensor  # (T, inputs), or (T·K, inputs) with grouped_in
+    weight: Tensor  # (E, outputs, inputs), or (E, inputs, outputs) with transposed
     bias: Tensor | None = None  # (E, outputs)
-    weights: Tensor | None = None  # (T, K), of the routing
+    weights: Tensor | None = None  # (T, K), the routing weights
 
 
 ScatterGradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]

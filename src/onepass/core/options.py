@@ -1,7 +1,7 @@
-"""The contract of the softmax operations: what is asked of a row of logits, and what kernels and reference return.
+"""Options, inputs and results of the softmax operations, shared by `kernels`, `reference`, `softmax` and `logits`.
 
-Everything here is a named tuple, so that it can be part of a cache's key and, flattened, of the signature of an
-operation that is registered with torch (`core.dispatch.operation`).
+Options and inputs are named tuples. They can be part of the key of a cache and, flattened, of the signature of an
+operation registered with torch (`core.dispatch.operation`).
 """
 
 from functools import lru_cache
@@ -16,7 +16,7 @@ Metric = Literal["is_top1", "log_sum_sq_probs", "mean_logit"]
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 DIRECTIONS: tuple[str, ...] = get_args(Direction)
 METRICS: tuple[str, ...] = get_args(Metric)
-# Fields with one number per row, in the order in which the backends pack them.
+# Fields with one number per row, in the order of the packed results.
 PACKED = (
     "shift",
     "log_normalizer",
@@ -28,16 +28,19 @@ PACKED = (
     "tempered_log_normalizer",  # log Σ exp(sharpness·(z - shift)): the normalizer at a second temperature
 )
 PLACES = {name: place for place, name in enumerate(PACKED)}
-# Fields with one value per index. The two share a place: a caller asks for one of them, as for one of `expected_logit`
-# and `entropy`. The normalized ones spare most losses two small kernels each way, which counts where the host is the
-# limit.
+# Fields with one value per index. Both are returned in the same tensor, so at most one of them can be requested. (So
+# can `expected_logit` and `entropy`, whose gradients share an argument.) Computing log-probs in the kernel saves most
+# losses two small kernels in the forward and two in the backward, which matters if the host is the bottleneck.
 PER_INDEX = ("selected", "log_probs")
 NOT_DIFFERENTIABLE = frozenset(("shift", "log_sum_sq_probs", "mean_logit", "is_top1"))
 
 
 class Transform(NamedTuple):
-    """The transform of logits before the softmax: ``z = softcap·tanh(logit_scale·x / softcap) / temperature``, without
-    the tanh where ``softcap`` is None."""
+    """The transform of the logits before the softmax.
+
+    It is ``z = softcap·tanh(logit_scale·x / softcap) / temperature``, or ``z = logit_scale·x / temperature`` if
+    ``softcap`` is None.
+    """
 
     temperature: float = 1.0
     softcap: float | None = None
@@ -54,40 +57,43 @@ IDENTITY = Transform()
 
 
 class Options(NamedTuple):
-    """Which fields are wanted of a row, and how it is read."""
+    """The fields to compute for every row, and how."""
 
-    fields: str  # names, separated by spaces
+    fields: str  # the names of the requested fields, separated by spaces
     transform: Transform = IDENTITY
-    class_weight: float = 0.0  # of every class, where there is no tensor of class weights
-    sharpness: float = 2.0  # one over the second temperature; 2 is that of `log_sum_sq_probs`
+    class_weight: float = 0.0  # the weight of every class if there is no tensor of class weights
+    sharpness: float = 2.0  # the inverse of the second temperature; `log_sum_sq_probs` needs 2
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of the requested fields."""
         return _names(self.fields)
 
     def wants(self, name: str) -> bool:
+        """Whether a field is requested."""
         return name in self.names
 
 
 class Inputs(NamedTuple):
-    """Tensors that are read beside the logits."""
+    """Tensors that are read in addition to the logits."""
 
-    index: Tensor | None = None  # type: ignore[assignment]  # (...) or (..., K): the classes to select
-    row_mask: Tensor | None = None  # (...): rows where it is 0 are not read
+    index: Tensor | None = None  # type: ignore[assignment]  # (...) or (..., K): the selected classes
+    row_mask: Tensor | None = None  # (...): rows where it is 0 are masked and not read
     class_weights: Tensor | None = None  # (V,)
 
 
 class FieldGradients(NamedTuple):
-    """Upstream gradients of the fields, None for 0."""
+    """Upstream gradients of the fields. None means zero."""
 
     log_normalizer: Tensor | None = None
-    expected_logit: Tensor | None = None  # or that of `entropy`, if the options want it
+    expected_logit: Tensor | None = None  # that of `entropy` instead, if it is requested
     weighted_logit: Tensor | None = None
     tempered_log_normalizer: Tensor | None = None
-    selected: Tensor | None = None  # or that of `log_probs`, if the options want them
+    selected: Tensor | None = None  # that of `log_probs` instead, if they are requested
 
     @classmethod
     def of(cls, g: dict[str, Tensor | None]) -> "FieldGradients":
+        """From a dict of gradients by the names of the fields."""
         return cls(
             g.get("log_normalizer"),
             g.get("entropy" if "entropy" in g else "expected_logit"),
@@ -106,7 +112,12 @@ Results = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def empty_results(logits: Tensor, index: Tensor | None, options: Options) -> Results:
-    """Unwritten ``(len(PACKED), ...)`` numbers, and the fields `PER_INDEX` and `is_top1`, of the shape of ``index``."""
+    """Uninitialized results for ``(..., V)`` logits.
+
+    Returns:
+        The packed fields, ``(len(PACKED), ...)``, and the tensors of the `PER_INDEX` field and of ``is_top1``, which
+        have the shape of ``index``, or None.
+    """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     packed = logits.new_empty((len(PACKED), *logits.shape[:-1]), dtype=dtype)
     per_index = None if index is None else index.new_empty(index.shape, dtype=dtype)
@@ -117,24 +128,24 @@ def empty_results(logits: Tensor, index: Tensor | None, options: Options) -> Res
 
 
 def pick(results: Results, options: Options) -> tuple[Tensor, ...]:
-    """The fields that the options name, in that order."""
+    """The requested fields, in the order in which the options name them."""
     packed = results[0]
     return tuple([packed[place] if place >= 0 else results[place] for place in _places(options.fields)])  # type: ignore[misc]
 
 
 @lru_cache
 def _places(fields: str) -> tuple[int, ...]:
-    """Places in the packed numbers or, counted from the end, in the results."""
+    """The positions of the fields in the packed results or, if negative, in the tuple of results."""
     return tuple(PLACES.get(f, -2 if f in PER_INDEX else -1) for f in _names(fields))
 
 
 @lru_cache
 def not_differentiable(fields: str) -> tuple[int, ...]:
-    """The places of fields that have no gradient."""
+    """The positions of the requested fields that have no gradient."""
     return tuple(n for n, f in enumerate(_names(fields)) if f in NOT_DIFFERENTIABLE)
 
 
-# What a divergence between two rows of logits leaves behind; the means are those that the gradients need.
+# The results of a divergence between two rows of logits. The gradients need the shifts, log-normalizers and means.
 PAIR_NUMBERS = (
     "student_shift", "student_log_normalizer", "student_mean",
     "teacher_shift", "teacher_log_normalizer", "teacher_mean",
@@ -145,24 +156,25 @@ T = TypeVar("T")
 
 
 class PairOptions(NamedTuple):
-    """A divergence, and how its two rows of logits are read."""
+    """A divergence, and the transforms of the two rows of logits that it compares."""
 
     direction: str  # "forward", "reverse" or "jsd"
     beta: float
     student: Transform = IDENTITY
     teacher: Transform = IDENTITY
-    columns: int | None = None  # only the first columns of both are compared; None for all
+    columns: int | None = None  # how many leading columns of both are compared; None for all
 
     @property
     def weights(self) -> tuple[float, float]:
-        """The weights of P and Q in the mixture."""
+        """The weights of P and Q in the mixture of the Jensen-Shannon divergence."""
         return self.beta, 1.0 - self.beta
 
     def ordered(self, student: T, teacher: T) -> tuple[T, T]:
-        """``(P, Q)`` of KL(P ‖ Q), and of the mixture."""
+        """Order student and teacher as ``(P, Q)`` in KL(P ‖ Q) and in the mixture."""
         return (student, teacher) if self.direction == "reverse" else (teacher, student)
 
 
 def empty_pair_numbers(student: Tensor, teacher: Tensor) -> Tensor:
+    """Uninitialized results of a divergence, ``(len(PAIR_NUMBERS), ...)``."""
     dtype = torch.float64 if torch.float64 in (student.dtype, teacher.dtype) else torch.float32
     return student.new_empty((len(PAIR_NUMBERS), *student.shape[:-1]), dtype=dtype)

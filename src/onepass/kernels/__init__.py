@@ -1,6 +1,7 @@
-"""Triton kernels and their launchers. Nothing here depends on losses, autograd or users.
+"""Triton kernels and the functions that launch them. Nothing here depends on losses or autograd.
 
-`onepass.reference` has the same operations, with the same signatures, in plain PyTorch.
+`onepass.reference` defines the same functions, with the same signatures, in plain PyTorch. `backend.backend_of` chooses
+between the two.
 """
 
 from onepass.kernels.divergence import divergence, divergence_gradient

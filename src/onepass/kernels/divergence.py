@@ -1,18 +1,21 @@
-"""Divergences between two rows of logits: a forward kernel that leaves a few numbers per row, and a gradient kernel.
+"""Divergences between two rows of logits: a forward kernel that returns a few numbers per row, and a gradient kernel.
 
-KL(P ‖ Q) takes one read of both. With ``z = p, q`` the transformed logits and ``m`` their maxima, the online state is
+`softmax.divergence` calls them on tensors, `logits.row_loss` on tiles of logits.
+
+KL(P ‖ Q) takes one read of both tensors. With the transformed logits ``p, q`` and their maxima ``m_p, m_q``, the online
+state is
 
     s_p = Σ exp(p - m_p),  s_q = Σ exp(q - m_q),  d = Σ exp(p - m_p)·((p - m_p) - (q - m_q))
 
-and KL = d/s_p - log s_p + log s_q. The generalised Jensen-Shannon divergence needs both normalisers before its first
-term, so that they come from `softmax_statistics` (a first read) and this kernel adds up (the second)
+and KL = d/s_p - log s_p + log s_q. The generalized Jensen-Shannon divergence (JSD) needs both normalizers before its
+first term. `softmax_statistics` computes them in a first read, and this kernel computes in a second read
 
     mean_p = Σ P·log(P / M),  mean_q = Σ Q·log(Q / M),  M = w_p·P + w_q·Q,  JSD = w_p·mean_p + w_q·mean_q.
 
-Gradients: of KL with respect to p, ``P·(log P - log Q - KL)``, to q, ``Q - P``; of JSD to p,
-``w_p·P·(log(P/M) - mean_p)``. Terms of probability 0 are 0.
+The gradient of KL is ``P·(log P - log Q - KL)`` with respect to p, and ``Q - P`` with respect to q. The gradient of JSD
+with respect to p is ``w_p·P·(log(P/M) - mean_p)``. Terms of probability 0 are 0.
 
-Bytes moved: both tensors in (twice for JSD); backward both in, one gradient out.
+Bytes moved: forward, both tensors in (twice for JSD); backward, both tensors in and one gradient out.
 """
 
 import torch
@@ -28,20 +31,22 @@ from onepass.kernels.online_softmax import LOG2E, LOWEST, transform, transform_a
 from onepass.kernels.row_programs import arrives_last, row_start, write_zeros
 from onepass.kernels.softmax_statistics import softmax_statistics
 
-STATE = tl.constexpr(5)  # numbers in a state
-SHIFT, LOG_NORMALIZER, MEAN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # places in a tensor's numbers
-LANES_OF_MANY_ROWS = 512  # wider than of one tensor: two loads a tile, and more states to keep
-TILES = 4  # tiles that a program of the gradient writes
+STATE = tl.constexpr(5)  # numbers per state
+SHIFT, LOG_NORMALIZER, MEAN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # rows of p_numbers and q_numbers
+LANES_OF_MANY_ROWS = 512  # twice that of kernels of one tensor: a tile has two loads, and the state is larger
+TILES = 4  # tiles that a program of the gradient kernel writes
 
 
 @triton.jit
 def read_normalizer(numbers, rows, row):
+    """Load the shift and the log-normalizer of a row."""
     return tl.load(numbers + SHIFT * rows + row), tl.load(numbers + LOG_NORMALIZER * rows + row)
 
 
 @triton.jit
 def load_pair(p, q, col0, low, high, p_inner, p_outer, q_inner, q_outer, P_SOFTCAP: tl.constexpr,
               Q_SOFTCAP: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Load a tile ``[LANES, VEC]`` of transformed logits of both rows, -inf outside [low, high) if MASKED."""
     col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     valid = (col >= low) & (col < high) if MASKED else None
     zp = transform(tl.load(p + col, mask=valid), p_inner, p_outer, P_SOFTCAP)
@@ -54,13 +59,13 @@ def load_pair(p, q, col0, low, high, p_inner, p_outer, q_inner, q_outer, P_SOFTC
 
 @triton.jit
 def move(d, s, back_p, back_q, alpha):
-    """``d`` relative to other maxima. Probabilities that underflow there are 0, also where they met log 0."""
+    """``d`` relative to other maxima; 0 if its probabilities underflow there, even if ``d`` is infinite."""
     return tl.where(alpha > 0, alpha * (d + s * (back_p - back_q)), 0.0)
 
 
 @triton.jit
 def update_kl(mp, sp, mq, sq, d, zp, zq):
-    """Add a tile ``[lanes, vec]`` of both rows to one state a lane."""
+    """Add a tile ``[LANES, VEC]`` of both rows to one state per lane."""
     new_p = tl.maximum(mp, tl.max(zp, axis=1))
     new_q = tl.maximum(mq, tl.max(zq, axis=1))
     back_p = tl.maximum(mp - new_p, LOWEST)
@@ -89,14 +94,14 @@ def merge_kl(mp, sp, mq, sq, d):
 
 @triton.jit
 def log_ratios(log_p, log_q, w_p, w_q):
-    """``P, log(P/M), Q, log(Q/M)`` of the mixture ``M = w_p·P + w_q·Q``; the logarithms are 0 where P or Q is."""
+    """``P, log(P/M), Q, log(Q/M)`` for ``M = w_p·P + w_q·Q``. A logarithm is 0 where its P or Q is 0."""
     p = tl.exp2(log_p * LOG2E)
     q = tl.exp2(log_q * LOG2E)
-    # log(P/M) = -log(w_p + w_q·Q/P) = logsigmoid(x) - log w_p: no mixture that underflows, and no logarithm an element.
+    # log(P/M) = -log(w_p + w_q·Q/P) = logsigmoid(x) - log w_p. The mixture, which may underflow, is not needed.
     log_w_p, log_w_q = tl.log(w_p), tl.log(w_q)
     x = (log_p - log_q) + (log_w_p - log_w_q)
     e = tl.exp2(tl.abs(x) * -LOG2E)
-    # Minimax fit of log(1 + e) / e over [0, 1].
+    # Minimax fit of log(1 + e) / e over [0, 1], which is faster than a logarithm per element.
     poly = 0.005232504466139768
     poly = poly * e - 0.029504480290833024
     poly = poly * e + 0.07822472076128542
@@ -116,7 +121,7 @@ def log_ratios(log_p, log_q, w_p, w_q):
 def update(mp, sp, mq, sq, d, p, q, col0, low, high, p_shift, p_norm, q_shift, q_norm, w_p, w_q,
            p_inner, p_outer, q_inner, q_outer, MIXTURE: tl.constexpr, P_SOFTCAP: tl.constexpr,
            Q_SOFTCAP: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """A tile of either divergence. Of the mixture ``sp`` and ``sq`` are the sums; nothing else changes."""
+    """Add a tile to the state of either divergence. If MIXTURE, only ``sp`` and ``sq`` are used: they are the sums."""
     zp, zq = load_pair(p, q, col0, low, high, p_inner, p_outer, q_inner, q_outer, P_SOFTCAP, Q_SOFTCAP, LANES, VEC,
                        MASKED)  # fmt: skip
     if MIXTURE:
@@ -130,6 +135,7 @@ def update(mp, sp, mq, sq, d, p, q, col0, low, high, p_shift, p_norm, q_shift, q
 
 @triton.jit
 def merge(mp, sp, mq, sq, d, MIXTURE: tl.constexpr):
+    """Reduce a vector of states of either divergence to one."""
     if MIXTURE:
         return tl.max(mp, axis=0), tl.sum(sp, axis=0), tl.max(mq, axis=0), tl.sum(sq, axis=0), tl.sum(d, axis=0)
     return merge_kl(mp, sp, mq, sq, d)
@@ -148,6 +154,14 @@ def divergence_kernel(
     MIXTURE: tl.constexpr, P_SOFTCAP: tl.constexpr, Q_SOFTCAP: tl.constexpr, ALIGN: tl.constexpr,
     SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
+    """The divergence between each row of ``p`` and the same row of ``q``: KL(P ‖ Q), or JSD if MIXTURE.
+
+    Inputs: logits ``p`` and ``q`` ``(rows, V)``; ``row_mask`` ``(rows,)`` or None. If MIXTURE, also the shifts and
+    log-normalizers in ``p_numbers`` and ``q_numbers``.
+    Outputs: ``loss`` ``(rows,)``; ``p_numbers`` and ``q_numbers`` ``(3, rows)``: shift, log-normalizer and mean of each
+    row (only the mean if MIXTURE). All are 0 for masked rows. ``pieces`` is the `layout.workspace`.
+    Bytes moved: see the module docstring.
+    """
     TILE: tl.constexpr = LANES * VEC
     row = (tl.program_id(0) // SPLITS).to(tl.int64)
     split = tl.program_id(0) % SPLITS
@@ -163,7 +177,7 @@ def divergence_kernel(
         mq = tl.full([LANES], LOWEST, tl.float32)
         sq = tl.zeros([LANES], tl.float32)
         d = tl.zeros([LANES], tl.float32)
-        # As in softmax_statistics: columns are counted from an aligned address at or before the row of p.
+        # As in softmax_statistics, columns are counted from an aligned address at or before the row of p.
         start = row_start(row, inner_rows, p_outer_stride, p_inner_stride)
         q_start = row_start(row, inner_rows, q_outer_stride, q_inner_stride)
         head = (start % VEC).to(tl.int32) if ALIGN else 0
@@ -213,7 +227,7 @@ def divergence_kernel(
         if MIXTURE:
             p_mean, q_mean, kl = sp, sq, w_p * sp + w_q * sq
         else:
-            # As in softmax_statistics: 0 or NaN is a row without a distribution.
+            # As in softmax_statistics, a sum of 0 or NaN means that the row defines no distribution.
             sp = tl.where(sp > 0, sp, float("nan"))
             sq = tl.where(sq > 0, sq, float("nan"))
             kl = d / sp - tl.log(sp) + tl.log(sq)
@@ -236,7 +250,10 @@ def write_tile(x, y, out, col0, low, high, x_shift, x_norm, y_shift, y_norm, mea
                x_inner, x_outer, y_inner, y_outer, MIXTURE: tl.constexpr, FIRST: tl.constexpr,
                X_SOFTCAP: tl.constexpr, Y_SOFTCAP: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
                MASKED: tl.constexpr):  # fmt: skip
-    """The gradient of one tile with respect to ``x``: the first or the second of a KL, or one of the mixed."""
+    """Write one tile of the gradient with respect to ``x``.
+
+    ``x`` defines a distribution of the mixture (MIXTURE), or P (FIRST) or Q of KL(P ‖ Q).
+    """
     col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     valid = (col >= low) & (col < high) if MASKED else None
     zx, slope = transform_and_slope(tl.load(x + col, mask=valid), x_inner, x_outer, X_SOFTCAP)
@@ -267,6 +284,15 @@ def divergence_gradient_kernel(
     MIXTURE: tl.constexpr, FIRST: tl.constexpr, X_SOFTCAP: tl.constexpr, Y_SOFTCAP: tl.constexpr,
     ALIGN: tl.constexpr, SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
+    """The gradient of the divergence with respect to one of the two tensors.
+
+    Inputs: logits ``x``, with respect to which the gradient is taken, and ``y``, the other ones, ``(rows, V)``;
+    ``row_mask`` ``(rows,)`` or None; ``x_numbers``, ``y_numbers`` ``(3, rows)`` of `divergence_kernel`; the upstream
+    gradient ``grad`` ``(rows,)``.
+    Output: ``out`` ``(rows, V)``, which may be ``x`` itself. Rows that are masked or have an upstream gradient of 0 are
+    written but not read.
+    Bytes moved: see the module docstring.
+    """
     TILE: tl.constexpr = LANES * VEC
     pieces = tl.cdiv(V + VEC - 1 if ALIGN else V, TILE * TILES)
     row = (tl.program_id(0) // pieces).to(tl.int64)
@@ -304,7 +330,7 @@ def divergence_gradient_kernel(
 
 
 def plan_for(p: Layout, q: Layout, device: torch.device, rows: int, options: PairOptions) -> Plan:
-    """The launch for one group of the ``rows``."""
+    """The launch of `divergence_kernel` for one group of rows; ``rows`` counts those of all groups."""
     g = Geometry(p, q)
     lanes, splits = layout.programs_for(g.rows, g.V, g.VEC, device, LANES_OF_MANY_ROWS)
     LANES, SPLITS = choose(divergence_kernel, g.key(options.direction), dict(LANES=lanes, SPLITS=splits)).values()
@@ -341,7 +367,7 @@ def divergence(
 def gradient_plan_for(
     x: Layout, y: Layout, out: Layout, g_stride: int, rows: int, of_teacher: bool, options: PairOptions
 ) -> Plan:
-    """The launch for one group of the ``rows``."""
+    """The launch of `divergence_gradient_kernel` for one group of rows; ``rows`` counts those of all groups."""
     g = Geometry(x, y, out)
     rule = dict(LANES=layout.lanes_for(g.V, g.VEC), TILES=TILES)
     LANES, tiles = choose(divergence_gradient_kernel, g.key(options.direction), rule).values()
@@ -367,7 +393,10 @@ def divergence_gradient(
     options: PairOptions,
     out: torch.Tensor,
 ) -> None:
-    """Write the gradient of the student's logits (or the teacher's) into ``out``, of their shape and dtype."""
+    """Write the gradient with respect to the student's logits, or the teacher's if ``of_teacher``, into ``out``.
+
+    ``out`` has the shape and dtype of these logits and may be these logits themselves.
+    """
     rows = packed[0].numel()
     grad = grad if grad.dim() == 1 else grad.reshape(-1)
     numbers = (packed[3:6], packed[:3]) if of_teacher else (packed[:3], packed[3:6])

@@ -1,4 +1,4 @@
-"""`moe.expert_mlp` on a GPU: the grouped GEMMs and what lies between them, forward and backward."""
+"""`moe.expert_mlp` on a GPU: the grouped GEMMs and the kernels between them, forward and backward."""
 
 from torch import Tensor
 
@@ -11,11 +11,14 @@ from onepass.kernels.grouped_weight_gradient import weight_gradient
 def expert_mlp(
     tensors: ExpertTensors, experts: Tensor, groups: Groups, keep: bool, options: ExpertOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """The result and, if ``keep``, what `expert_mlp_gradient` needs of it: the rows before the activation."""
+    """The output ``(T, H)`` and, if ``keep``, the rows before the activation, which `expert_mlp_gradient` needs.
+
+    These rows are ``(T·K, 2 I)``, sorted by expert.
+    """
     t, o, K = tensors, options, experts.shape[1]
     w1, w2 = (w.mT if o.transposed else w for w in (t.gate_up, t.down))
     h = t.hidden.new_empty((experts.numel(), w1.shape[1])) if keep else None
-    low1 = low2 = None  # rows of rank R, where there is a LoRA
+    low1 = low2 = None  # (T·K, R): the rows between A and B of a LoRA adapter
     if t.gate_up_lora_a is not None:
         low1 = grouped_gemm(t.hidden, t.gate_up_lora_a, groups, share=K, scale=o.gate_up_scaling)
     activated = grouped_gemm(
@@ -31,7 +34,10 @@ def expert_mlp_gradient(
     grad: Tensor, h: Tensor | None, tensors: ExpertTensors, experts: Tensor, groups: Groups, needed: list[bool],
     options: ExpertOptions,
 ) -> ExpertGradients:  # fmt: skip
-    """The gradients of the tensors, None where not needed."""
+    """The gradients of the tensors, None where not needed.
+
+    ``grad`` is the upstream gradient ``(T, H)``, and ``h`` the second result of `expert_mlp`.
+    """
     t, o, K = tensors, options, experts.shape[1]
     w1, w2 = (w.mT if o.transposed else w for w in (t.gate_up, t.down))
     need = dict(zip(EXPERT_TENSORS, needed))
@@ -52,7 +58,7 @@ def expert_mlp_gradient(
             grouped_gemm(grad, t.down_bias.unsqueeze(1), groups, share=K, scatter=True, out=of_bias)
             of_weights += of_bias.view_as(t.weights)
         found["weights"] = of_weights
-    weighted = of_activated  # which `glu_gradient` has overwritten: the activated rows times their routing weight
+    weighted = of_activated  # `glu_gradient` has overwritten it with the activated rows times their routing weights
     if need["down"]:
         found["down"] = weight_gradient(grad, weighted, t.down, groups, share_a=K, transposed=o.transposed)
     if need["down_lora_a"]:
@@ -60,7 +66,7 @@ def expert_mlp_gradient(
     if need["down_lora_b"]:
         low2 = grouped_gemm(weighted, t.down_lora_a, groups, scale=o.down_scaling)  # type: ignore[arg-type]
         found["down_lora_b"] = weight_gradient(grad, low2, t.down_lora_b, groups, share_a=K)  # type: ignore[arg-type]
-    del of_activated, weighted  # before more memory is taken
+    del of_activated, weighted  # before more memory is allocated
     up1 = None
     if t.gate_up_lora_b is not None:
         up1 = grouped_gemm(dh, t.gate_up_lora_b.mT, groups, scale=o.gate_up_scaling)

@@ -1,5 +1,5 @@
-"""What happens to rows of experts between and after the grouped GEMMs: the activation, its gradient, the gradients of
-biases, and the weighted sum over the experts of a token.
+"""Kernels for the rows of experts between and after the grouped GEMMs: the gradient of the activation, the gradients of
+biases, and the weighted sum over the experts of a token. `expert_mlp` and `scattered_linear` call them.
 
 Bytes moved: each row of an input once, each row of a result once.
 """
@@ -16,7 +16,10 @@ from onepass.kernels.layout import power_of_two
 
 @triton.jit
 def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
-    """``(activated, its derivative by gate, by up)``, float32."""
+    """``activated = f(gate)·up`` and its derivatives with respect to gate and up, float32.
+
+    "swiglu_clamped" clamps gate and up first, and adds 1 to up.
+    """
     if ACTIVATION == "swiglu_clamped":
         inside = gate <= limit
         within = tl.abs(up) <= limit
@@ -49,10 +52,13 @@ def glu_gradient_kernel(
     E: tl.constexpr, N: tl.constexpr, ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, KEEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """From the gradient y of the activated without the routing weight, and from gate and up in ``h``:
+    """The gradient of the activation, for the rows of all experts.
 
-    ``out``: the gradient of h. ``of_weights``: the sum of y times the activated.
-    ``y``: where KEEP, the activated times the routing weight takes its place.
+    Inputs: ``y`` ``(T·K, N)``, the gradient of the activated rows before it is multiplied by the routing weight; ``h``
+    ``(T·K, 2 N)``, gate and up; ``weights`` ``(T, K)``; ``order`` and ``offsets`` of `Groups`.
+    Outputs: ``out`` ``(T·K, 2 N)``, the gradient of ``h``; ``of_weights`` ``(T, K)``, the sum of y times the activated
+    row. If KEEP, the activated rows times their routing weights overwrite ``y``.
+    Bytes moved: see the module docstring.
     """
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < tl.load(offsets + E)
@@ -91,7 +97,7 @@ def glu_gradient_kernel(
 def glu_gradient(
     y: Tensor, h: Tensor, weights: Tensor, groups: Groups, options: ExpertOptions, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of ``h`` and of ``weights``; `glu_gradient_kernel` has the rest."""
+    """Launch `glu_gradient_kernel`, and return the gradients of ``h`` and of ``weights``."""
     out, of_weights = h.new_empty(h.shape), weights.new_zeros(weights.shape)
     if len(y):
         about = tuple(y.shape), len(groups.offsets) - 1, options, keep
@@ -100,6 +106,7 @@ def glu_gradient(
 
 
 def glu_gradient_plan(shape: tuple[int, int], E: int, o: ExpertOptions, keep: bool) -> Plan:
+    """The launch of `glu_gradient_kernel`."""
     assignments, N = shape
     block_n = max(16, min(1024, power_of_two(N)))
     block_m = max(1, 1024 // block_n)
@@ -114,7 +121,13 @@ def bias_gradient_kernel(
     a: "Rows", weights: "Flat", out: "Out", order: "Flat", offsets: "Flat",
     N: tl.constexpr, SHARE: tl.constexpr, A_ROW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """``out[e]``: the sum of the rows of expert e, each times the weight of its assignment: the gradient of a bias."""
+    """The gradient of a bias: ``out[e]`` is the sum of the rows of expert e, times their weights if there are any.
+
+    Inputs: ``a`` ``(rows, N)``, where SHARE consecutive assignments have the same row (SHARE is 0 if the rows are
+    sorted by expert); ``weights`` ``(T, K)`` or None; ``order`` and ``offsets`` of `Groups`.
+    Output: ``out`` ``(E, N)``.
+    Bytes moved: see the module docstring.
+    """
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     expert = tl.program_id(0) // TILES
     n = tl.program_id(0) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -134,6 +147,7 @@ def bias_gradient_kernel(
 
 
 def bias_gradient(a: Tensor, weights: Tensor | None, like: Tensor, groups: Groups, share: int) -> Tensor:
+    """Launch `bias_gradient_kernel`, and return a gradient like ``like``, ``(E, N)``."""
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     about = tuple(out.shape), share, a.stride(0)
     launch(bias_plan, about, (a, weights, out, groups.order, groups.offsets))
@@ -141,6 +155,7 @@ def bias_gradient(a: Tensor, weights: Tensor | None, like: Tensor, groups: Group
 
 
 def bias_plan(shape: tuple[int, ...], share: int, a_row: int) -> Plan:
+    """The launch of `bias_gradient_kernel`."""
     E, N = shape
     constexprs = dict(N=N, SHARE=share, A_ROW=a_row, BLOCK_N=64, BLOCK_M=32)
     return Plan(bias_gradient_kernel, E * -(-N // 64), (), constexprs, 4)
@@ -152,7 +167,13 @@ def combine_kernel(
     T: tl.int32,
     E: tl.constexpr, N: tl.constexpr, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """``out[t]``: the sum over the assignments of a token, times their weights where there are some."""
+    """The sum over the assignments of each token, times their weights if there are any.
+
+    Inputs: ``y`` ``(T·K, N)``, in the order of the assignments; ``weights`` ``(T, K)`` or None; ``experts`` ``(T, K)``.
+    Assignments to out-of-range ids are left out.
+    Output: ``out`` ``(T, N)``.
+    Bytes moved: see the module docstring.
+    """
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     t = (tl.program_id(0) // TILES).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     n = tl.program_id(0) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -170,6 +191,7 @@ def combine_kernel(
 
 
 def combine(y: Tensor, weights: Tensor | None, experts: Tensor, E: int, like: Tensor) -> Tensor:
+    """Launch `combine_kernel`, and return a tensor like ``like``, ``(T, N)``."""
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     T, N = out.shape
     if T:
@@ -178,6 +200,7 @@ def combine(y: Tensor, weights: Tensor | None, experts: Tensor, E: int, like: Te
 
 
 def combine_plan(T: int, E: int, N: int, topk: int) -> Plan:
+    """The launch of `combine_kernel`."""
     block_n = min(1024, max(16, power_of_two(N)))
     constexprs = dict(E=E, N=N, TOPK=topk, BLOCK_T=1, BLOCK_N=block_n)
     return Plan(combine_kernel, T * -(-N // block_n), (T,), constexprs, 4)

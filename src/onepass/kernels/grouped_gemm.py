@@ -1,11 +1,11 @@
-"""The grouped GEMM: one matrix product for every expert, on rows that are gathered as they are read and scattered as they
-are written.
+"""Grouped GEMM: one GEMM per expert. The kernel gathers the rows as it reads them and scatters them as it writes them.
 
-`token_sort` has sorted the token-expert assignments. Rows of an operand lie in the order of the assignments, of which
-SHARE in a row read the same one (SHARE 0: they are sorted themselves).
+`expert_mlp` and `scattered_linear` call it. `token_sort` has sorted the token-expert assignments. The rows of an
+operand are in the order of the assignments, and SHARE consecutive assignments have the same row. SHARE is 0 if the rows
+are sorted by expert.
 
 Bytes moved: every row once for each tile of columns, every expert's weight once for each of its tiles of rows, the
-result once. The limit is the rate of the tensor cores.
+result once. The rate of the tensor cores is the limit.
 """
 
 import torch
@@ -31,7 +31,7 @@ def load_weight(
     W_E: tl.constexpr, W_N: tl.constexpr, W_K: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """``w[e, column, k0 : k0 + BLOCK_K]``, transposed; zeros beyond K."""
+    """``w[e, column, k0 : k0 + BLOCK_K]``, transposed to ``[BLOCK_K, WIDTH]``; zeros beyond K."""
     if TMA == "K":
         return tl.reshape(descriptor.load([e, 0, n0, k0]), (WIDTH, BLOCK_K)).T
     elif TMA == "N":
@@ -56,11 +56,19 @@ def grouped_gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """``y = x @ w[e]ᵀ + low @ lora[e]ᵀ + bias[e]`` for the rows of every expert e, and ``out = scale · y``.
+    """``y = x @ w[e]ᵀ + low @ lora[e]ᵀ + bias[e]`` for the rows of every expert e, and ``out = scale·y``.
 
-    With an ACTIVATION the columns of y are gate and up, N of each, and ``out = activate(gate, up)``; ``h = y`` where it
-    is wanted. Programs take tiles in turns: while one stores, it loads for its next. TMA names the dimension in which
-    ``w`` is contiguous, if it can be read by tensor-memory loads.
+    With an ACTIVATION, the COLUMNS of y are gate and up, N each, and ``out = activate(gate, up)``.
+
+    Inputs: ``x`` ``(rows, K)`` and ``w`` ``(E, COLUMNS, K)``; the rows ``low`` ``(assignments, R)``, sorted by expert,
+    and weights ``lora`` ``(E, COLUMNS, R)`` of a LoRA adapter, or None; ``bias`` ``(E, COLUMNS)`` or None; the fields
+    of `Groups`.
+    Outputs: ``out`` ``(assignments, N)``, in the order of the assignments if SCATTER, else sorted by expert. With an
+    ACTIVATION, ``h`` ``(assignments, COLUMNS)``, sorted by expert, is y, unless it is None.
+    Bytes moved: see the module docstring.
+
+    Every program computes several tiles, and loads the operands of the next while it stores a result. TMA names the
+    dimension in which ``w`` is contiguous if its tiles are loaded by descriptors, and is empty otherwise.
     """
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     COLUMNS: tl.constexpr = N if ACTIVATION == "" else 2 * N
@@ -76,7 +84,7 @@ def grouped_gemm_kernel(
     else:
         descriptor = w
     for work in tl.range(tl.program_id(0), tiles * N_TILES, tl.num_programs(0), flatten=True):
-        # A group of tiles meets the same columns of the weights at about the same time, which stay in the cache.
+        # The tiles of a group read the same columns of the weights at about the same time, so that they stay in cache.
         begin = work // (group * N_TILES) * group
         height = tl.minimum(tiles - begin, group)
         tile = begin + work % (group * N_TILES) % height
@@ -88,7 +96,7 @@ def grouped_gemm_kernel(
             assignment = tl.load(order + row, mask=there, other=0)
             source = (assignment // SHARE if SHARE > 0 else row).to(tl.int64)
             at_row = row.to(tl.int64)[:, None]
-            # Gate and up of the same columns of the result: from two places, or one column in turns.
+            # A tile has gate and up of the same output columns: two ranges of columns, or one if INTERLEAVED.
             n0 = n_tile * PART
             column = n0 + tl.arange(0, WIDTH) % PART
             inside = column < COLUMNS // HALVES
@@ -141,7 +149,15 @@ def grouped_gemm(
     h: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`grouped_gemm_kernel` with ``w`` ``(E, N, K)`` and ``lora`` ``(E, N, R)``, of any strides; returns ``out``."""
+    """Launch `grouped_gemm_kernel`, and return ``out``. ``w`` and ``lora`` may have any strides.
+
+    Args:
+        share: how many consecutive assignments have the same row of ``x``; 0 if the rows are sorted by expert.
+        scatter: whether ``out`` is in the order of the assignments instead of sorted by expert.
+        glu: whether the columns of ``w`` are gate and up, to which the activation of ``options`` is applied.
+        low, lora: the rows ``(assignments, R)`` and weights ``(E, N, R)`` of a LoRA adapter.
+        h: is overwritten with the rows before the activation.
+    """
     E, N, K = w.shape
     assignments = len(groups.order)
     N = N // 2 if glu else N
@@ -157,9 +173,10 @@ def grouped_gemm(
 
 
 def tensor_memory(w: Tensor, halves: bool) -> str:
-    """The dimension in which ``w`` is contiguous, if the tensor-memory unit of Hopper and later can read it.
+    """The dimension in which ``w`` is contiguous, "K" or "N", if descriptors (TMA) can load it; else "".
 
-    Of ``halves`` that lie beside each other a tile takes two parts, which that unit makes one only across rows.
+    With ``halves`` a tile has two ranges of columns of y (gate and up). One load by a descriptor covers both only if
+    ``w`` is contiguous in K.
     """
     of_expert, of_n, of_k = w.stride()
     name, other = ("K", of_n) if of_k == 1 else ("N", of_k if of_n == 1 and not halves else 0)
@@ -178,6 +195,11 @@ def gemm_plan(
     tma: str,
     device: torch.device,
 ) -> Plan:
+    """The launch of `grouped_gemm_kernel`.
+
+    Raises:
+        ValueError: the LoRA rank does not fit into shared memory.
+    """
     assignments, tiles, E, N, K, R, share = sizes
     glu, scatter, scale = how
     block_m, block_k = rows_of_tile(assignments, E), max(16, min(power_of_two(K), 128 // element))
@@ -207,10 +229,10 @@ def gemm_plan(
 def tile_that_fits(
     N: int, products: int, blocks: tuple[int, int, int], element: int, tma: bool
 ) -> tuple[int, int, int]:
-    """Columns of a tile of the result; the bytes of a stage, and how many stages there may be beside the adapter."""
+    """Columns of a tile of the result, bytes of a pipeline stage, and how many stages fit beside the adapter."""
     block_m, block_k, block_r = blocks
     hopper = layout.compute_capability() == 90
-    widest = (256 if tma and (hopper or products == 1) else 128) if element == 2 else 64  # as registers allow
+    widest = (256 if tma and (hopper or products == 1) else 128) if element == 2 else 64  # limited by registers
     block_n = max(16, min(power_of_two(N), widest // products))
     while True:
         column_bytes = (block_m + products * block_n) * element

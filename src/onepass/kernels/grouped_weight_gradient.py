@@ -1,6 +1,7 @@
-"""The gradients of the weights of experts: a grouped GEMM that sums over the rows of every expert.
+"""The gradients of the weights of experts: a grouped GEMM that reduces over the rows of every expert.
 
-Bytes moved: both operands once for each tile of the other's columns, the gradient once. L2 bandwidth is the limit.
+`expert_mlp` and `scattered_linear` call it. Bytes moved: both operands once for each tile of the other's columns, the
+gradient once. L2 bandwidth is the limit.
 """
 
 import torch
@@ -25,7 +26,13 @@ def grouped_weight_gradient_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``out[e] = aᵀ @ b`` over the rows of expert e: the gradient of a weight. Zeros for one without rows."""
+    """``out[e] = aᵀ @ b`` over the rows of expert e, the gradient of its weight. It is 0 for an expert without rows.
+
+    Inputs: ``a`` ``(rows, N)`` and ``b`` ``(rows, K)``, where SHARE_A and SHARE_B consecutive assignments have the same
+    row (0 if the rows are sorted by expert); ``order`` and ``offsets`` of `Groups`.
+    Output: ``out`` ``(E, N, K)``, any strides.
+    Bytes moved: see the module docstring.
+    """
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     TILES: tl.constexpr = K_TILES * ((N + BLOCK_N - 1) // BLOCK_N)
     expert = tl.program_id(0) // TILES
@@ -60,7 +67,11 @@ def weight_gradient(
     share_b: int = 0,
     transposed: bool = False,
 ) -> Tensor:
-    """`grouped_weight_gradient_kernel` into a tensor ``(E, N, K)``, or ``(E, K, N)`` if ``transposed``, which is returned."""
+    """Launch `grouped_weight_gradient_kernel`, and return a gradient like ``like``.
+
+    It is ``(E, N, K)``, or ``(E, K, N)`` if ``transposed``. ``share_a`` and ``share_b`` are SHARE_A and SHARE_B of the
+    kernel.
+    """
     found = torch.empty_like(like, memory_format=torch.contiguous_format)
     out = found.mT if transposed else found
     strides = out.stride(), a.stride(0), b.stride(0)
@@ -76,6 +87,7 @@ def weight_gradient_plan(
     element: int,
     assignments: int,
 ) -> Plan:
+    """The launch of `grouped_weight_gradient_kernel`."""
     (E, N, K), (of_out, a_row, b_row) = shape, strides
     block_n, block_k = (max(16, min(256 // element, power_of_two(n))) for n in (N, K))
     key = {"rows": assignments, "experts": E, "columns": N, "inner": K, "read": "outer"} | layout.elements(element)
@@ -88,6 +100,6 @@ def weight_gradient_plan(
         PRECISION=layout.precision(),
     )  # fmt: skip
     programs = E * -(-N // block_n) * -(-K // block_k)
-    hopper = layout.compute_capability() == 90  # which reads factors from shared memory
+    hopper = layout.compute_capability() == 90  # its tensor cores read both operands from shared memory
     warps = 4 if element == 2 and hopper else 8
     return Plan(grouped_weight_gradient_kernel, programs, (), constexprs, warps)

@@ -1,16 +1,16 @@
-"""The one place where a kernel is launched: it guards what the kernel assumes, and costs less than a small kernel.
+"""The launch of every kernel of onepass: `launch` checks what a kernel assumes, and costs less than a small kernel.
 
-**The guard.** A kernel declares in its signature what it assumes of each argument, as an annotation: `Flat`, `Rows`,
-`Strided` or `Out` of a tensor (in quotes, since Triton takes no class there), ``tl.int32``, ``tl.int64`` or
-``tl.float32`` of a number. `launch` copies an input that is not contiguous where the kernel takes it to be, refuses
-what it cannot make right, and gives every number its declared type. A kernel that does not declare an argument cannot
-be launched. The alignment of tensors is part of what is compiled, so that no kernel assumes more of it than there is.
+**Checks.** A kernel declares what it assumes about each argument as an annotation: `Flat`, `Rows`, `Strided` or `Out`
+for a tensor (in quotes, since Triton accepts no class there), ``tl.int32``, ``tl.int64`` or ``tl.float32`` for a
+number. `launch` copies an input that is not contiguous if the kernel assumes that it is, raises for what it cannot
+correct, and converts every number to its declared type. A kernel with an undeclared argument cannot be launched. The
+alignment of the tensors is part of a compiled variant, so that no kernel assumes more alignment than its tensors have.
 
-**The cost.** ``kernel[grid](...)`` binds, specialises and hashes every argument: 50 µs on a slow host, three times what
-the launch itself takes. Here everything that follows from shapes and options is a `Plan`, computed once and found again
-by one lookup, with the dtype, alignment, contiguity and device of every tensor in the key: what was not checked is not
-in the table. No other argument is specialised, so that no batch size compiles anew, and a compiled variant is launched
-as it is.
+**Cost.** ``kernel[grid](...)`` binds, specializes and hashes every argument: 50 µs on a slow host, three times the
+launch itself. Here a `Plan` holds everything that follows from shapes and options. It is computed once and later found
+by one lookup. The key includes the dtype, alignment, contiguity and device of every tensor, so that only launches that
+were checked are in the table. No other argument is specialized: a new batch size compiles nothing, and a compiled
+variant is launched directly.
 """
 
 import inspect
@@ -26,37 +26,37 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 HIP = torch.version.hip is not None
-MOST = 4096  # launches that are remembered
+MOST = 4096  # size of the table of launches
 
 
 class Flat:
-    """Of a kernel's argument: an input that is contiguous."""
+    """Annotation of a kernel's argument: a contiguous input."""
 
 
 class Rows:
-    """An input or output whose last dimension is contiguous; the launcher passes the strides of the others."""
+    """Annotation: an input or output with a contiguous last dimension. The launcher passes the other strides."""
 
 
 class Strided:
-    """An input or output of which the launcher passes every stride that the kernel uses."""
+    """Annotation: an input or output of which the launcher passes every stride that the kernel uses."""
 
 
 class Out:
-    """An output that is contiguous."""
+    """Annotation: a contiguous output."""
 
 
 TENSORS = (Flat, Rows, Strided, Out)
 
 
 class Plan(NamedTuple):
-    """What a launch takes besides its tensors."""
+    """Everything that a launch needs besides its tensors."""
 
     kernel: Any
     programs: int
     numbers: tuple[float, ...]
     constexprs: dict[str, Any]
     num_warps: int
-    workspace: int | None = None  # zeros for programs to meet at; 0 where none meet, None where the kernel has none
+    workspace: int | None = None  # its size; 0 if it is not needed, None if the kernel has no such argument
 
 
 _launches: dict[tuple[Any, ...], tuple[Callable[..., None], int | None, tuple[Any, ...]]] = {}
@@ -66,15 +66,17 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Sequence[torch.Tensor | None]) -> None:
     """Launch ``kernel(*tensors, [workspace,] *numbers, **constexprs)`` as ``plan_for(*about)`` says.
 
-    ``tensors`` are in the order of the kernel's signature, None where it has none; the first says on which device.
-    ``about`` holds all that the plan follows from, and the strides of tensors that are `Rows` or `Strided`.
+    Args:
+        plan_for: returns the `Plan`. It is called once for each ``about`` and kind of tensors.
+        about: everything that the plan depends on, and the strides of tensors that are `Rows` or `Strided`; hashable.
+        tensors: in the order of the kernel's signature, with None for optional ones. The first determines the device.
     """
     device = tensors[0].device  # type: ignore[union-attr]
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(plan_for, about, tensors)
     pointers = [None if t is None else t.data_ptr() for t in tensors]
-    # Dtype, alignment, contiguity (else the last stride) and device: what the guard has looked at.
+    # What `guarded` has checked: dtype, alignment, contiguity (else the last stride) and device.
     variant: tuple[Any, ...] = tuple(
         [
             None if t is None else (t.dtype, not p & 15, t.is_contiguous() or -t.stride(-1), t.get_device())
@@ -97,34 +99,34 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
             compiled = with_scratch(plan.kernel[(plan.programs,)])(
                 *tensors, *_zeros(plan.workspace, device), *numbers, **plan.constexprs, num_warps=plan.num_warps
             )
-            if isinstance(plan.kernel, JITFunction):  # and not the interpreter
+            if isinstance(plan.kernel, JITFunction):  # not the interpreter's function
                 _compiled[name] = compiled
             return
         if len(_launches) >= MOST:
             _launches.clear()
         run = compiled[(plan.programs, 1, 1)]
-        if getattr(compiled.metadata, "global_scratch_size", 0):  # for the descriptors of its programs
+        if getattr(compiled.metadata, "global_scratch_size", 0):  # for tensor descriptors
             run = with_scratch(run)
         known = run, plan.workspace, (*numbers, *plan.constexprs.values())
         _launches[key] = known
     run, workspace, rest = known
-    # Of a tensor, Triton's launcher would ask the driver where it lies.
+    # Pointers, since Triton's launcher asks the driver about the memory of every tensor.
     run(*pointers, *_zeros(workspace, device), *rest, stream=driver.active.get_current_stream(device.index))
 
 
 @cache
 def declared(function: Callable[..., Any]) -> tuple[tuple[str, Any], ...]:
-    """The name and annotation of every argument of a kernel that is no constexpr, in their order."""
+    """The name and annotation of every argument of a kernel that is not a constexpr, in order."""
     parameters = inspect.signature(function, eval_str=True).parameters.values()
     return tuple((p.name, p.annotation) for p in parameters if p.annotation is not tl.constexpr)
 
 
 def guarded(kernel: Any, tensors: Sequence[torch.Tensor | None], device: torch.device) -> Sequence[torch.Tensor | None]:
-    """The tensors as the kernel declares them: inputs that are not contiguous are copied.
+    """The tensors as the kernel declares them. Inputs that should be contiguous and are not are copied.
 
     Raises:
-        TypeError: an argument is not declared to be a tensor.
-        ValueError: a tensor is on another device, or cannot be what is declared.
+        TypeError: an argument is not declared as a tensor.
+        ValueError: a tensor is on another device, or does not have the declared layout.
     """
     passed = []
     for tensor, (name, kind) in zip(tensors, declared(kernel.fn)):
@@ -145,11 +147,11 @@ def guarded(kernel: Any, tensors: Sequence[torch.Tensor | None], device: torch.d
 
 
 def typed(kernel: Any, first: int, numbers: Sequence[Any]) -> tuple[int | float, ...]:
-    """The numbers, in the types that the kernel declares from its argument ``first`` on.
+    """The numbers, converted to the types that the kernel declares from its argument ``first`` on.
 
     Raises:
-        TypeError: an argument has no declared type, or there are more or fewer than the kernel declares.
-        ValueError: a number is not one of that type.
+        TypeError: an argument has no declared type, or the kernel declares more or fewer numbers.
+        ValueError: a number is not representable in its declared type.
     """
     arguments = declared(kernel.fn)[first:]
     if len(arguments) != len(numbers):
@@ -169,7 +171,7 @@ def typed(kernel: Any, first: int, numbers: Sequence[Any]) -> tuple[int | float,
 
 
 def with_scratch(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run`` with torch's memory for what Triton allocates, which is nobody else's setting."""
+    """Make Triton allocate through torch during ``run``. Its allocator is set in a copy of the context only."""
 
     def in_context(*arguments: Any, **options: Any) -> Any:
         context = copy_context()
@@ -180,15 +182,17 @@ def with_scratch(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """An allocator with Triton's signature."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def forget() -> None:
-    """Launches are planned anew; what was compiled stays."""
+    """Clear the table of launches. Compiled variants are kept."""
     _launches.clear()
 
 
 def _zeros(size: int | None, device: torch.device) -> tuple[torch.Tensor | None, ...]:
+    """The workspace argument of a launch: zeros, None if its size is 0, or no argument if its size is None."""
     if size is None:
         return ()
     return (torch.zeros(size, dtype=torch.float32, device=device) if size else None,)

@@ -1,4 +1,4 @@
-"""How rows lie in memory, and how many programs and threads walk one."""
+"""The memory layout of rows, and how many programs and threads process a row. The launchers of the kernels use it."""
 
 import math
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import triton
 
-# Threads that keep a multiprocessor's memory pipe full. Fewer rows than that takes get wider programs first, which
-# costs nothing, and only then several programs a row, which costs a zeroed workspace.
+# Threads that saturate a multiprocessor's memory bandwidth. If there are too few rows for that, programs become wider
+# first, which costs nothing. Only then do several programs share a row, which costs a zeroed workspace.
 THREADS_PER_SM = 512
 MAX_SPLITS = 64
 MAX_LANES = 256
@@ -17,10 +17,10 @@ MAX_LANES_OF_FEW_ROWS = 1024
 
 
 def row_groups(*tensors: torch.Tensor) -> list[tuple[int, Sequence[torch.Tensor]]]:
-    """Cut tensors of one shape ``(..., V)`` into groups of rows that two strides a tensor describe; nothing is copied.
+    """Divide tensors of one shape ``(..., V)`` into groups of rows, each described by two strides per tensor.
 
-    Every group comes with the number of its first row. Nearly every tensor is one group: at most two row dimensions,
-    or more that merge.
+    Every group is returned with the number of its first row. Nothing is copied. Nearly all tensors are one group: they
+    have at most two row dimensions, or more that merge.
     """
     shape = tensors[0].shape
     if len(shape) <= 3:
@@ -39,21 +39,25 @@ def row_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int,
     return (shape[0], 0, strides[0]) if len(shape) == 2 else (1, 0, 0)
 
 
-Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and bytes an element: what a plan is made of
+Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and element size in bytes
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
+    """The shape, strides and element size of a tensor, from which launches are planned."""
     return tensor.shape, tensor.stride(), tensor.element_size()
 
 
 class Geometry:
-    """How a kernel walks the rows of tensors of one shape in step: columns are counted from an aligned address at or
-    before each row of the first, with 16 bytes a thread of the narrowest.
+    """How a kernel walks the rows of one or several tensors of the same shape.
+
+    Columns are counted from an aligned address at or before each row of the first tensor. A thread reads 16 bytes at a
+    time of the tensor with the smallest elements.
 
     Attributes:
-        strides: ``inner_rows`` and then, for every tensor, its outer and inner stride.
-        constexprs: ``ALIGN``, whether rows of the first may start off an aligned address; ``SAME_PHASE``, whether
-            those of the others lie as far off; ``VEC``, elements a thread.
+        V, rows: the number of columns and rows.
+        strides: ``inner_rows``, followed by the outer and the inner stride of every tensor.
+        constexprs: ``ALIGN``, whether rows of the first tensor may start at an unaligned address; ``SAME_PHASE``,
+            whether the rows of all tensors are equally far from an aligned address; ``VEC``, elements per thread.
     """
 
     def __init__(self, *tensors: Layout) -> None:
@@ -69,7 +73,7 @@ class Geometry:
         self.constexprs = {"ALIGN": self.align, **phase, "VEC": self.VEC}  # in the order of the kernels' signatures
 
     def key(self, read: str) -> dict[str, Any]:
-        """What a measured launch is found by; ``read`` names what the kernel makes of a row."""
+        """The key of autotuned configurations. ``read`` says what the kernel computes."""
         return {
             "rows": self.rows,
             "vocab": self.V,
@@ -78,19 +82,19 @@ class Geometry:
         }
 
     def pieces(self, threads: int) -> int:
-        """Of ``threads`` vectors each, that cover a row."""
+        """The number of pieces, of ``threads`` vectors each, that cover a row."""
         return -(-(self.V + self.VEC - 1 if self.align else self.V) // (threads * self.VEC))
 
 
 def elements(size: int) -> dict[str, str]:
-    """Part of a key: elements of ``size`` bytes."""
+    """The part of the key of autotuned configurations that states the element size."""
     return {"elements": f"{8 * size}-bit"}
 
 
 def flat_rows(
     first: int, tensors: Sequence[torch.Tensor | None], per_row: Sequence[int] = ()
 ) -> Sequence[torch.Tensor | None]:
-    """The parts of tensors, of ``per_row`` elements a row (1 where not given), from row ``first`` on."""
+    """The tensors, flattened, from row ``first`` on. They have ``per_row`` elements per row (default 1)."""
     if first == 0:
         return tensors
     counts = per_row or [1] * len(tensors)
@@ -98,39 +102,41 @@ def flat_rows(
 
 
 def lanes_for(vocab: int, vec: int, most: int = MAX_LANES) -> int:
-    """States a program keeps, one a thread: four tiles or more a row where the row is long enough."""
+    """Lanes of a program, one per thread. A row has at least four tiles of this width, if it is long enough."""
     return max(32, min(most, power_of_two(vocab // (4 * vec) + 1)))
 
 
 def programs_for(rows: int, vocab: int, vec: int, device: torch.device, most: int = MAX_LANES) -> tuple[int, int]:
-    """``(lanes, splits)``: how wide a program is and how many share a row, both powers of two."""
-    threads = THREADS_PER_SM * multiprocessors(device) // max(rows, 1)  # there are for a row
+    """``(lanes, splits)``: the width of a program and the number of programs that share a row, both powers of two."""
+    threads = THREADS_PER_SM * multiprocessors(device) // max(rows, 1)  # available per row
     lanes = lanes_for(vocab, vec, min(MAX_LANES_OF_FEW_ROWS, max(most, power_of_two(threads))))
     wanted = min(threads // lanes, vocab // (4 * lanes * vec), MAX_SPLITS)
     return lanes, 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
 
 
 def workspace(rows: int, state: int, splits: int) -> int:
-    """Numbers: where programs that share a row publish their states, and behind these how many of each have arrived."""
+    """The size of the workspace of programs that share a row: their states, and then a count of arrivals per row."""
     return rows * (state * splits + 1) if splits > 1 else 0
 
 
 def one_at_a_time() -> bool:
-    """Whether programs run one after the other, as the interpreter's do."""
+    """Whether programs run one after the other, as in Triton's interpreter."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def warps(lanes: int) -> int:
+    """The number of warps for this many lanes."""
     return max(1, lanes // threads_per_warp())
 
 
 def power_of_two(n: int) -> int:
-    """The smallest that is not below ``n``."""
+    """The smallest power of two that is not below ``n``."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 @lru_cache
 def threads_per_warp() -> int:
+    """The warp size of the device; 32 in the interpreter."""
     if one_at_a_time():
         return 32
     return triton.runtime.driver.active.get_current_target().warp_size
@@ -138,18 +144,18 @@ def threads_per_warp() -> int:
 
 @lru_cache
 def compute_capability() -> int:
-    """As Triton writes it (90 for Hopper); 0 where there is none: on AMD's cards and in the interpreter."""
+    """The compute capability as Triton writes it (90 for Hopper); 0 on AMD GPUs and in the interpreter."""
     target = None if one_at_a_time() else triton.runtime.driver.active.get_current_target()
     return target.arch if target is not None and target.backend == "cuda" else 0
 
 
 def precision() -> str:
-    """Of products of float32 tensors: to the last bits, on tensor cores where they can."""
+    """The ``input_precision`` of float32 GEMMs: full accuracy, on tensor cores if possible."""
     return "tf32x3" if compute_capability() else "ieee"
 
 
 def has_tensor_memory() -> bool:
-    """Whether tiles can be loaded by a descriptor: from Hopper on, and in the interpreter."""
+    """Whether tiles can be loaded by descriptors (TMA): from Hopper on, and in the interpreter."""
     return compute_capability() >= 90 or one_at_a_time()
 
 
@@ -157,12 +163,13 @@ SHARED_KIB = {0: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 
 
 def shared_memory() -> int:
-    """Bytes that a program may have."""
+    """Bytes of shared memory per program."""
     return SHARED_KIB.get(compute_capability(), 99) * 1024
 
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
+    """The number of multiprocessors of the device."""
     if device.type != "cuda":  # the interpreter
         return 8
     return torch.cuda.get_device_properties(device).multi_processor_count

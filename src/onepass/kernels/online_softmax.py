@@ -1,7 +1,7 @@
-"""Device functions of the online softmax: transform a logit, update a state, merge states.
+"""Device functions of the online softmax: transform a logit, update a state, merge states. Most kernels call them.
 
-A state describes a set of logits ``z`` of one row relative to their maximum ``m``. Two states over disjoint
-sets merge exactly, so the same five lines serve the lanes of a program and the programs that share a row.
+A state describes a set of logits ``z`` of one row relative to their maximum ``m``. States of disjoint sets merge
+exactly, so that `merge` serves both the lanes of a program and the programs that share a row.
 
 ======  =============================  ======================================================
 name    value                          needed for
@@ -22,15 +22,15 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# The maximum of nothing. Finite, so that a difference of two maxima is never inf - inf.
+# The maximum of an empty set. It is finite, so that a difference of two maxima is never inf - inf.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-# Differences are clamped here before they are multiplied: exp() of it is 0, and 0 times it is 0 where 0·(-inf) is NaN.
+# Differences are clamped to this before they are multiplied by their exp(): exp(FLOOR)·FLOOR is 0, but 0·(-inf) is NaN.
 FLOOR = tl.constexpr(-1e30)
 
 
 @triton.jit
 def tanh_and_slope(y):
-    """``tanh(y)`` and ``1 - tanh(y)²`` to about 2 float32 ulps each, without the cancellation of the textbook forms."""
+    """``tanh(y)`` and ``1 - tanh(y)²`` to about 2 float32 ulps each, without the cancellation of the usual formulas."""
     e = tl.exp2(tl.abs(y) * (-2.0 * LOG2E))
     r = 1.0 / (1.0 + e)
     far = (1.0 - e) * r
@@ -47,7 +47,7 @@ def tanh_and_slope(y):
 
 @triton.jit
 def transform(x, inner, outer, SOFTCAP: tl.constexpr):
-    """The logit after scale, soft-cap and temperature: ``outer·tanh(inner·x)``, or ``inner·x`` without a cap."""
+    """The logit after scale, soft-cap and temperature: ``outer·tanh(inner·x)``, or ``inner·x`` without a soft-cap."""
     z = x.to(tl.float32) * inner
     if SOFTCAP:
         z, _ = tanh_and_slope(z)
@@ -76,12 +76,12 @@ def move(w, c, back):
 @triton.jit
 def update(m, s, t, w, c, q, u, z, weight, sharpness, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
            TEMPERED: tl.constexpr, MEAN: tl.constexpr):  # fmt: skip
-    """Add a tile of logits ``z[lanes, vec]`` to one state a lane. No traffic between lanes.
+    """Add a tile of logits ``z[lanes, vec]`` to one state per lane, without traffic between lanes.
 
-    Padding is ``z = -inf`` with ``weight = 0``; `MEAN` is the caller's to add, since -inf is not neutral in a sum.
+    Padding has ``z = -inf`` and ``weight = 0``. The caller adds to ``u``, since -inf is not neutral in a sum.
     """
     new = tl.maximum(m, tl.max(z, axis=1))
-    # max() drops NaN, but d keeps it, so s and with it every result of the row becomes NaN.
+    # max() ignores NaN, but d propagates it: s, and with it every result of the row, becomes NaN.
     back = tl.maximum(m - new, FLOOR)
     alpha = tl.exp2(back * LOG2E)
     d = z - new[:, None]
@@ -92,8 +92,8 @@ def update(m, s, t, w, c, q, u, z, weight, sharpness, EXPECTED: tl.constexpr, WE
     if TEMPERED:
         q = tl.exp2(back * (sharpness * LOG2E)) * q + tl.sum(tl.exp2(d * (sharpness * LOG2E)), axis=1)
     if WEIGHTED:
-        # A weight of 0 leaves its logit out, also where the logit is -inf. (A sum of weights just loaded would meet a
-        # bug in Triton 3.6's thread-locality pass; the where() keeps it away.)
+        # A class of weight 0 is left out even if its logit is -inf. (The where() also avoids a bug of Triton 3.6's
+        # thread-locality pass, which a sum of weights that were just loaded triggers.)
         used = weight != 0.0
         w = move(w, c, m - new) + tl.sum(tl.where(used, weight * d, 0.0), axis=1)
         c = c + tl.sum(tl.where(used, weight, 0.0), axis=1)
@@ -103,7 +103,7 @@ def update(m, s, t, w, c, q, u, z, weight, sharpness, EXPECTED: tl.constexpr, WE
 @triton.jit
 def merge(m, s, t, w, c, q, u, sharpness, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
           TEMPERED: tl.constexpr, MEAN: tl.constexpr):  # fmt: skip
-    """Reduce a vector of states to one, in an order that never changes."""
+    """Reduce a vector of states to one, always in the same order."""
     new = tl.max(m, axis=0)
     back = tl.maximum(m - new, FLOOR)
     alpha = tl.exp2(back * LOG2E)

@@ -1,12 +1,13 @@
-"""Routing kernels: scores, the k best experts, their weights and everybody's counts from one read of the logits.
+"""Routing kernels for `moe.route`, forward and backward, each with one read of the logits.
 
-Bytes moved: ``T·E`` logits in, ``O(T·K)`` out; backward, the logits in and their gradient out. A program holds all
-logits of some tokens. The forward is bound by the instructions of k searches for a maximum: experts come in chunks,
-tensors of their own, and every lane keeps its values of all chunks sorted, so that a search looks at one chunk.
+The forward computes scores, the top-k experts, their weights and the number of tokens of every expert. Bytes moved:
+``T·E`` logits in, ``O(T·K)`` out; backward, the logits in and their gradient out. A program holds all logits of some
+tokens. The forward is bound by the instructions of k searches for a maximum. Experts are therefore divided into chunks,
+each a tensor of its own. Every lane keeps its values sorted over the chunks, so that a search looks at one chunk only.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
-# (a tuple that grows in a `static_range`)
+# (tuples grow in a `static_range`)
 
 import math
 from functools import lru_cache
@@ -22,22 +23,23 @@ from onepass.kernels.layout import power_of_two
 from onepass.kernels.online_softmax import LOG2E, LOWEST, transform, transform_and_slope
 
 SOFTMAX, SIGMOID = tl.constexpr("softmax"), tl.constexpr("sigmoid")
-TILE, VECTORS = 1024, 4  # logits of a program of the backward; vectors of a thread, which has several tokens
-ONE_TILE = 16384  # the most that one program takes alone: then its counts are everybody's
-# Of the forward: threads of a program, the least experts of a chunk, the most chunks.
+TILE, VECTORS = 1024, 4  # of the backward: logits per program; vectors per thread, which holds several tokens
+ONE_TILE = 16384  # the most logits that a single program reads; it needs no atomics for the counts
+# The forward has THREADS threads per program, at least CHUNK experts per chunk and at most MOST_CHUNKS chunks.
 THREADS, CHUNK, MOST_CHUNKS = 128, 16, 4
-VALUES = 8  # of a thread that lie beside each other
+VALUES = 8  # adjacent logits per thread
 MOST_THREADS = 1024
 
 
 @triton.jit
 def sigmoid(z):
+    """``1 / (1 + exp(-z))``."""
     return 1.0 / (1.0 + tl.exp2(-z * LOG2E))
 
 
 @triton.jit
 def sqrtsoftplus(z):
-    """``sqrt(log(1 + exp(z)))``, exact also where ``exp(z)`` is lost beside 1."""
+    """``sqrt(log(1 + exp(z)))``, accurate even if ``exp(z)`` is lost when it is added to 1."""
     u = tl.exp2(-tl.abs(z) * LOG2E)
     w = 1.0 + u
     log1p = tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
@@ -46,12 +48,13 @@ def sqrtsoftplus(z):
 
 @triton.jit
 def only(there, x, WHOLE: tl.constexpr):
+    """``x``, but -inf in columns without an expert. WHOLE says that there are no such columns."""
     return x if WHOLE else tl.where(there, x, float("-inf"))
 
 
 @triton.jit
 def largest(v, CHUNKS: tl.constexpr):
-    """Of all chunks ``(T, W)``, for every token: a thread's own values first."""
+    """The maximum of all chunks ``(T, W)`` for every token. Each thread reduces its own values first."""
     best = v[0]
     for c in tl.static_range(1, CHUNKS):
         best = tl.maximum(best, v[c])
@@ -60,7 +63,7 @@ def largest(v, CHUNKS: tl.constexpr):
 
 @triton.jit
 def first_equal(v, best, ids, NONE: tl.constexpr, CHUNKS: tl.constexpr):
-    """The lowest of ``ids`` where the value is ``best``."""
+    """The lowest of the ``ids`` where the value is ``best``; NONE if there is none."""
     first = tl.where(v[0] == best[:, None], ids[0], NONE)
     for c in tl.static_range(1, CHUNKS):
         first = tl.minimum(first, tl.where(v[c] == best[:, None], ids[c], NONE))
@@ -69,7 +72,7 @@ def first_equal(v, best, ids, NONE: tl.constexpr, CHUNKS: tl.constexpr):
 
 @triton.jit
 def without(v, first, ids, CHUNKS: tl.constexpr):
-    """All but one of ``ids`` for every token."""
+    """Set the value of id ``first`` to -inf, for every token."""
     left = ()
     for c in tl.static_range(CHUNKS):
         left = left + (tl.where(ids[c] == first[:, None], float("-inf"), v[c]),)
@@ -78,7 +81,7 @@ def without(v, first, ids, CHUNKS: tl.constexpr):
 
 @triton.jit
 def stacked(v, ids, CHUNKS: tl.constexpr):
-    """Chunks sorted lane by lane: the largest values in the first, of equal ones those of lower id."""
+    """Sort the chunks lane by lane: the first chunk has the largest values and, among equal ones, the lowest id."""
     for done in tl.static_range(CHUNKS - 1):
         sorted_v, sorted_ids = (), ()
         least, its_id = v[0], ids[0]
@@ -97,7 +100,7 @@ def stacked(v, ids, CHUNKS: tl.constexpr):
 
 @triton.jit
 def popped(v, ids, first, CHUNKS: tl.constexpr):
-    """`stacked` chunks without ``first``, which lies on top of its lane: what lies below it moves up."""
+    """Remove expert ``first`` of every token from `stacked` chunks: lower values of its lane move up by one chunk."""
     here = ids[0] == first[:, None]
     left, left_ids = (), ()
     for c in tl.static_range(1, CHUNKS):
@@ -108,7 +111,7 @@ def popped(v, ids, first, CHUNKS: tl.constexpr):
 
 @triton.jit
 def has_no_score(z, SCORE: tl.constexpr):
-    """NaN, or what would have an infinite score. (The normaliser tells of those of a softmax.)"""
+    """Whether a logit is NaN or its score is infinite. (`undefined` detects the latter for a softmax.)"""
     odd = z != z
     if SCORE != SIGMOID:
         odd = odd | (z == float("inf"))
@@ -117,7 +120,7 @@ def has_no_score(z, SCORE: tl.constexpr):
 
 @triton.jit
 def undefined(odd, total, SCORE: tl.constexpr):
-    """Tokens without an answer: a logit without a score, or nothing to take a softmax of."""
+    """Tokens without a valid routing: a logit has no score or, for a softmax, the normalizer is 0 or not finite."""
     if SCORE == SOFTMAX:
         bad = ((total > 0) & (total < float("inf"))) == 0
     else:
@@ -127,7 +130,7 @@ def undefined(odd, total, SCORE: tl.constexpr):
 
 @triton.jit
 def raw_scores(z, m, total, valid, SCORE: tl.constexpr, AFTER: tl.constexpr):
-    """The scores ``(T, K)`` of chosen logits; ``m`` and ``total`` are the maximum and normaliser of all."""
+    """The scores ``(T, K)`` of the selected logits ``z``; ``m`` and ``total``: maximum and normalizer of all logits."""
     if SCORE == SOFTMAX:
         if AFTER:
             top = tl.max(tl.where(valid, z, float("-inf")), axis=1)
@@ -158,9 +161,16 @@ def routing_kernel(
     VEC: tl.constexpr, CHUNKS: tl.constexpr, STEP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
+    """Select K experts for every token, and compute their weights, the counts and the sums for auxiliary losses.
+
+    Inputs: ``logits`` ``(T, E)``; ``selection_bias`` ``(E,)`` and ``token_mask`` ``(T,)``, each or None.
+    Outputs: ``weights`` and ``experts`` ``(T, K)``; ``counts`` ``(E,)``, to which the program adds unless it is ALONE;
+    ``prob_sums`` ``(programs, E)``, summed over the tokens of each program, and ``logsumexp`` ``(T,)``, or None.
+    Bytes moved: see the module docstring.
+    """
     GROUPS_OF_CHUNK: tl.constexpr = BLOCK_G // CHUNKS
     W: tl.constexpr = GROUPS_OF_CHUNK * BLOCK_J
-    WHOLE: tl.constexpr = E == BLOCK_G * BLOCK_J  # no column without an expert
+    WHOLE: tl.constexpr = E == BLOCK_G * BLOCK_J  # every column has an expert
     column = tl.arange(0, W)[None, :]
     j = tl.arange(0, BLOCK_J)[None, None, :]
     k = tl.arange(0, BLOCK_K)[None, :]
@@ -173,7 +183,7 @@ def routing_kernel(
         there = there + ((column % BLOCK_J < STEP) & (e_chunk < E),)
         group = group + (first_group + tl.arange(0, GROUPS_OF_CHUNK)[None, :],)
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    start = logits + t * stride // VEC * VEC  # VEC divides the stride; this is for the compiler to know
+    start = logits + t * stride // VEC * VEC  # VEC divides the stride; this tells the compiler so
     active = t < T
     if token_mask is not None:
         active = active & (tl.load(token_mask + t, mask=t < T, other=0) != 0)
@@ -203,8 +213,8 @@ def routing_kernel(
         void = total - total
         tl.store(logsumexp + t, tl.where(active, m + tl.log(total) + void, 0.0), mask=t < T)
     odd = tl.zeros([BLOCK_T, W], tl.int1)
-    # Without a bias the order of the scores is that of the logits, which no rounding of a score changes. Scores are
-    # computed where they are added up.
+    # Without a bias, experts are selected by their logits: the order is that of the scores, without ties by rounding.
+    # Scores are computed only if they are added to others.
     SCORED: tl.constexpr = selection_bias is not None or (GROUPS > 1 and TOP2)
     v, judged = (), ()
     for c in tl.static_range(CHUNKS):
@@ -219,12 +229,12 @@ def routing_kernel(
                     score = sigmoid(z[c])
                 else:
                     score = sqrtsoftplus(z[c])
-            if selection_bias is not None:  # read for every token, to lie as the logits do
+            if selection_bias is not None:  # loaded for every token, so that it has the layout of the logits
                 bias = tl.load(selection_bias + e[c] + tl.zeros([BLOCK_T, 1], tl.int32), mask=there[c], other=0.0)
-                score = tl.maximum(score + bias.to(tl.float32), LOWEST)  # which a NaN of the bias is, on a GPU
+                score = tl.maximum(score + bias.to(tl.float32), LOWEST)  # on a GPU, also if the bias is NaN
                 value = score
             score = tl.where(z[c] == float("-inf"), LOWEST, score)
-        # -inf is off, but comes before what must not be chosen.
+        # A logit of -inf becomes LOWEST: it comes last, but before experts that must not be selected, which are -inf.
         value = tl.where(z[c] == float("-inf"), LOWEST, tl.maximum(value, LOWEST))
         v = v + (only(there[c], value, WHOLE),)
         judged = judged + (only(there[c], score if SCORED and TOP2 else value, WHOLE),)
@@ -290,6 +300,13 @@ def routing_gradient_kernel(
     SOFTCAP: tl.constexpr, VEC: tl.constexpr, OUT_VEC: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    """The gradient of the logits.
+
+    Inputs: ``logits`` ``(T, E)``; ``experts`` ``(T, K)``; ``token_mask`` ``(T,)`` or None; the upstream gradients
+    ``grad_weights`` ``(T, K)``, ``grad_prob_sums`` ``(E,)`` and ``grad_logsumexp`` ``(T,)``, each or None.
+    Output: ``out`` ``(T, E)``.
+    Bytes moved: see the module docstring.
+    """
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E)[None, :]
     k = tl.arange(0, BLOCK_K)[None, :]
@@ -308,7 +325,7 @@ def routing_gradient_kernel(
     inverse = (1.0 / total)[:, None]
     p = p * inverse
 
-    # Through the weights: g is the gradient of the scores that were chosen, then of their logits.
+    # The path through the weights: g is the gradient of the selected scores, then of their logits.
     valid = (t[:, None] < T) & (k < K)
     chosen = tl.load(experts + t[:, None] * K + k, mask=valid, other=0).to(tl.int32)
     x_chosen = tl.load(start[:, None] + chosen, mask=valid & active[:, None], other=0.0)
@@ -320,7 +337,7 @@ def routing_gradient_kernel(
     if RENORMALIZE:
         n = tl.sum(s, axis=1) + eps
         g = (g - (tl.sum(g * s, axis=1) / n)[:, None]) / n[:, None]
-    a = tl.zeros([BLOCK_T], tl.float32)  # the gradient is p·(a + G) beside what the chosen have of their own
+    a = tl.zeros([BLOCK_T], tl.float32)  # the gradient is p·(a + G), plus g at the selected experts
     if SCORE == SOFTMAX:
         g = g * s
         if AFTER:
@@ -351,12 +368,12 @@ def routing_gradient_kernel(
     g = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), g), 0.0)
     base = out + t * E // OUT_VEC * OUT_VEC
     tl.store(base[:, None] + e, dense.to(out.dtype.element_ty), mask=(t[:, None] < T) & there)
-    tl.debug_barrier()  # the chosen are written twice
+    tl.debug_barrier()  # the selected experts are written twice
     tl.store(base[:, None] + chosen, g.to(out.dtype.element_ty), mask=valid)
 
 
 def groups_of(E: int, n_group: int) -> tuple[int, int, int]:
-    """``(groups, experts of a group, chunks)`` of the forward's tile. Where there are no groups, chunks are."""
+    """``(groups, experts per group, chunks)`` of the forward's tile. Without groups, each chunk counts as a group."""
     if n_group > 1:
         groups, size = power_of_two(n_group), E // n_group
         return groups, size, min(MOST_CHUNKS, groups, max(1, groups * power_of_two(size) // CHUNK))
@@ -367,7 +384,7 @@ def groups_of(E: int, n_group: int) -> tuple[int, int, int]:
 
 @lru_cache
 def tokens_of_tile(T: int, E: int, n_group: int) -> int:
-    """Tokens of a program: all where they are few."""
+    """Tokens per program; all of them if they are few."""
     groups, size, chunks = groups_of(E, n_group)
     width = groups * power_of_two(size)
     tile = ONE_TILE if T * width <= ONE_TILE else THREADS * VALUES * chunks
@@ -375,13 +392,15 @@ def tokens_of_tile(T: int, E: int, n_group: int) -> int:
 
 
 def warps_of(elements: int, of_thread: int) -> int:
+    """Warps per program, where a thread has about ``of_thread`` of the ``elements``."""
     return layout.warps(min(MOST_THREADS, max(1, elements // of_thread)))
 
 
-Shape = tuple[int, int, int]  # tokens, experts, stride
+Shape = tuple[int, int, int]  # tokens, experts, stride of the logits
 
 
 def plan_for(shape: Shape, options: RouterOptions) -> Plan:
+    """The launch of `routing_kernel`."""
     T, E, stride = shape
     o = options
     BLOCK_G, STEP, CHUNKS = groups_of(E, o.n_group)
@@ -400,7 +419,11 @@ def plan_for(shape: Shape, options: RouterOptions) -> Plan:
 def route(
     logits: torch.Tensor, selection_bias: torch.Tensor | None, token_mask: torch.Tensor | None, options: RouterOptions
 ) -> RoutingResults:
-    """One launch, and where there are many tokens one more to clear the counts."""
+    """Weights, experts, counts, summed probabilities and logsumexp, as in `empty_routing`.
+
+    This takes one launch. If there are several programs, it takes another to clear the counts, and one to add up the
+    sums of the programs if ``options.sums``.
+    """
     weights, experts, counts, prob_sums, logsumexp = results = empty_routing(logits, options)
     T, E = logits.shape
     programs = -(-T // tokens_of_tile(T, E, options.n_group))
@@ -416,6 +439,7 @@ def route(
 
 
 def gradient_plan_for(shape: Shape, strides: tuple[int, ...], options: RouterOptions) -> Plan:
+    """The launch of `routing_gradient_kernel`; ``strides`` are those of the upstream gradients."""
     T, E, stride = shape
     o, width = options, power_of_two(E)
     rows = min(power_of_two(T), max(1, TILE // width))

@@ -1,4 +1,4 @@
-"""Device functions that the kernels share: where a row starts, how programs share a row, a row of zeros."""
+"""Device functions that kernels share: where a row starts, how programs share a row, and writing zeros to a row."""
 
 import triton
 import triton.language as tl
@@ -6,16 +6,16 @@ import triton.language as tl
 
 @triton.jit
 def row_start(row, inner_rows, outer_stride, inner_stride):
-    """Element offset of a row in a tensor whose row dimensions collapse to (outer, inner)."""
+    """The element offset of a row in a tensor whose row dimensions collapse to (outer, inner)."""
     row = row.to(tl.int64)
     return (row // inner_rows) * outer_stride + (row % inner_rows) * inner_stride
 
 
 @triton.jit
 def arrives_last(pieces, rows, row, STATE: tl.constexpr, SPLITS: tl.constexpr):
-    """Whether all `SPLITS` programs of a row have published their `STATE` numbers, this one among them.
+    """Whether all SPLITS programs of a row have published their STATE numbers, this one being the last.
 
-    ``pieces`` is `layout.workspace`: ``(rows, STATE, SPLITS)`` numbers and then a count of arrivals a row.
+    ``pieces`` is the `layout.workspace`: numbers ``(rows, STATE, SPLITS)``, and then a count of arrivals per row.
     """
     tl.debug_barrier()
     arrived = (pieces + rows * (STATE * SPLITS)).to(tl.pointer_type(tl.int32), bitcast=True) + row
@@ -24,7 +24,7 @@ def arrives_last(pieces, rows, row, STATE: tl.constexpr, SPLITS: tl.constexpr):
 
 @triton.jit
 def wait_for_all(pieces, rows, row, STATE: tl.constexpr, SPLITS: tl.constexpr):
-    """As `arrives_last`, but every program goes on, once all have published."""
+    """Wait until all SPLITS programs of a row have published their numbers. ``pieces`` is as in `arrives_last`."""
     tl.debug_barrier()
     arrived = (pieces + rows * (STATE * SPLITS)).to(tl.pointer_type(tl.int32), bitcast=True) + row
     count = tl.atomic_add(arrived, 1, sem="acq_rel") + 1
@@ -34,10 +34,11 @@ def wait_for_all(pieces, rows, row, STATE: tl.constexpr, SPLITS: tl.constexpr):
 
 @triton.jit
 def take_turn(pieces, rows, STATE: tl.constexpr, SPLITS: tl.constexpr):
-    """A number for every program, in the order in which they begin to run.
+    """A number for every program, in the order in which the programs start to run.
 
-    Programs that wait for others must not keep these from starting. By this number a row's programs begin one after
-    the other, so that all that can be waiting belong to rows of which the first is complete or has the next turn.
+    Programs that wait for others must not keep these from starting. With this number, the programs of a row start one
+    after the other. Programs that wait for one that has not started all belong to the row that was begun last, and the
+    next programs to start are those of this row.
     """
     turns = (pieces + rows * (STATE * SPLITS + 1)).to(tl.pointer_type(tl.int32), bitcast=True)
     return tl.atomic_add(turns, 1, sem="relaxed")
@@ -45,7 +46,7 @@ def take_turn(pieces, rows, STATE: tl.constexpr, SPLITS: tl.constexpr):
 
 @triton.jit
 def write_zeros(base, low, high, head, LANES: tl.constexpr, VEC: tl.constexpr):
-    """Zeros to columns ``[max(low, head), high)`` of a row."""
+    """Write zeros to columns ``[max(low, head), high)`` of a row."""
     zeros = tl.zeros([LANES, VEC], base.dtype.element_ty)
     for col0 in range(low, high, LANES * VEC):
         col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]

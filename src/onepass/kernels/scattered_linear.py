@@ -1,4 +1,4 @@
-"""`moe.scattered_linear` on a GPU: a linear layer of every assignment's expert, forward and backward."""
+"""`moe.scattered_linear` on a GPU: the linear layers of experts on token-expert assignments, forward and backward."""
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ from onepass.kernels.grouped_weight_gradient import weight_gradient
 def scattered_linear(
     tensors: ScatterTensors, experts: Tensor, groups: Groups, options: ScatterOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """The result and, where there are routing weights, the rows before they were summed."""
+    """The result and, with routing weights, the rows ``(T·K, outputs)`` before they are summed; else None."""
     (x, weight, bias, weights), o = tensors, options
     w = weight.mT if o.transposed else weight
-    new = x.new_empty if weights is not None else x.new_zeros  # rows of out-of-range ids are not written
+    new = x.new_empty if weights is not None else x.new_zeros  # `grouped_gemm` does not write rows of out-of-range ids
     y = grouped_gemm(
         x, w, groups, share=0 if o.grouped_in else o.k, scatter=not o.grouped_out, bias=bias,
         out=new((len(groups.order), w.shape[1])),
@@ -29,7 +29,10 @@ def scattered_linear_gradient(
     grad: Tensor, y: Tensor | None, tensors: ScatterTensors, experts: Tensor, groups: Groups, needed: list[bool],
     options: ScatterOptions,
 ) -> ScatterGradients:  # fmt: skip
-    """The gradients of the tensors, None where not needed."""
+    """The gradients of the tensors, None where not needed.
+
+    ``grad`` is the upstream gradient, and ``y`` the second result of `scattered_linear`.
+    """
     (x, weight, bias, weights), o = tensors, options
     w = weight.mT if o.transposed else weight
     of_x, of_weight, of_bias, of_weights = needed

@@ -1,16 +1,18 @@
-"""Backward kernel: the gradient of any function of the statistics, with respect to the logits.
+"""Backward kernel: the gradient of any function of the softmax statistics with respect to the logits.
 
-For a row with upstream gradients ``g`` of its statistics,
+`softmax.statistics` calls it on tensors, `logits` on tiles of logits. For a row with upstream gradients ``g`` of its
+statistics,
 
     dL/dz_j = p_j·(a + b·(z_j - shift)) + c_j·d + r_j·h + Σ_k w_k·[j = index_k]
     a = g_log_normalizer + g_expected_logit·(1 - expected_logit),  b = g_expected_logit,
     d = g_weighted_logit,  w = g_selected,
     h = g_tempered_log_normalizer·sharpness,  r_j = exp(sharpness·(z_j - shift) - tempered_log_normalizer)
 
-(given gradients of entropy or log-probs instead: ``b = -g_entropy``, ``a = … + g_entropy·expected_logit`` or
-``a = … - Σ_k g_log_prob_k``)
-and ``dL/dx_j = dL/dz_j·dz_j/dx_j`` for the transform ``z(x)``. Bytes moved: the logits in, the gradient out; `out`
-may be the logits themselves. Rows that are masked, or whose upstream gradients are all 0, are written but not read.
+and ``dL/dx_j = dL/dz_j·dz_j/dx_j`` for the transform ``z(x)``. Given the gradient of the entropy or of log-probs
+instead, ``b = -g_entropy`` and ``a = … + g_entropy·expected_logit``, or ``a = … - Σ_k g_log_prob_k``.
+
+Bytes moved: the logits in, the gradient out. `out` may be the logits themselves. Rows that are masked, or whose
+upstream gradients are all 0, are written but not read.
 """
 
 import torch
@@ -26,14 +28,14 @@ from onepass.kernels.online_softmax import FLOOR, LOG2E, transform_and_slope
 from onepass.kernels.row_programs import row_start, write_zeros
 from onepass.kernels.softmax_statistics import EXPECTED_LOGIT, LOG_NORMALIZER, SHIFT, TEMPERED_LOG_NORMALIZER
 
-TILES = 4  # tiles a program writes: the fewest at which the card's bandwidth is reached
+TILES = 4  # tiles that a program writes: the fewest that reach the bandwidth of the device
 
 
 @triton.jit
 def gradient(x, weight, shift, log_normalizer, tempered, a, b, d, h, inner, outer, sharpness,
              SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
              TEMPERED: tl.constexpr):  # fmt: skip
-    """The dense part of the gradient with respect to ``z``, and ``dz/dx``."""
+    """The gradient with respect to ``z`` without the term of the selected classes, and ``dz/dx``."""
     z, slope = transform_and_slope(x, inner, outer, SOFTCAP)
     relative = z - shift
     p = tl.exp2((relative - log_normalizer) * LOG2E)
@@ -51,6 +53,10 @@ def gradient(x, weight, shift, log_normalizer, tempered, a, b, d, h, inner, oute
 def write_tile(logits, out, class_weights, col0, low, high, shift, log_normalizer, tempered, a, b, d, h, inner, outer,
                sharpness, class_weight, SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
                TEMPERED: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Write columns ``[col0, col0 + LANES·VEC)`` of the gradient, only those within [low, high) if MASKED.
+
+    The term of the selected classes is left out.
+    """
     col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     valid = (col >= low) & (col < high) if MASKED else None
     weight = class_weight
@@ -84,6 +90,14 @@ def softmax_gradient_kernel(
     SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
     SOME_K: tl.constexpr,
 ):  # fmt: skip
+    """The gradient of the logits, by the formula in the module docstring.
+
+    Inputs: ``logits`` ``(rows, V)``; ``class_weights`` ``(V,)``, ``index`` ``(rows, K)`` and ``row_mask`` ``(rows,)``,
+    each or None; ``packed`` ``(len(PACKED), rows)``, the statistics; the upstream gradients ``(rows,)``, of the
+    selected classes ``(rows, K)``, each or None.
+    Output: ``out`` ``(rows, V)``, which may be ``logits``.
+    Bytes moved: see the module docstring.
+    """
     TILE: tl.constexpr = LANES * VEC
     EXPECTED: tl.constexpr = grad_expected_logit is not None
     WEIGHTED: tl.constexpr = grad_weighted_logit is not None
@@ -130,7 +144,7 @@ def softmax_gradient_kernel(
         shift = tl.load(packed + SHIFT * rows + row)
         log_normalizer = tl.load(packed + LOG_NORMALIZER * rows + row)
         if grad_selected is not None:
-            # Selected logits are read before the dense part may overwrite them, and written after it.
+            # Selected logits are read before `write_tile` may overwrite them, and their gradients are written after it.
             selected = tl.load(index + row * K + k, mask=k < K, other=-1)
             mine = (selected >= 0) & (selected < V) & (selected + head >= low) & (selected + head < high)
             weight = class_weight
@@ -138,7 +152,7 @@ def softmax_gradient_kernel(
                 weight = tl.load(class_weights + selected, mask=mine).to(tl.float32)
             g, slope = gradient(tl.load(logits + start + selected, mask=mine), weight, shift, log_normalizer, tempered,
                                 a, b, d, h, inner, outer, sharpness, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED)  # fmt: skip
-            # An index may stand in a row more than once.
+            # A row may select a class more than once.
             for j0 in range(0, K, SOME_K):
                 j = j0 + tl.arange(0, SOME_K)
                 others = tl.load(index + row * K + j, mask=j < K, other=-1)
@@ -169,7 +183,7 @@ def softmax_gradient_kernel(
 
 
 def plan_for(x: Layout, out: Layout, gradient_strides: tuple[int, ...], rows: int, K: int, options: Options) -> Plan:
-    """The launch for one group of the ``rows``."""
+    """The launch for one group of rows; ``rows`` counts those of all groups."""
     g = Geometry(x, out)
     rule = dict(LANES=layout.lanes_for(g.V, g.VEC), TILES=TILES)
     LANES, tiles = choose(softmax_gradient_kernel, g.key(options.fields), rule).values()

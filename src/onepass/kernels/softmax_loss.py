@@ -1,8 +1,9 @@
-"""Statistics and gradient of a row in one launch, for losses whose gradient is known before the row is read.
+"""Softmax statistics and gradient in one launch, for losses whose upstream gradients are known before a row is read.
 
-Cross-entropy is one: its gradient with respect to the statistics does not depend on them. Bytes moved: the logits in,
-the gradient out over them; the two kernels apart read the logits twice. Several programs share a row, wait for its
-normaliser, and read their pieces again while these are still in the card's cache.
+Cross-entropy is such a loss: its gradient with respect to the statistics does not depend on them. `logits.row_loss`
+calls this kernel on tiles of logits. Bytes moved: the logits in, the gradient out over them; the two separate kernels
+read the logits twice. Several programs share a row, wait for its normalizer, and read their pieces again while these
+are still in the cache of the device.
 """
 
 import torch
@@ -18,9 +19,9 @@ from onepass.kernels.row_programs import take_turn, wait_for_all, write_zeros
 from onepass.kernels.softmax_gradient import gradient, write_tile
 from onepass.kernels.softmax_statistics import LOG_NORMALIZER, SHIFT, WEIGHTED_LOGIT, read_tile
 
-FIELDS = {"log_probs", "selected", "shift", "log_normalizer", "weighted_logit"}  # those that the kernel has
-STATE = tl.constexpr(4)  # numbers in a state
-# A piece is short, so that those of all programs that run stay in the cache, but not so short that waiting shows.
+FIELDS = {"log_probs", "selected", "shift", "log_normalizer", "weighted_logit"}  # the fields that the kernel computes
+STATE = tl.constexpr(4)  # numbers per state
+# A piece is short enough for those of all running programs to stay in the cache, but long enough to hide the waiting.
 MOST_LANES, TILES = 256, 5
 
 
@@ -39,6 +40,14 @@ def softmax_loss_kernel(
     SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, WEIGHTED: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
     UNROLL: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
+    """The statistics of every row, and its gradient, which overwrites the logits.
+
+    Inputs: ``logits`` ``(rows, V)``; ``class_weights`` ``(V,)`` and ``row_mask`` ``(rows,)``, each or None; ``index``
+    ``(rows,)``; the upstream gradients ``(rows,)``, each or None.
+    Outputs: the gradient in ``logits``; ``packed`` ``(len(PACKED), rows)``; ``selected`` ``(rows,)``. ``pieces`` is the
+    workspace of programs that share a row.
+    Bytes moved: see the module docstring.
+    """
     TILE: tl.constexpr = LANES * VEC
     turn = tl.program_id(0)
     if SPLITS > 1:
@@ -49,14 +58,14 @@ def softmax_loss_kernel(
     low = split * piece
     high = tl.minimum(V, low + piece)
     full = low + tl.maximum(high - low, 0) // TILE * TILE
-    x = logits + row * row_stride // VEC * VEC  # as `supports_fused_loss` has seen; this is for the compiler to know
+    x = logits + row * row_stride // VEC * VEC  # for the compiler: `supports_fused_loss` has checked the alignment
     active = True
     if row_mask is not None:
         active = tl.load(row_mask + row) != 0
     shift, log_normalizer, weighted_logit, z_selected = 0.0, 0.0, 0.0, 0.0
     column = tl.load(index + row)
     inside = (column >= 0) & (column < V)
-    # Read before the row's last program has arrived, and so before any of them writes.
+    # Read before the last program of the row arrives, and so before any of them writes.
     x_selected = tl.load(x + column, mask=inside & active, other=0.0)
     a, d, w = 0.0, 0.0, 0.0
     if active:
@@ -95,7 +104,7 @@ def softmax_loss_kernel(
                 vs = tl.load(record + SPLITS * 2, volatile=True)
                 cs = tl.load(record + SPLITS * 3, volatile=True)
             m, s, _, v, c, _, _ = merge(ms, ss, ss, vs, cs, ss, ss, 0.0, False, WEIGHTED, False, False)
-        # As in the kernel of the statistics: NaN for an index outside the vocabulary and for what is no distribution.
+        # As in softmax_statistics, an index outside the vocabulary or a row without a distribution gives NaN.
         s = tl.where(inside & (s > 0), s, float("nan"))
         shift = m + (s - s)
         log_normalizer = tl.log(s)
@@ -129,8 +138,8 @@ def softmax_loss_kernel(
 
 
 def splits_for(vocab: int, size: int) -> int:
-    """Programs that share a row of logits of ``size`` bytes each."""
-    # Programs that wait for each other must run at the same time, which those of the interpreter do not.
+    """The number of programs that share a row of ``vocab`` logits of ``size`` bytes each."""
+    # Programs that wait for each other must run at the same time, but the interpreter runs one after the other.
     if layout.one_at_a_time():
         return 1
     vec = 16 // size
@@ -140,14 +149,16 @@ def splits_for(vocab: int, size: int) -> int:
 def most_splits(device: torch.device) -> int:
     """How many programs of a row may wait for each other.
 
-    All that wait belong to the last row that was begun, one row of a launch, and leave room for its other programs as
-    long as they do not fill the device. A multiprocessor holds at least one program, in fact several: with a quarter
-    of the multiprocessors, launches of several streams can wait side by side, and those of a slice of a device too.
+    In a launch, all programs that wait for one that has not started belong to the row that was begun last. They leave
+    room for the other programs of this row as long as they do not fill the device. A multiprocessor runs at least one
+    program, in fact several. With a quarter of the multiprocessors, launches on several streams can wait side by side,
+    and so can those on a slice of a device.
     """
     return layout.multiprocessors(device) // 4
 
 
 def plan_for(x: Layout, gradient_strides: tuple[int, ...], options: Options) -> Plan:
+    """The launch of `softmax_loss_kernel`."""
     (rows, V), (row_stride, _), size = x
     VEC = 16 // size
     lanes = layout.lanes_for(V, VEC, MOST_LANES)
@@ -165,8 +176,11 @@ def plan_for(x: Layout, gradient_strides: tuple[int, ...], options: Options) -> 
 
 
 def supports_fused_loss(logits: torch.Tensor, index: torch.Tensor | None, options: Options) -> bool:
-    """Whether the kernel can: ``(rows, V)`` logits in rows of whole vectors, one index a row, some of the fields, and
-    no more programs a row than can wait for each other."""
+    """Whether `softmax_loss` supports these arguments.
+
+    It takes ``(rows, V)`` logits whose rows are aligned to 16 bytes, one index per row, some of the fields, and no more
+    programs per row than can wait for each other.
+    """
     if logits.is_cuda and splits_for(logits.shape[-1], logits.element_size()) > max(1, most_splits(logits.device)):
         return False
     one = index is not None and index.dim() == 1
@@ -175,12 +189,14 @@ def supports_fused_loss(logits: torch.Tensor, index: torch.Tensor | None, option
 
 
 def softmax_loss(logits: torch.Tensor, inputs: Inputs, grads: FieldGradients, options: Options) -> Results:
-    """`softmax_statistics` of the logits and then, written over them, their `softmax_gradient`: where
-    `supports_fused_loss`."""
+    """Return the `softmax_statistics` of the logits, and write their `softmax_gradient` over them.
+
+    `supports_fused_loss` says whether this is possible.
+    """
     index, row_mask, class_weights = inputs
     packed, selected, _ = results = empty_results(logits, index, options)
     if len(logits):
-        of_fields = grads.log_normalizer, grads.weighted_logit, grads.selected  # `FIELDS` has none of the others
+        of_fields = grads.log_normalizer, grads.weighted_logit, grads.selected  # `FIELDS` has no others
         strides = tuple([0 if g is None else g.stride(0) for g in of_fields])
         about = layout_of(logits), strides, options
         launch(plan_for, about, (logits, class_weights, index, row_mask, packed, selected, *of_fields))

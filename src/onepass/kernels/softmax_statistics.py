@@ -1,8 +1,9 @@
-"""Forward kernel: one read of the logits leaves a handful of numbers per row.
+"""Forward kernel: a few numbers per row, the softmax statistics, from one read of the logits.
 
-Bytes moved: ``rows·V`` logits in, ``O(rows)`` out. A program walks one row (or one of ``SPLITS`` pieces of it) and
-keeps a state per lane, so that the loop has no traffic between threads; lanes are merged once at the end. Where a
-row is split, the program that arrives last merges the pieces, always in the same order.
+`softmax.statistics` calls it on tensors, `logits` on tiles of logits. Bytes moved: ``rows·V`` logits in, ``O(rows)``
+out. A program walks one row (or one of ``SPLITS`` pieces of it) and keeps a state per lane, so that the loop has no
+traffic between threads; lanes are merged once at the end. If a row is split, the program that arrives last merges the
+pieces, always in the same order.
 """
 
 import torch
@@ -17,7 +18,7 @@ from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, power
 from onepass.kernels.online_softmax import LOWEST, merge, transform, update
 from onepass.kernels.row_programs import arrives_last, row_start
 
-# The fields' places in the packed result; those that were not asked for are not written.
+# The positions of the fields in the packed result. Fields that are not requested are not written.
 SHIFT = tl.constexpr(PACKED.index("shift"))
 LOG_NORMALIZER = tl.constexpr(PACKED.index("log_normalizer"))
 EXPECTED_LOGIT = tl.constexpr(PACKED.index("expected_logit"))
@@ -26,20 +27,20 @@ WEIGHTED_LOGIT = tl.constexpr(PACKED.index("weighted_logit"))
 LOG_SUM_SQ_PROBS = tl.constexpr(PACKED.index("log_sum_sq_probs"))
 TEMPERED_LOG_NORMALIZER = tl.constexpr(PACKED.index("tempered_log_normalizer"))
 MEAN_LOGIT = tl.constexpr(PACKED.index("mean_logit"))
-STATE = tl.constexpr(7)  # numbers in a state
-NOWHERE = tl.constexpr(2**31 - 1)
+STATE = tl.constexpr(7)  # numbers per state
+NOWHERE = tl.constexpr(2**31 - 1)  # larger than any column
 
 
 @triton.jit
 def read_selected(x, index, row, k, K, V):
-    """The logits of a row's indices, the indices, and which of these lie in the vocabulary."""
+    """Load the selected logits of a row. Returns the logits, their columns, and which columns lie in the vocabulary."""
     inside = k < 0
     column = k
     selected = tl.zeros(k.shape, x.dtype.element_ty)
     if index is not None:
         column = tl.load(index + row * K + k, mask=k < K, other=0)
         inside = (column >= 0) & (column < V)
-        # Kept in the cache until the walk comes by, so that they cross the memory bus once.
+        # Kept in the cache until the main loop reads them, so that they are read from memory once.
         selected = tl.load(x + column, mask=inside, other=0.0, eviction_policy="evict_last")
     return selected, column, inside
 
@@ -49,7 +50,7 @@ def read_tile(m, s, t, w, c, q, u, logits, class_weights, col0, low, high, inner
               inverse_vocab, SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
               TEMPERED: tl.constexpr, MEAN: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
               MASKED: tl.constexpr):  # fmt: skip
-    """Read columns ``[col0, col0 + LANES·VEC)``, of which ``[low, high)`` count if `MASKED`, into the state."""
+    """Add columns ``[col0, col0 + LANES·VEC)`` to the state, only those within [low, high) if MASKED."""
     col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     valid = (col >= low) & (col < high) if MASKED else None
     z = transform(tl.load(logits + col, mask=valid), inner, outer, SOFTCAP)
@@ -69,7 +70,7 @@ def read_tile(m, s, t, w, c, q, u, logits, class_weights, col0, low, high, inner
 
 @triton.jit
 def first_vector(first, m_before, s_before, m, s, col0, LANES: tl.constexpr, VEC: tl.constexpr):
-    """Where the first vector of a lane begins that holds its maximum, after another tile."""
+    """The start of the first vector that contains a lane's maximum, updated after the tile at ``col0``."""
     larger = (m > m_before) | ((s_before == 0.0) & (s > 0.0))
     return tl.where(larger, col0 + tl.arange(0, LANES) * VEC, first)
 
@@ -88,6 +89,14 @@ def softmax_statistics_kernel(
     WEIGHTED: tl.constexpr, TEMPERED: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr,
     LANES: tl.constexpr, UNROLL: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    """The statistics of every row.
+
+    Inputs: ``logits`` ``(rows, V)``; ``class_weights`` ``(V,)``, ``index`` ``(rows, K)`` and ``row_mask`` ``(rows,)``,
+    each or None.
+    Outputs: ``packed`` ``(len(PACKED), rows)``; ``selected`` ``(rows, K)``, the logits of the index relative to the
+    shift, or their log-probs if LOG_PROBS; ``is_top1`` ``(rows, K)`` or None. ``pieces`` is the `layout.workspace`.
+    Bytes moved: see the module docstring.
+    """
     TILE: tl.constexpr = LANES * VEC
     NUMBERS: tl.constexpr = STATE if is_top1 is None else STATE + 1
     TOP1: tl.constexpr = is_top1 is not None
@@ -111,12 +120,12 @@ def softmax_statistics_kernel(
         q = tl.zeros([LANES], tl.float32)
         u = tl.zeros([LANES], tl.float32)
         first = tl.full([LANES], NOWHERE, tl.int32)
-        # Columns are counted from an aligned address at or before the row's first logit: the row is [head, head + V).
+        # Columns are counted from an aligned address at or before the first logit: the row has [head, head + V).
         start = row_start(row, inner_rows, outer_stride, inner_stride)
         base = logits + start // VEC * VEC
         head = (start % VEC).to(tl.int32) if ALIGN else 0
         inverse_vocab = 1.0 / V
-        if SPLITS == 1:  # before the walk, so that nobody waits for them after it
+        if SPLITS == 1:  # before the loop, which hides the latency
             x_selected, column, inside = read_selected(logits + start, index, row, k, K, V)
         piece = tl.cdiv(head + V, TILE * SPLITS) * TILE
         low = split * piece
@@ -153,7 +162,7 @@ def softmax_statistics_kernel(
             first = tl.min(tl.where(lanes == m, first, NOWHERE), axis=0)
 
         if SPLITS > 1:
-            # Publish this piece; whoever finds all others published merges them.
+            # Publish the state of this piece. The program that arrives last merges all pieces.
             record = pieces + row * (NUMBERS * SPLITS) + split
             tl.store(record, m)
             tl.store(record + SPLITS, s)
@@ -183,14 +192,14 @@ def softmax_statistics_kernel(
                     x_selected, column, inside = read_selected(logits + start, index, row, k, K, V)
                 z = transform(x_selected, inner, outer, SOFTCAP)
                 relative = z - m
-                # An index outside the vocabulary makes the whole row NaN, here and through it in the gradient.
+                # An index outside the vocabulary makes all results of the row NaN, and through them its gradient.
                 s = tl.where(tl.sum((~inside).to(tl.int32), axis=0) > 0, float("nan"), s)
-            # s is 0 for a row of -inf alone and NaN for a row that holds NaN or +inf: no distribution, so NaN.
+            # s is 0 if all logits are -inf, and NaN if one is NaN or +inf. Such rows define no distribution: NaN.
             s = tl.where(s > 0, s, float("nan"))
             shift = m + (s - s)
             relative = relative + (s - s)
             if TOP1:
-                # The first of all that are largest, as argmax has it: which one of its vector, that tells another look.
+                # The first of equal maxima, as in argmax. Its vector is known; loading it again tells its column.
                 near = first + tl.arange(0, VEC)
                 valid = (near >= head) & (near < head + V)
                 largest = valid & (transform(tl.load(base + near, mask=valid), inner, outer, SOFTCAP) >= m)
@@ -222,11 +231,11 @@ def softmax_statistics_kernel(
 
 
 def plan_for(x: Layout, device: torch.device, rows: int, K: int, options: Options) -> Plan:
-    """The launch for one group of the ``rows``."""
+    """The launch for one group of rows; ``rows`` counts those of all groups."""
     g = Geometry(x)
     lanes, splits = layout.programs_for(g.rows, g.V, g.VEC, device)
     TEMPERED = options.wants("log_sum_sq_probs") or options.wants("tempered_log_normalizer")
-    rule = dict(LANES=lanes, UNROLL=1 if TEMPERED else 2, SPLITS=splits)  # registers are short with that state too
+    rule = dict(LANES=lanes, UNROLL=1 if TEMPERED else 2, SPLITS=splits)  # the larger state needs the registers
     LANES, UNROLL, SPLITS = choose(softmax_statistics_kernel, g.key(options.fields), rule).values()
     constexprs = dict(
         SOFTCAP=options.transform.softcap is not None,
@@ -234,7 +243,7 @@ def plan_for(x: Layout, device: torch.device, rows: int, K: int, options: Option
         EXPECTED=options.wants("expected_logit") or options.wants("entropy"), WEIGHTED=options.wants("weighted_logit"),
         TEMPERED=TEMPERED, MEAN=options.wants("mean_logit"), **g.constexprs, LANES=LANES, UNROLL=UNROLL,
         SPLITS=SPLITS,
-        BLOCK_K=1 if K == 1 else max(power_of_two(K), LANES),  # no index is read by two threads
+        BLOCK_K=1 if K == 1 else max(power_of_two(K), LANES),  # so that no two threads read the same index
     )  # fmt: skip
     return Plan(
         softmax_statistics_kernel, g.rows * SPLITS,
@@ -244,7 +253,7 @@ def plan_for(x: Layout, device: torch.device, rows: int, K: int, options: Option
 
 
 def softmax_statistics(logits: torch.Tensor, inputs: Inputs, options: Options) -> Results:
-    """The packed statistics and, for every index, its logit (or log-prob) and whether it is the row's largest."""
+    """The packed statistics and, for every index, its logit (or log-prob) and whether it is the largest of its row."""
     index, row_mask, class_weights = inputs
     packed, selected, is_top1 = results = empty_results(logits, index, options)
     rows = logits.shape[:-1].numel()

@@ -1,11 +1,10 @@
-"""Token-expert assignments sorted by expert: a stable counting sort, and the tiles of rows that grouped GEMMs work
-through.
+"""Token-expert assignments sorted by expert, and the tiles of rows that the grouped GEMMs compute.
 
-`order` has the assignments sorted by expert, so that expert e has the sorted rows ``offsets[e]`` to
-``offsets[e + 1]``; assignments to out-of-range ids come last. No row is padded: every expert's rows are cut into tiles
-of BLOCK_M, and a tile that is not full masks the rest.
+`moe.token_sort` calls `sort_by_expert`, a stable counting sort. `order` has the assignments sorted by expert: expert e
+has the sorted rows ``offsets[e]`` to ``offsets[e + 1]``, and assignments to out-of-range ids come last. No row is
+padded. Every expert's rows are divided into tiles of BLOCK_M rows, and a tile with fewer rows masks the rest.
 
-Bytes moved: the ids are read twice and the order is written once, beside one count per block and expert.
+Bytes moved: the ids are read twice and the order is written once, plus one count per block and expert.
 """
 
 from functools import partial
@@ -19,13 +18,13 @@ from onepass.core.moe_options import Groups
 from onepass.kernels.launch import Flat, Out, Plan, launch
 from onepass.kernels.layout import power_of_two
 
-MOST_ROWS = 128  # of a tile
-COMPARED = 8192  # comparisons of an assignment with an expert, by a program
+MOST_ROWS = 128  # per tile
+COMPARED = 8192  # comparisons of an assignment with an expert, per program
 
 
 @triton.jit
 def compare_block(experts, assignments, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr):
-    """This block's assignments, a 1 where a assignment has the expert, and a 1 where its id is out of range."""
+    """The assignments of this block, a 1 for each assignment and its expert, and a 1 for each out-of-range id."""
     assignment = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(experts + assignment, mask=assignment < assignments, other=0)
     here = (expert[:, None] == tl.arange(0, BLOCK_E)[None, :]) & (assignment < assignments)[:, None]
@@ -39,7 +38,12 @@ def count_kernel(
     assignments: tl.int32, blocks: tl.int32,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """How many assignments of each block have each expert, and an out-of-range id: ``counts`` ``(E + 1, blocks)``."""
+    """Count the assignments of each block to each expert, and to out-of-range ids.
+
+    Input: ``experts`` ``(T, K)``.
+    Output: ``counts`` ``(E + 1, blocks)``.
+    Bytes moved: see the module docstring.
+    """
     _, here, none = compare_block(experts, assignments, E, BLOCK_E, BLOCK)
     e = tl.arange(0, BLOCK_E)
     tl.store(counts + e * blocks + tl.program_id(0), tl.sum(here, 0), mask=e < E)
@@ -52,7 +56,12 @@ def place_kernel(
     assignments: tl.int32, blocks: tl.int32,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write assignments in sorted order; ``ends`` are the inclusive cumulative sums of the counts."""
+    """Write the assignments in sorted order.
+
+    Inputs: ``experts`` ``(T, K)``; ``ends`` ``(E + 1, blocks)``, the inclusive cumulative sums of `count_kernel`.
+    Output: ``order`` ``(T·K,)``.
+    Bytes moved: see the module docstring.
+    """
     assignment, here, none = compare_block(experts, assignments, E, BLOCK_E, BLOCK)
     e = tl.arange(0, BLOCK_E)
     before = e * blocks + tl.program_id(0) - 1
@@ -68,7 +77,13 @@ def tile_kernel(
     blocks: tl.int32, tiles: tl.int32,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Where each expert's rows begin; the expert of every tile (E for none), and its first sorted row."""
+    """Find where each expert's rows begin, and the expert and first sorted row of each tile.
+
+    Input: ``ends`` ``(E + 1, blocks)``, as in `place_kernel`.
+    Outputs: ``offsets`` ``(E + 1,)``; ``tile_expert`` ``(tiles,)``, E for a tile that is not used; ``tile_row``
+    ``(tiles,)``.
+    Bytes moved: 2 E of the counts per program, and the outputs.
+    """
     e = tl.arange(0, BLOCK_E)
     begin = tl.load(ends + e * blocks - 1, mask=(e > 0) & (e < E), other=0)
     end = tl.load(ends + (e + 1) * blocks - 1, mask=e < E, other=0)
@@ -76,7 +91,7 @@ def tile_kernel(
         tl.store(offsets + e, begin, mask=e < E)
         tl.store(offsets + e + 1, end, mask=e == E - 1)
     of_expert = tl.cdiv(end - begin, BLOCK_M)
-    last = tl.cumsum(of_expert, 0)  # of the tiles of expert e, plus 1
+    last = tl.cumsum(of_expert, 0)  # 1 plus the last tile of expert e
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mine = (tile[:, None] < last[None, :]) & (tile[:, None] >= (last - of_expert)[None, :])
     expert = tl.sum(tl.where(mine, e[None, :], 0), 1) + tl.where(tl.sum(mine.to(tl.int32), 1) == 0, E, 0)
@@ -86,16 +101,17 @@ def tile_kernel(
 
 
 def rows_of_tile(assignments: int, E: int) -> int:
+    """Rows per tile: about as many as an expert has on average, but not fewer than 16 nor more than `MOST_ROWS`."""
     return min(MOST_ROWS, max(16, power_of_two(assignments // max(E, 1))))
 
 
 def count_tiles(assignments: int, num_experts: int) -> int:
-    """The number of tiles that `Groups` has room for: as many as there could be."""
+    """The number of tiles that `Groups` has room for: as many as there can be."""
     return assignments // rows_of_tile(assignments, num_experts) + min(num_experts, assignments)
 
 
 def sort_by_expert(experts: Tensor, num_experts: int) -> Groups:
-    """The assignments ``(T, K)`` sorted by expert, without a synchronisation."""
+    """Sort the assignments ``(T, K)`` by expert, without synchronizing with the host."""
     E = num_experts
     assignments, tiles = experts.numel(), count_tiles(experts.numel(), E)
     block = block_for(E)
@@ -112,16 +128,19 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> Groups:
 
 
 def block_for(E: int) -> int:
+    """Assignments per program of the sort."""
     return max(16, min(1024, COMPARED // power_of_two(E)))
 
 
 def sort_plan(kernel: object, assignments: int, E: int) -> Plan:
+    """The launch of `count_kernel` or `place_kernel`."""
     block = block_for(E)
     blocks = -(-assignments // block)
     return Plan(kernel, blocks, (assignments, blocks), dict(E=E, BLOCK_E=power_of_two(E), BLOCK=block), 8)
 
 
 def tile_plan(assignments: int, E: int) -> Plan:
+    """The launch of `tile_kernel`."""
     tiles, blocks = count_tiles(assignments, E), -(-assignments // block_for(E))
     constexprs = dict(E=E, BLOCK_E=power_of_two(E), BLOCK=16, BLOCK_M=rows_of_tile(assignments, E))
     return Plan(tile_kernel, -(-tiles // 16), (blocks, tiles), constexprs, 4)
