@@ -1,6 +1,6 @@
-"""The kernels' operations in plain PyTorch, under the same names and with the same signatures.
+"""The operations of `onepass.kernels` in plain PyTorch, with the same names and signatures.
 
-This is the path of CPUs and of float64, and the definition that the kernels are tested against.
+They run on CPUs and for float64, and define the results that the kernels are tested against.
 """
 
 from onepass.reference.divergence import divergence, divergence_gradient

@@ -1,4 +1,4 @@
-"""Divergences between two rows of logits in plain PyTorch; `kernels.divergence` states the formulas."""
+"""Divergences between two rows of logits in plain PyTorch, by the formulas in `kernels.divergence`."""
 
 import torch
 from torch import Tensor
@@ -8,12 +8,12 @@ from onepass.reference.softmax import row_blocks, transformed
 
 
 def log_ratio(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``log(p/q)``, and 0 where p is 0."""
-    return torch.where(p == 0, 0.0, log_p - log_q)  # NaN stays
+    """``log(p/q)``, but 0 where p is 0."""
+    return torch.where(p == 0, 0.0, log_p - log_q)  # NaN propagates
 
 
 def mixture(log_p: Tensor, log_q: Tensor, w_p: float, w_q: float) -> tuple[Tensor, ...]:
-    """``P, log(P/M), Q, log(Q/M)`` of ``M = w_p·P + w_q·Q``."""
+    """``P, log(P/M), Q, log(Q/M)`` for ``M = w_p·P + w_q·Q``."""
     p, q = log_p.exp(), log_q.exp()
     log_m = (w_p * p + w_q * q).log()
     return p, log_ratio(p, log_p, log_m), q, log_ratio(q, log_q, log_m)
@@ -60,7 +60,7 @@ def divergence_gradient(
     options: PairOptions,
     out: Tensor,
 ) -> None:
-    """Write the gradient of the student's logits (or the teacher's) into ``out``."""
+    """Write the gradient with respect to the student's logits, or the teacher's if ``of_teacher``, into ``out``."""
     rows = student.shape[:-1].numel()
     field = dict(zip(PAIR_NUMBERS, packed.view(len(PAIR_NUMBERS), rows, 1)))
     grad = grad.reshape(-1, 1)

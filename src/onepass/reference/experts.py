@@ -1,6 +1,6 @@
-"""Experts in plain PyTorch, one expert after the other.
+"""The operations on experts of `onepass.kernels` in plain PyTorch, one expert after the other.
 
-The gradients are written out, since autograd does not record inside a registered operation.
+The gradients are written out, since autograd does not record inside an operation registered with torch.
 """
 
 import math
@@ -25,6 +25,7 @@ Maybe = Tensor | None
 
 
 def activate(gate: Tensor, up: Tensor, o: ExpertOptions) -> Tensor:
+    """The gated activation of ``gate`` and ``up``."""
     if o.activation == "swiglu_clamped":
         gate, up = gate.clamp(max=o.limit), up.clamp(-o.limit, o.limit)
         return (up + 1) * gate * torch.sigmoid(o.alpha * gate)
@@ -34,7 +35,7 @@ def activate(gate: Tensor, up: Tensor, o: ExpertOptions) -> Tensor:
 
 
 def slopes(gate: Tensor, up: Tensor, o: ExpertOptions) -> tuple[Tensor, Tensor]:
-    """The derivatives of `activate` by gate and by up."""
+    """The derivatives of `activate` with respect to gate and up."""
     if o.activation == "swiglu_clamped":
         g, u = gate.clamp(max=o.limit), up.clamp(-o.limit, o.limit) + 1
         s = torch.sigmoid(o.alpha * g)
@@ -53,7 +54,7 @@ def slopes(gate: Tensor, up: Tensor, o: ExpertOptions) -> tuple[Tensor, Tensor]:
 
 
 class Layer:
-    """A linear layer of every expert, with its adapter; sums its gradients up where they are needed."""
+    """The linear layers of all experts, with optional LoRA adapters. `backward` stores their gradients."""
 
     def __init__(self, weight: Tensor, bias: Maybe, a: Maybe, b: Maybe, scale: float, transposed: bool) -> None:
         self.tensors = {"weight": weight.mT if transposed else weight, "bias": bias, "a": a, "b": b}
@@ -61,15 +62,17 @@ class Layer:
         self.grads = {name: None if t is None else t.new_zeros(t.shape) for name, t in self.tensors.items()}
 
     def of(self, e: int) -> Iterator[Maybe]:
+        """Weight, bias, A and B of expert e."""
         return (None if t is None else t[e] for t in self.tensors.values())
 
     def __call__(self, x: Tensor, e: int) -> Tensor:
+        """The layer of expert e."""
         weight, bias, a, b = self.of(e)
         y = F.linear(x, weight, bias)  # type: ignore[arg-type]
         return y if a is None or b is None else y + self.scale * F.linear(F.linear(x, a), b)
 
     def backward(self, grad: Tensor, x: Tensor, e: int) -> Tensor:
-        """The gradient of ``x``."""
+        """Store the gradients of expert e's tensors, and return the gradient of ``x``."""
         weight, _, a, b = self.of(e)
         found = {"weight": grad.mT @ x, "bias": grad.sum(0)}
         of_x = grad @ weight  # type: ignore[operator]
@@ -83,27 +86,30 @@ class Layer:
         return of_x
 
     def results(self) -> tuple[Maybe, ...]:
-        """The gradients of weight, bias, A and B."""
+        """The gradients of weight, bias, A and B of all experts."""
         weight, *others = self.grads.values()
         return (weight.mT.contiguous() if self.transposed else weight, *others)  # type: ignore[union-attr]
 
 
 def assignments_of_experts(experts: Tensor, E: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Every expert that has tokens, with those tokens and the place k at which each of them has the expert."""
+    """Yield every expert that has tokens, these tokens, and for each token the position k of the expert."""
     for e in experts.unique().tolist():
         if 0 <= e < E:
             yield e, *(experts == e).nonzero(as_tuple=True)
 
 
 def halves(h: Tensor, o: ExpertOptions) -> tuple[Tensor, ...]:
+    """Gate and up, as views of ``h``."""
     return (h[:, ::2], h[:, 1::2]) if o.interleaved else h.chunk(2, -1)
 
 
 def wide(t: Tensor) -> torch.dtype:
+    """The dtype of sums: at least float32."""
     return torch.promote_types(t.dtype, torch.float32)
 
 
 def layers(t: ExpertTensors, o: ExpertOptions) -> tuple[Layer, Layer]:
+    """The two layers of an expert MLP, gate_up and down."""
     first = Layer(t.gate_up, t.gate_up_bias, t.gate_up_lora_a, t.gate_up_lora_b, o.gate_up_scaling, o.transposed)
     return first, Layer(t.down, t.down_bias, t.down_lora_a, t.down_lora_b, o.down_scaling, o.transposed)
 
@@ -126,7 +132,7 @@ def expert_mlp_gradient(
     grad: Tensor, h: Maybe, tensors: ExpertTensors, experts: Tensor, groups: Groups, needed: list[bool],
     options: ExpertOptions,
 ) -> ExpertGradients:  # fmt: skip
-    """The gradients of the tensors, None where not needed."""
+    """The gradients of the tensors, None where not needed. ``h`` is not used."""
     t, o = tensors, options
     first, second = layers(t, o)
     of_hidden = torch.zeros(t.hidden.shape, dtype=wide(t.hidden), device=t.hidden.device)
@@ -148,7 +154,7 @@ def expert_mlp_gradient(
 
 
 def sort_by_expert(experts: Tensor, num_experts: int) -> Groups:
-    """The assignments ``(T, K)`` sorted by expert; out-of-range ids come last."""
+    """Sort the assignments ``(T, K)`` by expert. Those to out-of-range ids come last."""
     E = num_experts
     ids, order = experts.where((experts >= 0) & (experts < E), E).flatten().sort(stable=True)
     offsets = torch.searchsorted(ids, torch.arange(E + 1, dtype=ids.dtype, device=ids.device), out_int32=True)
@@ -156,14 +162,14 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> Groups:
 
 
 def count_tiles(assignments: int, num_experts: int) -> int:
-    """0: tiles of rows are for kernels."""
+    """Return 0: only kernels use tiles of rows."""
     return 0
 
 
 def scattered_linear(
     tensors: ScatterTensors, experts: Tensor, groups: Groups, options: ScatterOptions
 ) -> tuple[Tensor, Maybe]:
-    """The result and, where there are routing weights, the rows before they were summed."""
+    """The result and, with routing weights, the rows ``(T·K, outputs)`` before they are summed; else None."""
     (x, weight, bias, weights), o = tensors, options
     order, bounds = groups.order.long(), groups.offsets.tolist()
     layer = Layer(weight, bias, None, None, 0.0, o.transposed)
@@ -176,7 +182,7 @@ def scattered_linear(
     y = torch.zeros_like(y).index_copy_(0, order, y)
     if weights is None:
         return y, None
-    weights = weights.where((experts >= 0) & (experts < len(weight)), 0.0)  # also a NaN of an out-of-range id
+    weights = weights.where((experts >= 0) & (experts < len(weight)), 0.0)  # even if that of an invalid id is NaN
     return (y.view(*weights.shape, y.shape[-1]) * weights.unsqueeze(-1)).sum(1).to(x.dtype), y
 
 

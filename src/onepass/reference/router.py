@@ -1,4 +1,4 @@
-"""Routing of tokens to experts in plain PyTorch."""
+"""Routing of tokens to experts in plain PyTorch, as in `kernels.router`."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from onepass.core.moe_options import RouterOptions, RoutingGradients, RoutingRes
 def route(
     logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, options: RouterOptions
 ) -> RoutingResults:
-    """Weights, experts, counts and the sums for the losses, of ``(T, E)`` logits."""
+    """Weights, experts, counts, summed probabilities and logsumexp of ``(T, E)`` logits, as in `empty_routing`."""
     z = transformed(logits, options)
     experts = select(logits, z, selection_bias, token_mask, options)
     selected = raw_scores(z, experts, options)
@@ -47,7 +47,7 @@ def route_gradient(
     if options.renormalize:
         n = s.sum(-1, keepdim=True) + options.eps
         g = (g - (g * s).sum(-1, keepdim=True) / n) / n
-    a = z.new_zeros(len(z), 1)  # the gradient is p·(a + grad_prob_sums), and g at the selected experts
+    a = z.new_zeros(len(z), 1)  # the gradient is p·(a + grad_prob_sums), plus g at the selected experts
     if options.score == "softmax":
         g = g * s
         total = g.sum(-1, keepdim=True)
@@ -71,6 +71,7 @@ def route_gradient(
 
 
 def transformed(logits: Tensor, options: RouterOptions) -> Tensor:
+    """The logits in at least float32, with the soft-cap."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if options.softcap is None:
         return z
@@ -79,16 +80,17 @@ def transformed(logits: Tensor, options: RouterOptions) -> Tensor:
 
 
 def score(z: Tensor, options: RouterOptions) -> Tensor:
+    """The score of every expert."""
     if options.score == "softmax":
         return z.softmax(-1)
-    off = z == float("-inf")  # its slope would be 0·inf
+    off = z == float("-inf")  # the derivative would be 0·inf
     if options.score == "sigmoid":
         return z.sigmoid()
     return F.softplus(z.masked_fill(off, 0.0)).sqrt().masked_fill(off, 0.0)
 
 
 def undefined(z: Tensor, options: RouterOptions) -> Tensor:
-    """Tokens, ``(T, 1)``, without an answer: a NaN, an infinite score, or nothing to take a softmax of."""
+    """Tokens ``(T, 1)`` without a valid routing: a NaN, an infinite score, or a softmax without a finite normalizer."""
     if options.score == "softmax":
         return z.logsumexp(-1, keepdim=True).isfinite().logical_not()
     bad = z.isnan() if options.score == "sigmoid" else z.isnan() | z.isposinf()
@@ -100,7 +102,7 @@ def select(
 ) -> Tensor:
     """The experts of every token, best first.
 
-    Without a bias the order of the scores is that of the logits, which no rounding of a soft-cap or of a score changes.
+    Without a bias, experts are selected by their logits: the order is that of the scores, without ties by rounding.
     """
     T, E = z.shape
     lowest = torch.finfo(z.dtype).min
@@ -108,7 +110,7 @@ def select(
     value = logits.to(z.dtype)
     if selection_bias is not None:
         value = judged = judged + selection_bias.to(judged.dtype)
-        value = judged = value.masked_fill(value.isnan(), lowest)  # of a NaN in the bias
+        value = judged = value.masked_fill(value.isnan(), lowest)  # the bias is NaN
     value, judged = (v.clamp(min=lowest).masked_fill(z == float("-inf"), lowest) for v in (value, judged))
     if options.n_group > 1:
         scores = judged if options.group_score == "top2_sum" else value

@@ -1,6 +1,6 @@
-"""`softmax_statistics` and `softmax_gradient` in plain PyTorch.
+"""The softmax operations of `onepass.kernels` in plain PyTorch: statistics, their gradient, and scaling.
 
-Rows are walked in blocks, so that no second ``(rows, V)`` tensor is allocated; sums run in the dtype of the results.
+Rows are processed in blocks, so that no second ``(rows, V)`` tensor is allocated. Sums have the dtype of the results.
 """
 
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from torch import Tensor
 from onepass.core.options import PACKED, FieldGradients, Inputs, Options, Results, Transform, empty_results
 
 BLOCK_ELEMENTS = 1 << 20
-FLOOR = -1e30  # of differences that are multiplied by their exp(), which is 0: 0·(-inf) would be NaN
+FLOOR = -1e30  # differences are clamped to this before they are multiplied by their exp(): 0·(-inf) is NaN
 
 
 def row_blocks(*tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Cut tensors of one shape ``(..., V)`` into views of some rows, ``(n, V)`` each; nothing is copied."""
+    """Divide tensors of one shape ``(..., V)`` into views ``(n, V)`` of some rows each; nothing is copied."""
     first, vocab = 0, tensors[0].shape[-1]
     try:
         matrices = [t.view(-1, vocab) for t in tensors]
@@ -32,7 +32,7 @@ def row_blocks(*tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
 
 
 def transformed(x: Tensor, transform: Transform, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:
-    """The logits after their transform, and its derivative."""
+    """The logits after their transform, and the derivative of the transform."""
     inner, outer = transform.factors()
     z = x.to(dtype) * inner
     if transform.softcap is None:
@@ -42,22 +42,23 @@ def transformed(x: Tensor, transform: Transform, dtype: torch.dtype) -> tuple[Te
 
 
 def active_rows(row_mask: Tensor | None) -> Tensor | None:
-    """``(rows,)``, bool: False where a row is masked; None where no row is."""
+    """``(rows,)``, bool: False for masked rows. None if there is no mask."""
     return None if row_mask is None else row_mask.reshape(-1).bool()
 
 
 def weights_of(class_weights: Tensor | None, options: Options, like: Tensor) -> Tensor | float:
+    """The class weights, or the weight of every class."""
     return options.class_weight if class_weights is None else class_weights.to(like.dtype)
 
 
 def out_of_range(index: Tensor, active: Tensor | None, vocab: int) -> Tensor:
-    """Where ``(rows, K)`` indices of rows that are not masked lie outside the vocabulary."""
+    """``(rows, K)``, bool: whether an index of a row that is not masked lies outside the vocabulary."""
     bad = (index < 0) | (index >= vocab)
     return bad if active is None else bad & active.unsqueeze(-1)
 
 
 def softmax_statistics(logits: Tensor, inputs: Inputs, options: Options) -> Results:
-    """The packed statistics and, for every index, its logit (or log-prob) and whether it is the row's largest."""
+    """The packed statistics and, for every index, its logit (or log-prob) and whether it is the largest of its row."""
     index, row_mask, class_weights = inputs
     packed, per_index, is_top1 = results = empty_results(logits, index, options)
     rows = logits.shape[:-1].numel()
@@ -80,7 +81,7 @@ def softmax_statistics(logits: Tensor, inputs: Inputs, options: Options) -> Resu
         total = e.sum(-1)
         if bad is not None:
             total.masked_fill_(bad[group], float("nan"))
-        void = 0 * total  # NaN where the row has no distribution: it holds NaN or +inf, or -inf alone
+        void = 0 * total  # NaN if the row defines no distribution: a logit is NaN or +inf, or all are -inf
         out["shift"][group] = shift[:, 0] + void
         out["log_normalizer"][group] = total.log()
         if options.wants("expected_logit") or options.wants("entropy"):
@@ -89,7 +90,7 @@ def softmax_statistics(logits: Tensor, inputs: Inputs, options: Options) -> Resu
             out["entropy"][group] = total.log() - expected
         if options.wants("weighted_logit"):
             c = weights_of(class_weights, options, z)
-            # A weight of 0 leaves its logit out, also where the logit is -inf.
+            # A class of weight 0 is left out even if its logit is -inf.
             out["weighted_logit"][group] = (
                 torch.where(torch.as_tensor(c == 0, device=z.device), 0, c * z).sum(-1) + void
             )
@@ -158,16 +159,17 @@ def softmax_gradient(
 
 
 def supports_fused_loss(logits: Tensor, index: Tensor | None, options: Options) -> bool:
-    """False: reading the logits twice costs no more here than `softmax_loss`."""
+    """Return False: in plain PyTorch, `softmax_loss` is no faster than two reads of the logits."""
     return False
 
 
 def softmax_loss(logits: Tensor, inputs: Inputs, grads: FieldGradients, options: Options) -> Results:
-    """`softmax_statistics` of the logits and then, written over them, their `softmax_gradient`."""
+    """Return the `softmax_statistics` of the logits, and write their `softmax_gradient` over them."""
     results = softmax_statistics(logits, inputs, options)
     softmax_gradient(logits, inputs, results[0], grads, options, logits)
     return results
 
 
 def scale_(x: Tensor, scale: Tensor) -> None:
+    """``x *= scale``."""
     x.mul_(scale)

@@ -1,2 +1,1 @@
-"""What rows of logits leave behind: the primitive and the divergence of two rows, with autograd and operations
-registered with torch."""
+"""Softmax statistics of rows of logits and the divergence between two rows, with autograd and registered with torch."""

@@ -1,4 +1,7 @@
-"""The divergence between two rows of logits: autograd, and the operations registered with torch."""
+"""The divergence between two rows of logits: autograd, and the operations registered with torch.
+
+`logits.source` calls `divergence_of` for tensors of logits.
+"""
 
 from typing import Any
 
@@ -11,7 +14,10 @@ from onepass.core.options import DIVERGENCE, PairOptions, empty_pair_numbers
 
 
 def divergence_of(student: Tensor, teacher: Tensor, row_mask: Tensor | None, options: PairOptions) -> Tensor:
-    """The divergence of every row, ``(...)``, differentiable with respect to both. Arguments are checked already."""
+    """The divergence of every row, ``(...)``, differentiable with respect to both tensors.
+
+    Arguments must be checked already.
+    """
     student, teacher = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (student, teacher))
     if torch.is_grad_enabled() and (student.requires_grad or teacher.requires_grad):
         loss: Tensor = _Divergence.apply(student, teacher, row_mask, options)
@@ -56,6 +62,7 @@ def _gradient(
     needed: list[bool],
     options: PairOptions,
 ) -> list[Tensor | None]:
+    """The gradients with respect to both tensors, each if ``needed``; 0 in columns that are not compared."""
     found: list[Tensor | None] = []
     columns = slice(options.columns)
     pair = student[..., columns], teacher[..., columns]

@@ -1,18 +1,18 @@
-"""Logits that were overwritten by their gradient: every later use is an error and not a wrong number."""
+"""Logits that were overwritten with their gradient: every later use raises an error instead of being wrong."""
 
 from typing import Any
 
 import torch
 
-# What may still be asked of them: their gradient (a leaf's `.grad` is the overwritten memory) and their description.
+# Functions that are still allowed: those of the gradient (a leaf's `.grad` is the overwritten memory) and metadata.
 _PROPERTIES = ("grad", "shape", "dtype", "device", "layout", "ndim", "is_leaf", "requires_grad", "grad_fn", "is_cuda")
 ALLOWED = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES}
 ALLOWED |= {getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "__hash__")}
-ALLOWED |= {vars(torch._C.TensorBase)["grad"].__set__}  # an optimiser's zero_grad()
+ALLOWED |= {vars(torch._C.TensorBase)["grad"].__set__}  # the zero_grad() of an optimizer
 
 
 class OverwrittenLogits(torch.Tensor):
-    """What a tensor becomes when ``inplace_backward=True`` has turned it into its own gradient."""
+    """The class of a tensor that ``inplace_backward=True`` has overwritten with its own gradient."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -27,8 +27,8 @@ class OverwrittenLogits(torch.Tensor):
 def mark_overwritten(logits: torch.Tensor) -> None:
     """Make a later use of ``logits``, or of the tensor they are a view of, an error.
 
-    Autograd hears of it through the version counter (a second backward, a backward of another function that saved
-    the logits), Python through the class. Another view that was taken before shares the counter but not the class.
+    Autograd detects it by the version counter (a second backward, a backward of another function that saved the
+    logits), Python by the class. Another view that was taken before shares the counter but not the class.
     """
     torch.autograd.graph.increment_version(logits)
     for tensor in (logits, logits._base):

@@ -1,6 +1,6 @@
-"""The one differentiable primitive: what a row of logits leaves behind after it was read once.
+"""The one differentiable primitive: softmax statistics of rows of logits, from one read.
 
-`statistics_of` picks the backend and gives autograd the one backward that serves every loss. Losses are ordinary
+`statistics_of` chooses the backend and gives autograd the one backward that serves every loss. Losses are ordinary
 PyTorch on the fields that it returns.
 """
 
@@ -19,19 +19,18 @@ from onepass.softmax.inplace import mark_overwritten
 
 @dataclass(frozen=True)
 class SoftmaxStatistics:
-    """Per-row numbers of ``z``, the logits after scale, soft-cap and temperature; ``(...)`` are the rows.
+    """Statistics of each row of ``z``, the logits after scale, soft-cap and temperature. ``(...)`` are the rows.
 
-    All but `shift` and the metrics are differentiable. Fields that were not asked for are None; masked rows are 0.
-    float32 (float64 for float64 logits).
+    All fields are differentiable, except for `shift` and the metrics (`is_top1`, `log_sum_sq_probs`, `mean_logit`).
+    Fields that were not requested are None. Masked rows are 0. The dtype is float32 (float64 for float64 logits).
 
     Attributes:
-        shift: ``max_j z_j``, shape ``(...)``. Everything below is relative to it, so that nothing cancels.
+        shift: ``max_j z_j``, shape ``(...)``. The logits below are relative to it, which avoids cancellation.
         log_normalizer: ``log Σ_j exp(z_j - shift)`` >= 0, shape ``(...)``.
         expected_logit: ``Σ_j p_j (z_j - shift)`` <= 0, shape ``(...)``.
         selected: ``z[index] - shift`` <= 0, the shape of ``index``.
         weighted_logit: ``Σ_j c_j (z_j - shift)`` for class weights ``c``, shape ``(...)``.
-        is_top1: whether ``z[index]`` is the row's largest logit, the first of equal ones (as ``argmax``), bool, the
-            shape of ``index``.
+        is_top1: whether ``index`` is the ``argmax`` of ``z`` (the first of equal logits), bool, the shape of ``index``.
         log_sum_sq_probs: ``log Σ_j p_j²``, shape ``(...)``.
         mean_logit: ``Σ_j z_j / V`` (not relative to `shift`), shape ``(...)``.
     """
@@ -70,10 +69,10 @@ class SoftmaxStatistics:
 def statistics_of(
     logits: Tensor, inputs: Inputs, options: Options, inplace_backward: bool = False
 ) -> tuple[Tensor, ...]:
-    """The fields of ``options`` of every row of ``(..., V)`` logits, differentiable. Arguments are checked already.
+    """The fields of ``options`` of every row of ``(..., V)`` logits, differentiable. Arguments must be checked already.
 
     Args:
-        inplace_backward: the backward writes the gradient over the logits.
+        inplace_backward: whether the backward writes the gradient over the logits.
     """
     if logits.stride(-1) != 1 and logits.shape[-1] > 1 and not inplace_backward:
         logits = logits.contiguous()
@@ -86,8 +85,10 @@ def statistics_of(
 
 
 def gather_logits(logits: Tensor, index: Tensor, index_name: str = "index") -> Tensor:
-    """Logits ``(..., K)`` of the classes ``index``, in the dtype of the fields: a loss that needs no other logit reads
-    no other. As everywhere, an index outside the vocabulary is an error or, where a look would synchronize, NaN."""
+    """The logits ``(..., K)`` of the classes ``index``, in the dtype of the fields. No other logit is read.
+
+    An index outside the vocabulary raises an error or, if the check would synchronize, gives NaN.
+    """
     if is_plain(logits):
         check_range(logits, Inputs(index), index_name)
     inside = index.clamp(0, logits.shape[-1] - 1)
@@ -96,6 +97,7 @@ def gather_logits(logits: Tensor, index: Tensor, index_name: str = "index") -> T
 
 
 def check_inplace(logits: Tensor) -> None:
+    """Raise unless no two elements of the logits share memory and their last dimension is contiguous."""
     if overlaps(logits):
         raise ValueError(
             "inplace_backward: expected logits of which no two elements share memory, got overlapping (expanded?) "
@@ -106,7 +108,7 @@ def check_inplace(logits: Tensor) -> None:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Whether two elements may share memory: whether a dimension steps by less than the smaller ones span."""
+    """Whether two elements may share memory: a stride is within the span of the dimensions with smaller strides."""
     span = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
         if size > 1 and stride <= span:
@@ -116,8 +118,10 @@ def overlaps(tensor: Tensor) -> bool:
 
 
 def check_range(logits: Any, inputs: Inputs, name: str = "index") -> None:
-    """Raise for an index outside the vocabulary, where a look costs no synchronization or debugging asks for it.
-    Elsewhere its row becomes NaN."""
+    """Raise for an index outside the vocabulary, if the check does not synchronize or in debug mode.
+
+    Otherwise the results of its row are NaN.
+    """
     index = inputs.index
     if index is None or not (is_debugging() or (logits.is_cpu and backend_of(logits).__name__ == "onepass.reference")):
         return
@@ -129,7 +133,7 @@ def check_range(logits: Any, inputs: Inputs, name: str = "index") -> None:
 
 
 def returned(ctx: Any, results: Results, options: Options) -> tuple[Tensor, ...]:
-    """The fields, as an autograd function returns them."""
+    """The requested fields, as outputs of an autograd function."""
     fields = pick(results, options)
     if silent := not_differentiable(options.fields):
         ctx.mark_non_differentiable(*[fields[n] for n in silent])
@@ -161,7 +165,7 @@ class _Statistics(torch.autograd.Function):
         inputs = Inputs(*inputs)
         upstream = FieldGradients.of(dict(zip(ctx.options.names, grads)))
         if ctx.inplace and not torch.compiler.is_compiling():
-            if ctx.written:  # which autograd does not see where hooks have packed the logits
+            if ctx.written:  # autograd does not detect this if hooks have packed the logits
                 raise RuntimeError("inplace_backward: a second backward, whose logits are their gradient already")
             ctx.written = True
             grad = logits.detach()
