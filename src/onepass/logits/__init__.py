@@ -1,1 +1,1 @@
-"""Sources of logits: a tensor, a linear head whose logits are computed in tiles, and the protocol of both."""
+"""Sources of logits: a tensor, a linear head whose logits are computed in tiles, and their common interface."""

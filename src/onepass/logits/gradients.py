@@ -1,4 +1,7 @@
-"""The gradients of a linear head's hidden states, weight and bias, summed over tiles of logits."""
+"""The gradients of a linear head's hidden states, weight and bias, summed over tiles of logits.
+
+`tiled_loss`, `tiled_statistics` and `tiled_divergence` use them.
+"""
 
 from collections.abc import Sequence
 
@@ -10,10 +13,7 @@ from onepass.logits.tiles import Head, HeadTensors, Plan, Rows, needs_sum
 
 
 class Gradients:
-    """The gradients of hidden states, weight and bias, each where ``needed``.
-
-    Every tile that holds the gradient of its logits is added to them.
-    """
+    """The gradients of hidden states, weight and bias, each if ``needed``, to which tiles are added."""
 
     def __init__(self, head: Head, plan: Plan, needed: Sequence[bool]) -> None:
         self.head, self.plan, self.needed = head, plan, needed
@@ -21,18 +21,19 @@ class Gradients:
         self.hidden: Tensor | None = None
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
-        self.total: Tensor | None = None  # of hidden, over slices
-        if needed[0] and not (plan.sliced and plan.row_ids is None):  # which is the total itself
+        self.total: Tensor | None = None  # the gradient of hidden, summed over slices of the vocabulary
+        if needed[0] and not (plan.sliced and plan.row_ids is None):  # else the total is the gradient itself
             new = torch.empty if plan.row_ids is None else torch.zeros
-            # rounded to float16 once, after it is scaled
+            # A float16 gradient is rounded once, after it is scaled.
             dtype = torch.float32 if head.dtype == torch.float16 else head.hidden.dtype
             self.hidden = new(head.hidden.shape, dtype=dtype, device=head.hidden.device)
         summed = needs_sum(head, -(-plan.n // plan.rows)) and not plan.sliced
         self.weight_dtype = self.sum_dtype if summed else head.weight.dtype
-        # Kept apart from the parameters, which may be partitioned again by the time of the backward.
+        # Saved, since the parameters may be partitioned again when the backward runs.
         self.shapes = head.hidden.shape, head.weight.shape, head.weight.shape[:1]
 
     def add(self, rows: Rows, columns: slice, hidden: Tensor, gradient: Tensor) -> None:
+        """Add a tile, given its hidden states ``(n, H)`` and the ``gradient`` of its logits ``(n, columns)``."""
         if self.needed[0]:
             self.add_hidden(rows, columns, gradient)
         if self.needed[1]:
@@ -51,6 +52,7 @@ class Gradients:
             self.bias[columns] += total
 
     def add_hidden(self, rows: Rows, columns: slice, gradient: Tensor) -> None:
+        """Add a tile to the gradient of the hidden states."""
         weight = self.head.factors(columns)[0]
         if self.plan.sliced:
             if self.total is None:
@@ -70,7 +72,7 @@ class Gradients:
                 rows.put(self.hidden, self.gemm(gradient, weight, self.hidden.dtype))
 
     def gemm(self, a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """``a @ b`` in ``dtype``, rounded to it once; into ``out`` if there is one."""
+        """``a @ b``, rounded once to ``dtype``, and written into ``out`` if it is given."""
         if dtype == a.dtype:
             return torch.mm(a, b, out=out)
         if dtype == torch.float32 and not self.head.upcasts and a.dtype.itemsize < 4:
@@ -84,6 +86,7 @@ class Gradients:
         return result.to(dtype) if out is None else out.copy_(result)
 
     def add_gemm(self, total: Tensor, a: Tensor, b: Tensor) -> None:
+        """``total += a @ b``."""
         if self.head.upcasts:
             total.addmm_(a.float(), b.float())
         elif total.dtype == a.dtype:
@@ -92,8 +95,10 @@ class Gradients:
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
     def scaled(self, scale: Tensor | None) -> list[Tensor | None]:
-        """All three times ``scale``, each rounded once to the dtype of its tensor. This can be called once: the
-        memory is given away."""
+        """The three gradients times ``scale``, each rounded once to the dtype of its tensor.
+
+        This can be called only once, since the gradients are not kept.
+        """
         results: list[Tensor | None] = []
         like = (self.head.hidden, self.head.weight, self.head.bias)
         for value, of, shape, needed in zip((self.hidden, self.weight, self.bias), like, self.shapes, self.needed):
@@ -113,7 +118,7 @@ class Gradients:
 
 
 def empty_gradients(tensors: HeadTensors, needed: Sequence[bool]) -> list[Tensor | None]:
-    """`Gradients.scaled`, unwritten."""
+    """Uninitialized results of `Gradients.scaled`."""
     return [
         torch.empty_like(t, memory_format=torch.contiguous_format) if t is not None and n else None
         for t, n in zip(tensors, needed)

@@ -1,4 +1,7 @@
-"""`LinearLogits`: a linear head as a source of logits, which are computed in tiles and never materialized."""
+"""`LinearLogits`: a linear head as a source of logits, which are computed in tiles and never materialized.
+
+Users pass it to any function that takes logits; `losses.linear` passes it to the other losses.
+"""
 
 from collections.abc import Sequence
 
@@ -25,19 +28,20 @@ class LinearLogits(LogitsSource):
     Args:
         hidden: ``(..., H)``, float16, bfloat16, float32 or float64. Hidden states whose rows are not evenly spaced
             (``hidden[:, :-1]``) are copied.
-        weight: ``(V, H)``, any strides; the dtype of ``hidden``, or any under autocast, whose dtype the GEMMs have
-            then. A DTensor is gathered once.
-        bias: ``(V,)`` or None, likewise.
-        max_memory: bytes of workspace, beyond inputs, results and gradients. None: on a GPU 0.6 GiB; 2.5 GiB where
-            these hold all logits and no gradient is to come; for a loss of rows with a gradient of the weight 2.5 GiB
-            too (or 1.25 and that gradient in float32). It follows from shapes alone, so that results do not depend on
-            what else is in memory.
+        weight: ``(V, H)``, any strides, with the dtype of ``hidden``. Under autocast it may have any dtype, and the
+            GEMMs have that of autocast. A DTensor is gathered once.
+        bias: ``(V,)`` or None; the same holds for its dtype.
+        max_memory: bytes of workspace, beyond inputs, results and gradients. The default follows from shapes alone, so
+            that results do not depend on what else is in memory. On a GPU it is 0.6 GiB. It is 2.5 GiB if this holds
+            all logits and either no gradient will be computed or the loss is per row, with a gradient of the weight.
+            Such a loss with more logits takes 1.25 GiB and this gradient in float32.
 
-    All three are differentiable; what needs no gradient costs neither time nor memory for one. Gradients of the weight
-    are summed over tiles in float32 and rounded once. The logits have the dtype of the GEMMs, as a linear layer's.
+    All three tensors are differentiable. A gradient that is not needed costs neither time nor memory. The gradient of
+    the weight is summed over tiles in float32 and rounded once. The logits have the dtype of the GEMMs, as in a linear
+    layer.
 
-    Rows that are masked or ignored take part in no GEMM. (How many are left is read from the device, once a call,
-    unless a CUDA graph is being captured: then they do take part.)
+    Rows that are masked or ignored take part in no GEMM. The number of valid rows is read from the device once per
+    call. This is not possible while a CUDA graph is captured: then all rows take part.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape or device.
@@ -48,7 +52,7 @@ class LinearLogits(LogitsSource):
         log_probs, entropy = onepass.selective_log_softmax_and_entropy(logits, labels)
     """
 
-    round_before_bias = False  # the bias is added to the rounded product, which rounds twice
+    round_before_bias = False  # whether the bias is added to the rounded product, which rounds twice
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, max_memory: int | None = None
@@ -57,7 +61,7 @@ class LinearLogits(LogitsSource):
             if (value is not None or name != "bias") and (not isinstance(value, Tensor) or value.dtype not in FLOATS):
                 raise TypeError(f"{name}: expected a floating-point tensor, got {described(value)}")
         weight, bias = whole(weight), None if bias is None else whole(bias)
-        shape = tuple(getattr(weight, "ds_shape", weight.shape))  # ZeRO-3's are empty where they are not gathered
+        shape = tuple(getattr(weight, "ds_shape", weight.shape))  # parameters of ZeRO-3 are empty unless gathered
         if hidden.dim() < 1 or len(shape) != 2 or 0 in shape or hidden.shape[-1] != shape[1]:
             raise ValueError(
                 "weight: expected shape (V, H) for hidden states (..., H), "
@@ -88,13 +92,16 @@ class LinearLogits(LogitsSource):
 
     @property
     def tensors(self) -> HeadTensors:
+        """The tensors of the head, with hidden states ``(N, H)``."""
         return HeadTensors(self.hidden.reshape(-1, self.hidden.shape[-1]), self.weight, self.bias)
 
     @property
     def settings(self) -> Settings:
+        """How the logits are computed."""
         return Settings(self.dtype, self.max_memory, self.round_before_bias)
 
     def materialize(self) -> Tensor:
+        """All logits, computed by an ordinary linear layer."""
         with gathered(self.weight, self.bias), torch.autocast(self.device.type, enabled=False):
             hidden, weight, bias = (
                 None if t is None else t.to(self.dtype) for t in (self.hidden, self.weight, self.bias)
@@ -102,6 +109,7 @@ class LinearLogits(LogitsSource):
             return torch.nn.functional.linear(hidden, weight, bias)  # type: ignore[arg-type]
 
     def statistics(self, inputs: Inputs, options: Options) -> Fields:
+        """See `LogitsSource.statistics`. This takes four GEMMs, forward and backward."""
         fields = tiled_statistics(self.tensors, self.flat(inputs), self.settings, options)
         rows = self.shape[:-1]
         return {name: f.reshape((*rows, *f.shape[1:])) for name, f in zip(options.names, fields)}
@@ -115,8 +123,8 @@ class LinearLogits(LogitsSource):
         divisor: Divisor,
         linear: bool = False,
     ) -> Tensor:
-        """See `LogitsSource.loss`: three GEMMs, or four with ``divisor=None`` and where the call is traced."""
-        if not self.is_eager:  # the loss function is Python, which cannot be part of an operation
+        """See `LogitsSource.loss`. This takes three GEMMs, or four with ``divisor=None`` and if the call is traced."""
+        if not self.is_eager:  # a Python function cannot be part of a registered operation
             loss = loss_fn(self.statistics(inputs, options), *row_inputs)
             if inputs.row_mask is not None:
                 mask = inputs.row_mask != 0
@@ -147,17 +155,18 @@ class LinearLogits(LogitsSource):
         return divided(loss.reshape(self.shape[:-1]), divisor, self.dim() - 1)
 
     def flat(self, inputs: Inputs) -> Inputs:
-        """The inputs of all rows in one dimension."""
+        """The inputs with all rows in one dimension."""
         rows = self.shape[:-1]
         index = inputs.index
         index = None if index is None else index.reshape(rows.numel(), *index.shape[len(rows) :])
         return inputs._replace(index=index, row_mask=None if inputs.row_mask is None else inputs.row_mask.reshape(-1))
 
     def tiled(self, row_loss: RowLoss, row_mask: Tensor | None, divisor: Divisor) -> Tensor:
+        """`tiled_loss` of all rows; without a divisor, it has the shape of the rows."""
         row_mask = None if row_mask is None else row_mask != 0
         if isinstance(divisor, Tensor):
             divisor = divisor.detach().reshape(()).to(self.device, row_loss.dtype)
-        elif divisor is not None:  # filled on the device: a copy to it would wait
+        elif divisor is not None:  # filled on the device: a copy from the host would synchronize
             divisor = torch.full((), divisor, dtype=row_loss.dtype, device=self.device)
         loss = tiled_loss(self.tensors, row_mask, row_loss, divisor, self.settings)
         return loss.reshape(self.shape[:-1]) if divisor is None else loss

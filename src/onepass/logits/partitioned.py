@@ -1,4 +1,4 @@
-"""Parameters that are partitioned over processes, made whole while they are used."""
+"""Parameters that are partitioned over processes, gathered while a linear head uses them."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,18 +11,19 @@ _gather: Gather | None = None
 
 
 def gather_parameters(gather: Gather | None) -> None:
-    """Say how parameters that are partitioned over processes are made whole while a linear head uses them.
+    """Set how parameters that are partitioned over processes are gathered while a linear head uses them.
 
-    FSDP2's (DTensor) need nothing: they are gathered once a call, and their gradients are scattered. Nor do DeepSpeed's
-    ZeRO-3, for which `deepspeed.zero.GatheredParameters` is used. For any other: ``gather(parameters)`` returns a
-    context manager within which they are whole; None takes it back. Their ``shape``, or a ``ds_shape`` as ZeRO-3's
-    have, must be that of the whole at any time.
+    FSDP2 (DTensor) needs no setting: parameters are gathered once per call, and their gradients are scattered. Neither
+    does DeepSpeed ZeRO-3, for which `deepspeed.zero.GatheredParameters` is used. For any other partitioning,
+    ``gather(parameters)`` returns a context manager within which they are complete. None restores the default. The
+    ``shape`` of a parameter, or its ``ds_shape`` as in ZeRO-3, must always be that of the complete parameter.
     """
     global _gather
     _gather = gather
 
 
 def gathered(*parameters: Tensor | None) -> AbstractContextManager[Any]:
+    """A context manager within which the parameters are complete."""
     found = [p for p in parameters if p is not None]
     if _gather is not None:
         return _gather(found)
@@ -36,6 +37,6 @@ def gathered(*parameters: Tensor | None) -> AbstractContextManager[Any]:
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """A DTensor's full tensor, differentiably."""
+    """The full tensor of a DTensor, differentiable. Other tensors are returned unchanged."""
     full: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
     return full

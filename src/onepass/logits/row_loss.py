@@ -1,6 +1,6 @@
 """The loss of the rows of one tile of logits: its value and, written over the tile, its gradient.
 
-`tiled_loss` hands tiles to these while they are in memory.
+`tiled_loss` and `tiled_divergence` call these losses while a tile is in memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +19,15 @@ Found = tuple[Tensor, Sequence[Tensor | None]]
 
 
 class RowLoss(Protocol):
-    """What `tiled_loss` asks of a loss.
+    """The interface of a loss for `tiled_loss`.
 
     Attributes:
         dtype: of the losses.
-        heads: linear heads whose tiles it takes besides the first one's.
-        row_bytes: of workspace for a row, beside the logits.
+        heads: linear heads whose tiles the loss reads in addition to those of the first head.
+        row_bytes: bytes of workspace per row, in addition to the logits.
         row_inputs: differentiable tensors with an entry for every row.
-        tensors: all that it reads, those of ``heads`` and the ``row_inputs`` among them, for autograd to save.
+        tensors: all tensors that the loss reads, including those of ``heads`` and the ``row_inputs``. Autograd saves
+            them.
     """
 
     dtype: torch.dtype
@@ -38,11 +39,13 @@ class RowLoss(Protocol):
     def tensors(self) -> Sequence[Tensor | None]: ...
 
     def holding(self, tensors: Sequence[Tensor | None]) -> "RowLoss":
-        """The same loss of other ``tensors``."""
+        """A copy of the loss with other ``tensors``."""
 
     def __call__(self, logits: Sequence[Tensor], rows: Rows, row_mask: Tensor | None, scale: Tensor | None) -> Found:
-        """The loss of ``rows``, ``(n,)``. With ``scale``, one number or one a row, also the gradients of
-        ``Σ scale·loss``: that of the first logits is written over them, those of the row inputs are returned.
+        """The loss of ``rows``, ``(n,)``.
+
+        With ``scale``, one number or one per row, also the gradients of ``Σ scale·loss``: that of the first logits is
+        written over them, those of the row inputs are returned.
         """
 
 
@@ -83,6 +86,7 @@ class StatisticsLoss:
         return other
 
     def __call__(self, logits: Sequence[Tensor], rows: Rows, row_mask: Tensor | None, scale: Tensor | None) -> Found:
+        """See `RowLoss.__call__`."""
         x = logits[0]
         backend, options = backend_of(x), self.options
         index = None if self.index is None else rows.take(self.index)
@@ -113,7 +117,7 @@ class StatisticsLoss:
         row_mask: Tensor | None,
         scale: Any,
     ) -> tuple[Tensor, FieldGradients, Sequence[Tensor | None]]:
-        """The losses and, with ``scale``, the gradients of ``Σ scale·loss`` with respect to fields and inputs."""
+        """The losses and, with ``scale``, the gradients of ``Σ scale·loss`` with respect to fields and row inputs."""
         leaves = [n for n in fields if n not in NOT_DIFFERENTIABLE]
         fields |= {name: fields[name].detach().requires_grad_() for name in leaves}
         for part, whole in zip(inputs, self.row_inputs):
@@ -137,6 +141,7 @@ class StatisticsLoss:
     def losses(
         self, fields: dict[str, Tensor], inputs: Sequence[Tensor], count: int, row_mask: Tensor | None
     ) -> Tensor:
+        """Call the loss function and check its result. The loss of a masked row is 0."""
         loss: Any = self.loss_fn(fields, *inputs)
         if not isinstance(loss, Tensor) or loss.shape[:1] != (count,) or not loss.is_floating_point():
             raise ValueError(f"loss_fn: expected a loss of every row, floating-point of shape ({count},), "
@@ -145,7 +150,7 @@ class StatisticsLoss:
         return loss if row_mask is None else loss.masked_fill(~row_mask, 0.0)
 
     def check(self, loss: Tensor, variables: Sequence[Tensor]) -> None:
-        """Of the first tile: only arguments may be differentiated, and no row may depend on another."""
+        """Check, on the first tile, that the loss differentiates only its arguments and that rows are independent."""
         if self.checked:
             return
         self.checked = True
@@ -166,7 +171,7 @@ class StatisticsLoss:
         if (is_debugging() or loss.is_cpu) and len(loss) > 1:
             first = torch.zeros_like(loss).index_fill_(0, torch.zeros(1, dtype=torch.long, device=loss.device), 1.0)
             found = torch.autograd.grad(loss, variables, first, retain_graph=True, allow_unused=True)
-            # A NaN tells of no coupling: it may be 0 times an infinite slope of another row.
+            # A NaN does not prove a dependence: it may be 0 times an infinite derivative of another row.
             if any(g is not None and ((g[1:] != 0) & ~g[1:].isnan()).any() for g in found):
                 raise ValueError(
                     "loss_fn: expected a loss of each row alone, got one whose first row depends on others; "
@@ -175,10 +180,10 @@ class StatisticsLoss:
 
 
 class DivergenceLoss:
-    """The divergence of rows of logits from a teacher's.
+    """The divergence of rows of logits from those of a teacher.
 
     Args:
-        teacher: a tensor of logits ``(N, V)``, or a linear head.
+        teacher: logits ``(N, V)``, or a linear head.
     """
 
     row_inputs: Sequence[Tensor] = ()
@@ -191,7 +196,7 @@ class DivergenceLoss:
         self.heads: Sequence[tuple[HeadTensors, Settings]] = ()
         if isinstance(teacher, Tensor):
             self.teacher, teacher_dtype = teacher, teacher.dtype
-            self.row_bytes += teacher.shape[-1] * teacher.element_size()  # where some rows are left out
+            self.row_bytes += teacher.shape[-1] * teacher.element_size()  # of a copy, if some rows are masked
         else:
             self.heads, teacher_dtype = (teacher,), teacher[1].dtype
         self.dtype = torch.promote_types(torch.promote_types(dtype, teacher_dtype), torch.float32)
@@ -209,6 +214,7 @@ class DivergenceLoss:
         return other
 
     def __call__(self, logits: Sequence[Tensor], rows: Rows, row_mask: Tensor | None, scale: Tensor | None) -> Found:
+        """See `RowLoss.__call__`."""
         x, columns = logits[0], slice(self.options.columns)
         teacher = logits[1] if self.teacher is None else rows.take(self.teacher)
         pair = x[:, columns], teacher[:, columns]

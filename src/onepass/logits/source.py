@@ -1,7 +1,7 @@
-"""What losses are given logits by: a small protocol, which a plain tensor implements too.
+"""The interface through which losses read logits, `LogitsSource`, and its implementation for a tensor.
 
-A loss asks a source for the fields of every row, or hands it a function of these fields; it never asks what the source
-is. A source of one's own overrides `LogitsSource.materialize`, or whatever it can do better.
+A loss requests the fields of every row from a source, or passes it a function of these fields, whatever the source is.
+A custom source overrides `LogitsSource.materialize`, and other methods that it can compute faster.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,12 +24,12 @@ from onepass.softmax.divergence import divergence_of
 from onepass.softmax.statistics import check_range, gather_logits, statistics_of
 
 Fields = dict[str, Tensor]
-LossFunction = Callable[..., Tensor]  # (fields, *row_inputs) to the loss of every row
+LossFunction = Callable[..., Tensor]  # computes the loss of every row from (fields, *row_inputs)
 Divisor = Tensor | float | None
 
 
 class LogitsSource:
-    """What can stand for a tensor of logits, in any function of onepass that takes logits.
+    """An object that any function of onepass accepts in place of a tensor of logits.
 
     Attributes:
         shape: ``(..., V)``.
@@ -41,6 +41,7 @@ class LogitsSource:
     device: torch.device
 
     def dim(self) -> int:
+        """The number of dimensions."""
         return len(self.shape)
 
     @property
@@ -53,11 +54,12 @@ class LogitsSource:
 
     @property
     def requires_grad(self) -> bool:
+        """Whether the logits require a gradient."""
         raise NotImplementedError
 
     @property
     def is_eager(self) -> bool:
-        """Whether nothing traces the call, so that values may be looked at."""
+        """Whether nothing traces the call, so that values may be read."""
         return not torch.compiler.is_compiling()
 
     def materialize(self) -> Tensor:
@@ -77,21 +79,21 @@ class LogitsSource:
         divisor: Divisor,
         linear: bool = False,
     ) -> Tensor:
-        """``Σ loss_fn(fields, *row_inputs) / divisor`` over all rows; with ``divisor=None`` the loss of every row.
+        """``Σ loss_fn(fields, *row_inputs) / divisor`` over all rows or, with ``divisor=None``, the loss of every row.
 
         Args:
-            loss_fn: the loss of some rows, ``(n,)`` or ``(n, K)`` to be summed over K, from a dict of their fields and
-                the same rows of ``row_inputs``. The loss of a masked row, whose fields are 0, is 0.
+            loss_fn: computes the loss of some rows, ``(n,)`` or ``(n, K)``, which is summed over K, from a dict of
+                their fields and the same rows of ``row_inputs``. The fields of a masked row are 0, and its loss must
+                then be 0 (a linear head sets it to 0).
             row_inputs: ``(..., *)``, differentiable.
-            linear: says that the loss is linear in the fields, so that its gradient is known before the logits are
-                read.
+            linear: whether the loss is linear in the fields. Its gradient is then known before the logits are read.
         """
         return divided(loss_fn(self.statistics(inputs, options), *row_inputs), divisor, self.dim() - 1)
 
     def divergence(
         self, teacher: "LogitsSource", row_mask: Tensor | None, options: PairOptions, divisor: Divisor
     ) -> Tensor:
-        """The divergence of ``options`` of every row from the ``teacher``, divided and summed as `loss` does."""
+        """The divergence of every row from the ``teacher``, summed and divided as in `loss`."""
         return TensorLogits(self.materialize()).divergence(teacher, row_mask, options, divisor)
 
 
@@ -99,7 +101,7 @@ class TensorLogits(LogitsSource):
     """A tensor of logits.
 
     Args:
-        inplace_backward: the backward writes the gradient over the logits.
+        inplace_backward: whether the backward writes the gradient over the logits.
     """
 
     def __init__(self, logits: Tensor, inplace_backward: bool = False) -> None:
@@ -118,7 +120,7 @@ class TensorLogits(LogitsSource):
         return self.logits
 
     def statistics(self, inputs: Inputs, options: Options) -> Fields:
-        if options.fields == "selected":  # relative to any number of the row: no other logit is needed
+        if options.fields == "selected":  # any shift of the row will do, so no other logit is read
             return {"selected": transformed(gather_logits(self.logits, inputs.index), options.transform)}  # type: ignore[arg-type]
         fields = statistics_of(self.logits, inputs, options, self.inplace_backward)
         return dict(zip(options.names, fields))
@@ -134,11 +136,11 @@ Logits = Tensor | LogitsSource
 
 
 def as_source(logits: Logits, name: str = "logits", inplace_backward: bool = False) -> LogitsSource:
-    """The source of ``logits``; a tensor is checked.
+    """Return a source unchanged, and a tensor of logits, after checking it, as a source.
 
     Raises:
-        TypeError, ValueError: the logits are no floating-point tensor ``(..., V)`` and no source, or
-            ``inplace_backward`` is asked of a source that is no tensor.
+        TypeError, ValueError: the logits are neither a floating-point tensor ``(..., V)`` nor a source, or
+            ``inplace_backward`` is set for a source that is not a tensor.
     """
     if not isinstance(logits, LogitsSource):
         check_logits(logits, name)
@@ -149,7 +151,7 @@ def as_source(logits: Logits, name: str = "logits", inplace_backward: bool = Fal
 
 
 def divided(loss: Tensor, divisor: Divisor, row_dims: int) -> Tensor:
-    """The sum of a loss over the divisor; without one the loss of every row, of ``row_dims`` dimensions."""
+    """The sum of a loss over the divisor or, without a divisor, the loss of every row, with ``row_dims`` dimensions."""
     if divisor is None:
         return loss.sum(-1) if loss.dim() > row_dims else loss
     if isinstance(divisor, Tensor):
@@ -160,7 +162,7 @@ def divided(loss: Tensor, divisor: Divisor, row_dims: int) -> Tensor:
 
 
 def transformed(logits: Tensor, transform: Transform) -> Tensor:
-    """A few logits after their transform, in PyTorch."""
+    """A few logits after their transform, in plain PyTorch."""
     if transform.softcap is not None or transform.logit_scale != 1.0:
         inner, outer = transform.factors()
         return logits * inner if transform.softcap is None else (logits * inner).tanh() * outer
@@ -174,10 +176,10 @@ def options_for(
     logit_scale: float = 1.0,
     sharpness: float | None = None,
 ) -> Options:
-    """`Options` of checked and typed numbers.
+    """`Options` with numbers that are checked and converted.
 
-    Each is passed, and none is a default: one that Dynamo first meets within an autograd function is an input of that
-    function's graph alone, and a second loss in the same graph would fail.
+    Every number is passed and none is left to a default. Dynamo makes a default that it first encounters within an
+    autograd function an input of that function's graph alone, and a second loss in the same graph would fail.
     """
     transform = Transform(*check_transform(temperature, softcap, logit_scale))
     return Options(fields, transform, 0.0, 2.0 if sharpness is None else sharpness)
@@ -191,11 +193,11 @@ def inputs_for(
     class_weights: Tensor | float | None = None,
     index_name: str = "index",
 ) -> tuple[Inputs, Options]:
-    """What is read beside the logits, checked; one class weight for all classes becomes an option.
+    """Check the tensors that are read in addition to the logits. One class weight for all classes becomes an option.
 
     Args:
-        index: checked already, but for its values.
-        index_name: what the caller's argument is called.
+        index: checked already, except for its values.
+        index_name: the name of the caller's argument.
     """
     if row_mask is not None:
         check_row_mask(row_mask, logits)

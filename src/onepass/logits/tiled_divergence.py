@@ -1,6 +1,6 @@
-"""The divergence of a linear head from a teacher where the call is traced: operations registered with torch.
+"""The divergence of a linear head from a teacher if the call is traced: operations registered with torch.
 
-An eager call takes `tiled_loss` (three GEMMs); these take four.
+`LinearLogits.divergence` calls them. In eager mode it calls `tiled_loss`, which takes three GEMMs; these take four.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from onepass.logits.tiles import HeadTensors, Settings
 
 
 class TeacherTensors(NamedTuple):
-    """A teacher's logits ``(N, V)`` or, with a weight, its hidden states."""
+    """A teacher's logits ``(N, V)`` or, with a weight, its hidden states ``(N, H)``."""
 
     teacher: Tensor
     teacher_weight: Tensor | None = None
@@ -27,7 +27,7 @@ class TeacherTensors(NamedTuple):
 def row_divergence(
     dtype: torch.dtype, tensors: TeacherTensors, of: torch.dtype, options: PairOptions
 ) -> DivergenceLoss:
-    """The divergence of rows of logits of ``dtype`` from a teacher whose logits have the dtype ``of``."""
+    """The divergence as a `RowLoss`, for student logits of ``dtype`` and teacher logits of dtype ``of``."""
     teacher, weight, bias = tensors
     head = teacher if weight is None else (HeadTensors(teacher, weight, bias), Settings(of))
     return DivergenceLoss(dtype, head, options)
@@ -41,7 +41,7 @@ def tiled_divergence(
     settings: Settings,
     options: PairOptions,
 ) -> Tensor:
-    """The divergence of every row, ``(N,)``, differentiable in the student's head."""
+    """The divergence of every row, ``(N,)``, differentiable with respect to the student's head."""
     loss: Tensor = _Divergence.apply(*tensors, *teacher, row_mask, teacher_dtype, settings, options)
     return loss
 
@@ -78,6 +78,7 @@ def _forward(
     settings: Settings,
     options: PairOptions,
 ) -> Tensor:
+    """The divergence of every row, ``(N,)``."""
     return walk(tensors, row_mask, row_divergence(settings.dtype, teacher, teacher_dtype, options), settings)[0]
 
 
@@ -96,6 +97,7 @@ def _gradient(
     settings: Settings,
     options: PairOptions,
 ) -> list[Tensor | None]:
+    """The gradients of the student's head, each if ``needed``, from that of every row."""
     row_loss = row_divergence(settings.dtype, teacher, teacher_dtype, options)
     gradients = walk(tensors, row_mask, row_loss, settings, needed, grad)[1]
     return gradients.scaled(None)  # type: ignore[union-attr]

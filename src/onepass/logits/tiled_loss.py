@@ -1,4 +1,7 @@
-"""A loss of every row of a linear head, taken while the row's tile is in memory: three GEMMs, forward and backward."""
+"""Losses of a linear head, computed while a tile of logits is in memory: three GEMMs, forward and backward.
+
+`LinearLogits` calls `tiled_loss` in eager mode.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +22,7 @@ NOTHING = (False, False, False)
 def tiled_loss(
     tensors: HeadTensors, row_mask: Tensor | None, row_loss: RowLoss, divisor: Tensor | None, settings: Settings
 ) -> Tensor:
-    """``Σ row_loss / divisor`` over the rows that are not masked, or without a divisor every row's; differentiable."""
+    """``Σ row_loss / divisor`` over the valid rows or, without a divisor, the loss of every row; differentiable."""
     inputs = row_loss.row_inputs
     refuse_forward_mode(*tensors, *inputs)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors, *inputs)):
@@ -38,9 +41,12 @@ def walk(
     scale: Tensor | None = None,
     of_inputs: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, Gradients | None]:
-    """The loss of every row and, with ``scale`` (of all rows or of each), the gradients of ``Σ scale·loss``.
+    """The loss of every row and, with ``scale``, the gradients of ``Σ scale·loss``.
 
-    Those of the row inputs are written into ``of_inputs``.
+    Args:
+        needed: whether the gradients of hidden states, weight and bias are needed.
+        scale: one number, or one per row.
+        of_inputs: receives the gradients of the row inputs; None for those that are not needed.
     """
     hidden = tensors.hidden
     parameters = [p for of_head, _ in row_loss.heads for p in of_head[1:]]
@@ -78,13 +84,13 @@ class _TiledLoss(torch.autograd.Function):
     ) -> Tensor:
         tensors = HeadTensors(hidden, weight, bias)
         ctx.reduced, ctx.needed_inputs = divisor is not None, ctx.needs_input_grad[7:]
-        if divisor is None:  # every row has an upstream gradient of its own: the tiles come back for it
+        if divisor is None:  # rows have different upstream gradients: the backward computes the tiles again
             ctx.save_for_backward(*tensors, row_mask, *row_loss.tensors)
             ctx.row_loss, ctx.settings = row_loss.holding([None] * len(row_loss.tensors)), settings
             ctx.generators = generator_states(hidden.device)
             return walk(tensors, row_mask, row_loss, settings)[0]
         of_inputs = [torch.zeros_like(i) if n else None for i, n in zip(inputs, ctx.needed_inputs)]
-        # A tile takes its part of the mean at once, unless it is float16: that could not hold it before it is scaled.
+        # Tiles are divided at once, unless they are float16: a mean's gradients might underflow before they are scaled.
         late = settings.dtype == torch.float16
         scale = torch.ones_like(divisor) if late else 1 / divisor
         needed = ctx.needs_input_grad[:3]
@@ -118,7 +124,7 @@ class _TiledLoss(torch.autograd.Function):
 
 
 def generator_states(device: torch.device) -> list[Tensor] | None:
-    """The states of the generators that a loss may draw from; None where a CUDA graph is captured, which keeps them."""
+    """The states of the generators that a loss may draw from; None if a CUDA graph is captured, which manages them."""
     if device.type != "cuda":
         return [torch.get_rng_state()]
     if torch.cuda.is_current_stream_capturing():
@@ -128,7 +134,7 @@ def generator_states(device: torch.device) -> list[Tensor] | None:
 
 @contextmanager
 def generators_at(states: list[Tensor] | None, device: torch.device) -> Iterator[None]:
-    """The generators as they were, for a loss that is computed again, and after it as they are."""
+    """Restore the generators to ``states`` while a loss is computed again."""
     if states is None:
         yield
         return

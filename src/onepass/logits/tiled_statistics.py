@@ -1,4 +1,7 @@
-"""The fields of every row of a linear head, for any loss: four GEMMs, since the backward computes the logits again."""
+"""The softmax statistics of every row of a linear head, for any loss, and their gradient.
+
+`LinearLogits.statistics` calls `tiled_statistics`. The backward computes the logits again, which makes four GEMMs.
+"""
 
 from typing import Any
 
@@ -15,7 +18,7 @@ from onepass.softmax.statistics import returned
 
 
 def tiled_statistics(tensors: HeadTensors, inputs: Inputs, settings: Settings, options: Options) -> tuple[Tensor, ...]:
-    """The fields of ``options`` of N rows, differentiable; the index is ``(N,)`` or ``(N, K)``."""
+    """The fields of ``options`` of N rows, differentiable. The index is ``(N,)`` or ``(N, K)``."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         fields: tuple[Tensor, ...] = _TiledStatistics.apply(*tensors, *inputs, settings, options)
         return fields
@@ -42,7 +45,7 @@ class _TiledStatistics(torch.autograd.Function):
 
 
 def _like_forward(tensors: HeadTensors, inputs: Inputs, settings: Settings, options: Options, **_: Any) -> Results:
-    # Only rows, device and dtype matter here.
+    # Only the number of rows, the device and the dtype are used.
     rows = tensors.hidden.new_empty((tensors.hidden.shape[0], 0), dtype=settings.dtype)
     return empty_results(rows, inputs.index, options)
 
@@ -51,7 +54,7 @@ def _like_forward(tensors: HeadTensors, inputs: Inputs, settings: Settings, opti
 def _forward(
     tensors: HeadTensors, inputs: Inputs, final: bool, settings: Settings, options: Options
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As `softmax_statistics` of the logits; ``final`` says that no backward follows."""
+    """The `softmax_statistics` of the logits. ``final`` says that no backward follows."""
     hidden, weight, bias = tensors
     with gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
         head = Head(tensors, settings)
@@ -73,6 +76,7 @@ def _forward(
 
 
 def row_bytes(index: Tensor | None) -> int:
+    """Bytes of workspace per row, in addition to the logits."""
     return ROW + INDEX * (1 if index is None or index.dim() == 1 else index.shape[1])
 
 
@@ -90,9 +94,9 @@ def _gradient(
     settings: Settings,
     options: Options,
 ) -> list[Tensor | None]:
-    """The gradients of the tensors, each where ``needed``, from those of the fields.
+    """The gradients of the tensors, each if ``needed``, from those of the fields.
 
-    Given the rows' numbers, a slice of the vocabulary has a gradient of its own.
+    The statistics of the rows are known, so that the gradient of a slice of the vocabulary depends on no other slice.
     """
     hidden, weight, bias = tensors
     with gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
@@ -105,7 +109,7 @@ def _gradient(
             if columns == ALL or columns.start == 0:
                 index, mask, *of_rows = (None if t is None else rows.take(t) for t in (inputs.index, row_mask, *grads))
                 numbers = rows.take(packed, 1).contiguous()
-            # An index outside the slice adds nothing there: one outside the vocabulary has made its row NaN before.
+            # An index outside the slice adds nothing to it. (One outside the vocabulary has made its row NaN already.)
             of_slice = index if index is None or columns == ALL else index - columns.start
             weights = None if inputs.class_weights is None else inputs.class_weights[columns]
             read = Inputs(of_slice, mask, weights)

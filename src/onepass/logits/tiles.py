@@ -1,9 +1,9 @@
-"""``hidden @ weight.T + bias`` in tiles: how large a tile is, and the GEMMs that fill it.
+"""``hidden @ weight.T + bias`` in tiles: how large a tile is, and the GEMMs that compute it.
 
-A tile of logits comes from the vendor's matrix product, is read by the core's kernels, is turned into its own gradient
-in place, and gives way to the next. It is some rows of all the vocabulary; or, where the numbers of the rows are known
-already, all rows of a slice of the vocabulary. All products have one dtype, that of autocast or of the inputs; what is
-summed over tiles is summed in float32.
+`tiled_loss` and `tiled_statistics` loop over `tiles`. A tile of logits is computed by a GEMM of torch, read by the
+kernels, overwritten with its own gradient, and replaced by the next. It is some rows of the whole vocabulary or, if the
+statistics of the rows are known already, all rows of a slice of the vocabulary. All GEMMs have one dtype, that of
+autocast or of the inputs. Sums over tiles are float32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,27 +13,25 @@ import torch
 from torch import Tensor
 
 GIB = 1 << 30
-# The workspace where nobody says otherwise. A gradient of the weight pays for each of several tiles of rows with a pass
-# over a float32 sum, which is workspace too; one tile needs none. A forward alone has no activations or gradients
-# beside it that want the memory, so that it may be one tile, too. Elsewhere little is lost.
+# The default workspace. If there are several tiles of rows, each costs a pass over the float32 sum of the weight's
+# gradient, which is part of the workspace; a single tile needs no such sum. In a forward without backward, no
+# activations or gradients need the memory, so that it may take a single tile, too. Otherwise small tiles cost little.
 ONE_TILE, TRAINED, UNTRAINED = int(2.5 * GIB), int(1.25 * GIB), int(0.585 * GIB)
-SLICES = int(0.3 * GIB)  # beside the sum of the hidden states' gradient, which is small
+SLICES = int(0.3 * GIB)  # workspace for slices of the vocabulary, beyond the sum of the hidden states' gradient
 ON_CPU = 1 << 25
-LEAST_COLUMNS = 128  # of a slice: products are slow below
-REFERENCE_BLOCKS, REFERENCE_BYTES = (
-    1 << 26,
-    64,
-)  # of the blocks that the reference walks rows in: at most, and for a logit
-ROW, INDEX = 1536, 64  # bytes for the numbers of a row and what its programs share, and of each of its indices
-ALIGNED = 16  # bytes to which rows are padded: matrix products are slow where an odd vocabulary leaves them unaligned
+LEAST_COLUMNS = 128  # of a slice: GEMMs are slow below
+# Memory of the blocks of rows in `onepass.reference`: its maximum, and bytes per logit.
+REFERENCE_BLOCKS, REFERENCE_BYTES = 1 << 26, 64
+ROW, INDEX = 1536, 64  # bytes per row, for its statistics and the programs that share it, and per index of a row
+ALIGNED = 16  # bytes to which rows are padded: GEMMs are slow if an odd vocabulary leaves rows unaligned
 
 
 class Settings(NamedTuple):
     """How logits are computed."""
 
     dtype: torch.dtype  # of the GEMMs and of the logits
-    max_memory: int | None = None  # bytes of workspace; None: as `default_memory` says
-    round_before_bias: bool = False  # the bias is added to the rounded product, which rounds twice
+    max_memory: int | None = None  # bytes of workspace; None for `default_memory`
+    round_before_bias: bool = False  # whether the bias is added to the rounded product, which rounds twice
 
 
 class HeadTensors(NamedTuple):
@@ -55,40 +53,44 @@ class Head:
         self.padded_vocab = padded(self.vocab, self.dtype)
 
     def factors(self, columns: slice) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of these columns in the dtype of the GEMMs; the last ones are kept."""
+        """Weight and bias of these columns in the dtype of the GEMMs. Those of the last call are kept."""
         if self.held is None or self.held[0] != columns:
-            self.held = None  # before there are others
+            self.held = None  # freed before others are allocated
             bias = None if self.bias is None else self.bias[columns].to(self.dtype)
             self.held = columns, self.weight[columns].to(self.dtype), bias
         return self.held[1:]
 
     def row_bytes(self, gathered: bool) -> int:
+        """Bytes per row of a tile: its logits, and its hidden states if they are gathered or cast."""
         hidden = self.hidden.shape[1] * (self.dtype.itemsize + self.hidden.dtype.itemsize)
         return self.padded_vocab * self.dtype.itemsize + hidden * (gathered or self.hidden.dtype != self.dtype)
 
     def cast_bytes(self) -> int:
+        """Bytes of weight and bias in the dtype of the GEMMs, if they have another one."""
         return sum(
             t.numel() * self.dtype.itemsize for t in (self.weight, self.bias) if t is not None and t.dtype != self.dtype
         )
 
     @property
     def upcasts(self) -> bool:
-        """Whether a GEMM with a float32 result needs float32 factors: torch has ``out_dtype`` on CUDA alone."""
+        """Whether a GEMM with a float32 result needs float32 operands: torch has ``out_dtype`` on CUDA only."""
         return self.dtype.itemsize < 4 and (self.weight.device.type != "cuda" or torch.version.hip is not None)
 
 
 class Rows(NamedTuple):
-    """The rows of a tile: a slice of all, or ids."""
+    """The rows of a tile: a slice of all rows, or ids."""
 
     ids: slice | Tensor
     n: int
 
     def take(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """The entries of these rows."""
         if isinstance(self.ids, slice):
             return tensor.narrow(dim, self.ids.start, self.n)
         return tensor.index_select(dim, self.ids)
 
     def put(self, tensor: Tensor, values: Tensor, dim: int = 0) -> None:
+        """Write ``values`` to the entries of these rows."""
         if isinstance(self.ids, slice):
             tensor.narrow(dim, self.ids.start, self.n).copy_(values)
         else:
@@ -99,55 +101,58 @@ ALL = slice(None)
 
 
 class Use(NamedTuple):
-    """What tiles are for, as far as it decides how large they are."""
+    """What tiles are used for, as far as it determines their size."""
 
-    row_bytes: int = ROW + INDEX  # of workspace, beside the logits of a row
+    row_bytes: int = ROW + INDEX  # workspace per row, in addition to its logits
     weight_gradient: bool = False  # whether the gradient of the weight is summed
-    known: bool = False  # whether the numbers of the rows are known already, so that the vocabulary may be cut
+    known: bool = False  # whether the statistics of the rows are known, so that the vocabulary may be sliced
     final: bool = False  # whether no backward follows
 
 
 class Plan(NamedTuple):
-    """The rows that are computed, and how they and the vocabulary are cut: one of the two is whole."""
+    """The rows that are computed, and the size of their tiles, which have all rows or all of the vocabulary."""
 
-    row_ids: Tensor | None  # None for all
+    row_ids: Tensor | None  # ids of the valid rows; None for all rows
     n: int
-    rows: int  # of a tile
+    rows: int  # per tile
     vocab: int
-    columns: int  # of a tile
+    columns: int  # per tile
 
     def cut(self) -> Iterator[Rows]:
+        """The rows of each tile."""
         for first in range(0, self.n, self.rows):
             part = slice(first, min(first + self.rows, self.n))
             yield Rows(part if self.row_ids is None else self.row_ids[part], part.stop - first)
 
     @property
     def sliced(self) -> bool:
+        """Whether a tile is a slice of the vocabulary."""
         return self.columns < self.vocab
 
     def slices(self) -> Iterator[slice]:
+        """The columns of each tile."""
         if not self.sliced:
             return iter([ALL])
         return (slice(c, min(c + self.columns, self.vocab)) for c in range(0, self.vocab, self.columns))
 
 
 def plan(heads: Sequence[Head], row_mask: Tensor | None, use: Use) -> Plan:
-    """Equal tiles, as large as the workspace of the first head allows.
+    """Plan equal tiles, as large as the workspace of the first head allows.
 
-    The workspace is everything that is allocated beside inputs, results and gradients: a tile of each head, what is
-    gathered or cast, the numbers of its rows, the float32 sum of the weight's gradient. That of the GEMMs themselves,
-    which torch keeps for each stream, is not ours to bound.
+    The workspace is everything that is allocated in addition to inputs, results and gradients: a tile of each head,
+    copies that are gathered or cast, the statistics of the rows, the float32 sum of the weight's gradient. The
+    workspace of the GEMMs themselves, which torch keeps for each stream, is not included.
 
-    Where the numbers of the rows are known, tiles may be slices of the vocabulary. Then each part of the weight's
-    gradient is one GEMM, and what is summed is the hidden states' gradient: far less, unless there are more rows
-    than classes.
+    If the statistics of the rows are known, tiles may be slices of the vocabulary. Each part of the weight's gradient
+    is then one GEMM, and the gradient of the hidden states is summed instead. It is far smaller, unless there are more
+    rows than classes.
 
     Raises:
         ValueError: ``max_memory`` is less than a tile of one row needs.
     """
     head, total_rows = heads[0], heads[0].hidden.shape[0]
     of_all = tile_shape(total_rows, False, heads, use)
-    ids = valid_rows(row_mask)  # waits for the device, which has nothing to do from here to the first GEMM
+    ids = valid_rows(row_mask)  # synchronizes: the device is idle from here to the first GEMM
     if ids is None:
         return Plan(None, total_rows, of_all[0], head.vocab, of_all[1])
     rows, columns = tile_shape(len(ids), True, heads, use)
@@ -155,11 +160,11 @@ def plan(heads: Sequence[Head], row_mask: Tensor | None, use: Use) -> Plan:
 
 
 def tile_shape(count: int, gathered: bool, heads: Sequence[Head], use: Use) -> tuple[int, int]:
-    """Rows and columns of a tile where ``count`` rows are computed, which are ``gathered`` if they are not all."""
+    """Rows and columns of a tile if ``count`` rows are computed, which are ``gathered`` if some are masked."""
     head, max_memory = heads[0], heads[0].settings.max_memory
     per_row = use.row_bytes + sum(h.row_bytes(gathered) for h in heads)
     fixed = (1 << 17) + sum(h.cast_bytes() for h in heads) + 9 * head.hidden.shape[0] * gathered
-    total = 0  # a float32 gradient is its own sum
+    total = 0  # a float32 gradient needs no other sum
     if use.weight_gradient and head.weight.dtype.itemsize < 4:
         total = 4 * head.weight.numel()
     if head.hidden.device.type == "cpu":
@@ -184,7 +189,7 @@ def tile_shape(count: int, gathered: bool, heads: Sequence[Head], use: Use) -> t
 
 
 def tile_columns(count: int, gathered: bool, head: Head, limit: int, row_bytes: int, slices: int) -> int:
-    """Columns of a tile that has all rows, within the ``limit`` of tiles of rows; 0 if that is too little."""
+    """Columns of a tile with all rows, within the ``limit`` for tiles of rows; 0 if fewer than `LEAST_COLUMNS` fit."""
     H, size = head.hidden.shape[1], head.dtype.itemsize
     cast = size if head.weight.dtype != head.dtype else 0
     per_column = count * size + H * cast + 16 + 4 * (count + H) * head.upcasts
@@ -199,7 +204,7 @@ def tile_columns(count: int, gathered: bool, head: Head, limit: int, row_bytes: 
 
 
 def valid_rows(row_mask: Tensor | None) -> Tensor | None:
-    """Ids of the rows that are not masked, None for all. How many these are is read from the device."""
+    """Ids of the rows that are not masked, or None for all rows. Their number is read from the device."""
     if row_mask is None or defers(row_mask):
         return None
     if int(row_mask.count_nonzero()) == row_mask.shape[0]:
@@ -208,12 +213,12 @@ def valid_rows(row_mask: Tensor | None) -> Tensor | None:
 
 
 def defers(row_mask: Tensor | None) -> bool:
-    """Whether masked rows are left to the kernels: a CUDA graph that is being captured cannot be read from."""
+    """Whether the kernels have to skip masked rows: nothing can be read while a CUDA graph is captured."""
     return row_mask is not None and row_mask.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def equal(count: int, most: int) -> int:
-    """Rows or columns of a tile, at most ``most``: as many in each, in whole blocks of the matrix product."""
+    """Rows or columns per tile, at most ``most``: tiles of about equal size, in whole blocks of the GEMM."""
     if count <= most:
         return max(count, 1)
     block = 1024 if most >= 1024 else 128 if most >= 128 else 1
@@ -222,8 +227,10 @@ def equal(count: int, most: int) -> int:
 
 
 def default_memory(head: Head, fixed: int, per_row: int, one_tile: int, use: Use) -> int:
-    """Our own choice of a workspace. It follows from shapes alone: were it to follow what is free, results would not be
-    bitwise the same from run to run, and ranks could disagree."""
+    """The default workspace, which follows from shapes alone.
+
+    If it depended on free memory, results would not be bitwise equal between runs, and ranks could disagree.
+    """
     if head.hidden.device.type != "cuda":
         return fixed + max(ON_CPU, per_row)
     if (use.weight_gradient or use.final) and one_tile - fixed <= ONE_TILE:
@@ -232,12 +239,15 @@ def default_memory(head: Head, fixed: int, per_row: int, one_tile: int, use: Use
 
 
 def needs_sum(head: Head, tiles: int) -> bool:
-    """Whether the weight's gradient is a float32 sum first: of several products, or of what float16 cannot hold."""
+    """Whether the weight's gradient is first a float32 sum: over several tiles, or because float16 cannot hold it."""
     return tiles > 1 or head.dtype == torch.float16
 
 
 def tiles(heads: Sequence[Head], plan: Plan) -> Iterator[tuple[Rows, slice, Tensor, list[Tensor]]]:
-    """Rows, columns, the first head's hidden states, every head's logits, which are the caller's until the next."""
+    """Yield the rows, the columns, the hidden states of the first head, and the logits of every head, tile by tile.
+
+    The caller may overwrite the logits. The next tile reuses their memory.
+    """
     count = min(plan.rows, plan.n)
     buffers = [empty_logits(h, count, plan.columns if plan.sliced else h.vocab) for h in heads]
     for rows in plan.cut():
@@ -256,11 +266,13 @@ def tiles(heads: Sequence[Head], plan: Plan) -> Iterator[tuple[Rows, slice, Tens
 
 
 def empty_logits(head: Head, rows: int, columns: int) -> Tensor:
+    """An uninitialized tile, with rows padded to `ALIGNED` bytes."""
     logits = head.hidden.new_empty((rows, padded(columns, head.dtype)), dtype=head.dtype)
-    logits[:, columns:] = 0  # products of bfloat16 on a CPU multiply it by 0, which must not be NaN
+    logits[:, columns:] = 0  # bfloat16 GEMMs on a CPU multiply the padding by 0, so it must not be NaN
     return logits[:, :columns]
 
 
 def padded(columns: int, dtype: torch.dtype) -> int:
+    """``columns``, rounded up to a multiple of `ALIGNED` bytes."""
     step = max(1, ALIGNED // dtype.itemsize)
     return -(-columns // step) * step
