@@ -119,6 +119,10 @@ OLD_CALLS = {
         lambda: onepass.distillation_loss(LOGITS, labels=TARGET, teacher_ids=IDS, teacher_log_probs=LOG_PROBS),
         lambda: onepass.distillation_loss(LOGITS, TARGET, IDS, LOG_PROBS),
     ),
+    "distillation_loss(mask of rows)": (
+        lambda: onepass.distillation_loss(LOGITS, TARGET, IDS, LOG_PROBS, MASK),
+        lambda: onepass.distillation_loss(LOGITS, TARGET, IDS, LOG_PROBS, teacher_mask=MASK[:, None].expand(4, 2)),
+    ),
     "linear_kl_div(teacher)": (
         lambda: onepass.linear_kl_div(H, W, teacher=LOGITS, mask=MASK),
         lambda: onepass.linear_kl_div(H, W, LOGITS, row_mask=MASK),
@@ -169,6 +173,12 @@ def test_an_old_name_beside_the_new_one_is_an_error():
         onepass.cross_entropy(LOGITS, TARGET, None, 2, "sum", 0.1, 0.2)
     with pytest.raises(TypeError, match="unexpected keyword"):
         onepass.kl_div(LOGITS, LOGITS, masks=MASK)
+
+
+def test_a_state_with_the_old_name_is_loaded():
+    module = onepass.CrossEntropyLoss(class_weights=torch.ones(9))
+    module.load_state_dict({"weight": torch.full((9,), 2.0)})
+    assert (module.class_weights == 2).all() and list(module.state_dict()) == ["class_weights"]
 
 
 USER = """

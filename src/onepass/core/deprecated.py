@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
-NewName = str | Callable[[dict[str, Any]], str]
+NewName = str | Callable[[dict[str, Any]], tuple[str, Any]]
 
 
 def renamed(*, positional: Sequence[str] = (), **names: NewName) -> Callable[[F], F]:
@@ -57,7 +57,8 @@ def translated(
     found: dict[str, Any] = {}
     for old, value in given.items():
         new = names.get(old, old)
-        new = new(given) if callable(new) else new
+        if callable(new):
+            new, value = new(given)
         if old in names or (old in positional and old not in kwargs):
             told = f"{new}= instead of {old}" if new != old else f"{new}= by keyword"
             if not torch.compiler.is_compiling():  # Dynamo cannot trace a warning

@@ -1,5 +1,7 @@
 """Cross-entropy of class indices, with class weights, label smoothing and z-loss."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -162,6 +164,11 @@ class CrossEntropyLoss(torch.nn.Module):
             num_items=num_items, temperature=self.temperature, softcap=self.softcap, logit_scale=self.logit_scale,
             inplace_backward=self.inplace_backward,
         )  # fmt: skip
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if f"{prefix}weight" in state_dict:  # its name in earlier versions
+            state_dict[f"{prefix}class_weights"] = state_dict.pop(f"{prefix}weight")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
         return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, label_smoothing={self.label_smoothing}"

@@ -16,7 +16,7 @@ from onepass.losses.kl_div import kl_div
 from onepass.losses.log_probs import selective_log_softmax_and_entropy
 from onepass.losses.reduction import divisor_of
 from onepass.losses.statistics import fields_of, softmax_statistics
-from onepass.losses.topk_distillation import new_name_of_mask, topk_kl_div
+from onepass.losses.topk_distillation import new_mask, topk_kl_div
 from onepass.softmax.statistics import SoftmaxStatistics
 
 
@@ -109,7 +109,7 @@ def linear_cross_entropy(
     )  # fmt: skip
 
 
-@renamed(positional=("mask",), mask=new_name_of_mask)
+@renamed(positional=("mask",), mask=new_mask)
 def linear_topk_kl_div(
     hidden: Tensor,
     weight: Tensor,

@@ -27,14 +27,25 @@ from onepass.losses.directions import BETA, resolved
 from onepass.losses.reduction import divisor_of, reduced
 
 
-def new_name_of_mask(given: dict[str, Any]) -> str:
-    """The former ``mask`` was of rows or of the teacher's tokens, depending on its shape."""
-    mask, ids = given.get("mask"), given.get("teacher_ids")
-    of_tokens = isinstance(mask, Tensor) and isinstance(ids, Tensor) and mask.dim() == ids.dim()
-    return "teacher_mask" if of_tokens else "row_mask"
+def new_mask(given: dict[str, Any]) -> tuple[str, Any]:
+    """The new name of ``mask``, which masked rows or the teacher's tokens, depending on its shape."""
+    mask = given["mask"]
+    return "teacher_mask" if _has_tokens(mask, given.get("teacher_ids")) else "row_mask", mask
 
 
-@renamed(positional=("mask",), mask=new_name_of_mask)
+def new_mask_of_both_parts(given: dict[str, Any]) -> tuple[str, Any]:
+    """``mask`` of `distillation_loss` masked rows of the divergence alone."""
+    mask, ids = given["mask"], given.get("teacher_ids")
+    if isinstance(mask, Tensor) and isinstance(ids, Tensor) and mask.shape == ids.shape[:-1]:
+        mask = mask.unsqueeze(-1).expand(ids.shape)
+    return "teacher_mask", mask
+
+
+def _has_tokens(mask: Any, ids: Any) -> bool:
+    return isinstance(mask, Tensor) and isinstance(ids, Tensor) and mask.dim() == ids.dim()
+
+
+@renamed(positional=("mask",), mask=new_mask)
 def topk_kl_div(
     student_logits: Logits,
     teacher_ids: Tensor,
@@ -102,7 +113,7 @@ def topk_kl_div(
     return student.loss(terms_of, inputs, options, (teacher.log_probs,), teacher.divisor(reduction, num_items))
 
 
-@renamed(positional=("mask",), labels="target", mask=new_name_of_mask)
+@renamed(positional=("mask",), labels="target", mask=new_mask_of_both_parts)
 def distillation_loss(
     student_logits: Logits,
     target: Tensor,
@@ -264,7 +275,7 @@ class TopKKLDivLoss(torch.nn.Module):
         self.reduction: Reduction = reduction
         self.temperature, self.softcap, self.logit_scale = temperature, softcap, logit_scale
 
-    @renamed(positional=("mask", "num_items"), mask=new_name_of_mask)
+    @renamed(positional=("mask", "num_items"), mask=new_mask)
     def forward(
         self,
         student_logits: Logits,
