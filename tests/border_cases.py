@@ -533,36 +533,3 @@ class Laid:
 def tensors_of(values: dict[str, Any]) -> Iterator[str]:
     """The leaves that can be laid out in another way."""
     return (name for name, value in values.items() if isinstance(value, Tensor) and value.dim() and value.numel())
-
-
-def quick_interpreter(monkeypatch: Any) -> None:
-    """Have Triton's interpreter do twice as much in the same time.
-
-    It patches the language anew for every call of a function within a kernel, where once a launch is enough, and checks
-    every sum of integers for an overflow.
-    """
-    from triton.runtime import interpreter
-
-    if not hasattr(interpreter, "_LangPatchScope"):
-        return  # another version
-    original, patched = interpreter._patch_lang, []
-
-    def patch_once(function: Any) -> Any:
-        outermost, module = not patched, id(function.__globals__)
-        if module in patched:
-            return interpreter._LangPatchScope()
-        scope = original(function)
-        patched.append(module)
-        if outermost:
-            restore = scope.restore
-
-            def restore_all() -> None:
-                patched.clear()
-                restore()
-
-            scope.restore = restore_all
-        return scope
-
-    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
-    options = interpreter.InterpreterOptions(sanitize_overflow=False)
-    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from linear_cases import tiles_of
-from paths import interpreted
+from paths import interpreted, quick_interpreter
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers whose threads wait for each other's cores are several times slower.
@@ -23,6 +23,13 @@ PATHS = [
     pytest.param("interpreter", id="interpreter"),
     pytest.param("gpu", id="gpu", marks=pytest.mark.gpu),
 ]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter():
+    with pytest.MonkeyPatch.context() as patch:
+        quick_interpreter(patch)
+        yield
 
 
 def pytest_collection_modifyitems(items):

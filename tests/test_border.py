@@ -6,7 +6,6 @@ number is given in every type. What a function makes of valid arguments is teste
 """
 
 import inspect
-import os
 
 import pytest
 import torch
@@ -31,12 +30,12 @@ from border_cases import (
     of_functions,
     parameters,
     public_names,
-    quick_interpreter,
     resolve,
     root,
     tensors_of,
 )
 from onepass.moe import route
+from paths import interpreted
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_function = pytest.mark.parametrize("case", of_functions(), ids=str)
@@ -52,10 +51,7 @@ def path(request, monkeypatch):
     device = request.getfixturevalue("device")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors are small
-    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    if interpreted:
-        quick_interpreter(monkeypatch)
-    yield "interpreter" if interpreted else "gpu" if device.type == "cuda" else "eager"
+    yield "interpreter" if interpreted(device) else "gpu" if device.type == "cuda" else "eager"
     torch.set_num_threads(threads)
 
 
@@ -181,7 +177,7 @@ def test_layouts(device, path, case):
 def test_expanded_tensors(device, path, case):
     """Of tensors that are constant along a dimension, beside their copies. In the interpreter along one of two."""
     names, wrong = [n for n in tensors_of(case.values(device)) if n not in case.fixed], []
-    for turn in [CASES.index(case) % 2] if path == "interpreter" else range(2):
+    for turn in [next(n for n, c in enumerate(CASES) if c is case) % 2] if path == "interpreter" else range(2):
         wrong += wrong_layouts(case, device, {n: EXPANSIONS[(turn + place) % 2] for place, n in enumerate(names)})
     if wrong:
         pytest.fail("\n".join(wrong), pytrace=False)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import onepass
 from definition import assert_close, assert_gradient_close, divergence, topk_divergence, transform
 from inputs import HARD, INF, moved, split_rows
+from paths import interpreted
 
 DIRECTIONS = ("forward", "reverse", "jsd")
 ROWS, VOCAB = 5, 301
@@ -330,6 +331,8 @@ def test_pair_against_the_definition(device, case):
 @pytest.mark.parametrize("hard", HARD)
 def test_pair_hard_inputs(device, monkeypatch, hard, direction, vocab, splits):
     """A hard student, a hard teacher, and both."""
+    if interpreted(device) and (vocab, splits) != (513, 4):
+        pytest.skip("once is enough for the interpreter")
     split_rows(monkeypatch, splits)
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(3, vocab, generator=generator) for _ in range(2))

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import onepass
-from border_cases import EXPANSIONS, LAYOUTS, Laid, flattened, quick_interpreter
+from border_cases import EXPANSIONS, LAYOUTS, Laid, flattened
 from definition import assert_close, assert_gradient_close, divergence, statistics, topk_divergence, transform
 from fuzz_corpus import EXAMPLES
 from onepass.moe import Routing, expert_mlp, group_by_expert, load_balancing_loss, route, router_z_loss
@@ -31,10 +31,9 @@ Spec = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors are small
-    quick_interpreter(monkeypatch)
     yield
     torch.set_num_threads(threads)
 

@@ -115,12 +115,13 @@ def test_ties_go_to_the_lower_id(device):
 def test_groups_that_are_not_kept_stay_out_though_all_scores_are_negative(device):
     x = torch.tensor([[3.0, 2.0, 1.0, 0.0, -1.0, -2.0, -3.0, -4.0]], device=device)
     bias = torch.full((8,), -5.0, device=device)
-    routing = sigmoid_topk(x, 2, bias, n_group=4, topk_group=1)
+    routing = sigmoid_topk(x, 2, selection_bias=bias, n_group=4, topk_group=1)
     assert routing.experts.tolist() == [[0, 1]]
     off = x.clone()
     off[0, :1] = -INF  # one of two in the best group
-    assert sigmoid_topk(off + torch.tensor([0.0, 9, 0, 0, 0, 0, 0, 0], device=device), 2, bias, n_group=4,
-                        topk_group=1, group_score="max").experts.tolist() == [[1, 0]]  # fmt: skip
+    off = off + torch.tensor([0.0, 9, 0, 0, 0, 0, 0, 0], device=device)
+    routing = sigmoid_topk(off, 2, selection_bias=bias, n_group=4, topk_group=1, group_score="max")
+    assert routing.experts.tolist() == [[1, 0]]
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
@@ -260,7 +261,7 @@ def test_the_same_every_time(device):
 
 
 def traced(x, bias, mask):
-    routing = sigmoid_topk(x, 3, bias, n_group=4, topk_group=2, scale=1.5, token_mask=mask, losses=True)
+    routing = sigmoid_topk(x, 3, selection_bias=bias, n_group=4, topk_group=2, scale=1.5, token_mask=mask, losses=True)
     scale = routing.counts.float().mean() + routing.experts.float().mean()
     return (routing.weights.square().sum() + router_z_loss(routing) + load_balancing_loss(routing)) * scale
 
@@ -375,7 +376,7 @@ def test_the_shorthands():
     x, bias = torch.randn(5, 8), torch.randn(8)
     for a, b in (
         (softmax_topk(x, 2, renormalize=False), route(x, 2, renormalize=False)),
-        (sigmoid_topk(x, 2, bias, n_group=4, topk_group=2, scale=2.0),
+        (sigmoid_topk(x, 2, selection_bias=bias, n_group=4, topk_group=2, scale=2.0),
          route(x, 2, score="sigmoid", selection_bias=bias, n_group=4, topk_group=2, scale=2.0)),
     ):  # fmt: skip
         assert isinstance(a, Routing) and torch.equal(a.weights, b.weights) and torch.equal(a.experts, b.experts)

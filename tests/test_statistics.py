@@ -108,6 +108,8 @@ def test_against_the_definition(device, case):
 @pytest.mark.parametrize("vocab", [513, 4096])
 @pytest.mark.parametrize("hard", HARD)
 def test_hard_inputs(device, monkeypatch, hard, vocab, dtype, splits):
+    if interpreted(device) and (vocab, splits) != (513, 4):
+        pytest.skip("once is enough for the interpreter")
     split_rows(monkeypatch, splits)
     x = torch.randn(3, vocab, generator=torch.Generator().manual_seed(0)).to(dtype)
     x = HARD[hard](x).to(device)

@@ -42,8 +42,8 @@ def entropy(x: Tensor) -> Tensor:
 
 
 def cross_entropy(x: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    kept = target != IGNORED
-    z, target = CAP * (x[kept] / CAP).tanh(), target[kept]
+    valid = target != IGNORED
+    z, target = CAP * (x[valid] / CAP).tanh(), target[valid]
     hard, smooth = -weight[target] * log_probs(z, target), -(weight * z.log_softmax(-1)).mean(-1)
     mean = ((1 - SMOOTHING) * hard + SMOOTHING * smooth).sum() / weight[target].sum()
     return mean + Z_WEIGHT * z.logsumexp(-1).square().mean()

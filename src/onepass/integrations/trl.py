@@ -25,7 +25,7 @@ def selective_log_softmax(
 ) -> Tensor:
     """`onepass.selective_log_softmax`; a ``row_mask`` of the shape ``(..., K)`` masks single results."""
     if _in_torch(logits):
-        return _masked(_chosen(_log_softmax(logits, temperature), index), row_mask)
+        return _masked(_selected(_log_softmax(logits, temperature), index), row_mask)
     if row_mask is None or row_mask.dim() < logits.dim():
         return log_probs.selective_log_softmax(logits, index, temperature=temperature, row_mask=_bool(row_mask))
     return _masked(log_probs.selective_log_softmax(logits, index, temperature=temperature), row_mask)
@@ -46,12 +46,12 @@ def selective_log_softmax_and_entropy(
     """`onepass.selective_log_softmax_and_entropy`."""
     if _in_torch(logits):
         log_p = _log_softmax(logits, temperature)
-        chosen, entropy = _masked(_chosen(log_p, index), row_mask), _masked(_entropy(log_p), row_mask)
+        selected, entropy = _masked(_selected(log_p, index), row_mask), _masked(_entropy(log_p), row_mask)
     else:
-        chosen, entropy = log_probs.selective_log_softmax_and_entropy(
+        selected, entropy = log_probs.selective_log_softmax_and_entropy(
             logits, index, temperature=temperature, row_mask=_bool(row_mask)
         )
-    return chosen, entropy if entropy_requires_grad else entropy.detach()
+    return selected, entropy if entropy_requires_grad else entropy.detach()
 
 
 def fused_log_probs_and_entropy(
@@ -71,7 +71,7 @@ def _log_softmax(logits: Tensor, temperature: float = 1.0) -> Tensor:
     return (logits if temperature == 1.0 else logits / temperature).log_softmax(-1)
 
 
-def _chosen(log_p: Tensor, index: Tensor) -> Tensor:
+def _selected(log_p: Tensor, index: Tensor) -> Tensor:
     return log_p.gather(-1, index.view(*log_p.shape[:-1], -1)).view(index.shape)
 
 
@@ -144,13 +144,13 @@ def chunked_cross_entropy_loss(
         if labels is None:
             raise ValueError("At least one of labels and shift_labels is expected, got neither")
         hidden_states, target = hidden_states[..., :-1, :], labels[..., 1:]
-    kept = target != -100
+    valid = target != -100
     s = softmax_statistics(
-        _head(hidden_states, lm_head_weight, lm_head_bias), target.where(kept, 0), row_mask=kept, metrics=["is_top1"],
+        _head(hidden_states, lm_head_weight, lm_head_bias), target.where(valid, 0), row_mask=valid, metrics=["is_top1"],
         softcap=final_logit_softcapping, logit_scale=float(logit_scale),
     )  # fmt: skip
-    loss = reduced(-s.log_probs, kept, "mean", num_items_in_batch)
-    return loss, s.is_top1.sum().float(), s.entropy.detach().sum(), kept.sum()  # type: ignore[union-attr]
+    loss = reduced(-s.log_probs, valid, "mean", num_items_in_batch)
+    return loss, s.is_top1.sum().float(), s.entropy.detach().sum(), valid.sum()  # type: ignore[union-attr]
 
 
 def chunked_divergence_loss(

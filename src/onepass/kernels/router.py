@@ -260,24 +260,24 @@ def routing_kernel(
             v = v + (tl.reshape(tl.where(kept[:, :, None], grouped, float("-inf")), [BLOCK_T, W]),)
 
     v, ids = stacked(v, e, CHUNKS)
-    chosen = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
+    selected = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
     for i in range(K):
         best = tl.max(v[0], axis=1)
         first = tl.min(tl.where(v[0] == best[:, None], ids[0], E), axis=1)
         v, ids = popped(v, ids, first, CHUNKS)
-        chosen = tl.where(k == i, first[:, None], chosen)
-    chosen = tl.where((bad | (active == 0))[:, None], k, chosen)
+        selected = tl.where(k == i, first[:, None], selected)
+    selected = tl.where((bad | (active == 0))[:, None], k, selected)
 
     valid = (t[:, None] < T) & (k < K)
     counted = valid & active[:, None]
-    z_chosen = transform(tl.load(start[:, None] + chosen, mask=counted, other=0.0), inner, outer, SOFTCAP)
-    s = raw_scores(z_chosen, m, total, k < K, SCORE, AFTER)
+    z_selected = transform(tl.load(start[:, None] + selected, mask=counted, other=0.0), inner, outer, SOFTCAP)
+    s = raw_scores(z_selected, m, total, k < K, SCORE, AFTER)
     if RENORMALIZE:
         s = s / (tl.sum(s, axis=1) + eps)[:, None]
     w = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), s * scale), 0.0)
     tl.store(weights + t[:, None] * K + k, w, mask=valid)
-    tl.store(experts + t[:, None] * K + k, chosen.to(tl.int64), mask=valid)
-    count = tl.histogram(tl.reshape(chosen, [BLOCK_T * BLOCK_K]), BINS,
+    tl.store(experts + t[:, None] * K + k, selected.to(tl.int64), mask=valid)
+    count = tl.histogram(tl.reshape(selected, [BLOCK_T * BLOCK_K]), BINS,
                          mask=tl.reshape(counted, [BLOCK_T * BLOCK_K]))  # fmt: skip
     if ALONE:
         tl.store(counts + bins, count, mask=bins < E)
@@ -327,13 +327,13 @@ def routing_gradient_kernel(
 
     # The path through the weights: g is the gradient of the selected scores, then of their logits.
     valid = (t[:, None] < T) & (k < K)
-    chosen = tl.load(experts + t[:, None] * K + k, mask=valid, other=0).to(tl.int32)
-    x_chosen = tl.load(start[:, None] + chosen, mask=valid & active[:, None], other=0.0)
-    z_chosen, slope_chosen = transform_and_slope(x_chosen, inner, outer, SOFTCAP)
+    selected = tl.load(experts + t[:, None] * K + k, mask=valid, other=0).to(tl.int32)
+    x_selected = tl.load(start[:, None] + selected, mask=valid & active[:, None], other=0.0)
+    z_selected, slope_selected = transform_and_slope(x_selected, inner, outer, SOFTCAP)
     g = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     if grad_weights is not None:
         g = tl.load(grad_weights + t[:, None] * w_stride + k * (w_stride != 0), mask=valid, other=0.0) * scale
-    s = raw_scores(z_chosen, m, total, k < K, SCORE, AFTER)
+    s = raw_scores(z_selected, m, total, k < K, SCORE, AFTER)
     if RENORMALIZE:
         n = tl.sum(s, axis=1) + eps
         g = (g - (tl.sum(g * s, axis=1) / n)[:, None]) / n[:, None]
@@ -347,29 +347,29 @@ def routing_gradient_kernel(
     elif SCORE == SIGMOID:
         g = g * s * (1.0 - s)
     else:
-        g = tl.where(s > 0.0, g * sigmoid(z_chosen) / (2.0 * s), 0.0)
+        g = tl.where(s > 0.0, g * sigmoid(z_selected) / (2.0 * s), 0.0)
 
     if grad_logsumexp is not None:
         a += tl.load(grad_logsumexp + t * l_stride, mask=t < T, other=0.0)
     dense = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-    of_chosen = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
+    of_selected = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     if grad_prob_sums is not None:
         G = tl.load(grad_prob_sums + e * p_stride, mask=there, other=0.0)
         a -= tl.sum(tl.where(there, G * p, 0.0), axis=1)
         dense += G
-        of_chosen += tl.load(grad_prob_sums + chosen * p_stride, mask=valid, other=0.0)
-    p_chosen = tl.exp2((z_chosen - m[:, None]) * LOG2E) * inverse
+        of_selected += tl.load(grad_prob_sums + selected * p_stride, mask=valid, other=0.0)
+    p_selected = tl.exp2((z_selected - m[:, None]) * LOG2E) * inverse
     if (SCORE == SOFTMAX and not AFTER) or grad_logsumexp is not None or grad_prob_sums is not None:
         dense = p * (dense + a[:, None])
-        g += p_chosen * (of_chosen + a[:, None])
+        g += p_selected * (of_selected + a[:, None])
     dense = dense * slope
-    g = g * slope_chosen
+    g = g * slope_selected
     dense = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), dense), 0.0)
     g = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), g), 0.0)
     base = out + t * E // OUT_VEC * OUT_VEC
     tl.store(base[:, None] + e, dense.to(out.dtype.element_ty), mask=(t[:, None] < T) & there)
     tl.debug_barrier()  # the selected experts are written twice
-    tl.store(base[:, None] + chosen, g.to(out.dtype.element_ty), mask=valid)
+    tl.store(base[:, None] + selected, g.to(out.dtype.element_ty), mask=valid)
 
 
 def groups_of(E: int, n_group: int) -> tuple[int, int, int]:
