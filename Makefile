@@ -43,6 +43,7 @@ lint: $(READY)
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/mypy
+	$(BIN)/codespell --skip '*.json' README.md CONTRIBUTING.md docs src tests benchmarks examples
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks logits

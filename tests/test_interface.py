@@ -190,7 +190,7 @@ loss: torch.Tensor = onepass.cross_entropy(x, t, reduction="mean", num_items=3)
 onepass.cross_entropy(x, t, reduction="avg")  # wrong
 onepass.cross_entropy(x, t, label_smooting=0.1)  # wrong
 onepass.kl_div(x, x, direction="backward")  # wrong
-onepass.linear_kl_div(x, x, x, tempreature=2.0)  # wrong
+onepass.linear_kl_div(x, x, x, tempo=2.0)  # wrong
 onepass.softmax_statistics(x, t, metrics=["top1"])  # wrong
 onepass.moe.route(x, 2, score="softmx")  # wrong
 onepass.moe.softmax_topk(x, 2, renormalise=False)  # wrong
