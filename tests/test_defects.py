@@ -764,3 +764,54 @@ def test_18_layers_of_different_k(device):
     for loss in (onepass.moe.load_balancing_loss, onepass.moe.router_z_loss):
         with pytest.raises(ValueError, match="routing: expected layers of which a token takes as many experts"):
             loss(layers)
+
+
+# 20. Found by somebody who tried to break the redesign.
+
+
+def test_20_items_in_a_tensor_are_traced(device):
+    x, t = example(device)
+    compiled = torch.compile(lambda x, n: onepass.cross_entropy(x, t, num_items=n), fullgraph=True, backend="aot_eager")
+    for n in (torch.tensor(3.0), torch.tensor([3]), torch.tensor(3)):
+        torch.testing.assert_close(compiled(x, n), onepass.cross_entropy(x, t, num_items=3))
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("value", [-2, float("nan"), True])
+def test_20_items_in_a_tensor_are_checked(value):
+    with pytest.raises((TypeError, ValueError), match="num_items: expected"):
+        onepass.cross_entropy(torch.randn(2, 5), torch.tensor([1, 2]), num_items=torch.tensor(value))
+
+
+def test_20_a_weight_without_bound_of_a_class_that_no_row_has(device):
+    x, t = torch.randn(4, 7, device=device, requires_grad=True), torch.tensor([-100, 3, 3, 3], device=device)
+    weights = torch.rand(7, device=device).index_fill(0, torch.tensor(0, device=device), INF)
+    same(onepass.cross_entropy(x, t, class_weights=weights), F.cross_entropy(x, t, weight=weights), (x,))
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_20_a_teacher_of_nan_is_not_a_teacher_that_is_absent(device, renormalize):
+    x, ids = torch.randn(4, 7, device=device), torch.zeros(4, 1, dtype=torch.long, device=device)
+    log_probs = torch.full((4, 1), float("nan"), device=device)
+    head = torch.eye(7, device=device)
+    assert onepass.topk_kl_div(x, ids, log_probs, renormalize=renormalize).isnan()
+    assert onepass.linear_topk_kl_div(x, head, ids, log_probs, renormalize=renormalize).isnan()
+
+
+def test_20_no_rows_and_little_memory(device):
+    x, t = torch.zeros(0, 7, device=device), torch.zeros(0, dtype=torch.long, device=device)
+    assert onepass.linear_cross_entropy(x, torch.eye(7, device=device), t, reduction="sum", max_memory=1 << 16) == 0
+
+
+def test_20_a_head_that_student_and_teacher_share(device):
+    if interpreted(device):
+        pytest.skip("what is compiled is the same on both backends")
+    hidden, weight, _ = head(device)
+    other = torch.randn_like(hidden)
+
+    def loss(hidden, weight):
+        return onepass.linear_kl_div(hidden, weight, onepass.LinearLogits(other, weight))
+
+    weight = weight.detach()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    same(compiled(hidden, weight), loss(hidden, weight), (hidden,))

@@ -1,6 +1,7 @@
 """Compatibility with earlier versions: public functions still accept the old names of their arguments."""
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -37,8 +38,11 @@ def renamed(*, positional: Sequence[str] = (), **names: NewName) -> Callable[[F]
 
 
 def _warn(text: str) -> None:
-    """Warn at the caller of the decorated function."""
-    warnings.warn(text, DeprecationWarning, stacklevel=4)
+    """Warn at the caller of the decorated function, or of the module whose ``forward`` it is."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(("onepass.", "torch.nn.modules.")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, DeprecationWarning, stacklevel=level)
 
 
 def translated(
@@ -50,20 +54,21 @@ def translated(
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Convert the arguments of a call to keyword arguments with their current names."""
-    extra = args[len(first) :]
-    if len(extra) > len(positional):
-        return args, kwargs  # too many arguments: Python raises the best error
-    given = dict(zip(first, args)) | dict(zip(positional, extra)) | kwargs
+    by_position = dict(zip([*first, *positional], args))
+    if len(by_position) < len(args) or by_position.keys() & kwargs.keys():
+        return args, kwargs  # too many arguments, or one twice: Python raises the best error
+    given = by_position | kwargs
     found: dict[str, Any] = {}
+    told = []
     for old, value in given.items():
         new = names.get(old, old)
         if callable(new):
             new, value = new(given)
         if old in names or (old in positional and old not in kwargs):
-            told = f"{new}= instead of {old}" if new != old else f"{new}= by keyword"
-            if not torch.compiler.is_compiling():  # Dynamo cannot trace a warning
-                _warn(f"onepass: {function}: pass {told}")
+            told.append(f"{new}= instead of {old}" if new != old else f"{new}= by keyword")
         if new in found:
             raise TypeError(f"{function}: got {new} twice, once by an earlier name")
         found[new] = value
+    if told and not torch.compiler.is_compiling():  # Dynamo cannot trace a warning
+        _warn(f"onepass: {function}: pass {', '.join(told)}")
     return (), found

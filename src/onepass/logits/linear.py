@@ -144,6 +144,8 @@ class LinearLogits(LogitsSource):
             raise ValueError("teacher_logits: expected no gradient for a student that is a linear head; detach them")
         if isinstance(teacher, LinearLogits):
             tensors = TeacherTensors(*teacher.tensors)
+            if not self.is_eager:  # Dynamo refuses a weight that student and teacher share
+                tensors = TeacherTensors(*[None if t is None else t.detach() for t in tensors])  # type: ignore[arg-type]
         else:
             logits = teacher.materialize().detach().reshape(-1, teacher.shape[-1])
             tensors = TeacherTensors(logits if logits.stride(-1) == 1 else logits.contiguous())

@@ -60,7 +60,7 @@ class LogitsSource:
     @property
     def is_eager(self) -> bool:
         """Whether nothing traces the call, so that values may be read."""
-        return not torch.compiler.is_compiling()
+        return is_plain()
 
     def materialize(self) -> Tensor:
         """The logits as a tensor, differentiable."""

@@ -181,7 +181,7 @@ def tile_shape(count: int, gathered: bool, heads: Sequence[Head], use: Use) -> t
         columns = tile_columns(count, gathered, head, limit, use.row_bytes, slices)
         if columns:
             return count, equal(head.vocab, columns)
-    rows = count if one_tile <= limit else (limit - fixed - total) // per_row
+    rows = count if one_tile <= limit or not count else (limit - fixed - total) // per_row
     if count and rows < 1:
         least = min(one_tile, fixed + total + per_row)
         raise ValueError(f"max_memory: expected at least {least} bytes, for one row at a time, got {max_memory}")

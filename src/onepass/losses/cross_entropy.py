@@ -92,7 +92,7 @@ def cross_entropy(
     inputs, options = inputs_for(source, options, target, valid, smoothed, "target")
 
     # A target outside the vocabulary makes its row NaN; the clamp only keeps the lookup of its weight in bounds.
-    count = valid if weights is None else weights[target.clamp(0, len(weights) - 1)] * valid
+    count = valid if weights is None else weights[target.clamp(0, len(weights) - 1)].where(valid, 0.0)
     total = 1.0 if weights is None or not label_smoothing else weights.sum()
     share = 1.0 if weights is None else 1.0 / source.shape[-1]
     of_z: float | Tensor = z_loss_weight
@@ -166,7 +166,8 @@ class CrossEntropyLoss(torch.nn.Module):
         )  # fmt: skip
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        if f"{prefix}weight" in state_dict:  # its name in earlier versions
+        old = f"{prefix}weight" in state_dict and f"{prefix}class_weights" not in state_dict
+        if old and not hasattr(self, "weight"):  # its name in earlier versions
             state_dict[f"{prefix}class_weights"] = state_dict.pop(f"{prefix}weight")
         super()._load_from_state_dict(state_dict, prefix, *rest)
 

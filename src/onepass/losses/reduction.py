@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from onepass.core.checks import check_choice, check_number, described, short
+from onepass.core.dispatch import is_plain
 from onepass.core.options import REDUCTIONS, Reduction
 from onepass.logits.source import Divisor, divided
 
@@ -17,7 +18,9 @@ def divisor_of(rows: Tensor | int, reduction: Reduction, num_items: float | Tens
         if isinstance(num_items, Tensor):
             if num_items.numel() != 1 or num_items.requires_grad or num_items.is_complex():
                 raise TypeError(f"num_items: expected a constant of one element, got {described(num_items)}")
-            return num_items.item() if num_items.is_cpu else num_items.reshape(())
+            if num_items.is_cpu and is_plain(num_items):
+                return check_number(num_items.item(), "num_items", 0, open_low=False)
+            return num_items.reshape(())
         return check_number(num_items, "num_items", 0)
     if reduction == "mean":
         return rows.sum().clamp(min=1) if isinstance(rows, Tensor) else max(rows, 1)

@@ -215,7 +215,7 @@ class Teacher:
             raise ValueError(
                 f"teacher_log_probs: expected logarithms of probabilities, at most 0, got {log_probs.max().item():g}"
             )
-        given = log_probs > -INF
+        given = log_probs != -INF
         self.ids, self.to_read, self.log_probs = ids * given, given.any(-1), log_probs
         if renormalize:  # log_softmax makes a row without any token NaN
             self.log_probs = log_probs.log_softmax(-1).masked_fill_(~given, -INF)
