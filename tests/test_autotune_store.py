@@ -319,7 +319,8 @@ def test_a_hostile_record_damages_its_file(library, tmp_path, field, text):
     (record,) = autotune.collect()
     fresh = library.again()
     hostile = a_store_with(record, field, text).encode()
-    for way in (use, use_in_a_session):
+    # Every fourth in a session too: a session reads its file as any other does.
+    for way in (use, use_in_a_session) if list(HOSTILE.values()).index((field, text)) % 4 == 0 else (use,):
         path = written(tmp_path / f"{way.__name__}.json", hostile)
         with warned(f"autotune store {path}: it is damaged"):
             way(path, fresh)
