@@ -84,9 +84,11 @@ def operation(
         flat_parameters = [f for p in parameters for f in flattened(p)]
         tuples = [n for n, p in enumerate(parameters) if holds_tensors(p.annotation)]
 
+        nesters = [nester(p.annotation) for p in parameters]
+
         def nested(arguments: Iterable[Any]) -> list[Any]:
             rest = iter(arguments)
-            return [_nest(p.annotation, rest) for p in parameters]
+            return [nest(rest) for nest in nesters]
 
         def flat(*arguments: Any) -> Any:
             return _without_none(function(*nested(arguments)), arguments[0])
@@ -161,11 +163,12 @@ def flatten_arguments(values: Iterable[Any]) -> Iterator[Any]:
             yield value
 
 
-def _nest(annotation: Any, values: Iterator[Any]) -> Any:
-    """The inverse of `flatten_arguments`, for one parameter with this annotation."""
+def nester(annotation: Any) -> Callable[[Iterator[Any]], Any]:
+    """The inverse of `flatten_arguments` for a parameter with this annotation: takes its value from an iterator."""
     if not is_named_tuple(annotation):
-        return next(values)
-    return annotation(*[_nest(of, values) for of in get_type_hints(annotation).values()])
+        return next
+    fields = [nester(of) for of in get_type_hints(annotation).values()]
+    return lambda values: annotation(*[nest(values) for nest in fields])
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -202,6 +205,14 @@ def _always_tensors(annotation: Any) -> Any:
     if annotation is Tensor:
         return Tensor
     return list[Tensor] if get_origin(annotation) is list else tuple[(Tensor,) * len(get_args(annotation))]  # type: ignore[misc]
+
+
+def empty_gradients(tensors: Iterable[Tensor | None], needed: Iterable[bool]) -> list[Tensor | None]:
+    """Uninitialized contiguous gradients of the tensors, None where not ``needed``."""
+    return [
+        torch.empty_like(t, memory_format=torch.contiguous_format) if t is not None and n else None
+        for t, n in zip(tensors, needed)
+    ]
 
 
 def empty_gradient(logits: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onepass.backend import backend_of
-from onepass.logits.tiles import Head, HeadTensors, Plan, Rows, needs_sum
+from onepass.logits.tiles import Head, Plan, Rows, needs_sum
 
 
 class Gradients:
@@ -115,11 +115,3 @@ class Gradients:
                 results.append(value)
         self.hidden = self.weight = self.bias = None
         return results
-
-
-def empty_gradients(tensors: HeadTensors, needed: Sequence[bool]) -> list[Tensor | None]:
-    """Uninitialized results of `Gradients.scaled`."""
-    return [
-        torch.empty_like(t, memory_format=torch.contiguous_format) if t is not None and n else None
-        for t, n in zip(tensors, needed)
-    ]

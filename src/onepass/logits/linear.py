@@ -125,11 +125,7 @@ class LinearLogits(LogitsSource):
     ) -> Tensor:
         """See `LogitsSource.loss`. This takes three GEMMs, or four with ``divisor=None`` and if the call is traced."""
         if not self.is_eager:  # a Python function cannot be part of a registered operation
-            loss = loss_fn(self.statistics(inputs, options), *row_inputs)
-            if inputs.row_mask is not None:
-                mask = inputs.row_mask != 0
-                loss = loss.where(mask if loss.dim() == mask.dim() else mask.unsqueeze(-1), 0.0)
-            return divided(loss, divisor, self.dim() - 1)
+            return super().loss(loss_fn, inputs, options, row_inputs, divisor)
         index, row_mask, class_weights = self.flat(inputs)
         rows = self.shape[:-1]
         flat = [i.reshape(rows.numel(), *i.shape[len(rows) :]) for i in row_inputs]

@@ -95,17 +95,17 @@ class StatisticsLoss:
         fused = scale is not None and self.linear and backend.supports_fused_loss(x, index, options)
         if fused:
             anywhere = {n: x.new_zeros(rows.n, dtype=self.dtype) for n in options.names}
-            _, upstream, _ = self.differentiated(anywhere, inputs, rows.n, row_mask, scale)
+            _, upstream, _ = self.differentiated(anywhere, inputs, rows.n, scale)
             results = backend.softmax_loss(x, read, upstream, options)
         else:
             results = backend.softmax_statistics(x, read, options)
         fields = dict(zip(options.names, pick(results, options)))
         if fused or (scale is None and self.checked):
             with torch.no_grad():
-                return self.losses(fields, inputs, rows.n, row_mask), ()
+                return self.losses(fields, inputs, rows.n), ()
         if scale is None:
-            return self.differentiated(fields, inputs, rows.n, row_mask, None)[0], ()
-        loss, upstream, of_inputs = self.differentiated(fields, inputs, rows.n, row_mask, scale)
+            return self.differentiated(fields, inputs, rows.n, None)[0], ()
+        loss, upstream, of_inputs = self.differentiated(fields, inputs, rows.n, scale)
         backend.softmax_gradient(x, read, results[0], upstream, options, x)
         return loss, of_inputs
 
@@ -114,7 +114,6 @@ class StatisticsLoss:
         fields: dict[str, Tensor],
         inputs: Sequence[Tensor],
         count: int,
-        row_mask: Tensor | None,
         scale: Any,
     ) -> tuple[Tensor, FieldGradients, Sequence[Tensor | None]]:
         """The losses and, with ``scale``, the gradients of ``Σ scale·loss`` with respect to fields and row inputs."""
@@ -126,7 +125,7 @@ class StatisticsLoss:
         watched = [t for t in (*fields.values(), *inputs) if not t.is_inference()]
         versions = [t._version for t in watched]
         with torch.enable_grad():
-            loss = self.losses(fields, inputs, count, row_mask)
+            loss = self.losses(fields, inputs, count)
         if versions != [t._version for t in watched]:
             raise ValueError("loss_fn: expected a function that writes to none of its arguments, got one that does")
         grads: Sequence[Tensor | None] = [None] * len(variables)
@@ -138,16 +137,13 @@ class StatisticsLoss:
         of_inputs = [next(rest) if i.requires_grad else None for i in inputs]
         return loss.detach(), FieldGradients.of(dict(zip(leaves, grads))), of_inputs
 
-    def losses(
-        self, fields: dict[str, Tensor], inputs: Sequence[Tensor], count: int, row_mask: Tensor | None
-    ) -> Tensor:
-        """Call the loss function and check its result. The loss of a masked row is 0."""
+    def losses(self, fields: dict[str, Tensor], inputs: Sequence[Tensor], count: int) -> Tensor:
+        """Call the loss function and check its result."""
         loss: Any = self.loss_fn(fields, *inputs)
         if not isinstance(loss, Tensor) or loss.shape[:1] != (count,) or not loss.is_floating_point():
             raise ValueError(f"loss_fn: expected a loss of every row, floating-point of shape ({count},), "
                              f"got {described(loss)}")  # fmt: skip
-        loss = loss.sum(-1) if loss.dim() > 1 else loss
-        return loss if row_mask is None else loss.masked_fill(~row_mask, 0.0)
+        return loss.sum(-1) if loss.dim() > 1 else loss
 
     def check(self, loss: Tensor, variables: Sequence[Tensor]) -> None:
         """Check, on the first tile, that the loss differentiates only its arguments and that rows are independent."""

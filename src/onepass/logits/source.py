@@ -19,7 +19,8 @@ from onepass.core.checks import (
     check_transform,
 )
 from onepass.core.dispatch import is_plain
-from onepass.core.options import Inputs, Options, PairOptions, Transform
+from onepass.core.options import IDENTITY, Inputs, Options, PairOptions, Transform
+from onepass.reference.softmax import transformed
 from onepass.softmax.divergence import divergence_of
 from onepass.softmax.statistics import check_range, gather_logits, statistics_of
 
@@ -67,7 +68,10 @@ class LogitsSource:
         raise NotImplementedError
 
     def statistics(self, inputs: Inputs, options: Options) -> Fields:
-        """The fields of ``options`` of every row, differentiable."""
+        """The fields of ``options`` of every row, differentiable.
+
+        ``selected``, if it is the only field, may be relative to any number of its row instead of the shift.
+        """
         return TensorLogits(self.materialize()).statistics(inputs, options)
 
     def loss(
@@ -84,7 +88,7 @@ class LogitsSource:
         Args:
             loss_fn: computes the loss of some rows, ``(n,)`` or ``(n, K)``, which is summed over K, from a dict of
                 their fields and the same rows of ``row_inputs``. The fields of a masked row are 0, and its loss must
-                then be 0 (a linear head sets it to 0).
+                then be 0.
             row_inputs: ``(..., *)``, differentiable.
             linear: whether the loss is linear in the fields. Its gradient is then known before the logits are read.
         """
@@ -121,7 +125,8 @@ class TensorLogits(LogitsSource):
 
     def statistics(self, inputs: Inputs, options: Options) -> Fields:
         if options.fields == "selected":  # any shift of the row will do, so no other logit is read
-            return {"selected": transformed(gather_logits(self.logits, inputs.index), options.transform)}  # type: ignore[arg-type]
+            z = gather_logits(self.logits, inputs.index)  # type: ignore[arg-type]
+            return {"selected": z if options.transform == IDENTITY else transformed(z, options.transform, z.dtype)[0]}
         fields = statistics_of(self.logits, inputs, options, self.inplace_backward)
         return dict(zip(options.names, fields))
 
@@ -159,14 +164,6 @@ def divided(loss: Tensor, divisor: Divisor, row_dims: int) -> Tensor:
     elif divisor in (1, -1):
         return loss.sum() if divisor == 1 else -loss.sum()
     return loss.sum() / divisor
-
-
-def transformed(logits: Tensor, transform: Transform) -> Tensor:
-    """A few logits after their transform, in plain PyTorch."""
-    if transform.softcap is not None or transform.logit_scale != 1.0:
-        inner, outer = transform.factors()
-        return logits * inner if transform.softcap is None else (logits * inner).tanh() * outer
-    return logits if transform.temperature == 1.0 else logits / transform.temperature
 
 
 def options_for(

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.core.dispatch import operation, refuse_second_derivatives
+from onepass.core.dispatch import empty_gradients, operation, refuse_second_derivatives
 from onepass.core.options import PairOptions
-from onepass.logits.gradients import empty_gradients
 from onepass.logits.row_loss import DivergenceLoss
 from onepass.logits.tiled_loss import walk
 from onepass.logits.tiles import HeadTensors, Settings

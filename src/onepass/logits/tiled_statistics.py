@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from onepass.backend import backend_of
-from onepass.core.dispatch import operation, refuse_second_derivatives
+from onepass.core.dispatch import empty_gradients, operation, refuse_second_derivatives
 from onepass.core.options import FieldGradients, Inputs, Options, Results, empty_results, pick
-from onepass.logits.gradients import Gradients, empty_gradients
+from onepass.logits.gradients import Gradients
 from onepass.logits.partitioned import gathered
 from onepass.logits.tiles import ALL, INDEX, ROW, Head, HeadTensors, Settings, Use, defers, plan, tiles
 from onepass.softmax.statistics import returned

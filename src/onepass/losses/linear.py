@@ -16,7 +16,7 @@ from onepass.losses.kl_div import kl_div
 from onepass.losses.log_probs import selective_log_softmax_and_entropy
 from onepass.losses.reduction import divisor_of
 from onepass.losses.statistics import fields_of, softmax_statistics
-from onepass.losses.topk_distillation import new_mask, topk_kl_div
+from onepass.losses.topk_distillation import mask_of_rows_or_tokens, topk_kl_div
 from onepass.softmax.statistics import SoftmaxStatistics
 
 
@@ -109,7 +109,7 @@ def linear_cross_entropy(
     )  # fmt: skip
 
 
-@renamed(positional=("mask",), mask=new_mask)
+@renamed(positional=("mask",), mask=mask_of_rows_or_tokens)
 def linear_topk_kl_div(
     hidden: Tensor,
     weight: Tensor,
@@ -251,15 +251,19 @@ def linear_loss(
             raise ValueError(f"row_inputs: expected shapes {(*shape, '...')}, got {tuple(value.shape)}")
         check_device(value, logits, "row_inputs")
 
+    # A function of the caller's may be anything where all fields are 0: the mask comes along as a row input.
+    count = len(row_inputs)
+    masked_inputs = row_inputs if row_mask is None else (*row_inputs, row_mask != 0)
+
     def loss_of_rows(fields: dict[str, Tensor], *parts: Tensor) -> Tensor:
-        loss, rows = loss_fn(SoftmaxStatistics(**fields), *parts), fields["shift"].shape
+        loss, rows = loss_fn(SoftmaxStatistics(**fields), *parts[:count]), fields["shift"].shape
         if not isinstance(loss, Tensor) or loss.shape != rows or not loss.is_floating_point():
             raise ValueError(f"loss_fn: expected a loss of every row, floating-point of shape {tuple(rows)}, "
                              f"got {described(loss)}")  # fmt: skip
-        return loss
+        return loss if row_mask is None else loss.where(parts[count], 0.0)
 
     rows = shape.numel() if row_mask is None else row_mask != 0
-    return logits.loss(loss_of_rows, inputs, options, row_inputs, divisor_of(rows, reduction, num_items))
+    return logits.loss(loss_of_rows, inputs, options, masked_inputs, divisor_of(rows, reduction, num_items))
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):

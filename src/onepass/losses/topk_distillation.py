@@ -27,25 +27,23 @@ from onepass.losses.directions import BETA, resolved
 from onepass.losses.reduction import divisor_of, reduced
 
 
-def new_mask(given: dict[str, Any]) -> tuple[str, Any]:
+def mask_of_rows_or_tokens(given: dict[str, Any]) -> tuple[str, Any]:
     """The new name of ``mask``, which masked rows or the teacher's tokens, depending on its shape."""
-    mask = given["mask"]
-    return "teacher_mask" if _has_tokens(mask, given.get("teacher_ids")) else "row_mask", mask
-
-
-def new_mask_of_both_parts(given: dict[str, Any]) -> tuple[str, Any]:
-    """``mask`` of `distillation_loss` masked rows of the divergence alone."""
     mask, ids = given["mask"], given.get("teacher_ids")
-    if isinstance(mask, Tensor) and isinstance(ids, Tensor) and mask.shape == ids.shape[:-1]:
+    of_tokens = isinstance(mask, Tensor) and isinstance(ids, Tensor) and mask.dim() == ids.dim()
+    return "teacher_mask" if of_tokens else "row_mask", mask
+
+
+def mask_of_divergence(given: dict[str, Any]) -> tuple[str, Any]:
+    """The new form of ``mask`` of `distillation_loss`, which masked rows or tokens of the divergence alone."""
+    name, mask = mask_of_rows_or_tokens(given)
+    ids = given.get("teacher_ids")
+    if name == "row_mask" and isinstance(mask, Tensor) and isinstance(ids, Tensor) and mask.shape == ids.shape[:-1]:
         mask = mask.unsqueeze(-1).expand(ids.shape)
     return "teacher_mask", mask
 
 
-def _has_tokens(mask: Any, ids: Any) -> bool:
-    return isinstance(mask, Tensor) and isinstance(ids, Tensor) and mask.dim() == ids.dim()
-
-
-@renamed(positional=("mask",), mask=new_mask)
+@renamed(positional=("mask",), mask=mask_of_rows_or_tokens)
 def topk_kl_div(
     student_logits: Logits,
     teacher_ids: Tensor,
@@ -113,7 +111,7 @@ def topk_kl_div(
     return student.loss(terms_of, inputs, options, (teacher.log_probs,), teacher.divisor(reduction, num_items))
 
 
-@renamed(positional=("mask",), labels="target", mask=new_mask_of_both_parts)
+@renamed(positional=("mask",), labels="target", mask=mask_of_divergence)
 def distillation_loss(
     student_logits: Logits,
     target: Tensor,
@@ -170,9 +168,8 @@ def distillation_loss(
     if renormalize:
         log_probs = teacher.normalized(selected[..., 1:])
     else:
-        log_probs = selected[..., 1:] - s["log_normalizer" if one_normalizer else "tempered_log_normalizer"].unsqueeze(
-            -1
-        )
+        normalizer = s["log_normalizer" if one_normalizer else "tempered_log_normalizer"]
+        log_probs = selected[..., 1:] - normalizer.unsqueeze(-1)
     terms = teacher.terms(log_probs, direction, beta)
     soft = divided(terms, teacher.divisor(reduction, num_items), student.dim() - 1)
     hard = reduced((s["log_normalizer"] - s["selected"][..., 0]).where(valid, 0.0), valid, reduction, num_items)
@@ -275,7 +272,7 @@ class TopKKLDivLoss(torch.nn.Module):
         self.reduction: Reduction = reduction
         self.temperature, self.softcap, self.logit_scale = temperature, softcap, logit_scale
 
-    @renamed(positional=("mask", "num_items"), mask=new_mask)
+    @renamed(positional=("mask", "num_items"), mask=mask_of_rows_or_tokens)
     def forward(
         self,
         student_logits: Logits,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onepass.backend import backend_of
 from onepass.core.checks import FLOATS, INF, check_choice, check_device, check_number, described
-from onepass.core.dispatch import autocast_dtype, operation, refuse_second_derivatives
+from onepass.core.dispatch import autocast_dtype, empty_gradients, operation, refuse_second_derivatives
 from onepass.core.moe_options import (
     ACTIVATIONS,
     Activation,
@@ -178,10 +178,7 @@ def _like_forward(tensors: ExpertTensors, experts: Tensor, keep: bool, options: 
 
 
 def _like_gradient(tensors: ExpertTensors, needed: list[bool], **_: Any) -> Any:
-    return tuple(
-        torch.empty_like(t, memory_format=torch.contiguous_format) if n and t is not None else None
-        for t, n in zip(tensors, needed)
-    )
+    return tuple(empty_gradients(tensors, needed))
 
 
 def _flops(experts: Sequence[int], down: Sequence[int], needed: Sequence[bool] = (), **given: Any) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from onepass.backend import backend_of
 from onepass.core.checks import FLOATS, check_device, described
-from onepass.core.dispatch import autocast_dtype, operation, refuse_second_derivatives
+from onepass.core.dispatch import autocast_dtype, empty_gradients, operation, refuse_second_derivatives
 from onepass.core.moe_options import Activation, Groups, ScatterGradients, ScatterOptions, ScatterTensors
 from onepass.moe.experts import expert_mlp
 from onepass.moe.router import Routing
@@ -172,10 +172,7 @@ def _like_forward(
 
 
 def _like_gradient(tensors: ScatterTensors, needed: list[bool], **_: Any) -> Any:
-    return tuple(
-        torch.empty_like(t, memory_format=torch.contiguous_format) if n and t is not None else None
-        for t, n in zip(tensors, needed)
-    )
+    return tuple(empty_gradients(tensors, needed))
 
 
 def _flops(weight: Sequence[int], experts: Sequence[int], needed: Sequence[bool] = (), **given: Any) -> int:

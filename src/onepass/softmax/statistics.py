@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass import reference
 from onepass.backend import backend_of, is_debugging
 from onepass.core.dispatch import empty_gradient, is_plain, operation, refuse_second_derivatives
 from onepass.core.options import FieldGradients, Inputs, Options, Results, empty_results, not_differentiable, pick
@@ -123,7 +124,7 @@ def check_range(logits: Any, inputs: Inputs, name: str = "index") -> None:
     Otherwise the results of its row are NaN.
     """
     index = inputs.index
-    if index is None or not (is_debugging() or (logits.is_cpu and backend_of(logits).__name__ == "onepass.reference")):
+    if index is None or not (is_debugging() or (logits.is_cpu and backend_of(logits) is reference)):
         return
     rows = index.reshape(logits.shape[:-1].numel(), index.shape[-1] if index.dim() == logits.dim() else 1)
     bad = out_of_range(rows, active_rows(inputs.row_mask), logits.shape[-1])
