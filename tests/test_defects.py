@@ -266,7 +266,7 @@ def test_09_linear_heads_do_not_wait(monkeypatch, name):
     """But for the documented count of the rows that are kept, where some are masked."""
     hidden, weight, bias, target = batch("cuda", torch.bfloat16)
     x = onepass.LinearLogits(hidden, weight, bias)
-    counted = tiles.kept_rows
+    counted = tiles.valid_rows
 
     def documented(row_mask):
         torch.cuda.set_sync_debug_mode("default")
@@ -276,7 +276,7 @@ def test_09_linear_heads_do_not_wait(monkeypatch, name):
             torch.cuda.set_sync_debug_mode("error")
 
     FORMS[name](x, target).sum().backward()
-    monkeypatch.setattr(tiles, "kept_rows", documented)
+    monkeypatch.setattr(tiles, "valid_rows", documented)
     torch.cuda.set_sync_debug_mode("error")
     try:
         FORMS[name](x, target).sum().backward()

@@ -1,6 +1,7 @@
 """The losses against torch's own, their gradients by gradcheck, and writing the gradient in place."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import torch.nn.functional as F
 
 import onepass
 from definition import assert_close, assert_gradient_close, statistics, transform
+from onepass.backend import backend_of
+from onepass.logits import source
 from paths import interpreted
 
 ROWS, VOCAB = 6, 77
@@ -248,3 +251,28 @@ def test_no_second_derivative(device):
     logits.requires_grad_()
     with pytest.raises(RuntimeError, match="second derivatives are not implemented, got create_graph=True"):
         onepass.cross_entropy(logits, target).backward(create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", (torch.bool, torch.int64, torch.float32))
+@pytest.mark.parametrize("rows", (0, 1, 5, 1024, 2500))
+def test_row_mean(device, rows, dtype):
+    """The kernel, which the means of plain losses use, against its definition."""
+    values = torch.randn(rows, device=device)
+    mask = (torch.arange(rows, device=device) % 3 != 1).to(dtype)
+    values[mask == 0] = float("nan")  # a masked row is not read
+    kept = values[mask != 0].double()
+    mean, share = backend_of(values).row_mean(values, mask, -1.0)
+    torch.testing.assert_close(mean.double(), -kept.mean(), rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert share.item() == pytest.approx(-1 / len(kept) if len(kept) else -math.inf)
+
+
+def test_the_mean_of_more_rows_than_one_program_reduces(device, monkeypatch):
+    x, t = torch.randn(6, 9, device=device, requires_grad=True), torch.tensor([1, -100, 3, 8, 0, 2], device=device)
+    losses, grads = [], []
+    for most in (6, 5):
+        monkeypatch.setattr(source, "MOST_ROWS_OF_MEAN", most)
+        losses.append(onepass.cross_entropy(x, t))
+        grads += torch.autograd.grad(losses[-1], x)
+    assert_close(*losses)
+    assert_close(*grads)
+    losses[0] /= 2  # a loss may be written to

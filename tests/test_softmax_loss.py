@@ -33,7 +33,7 @@ def check(logits, *, transforms=None, weights=None, row_mask=None, fields="log_p
     expected = statistics(exact, index, row_mask=row_mask, class_weights=weights, **transforms)
     given = logits.clone(memory_format=torch.preserve_format)
     assert kernels.supports_fused_loss(given, index, options)
-    grads = FieldGradients.of(upstream)
+    grads = FieldGradients.of(" ".join(upstream), list(upstream.values()))
     results = kernels.softmax_loss(given, Inputs(index, row_mask, weights), grads, options)
     got = dict(zip(options.names, pick(results, options)))
     magnitude = expected["shift"].abs().nan_to_num(0, 0, 0).max().item()

@@ -163,7 +163,7 @@ def check_number(value: Any, name: str, low: float, high: float = LARGEST, open_
 
     Ints, floats, NumPy scalars and zero-dimensional CPU tensors are accepted. ``open_low`` excludes ``low`` itself.
     """
-    if type(value) is float and low < value < high:
+    if type(value) is float and (low < value < high or (value == low and not open_low)):
         return value
     number: Any = scalar(value, name, "a number")
     is_number = isinstance(number, Real) and not isinstance(number, bool)

@@ -29,7 +29,7 @@ def renamed(*, positional: Sequence[str] = (), **names: NewName) -> Callable[[F]
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if len(args) > len(first) or any([name in kwargs for name in names]):
+            if len(args) > len(first) or (kwargs and any([name in kwargs for name in names])):
                 args, kwargs = translated(function.__qualname__, first, positional, names, args, kwargs)
             return function(*args, **kwargs)
 

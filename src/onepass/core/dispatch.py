@@ -6,7 +6,7 @@ A plain tensor in eager mode bypasses torch's dispatcher, which costs more than 
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -20,10 +20,11 @@ PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 def is_untraced(*arguments: Any) -> bool:
     """Whether all tensors are plain and nothing traces the call (torch.compile, export, fake tensors, subclasses)."""
-    for a in arguments:
-        if type(a) not in PLAIN and isinstance(a, Tensor):
-            return False
-    return not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling():
+        return False
+    return PLAIN.issuperset(map(type, arguments)) or not any(
+        [type(a) not in PLAIN and isinstance(a, Tensor) for a in arguments]
+    )
 
 
 def is_plain(*arguments: Any) -> bool:
@@ -82,8 +83,8 @@ def operation(
         signature = inspect.signature(function)
         parameters = list(signature.parameters.values())
         flat_parameters = [f for p in parameters for f in flattened(p)]
+        tensors = [n for n, p in enumerate(parameters) if is_tensor(p.annotation)]
         tuples = [n for n, p in enumerate(parameters) if holds_tensors(p.annotation)]
-
         nesters = [nester(p.annotation) for p in parameters]
 
         def nested(arguments: Iterable[Any]) -> list[Any]:
@@ -115,10 +116,12 @@ def operation(
 
         @wraps(function)
         def call(*arguments: Any) -> Any:
-            tensors: Sequence[Any] = [*arguments, *[t for n in tuples for t in arguments[n]]]
-            if may_skip(*tensors):
+            given = [arguments[n] for n in tensors]
+            for n in tuples:
+                given += arguments[n]
+            if may_skip(*given):
                 if forward_ad._current_level >= 0:
-                    refuse_forward_mode(*tensors)
+                    refuse_forward_mode(*given)
                 return function(*arguments)
             tell_flop_counters()
             return _with_none(registered(*flatten_arguments(arguments)))
@@ -133,11 +136,14 @@ def is_named_tuple(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, tuple) and hasattr(annotation, "_fields")
 
 
+def is_tensor(annotation: Any) -> bool:
+    """Whether the annotation is that of a tensor, or of a tensor or None."""
+    return annotation is Tensor or Tensor in get_args(annotation)
+
+
 def holds_tensors(annotation: Any) -> bool:
     """Whether the annotation is the class of a named tuple with tensors among its fields."""
-    return is_named_tuple(annotation) and any(
-        of is Tensor or Tensor in get_args(of) for of in get_type_hints(annotation).values()
-    )
+    return is_named_tuple(annotation) and any(map(is_tensor, get_type_hints(annotation).values()))
 
 
 def flattened(parameter: inspect.Parameter, prefix: str = "") -> list[inspect.Parameter]:
@@ -218,4 +224,4 @@ def empty_gradients(tensors: Iterable[Tensor | None], needed: Iterable[bool]) ->
 def empty_gradient(logits: Tensor) -> Tensor:
     """An uninitialized gradient of the logits, with a contiguous last dimension."""
     out = torch.empty_like(logits)
-    return out if out.stride(-1) == 1 else logits.new_empty(logits.shape)  # the logits are expanded
+    return out if out.stride()[-1] == 1 else logits.new_empty(logits.shape)  # the logits are expanded

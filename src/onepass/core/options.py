@@ -4,6 +4,7 @@ Options and inputs are named tuples. They can be part of the key of a cache and,
 operation registered with torch (`core.dispatch.operation`).
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple, TypeVar, get_args
 
@@ -92,15 +93,17 @@ class FieldGradients(NamedTuple):
     selected: Tensor | None = None  # that of `log_probs` instead, if they are requested
 
     @classmethod
-    def of(cls, g: dict[str, Tensor | None]) -> "FieldGradients":
-        """From a dict of gradients by the names of the fields."""
-        return cls(
-            g.get("log_normalizer"),
-            g.get("entropy" if "entropy" in g else "expected_logit"),
-            g.get("weighted_logit"),
-            g.get("tempered_log_normalizer"),
-            g.get("log_probs" if "log_probs" in g else "selected"),
-        )
+    def of(cls, fields: str, grads: Sequence[Tensor | None]) -> "FieldGradients":
+        """From the gradients of the fields, in the order in which ``fields`` names them."""
+        return cls(*[None if place is None else grads[place] for place in _gradient_places(fields)])
+
+
+@lru_cache
+def _gradient_places(fields: str) -> tuple[int | None, ...]:
+    """For each of the `FieldGradients`, the position among the fields of the one that it is the gradient of."""
+    places = {name: n for n, name in enumerate(_names(fields))}
+    instead = {"expected_logit": "entropy", "selected": "log_probs"}
+    return tuple(places.get(instead.get(name, name), places.get(name)) for name in FieldGradients._fields)
 
 
 @lru_cache
@@ -120,7 +123,8 @@ def empty_results(logits: Tensor, index: Tensor | None, options: Options) -> Res
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     packed = logits.new_empty((len(PACKED), *logits.shape[:-1]), dtype=dtype)
-    per_index = None if index is None else index.new_empty(index.shape, dtype=dtype)
+    contiguous = torch.contiguous_format
+    per_index = None if index is None else torch.empty_like(index, dtype=dtype, memory_format=contiguous)
     is_top1 = None
     if index is not None and "is_top1" in options.fields:
         is_top1 = index.new_empty(index.shape, dtype=torch.bool)

@@ -7,6 +7,7 @@ between the two.
 from onepass.kernels.divergence import divergence, divergence_gradient
 from onepass.kernels.expert_mlp import expert_mlp, expert_mlp_gradient
 from onepass.kernels.router import route, route_gradient
+from onepass.kernels.row_mean import row_mean
 from onepass.kernels.scale import scale_
 from onepass.kernels.scattered_linear import scattered_linear, scattered_linear_gradient
 from onepass.kernels.softmax_gradient import softmax_gradient
@@ -22,6 +23,7 @@ __all__ = [
     "expert_mlp_gradient",
     "route",
     "route_gradient",
+    "row_mean",
     "scale_",
     "scattered_linear",
     "scattered_linear_gradient",

@@ -71,9 +71,9 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
         about: everything that the plan depends on, and the strides of tensors that are `Rows` or `Strided`; hashable.
         tensors: in the order of the kernel's signature, with None for optional ones. The first determines the device.
     """
-    device = tensors[0].device  # type: ignore[union-attr]
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
+    index = tensors[0].get_device()  # type: ignore[union-attr]
+    if index >= 0 and index != torch.cuda.current_device():
+        with torch.cuda.device(index):
             return launch(plan_for, about, tensors)
     pointers = [None if t is None else t.data_ptr() for t in tensors]
     # What `guarded` has checked: dtype, alignment, contiguity (else the last stride) and device.
@@ -88,6 +88,7 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
     key = plan_for, about, variant
     known = _launches.get(key)
     if known is None:
+        device = tensors[0].device  # type: ignore[union-attr]
         plan = plan_for(*about)
         passed = guarded(plan.kernel, tensors, device)
         if any(t is not given for t, given in zip(passed, tensors)):
@@ -111,7 +112,11 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
         _launches[key] = known
     run, workspace, rest = known
     # Pointers, since Triton's launcher asks the driver about the memory of every tensor.
-    run(*pointers, *_zeros(workspace, device), *rest, stream=driver.active.get_current_stream(device.index))
+    if workspace:
+        pointers.append(torch.zeros(workspace, dtype=torch.float32, device=tensors[0].device))  # type: ignore
+    elif workspace is not None:
+        pointers.append(None)
+    run(*pointers, *rest, stream=driver.active.get_current_stream(index))
 
 
 @cache

@@ -13,7 +13,7 @@ from onepass.core.dispatch import autocast_dtype, is_autocast_enabled, is_untrac
 from onepass.core.options import Inputs, Options, PairOptions
 from onepass.logits.partitioned import gathered, whole
 from onepass.logits.row_loss import RowLoss, StatisticsLoss
-from onepass.logits.source import Divisor, Fields, LogitsSource, LossFunction, divided
+from onepass.logits.source import Count, Divisor, Fields, LogitsSource, LossFunction, divided
 from onepass.logits.tiled_divergence import TeacherTensors, row_divergence, tiled_divergence
 from onepass.logits.tiled_loss import tiled_loss
 from onepass.logits.tiled_statistics import tiled_statistics
@@ -116,7 +116,7 @@ class LinearLogits(LogitsSource):
 
     def loss(
         self,
-        loss_fn: LossFunction,
+        loss_fn: LossFunction | None,
         inputs: Inputs,
         options: Options,
         row_inputs: Sequence[Tensor],
@@ -129,6 +129,7 @@ class LinearLogits(LogitsSource):
         index, row_mask, class_weights = self.flat(inputs)
         rows = self.shape[:-1]
         flat = [i.reshape(rows.numel(), *i.shape[len(rows) :]) for i in row_inputs]
+        loss_fn = loss_fn or (lambda fields: fields[options.fields])
         row_loss = StatisticsLoss(loss_fn, options, self.dtype, index, class_weights, flat, linear)
         return self.tiled(row_loss, row_mask, divisor)
 
@@ -162,6 +163,7 @@ class LinearLogits(LogitsSource):
     def tiled(self, row_loss: RowLoss, row_mask: Tensor | None, divisor: Divisor) -> Tensor:
         """`tiled_loss` of all rows; without a divisor, it has the shape of the rows."""
         row_mask = None if row_mask is None else row_mask != 0
+        divisor = divisor.number if isinstance(divisor, Count) else divisor
         if isinstance(divisor, Tensor):
             divisor = divisor.detach().reshape(()).to(self.device, row_loss.dtype)
         elif divisor is not None:  # filled on the device: a copy from the host would synchronize

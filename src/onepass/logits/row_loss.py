@@ -135,7 +135,7 @@ class StatisticsLoss:
                 grads = torch.autograd.grad(loss, variables, scale.expand_as(loss), allow_unused=True)
         rest = iter(grads[len(leaves) :])
         of_inputs = [next(rest) if i.requires_grad else None for i in inputs]
-        return loss.detach(), FieldGradients.of(dict(zip(leaves, grads))), of_inputs
+        return loss.detach(), FieldGradients.of(" ".join(leaves), grads), of_inputs
 
     def losses(self, fields: dict[str, Tensor], inputs: Sequence[Tensor], count: int) -> Tensor:
         """Call the loss function and check its result."""

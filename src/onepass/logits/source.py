@@ -5,6 +5,7 @@ A custom source overrides `LogitsSource.materialize`, and other methods that it 
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +25,23 @@ from onepass.reference.softmax import transformed
 from onepass.softmax.divergence import divergence_of
 from onepass.softmax.statistics import check_range, gather_logits, statistics_of
 
+MOST_ROWS_OF_MEAN = 2**17  # one program reduces them
 Fields = dict[str, Tensor]
 LossFunction = Callable[..., Tensor]  # computes the loss of every row from (fields, *row_inputs)
-Divisor = Tensor | float | None
+
+
+class Count(NamedTuple):
+    """A divisor: the number of ``rows`` that a mask leaves, times a factor."""
+
+    rows: Tensor
+    factor: float
+
+    @property
+    def number(self) -> Tensor:
+        return self.rows.sum() * self.factor
+
+
+Divisor = Tensor | float | Count | None
 
 
 class LogitsSource:
@@ -76,7 +91,7 @@ class LogitsSource:
 
     def loss(
         self,
-        loss_fn: LossFunction,
+        loss_fn: LossFunction | None,
         inputs: Inputs,
         options: Options,
         row_inputs: Sequence[Tensor],
@@ -88,11 +103,13 @@ class LogitsSource:
         Args:
             loss_fn: computes the loss of some rows, ``(n,)`` or ``(n, K)``, which is summed over K, from a dict of
                 their fields and the same rows of ``row_inputs``. The fields of a masked row are 0, and its loss must
-                then be 0.
+                then be 0. None if the loss is the only field of ``options``.
             row_inputs: ``(..., *)``, differentiable.
             linear: whether the loss is linear in the fields. Its gradient is then known before the logits are read.
         """
-        return divided(loss_fn(self.statistics(inputs, options), *row_inputs), divisor, self.dim() - 1)
+        fields = self.statistics(inputs, options)
+        loss = fields[options.fields] if loss_fn is None else loss_fn(fields, *row_inputs)
+        return divided(loss, divisor, self.dim() - 1)
 
     def divergence(
         self, teacher: "LogitsSource", row_mask: Tensor | None, options: PairOptions, divisor: Divisor
@@ -117,6 +134,10 @@ class TensorLogits(LogitsSource):
         return self.logits.requires_grad
 
     @property
+    def is_cpu(self) -> bool:
+        return self.logits.is_cpu
+
+    @property
     def is_eager(self) -> bool:
         return is_plain(self.logits)
 
@@ -129,6 +150,21 @@ class TensorLogits(LogitsSource):
             return {"selected": z if options.transform == IDENTITY else transformed(z, options.transform, z.dtype)[0]}
         fields = statistics_of(self.logits, inputs, options, self.inplace_backward)
         return dict(zip(options.names, fields))
+
+    def loss(
+        self,
+        loss_fn: LossFunction | None,
+        inputs: Inputs,
+        options: Options,
+        row_inputs: Sequence[Tensor],
+        divisor: Divisor,
+        linear: bool = False,
+    ) -> Tensor:
+        is_mean = loss_fn is None and isinstance(divisor, Count) and divisor.rows is inputs.row_mask
+        if is_mean and self.is_eager and self.shape[:-1].numel() <= MOST_ROWS_OF_MEAN:
+            factor = 1 / divisor.factor  # type: ignore[union-attr]
+            return statistics_of(self.logits, inputs, options, self.inplace_backward, factor)[0]
+        return super().loss(loss_fn, inputs, options, row_inputs, divisor, linear)
 
     def divergence(
         self, teacher: LogitsSource, row_mask: Tensor | None, options: PairOptions, divisor: Divisor
@@ -159,6 +195,7 @@ def divided(loss: Tensor, divisor: Divisor, row_dims: int) -> Tensor:
     """The sum of a loss over the divisor or, without a divisor, the loss of every row, with ``row_dims`` dimensions."""
     if divisor is None:
         return loss.sum(-1) if loss.dim() > row_dims else loss
+    divisor = divisor.number if isinstance(divisor, Count) else divisor
     if isinstance(divisor, Tensor):
         divisor = divisor.to(loss.device)
     elif divisor in (1, -1):

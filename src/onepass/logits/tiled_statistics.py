@@ -32,13 +32,13 @@ class _TiledStatistics(torch.autograd.Function):
         results = _forward(HeadTensors(*tensors[:3]), Inputs(*tensors[3:]), False, settings, options)
         ctx.save_for_backward(*tensors, results[0])
         ctx.settings, ctx.options = settings, options
-        return returned(ctx, results, options)
+        return returned(ctx, pick(results, options), options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         *tensors, packed = ctx.saved_tensors
-        upstream = FieldGradients.of(dict(zip(ctx.options.names, grads)))
+        upstream = FieldGradients.of(ctx.options.fields, grads)
         head, inputs, needed = HeadTensors(*tensors[:3]), Inputs(*tensors[3:]), list(ctx.needs_input_grad[:3])
         found = _gradient(head, inputs, packed, upstream, needed, ctx.settings, ctx.options)
         return *found, *[None] * 5

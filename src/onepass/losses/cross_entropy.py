@@ -15,7 +15,7 @@ from onepass.core.checks import (
 )
 from onepass.core.deprecated import renamed
 from onepass.core.options import REDUCTIONS, Reduction
-from onepass.logits.source import Divisor, Logits, as_source, inputs_for, options_for
+from onepass.logits.source import Count, Divisor, Logits, as_source, inputs_for, options_for
 from onepass.losses.reduction import divisor_of
 
 POSITIONAL = ("weight", "ignore_index", "reduction", "label_smoothing")  # torch's order, in earlier versions
@@ -97,15 +97,20 @@ def cross_entropy(
     share = 1.0 if weights is None else 1.0 / source.shape[-1]
     of_z: float | Tensor = z_loss_weight
     divisor: Divisor = None
-    if reduction == "mean" and num_items is None:
+    plain = fields == "log_probs" and weights is None  # the loss is this field
+    if plain and reduction == "mean" and num_items is None:
+        divisor = Count(valid, -1.0)
+    elif reduction == "mean" and num_items is None:
         divisor = count.sum()
         if weights is not None and z_loss_weight:
             of_z = z_loss_weight * (divisor / valid.sum())
     else:
         divisor = divisor_of(0, reduction, num_items)
+    if isinstance(divisor, Tensor | float | int):
+        divisor = -divisor  # once, instead of the sign of every row
 
     def score_of(s: dict[str, Tensor], *counts: Tensor) -> Tensor:
-        """The negative loss of rows; the divisor changes the sign once."""
+        """The negative loss of rows."""
         score = s["log_probs"] * counts[0] if counts else s["log_probs"]
         if label_smoothing:
             smooth = s["weighted_logit"] - total * s["log_normalizer"]  # Σ_j c_j log p_j
@@ -113,9 +118,7 @@ def cross_entropy(
         return score - of_z * (s["shift"] + s["log_normalizer"]).square() if z_loss_weight else score
 
     counts = () if weights is None else (count,)
-    score = source.loss(
-        score_of, inputs, options, counts, None if divisor is None else -divisor, linear=not z_loss_weight
-    )
+    score = source.loss(None if plain else score_of, inputs, options, counts, divisor, linear=not z_loss_weight)
     return -score if divisor is None else score
 
 

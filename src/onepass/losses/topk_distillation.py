@@ -1,7 +1,6 @@
 """Distillation from a teacher's top-K tokens and log-probs, in one read of the student's logits."""
 
 import math
-from copy import copy
 from typing import Any
 
 import torch
@@ -104,8 +103,8 @@ def topk_kl_div(
     teacher = Teacher(student, teacher_ids, teacher_log_probs, row_mask, teacher_mask, renormalize)
 
     def terms_of(s: dict[str, Tensor], log_probs: Tensor) -> Tensor:
-        part = teacher.of(log_probs)
-        return part.terms(part.normalized(s["selected"]) if renormalize else s["log_probs"], direction, beta)
+        of_student = normalized(s["selected"], log_probs) if renormalize else s["log_probs"]
+        return terms(log_probs, of_student, direction, beta)
 
     inputs, options = inputs_for(student, options, teacher.ids, teacher.to_read, index_name="teacher_ids")
     return student.loss(terms_of, inputs, options, (teacher.log_probs,), teacher.divisor(reduction, num_items))
@@ -162,16 +161,17 @@ def distillation_loss(
     one_normalizer = renormalize or temperature == 1.0
     fields = "selected log_normalizer" if one_normalizer else "selected log_normalizer tempered_log_normalizer"
     options = options_for(fields, 1.0, softcap, logit_scale, sharpness=1.0 / temperature)
-    inputs, options = inputs_for(student, options, index, valid | teacher.to_read, index_name="target or teacher_ids")
+    to_read = None if teacher.to_read is None else valid | teacher.to_read
+    inputs, options = inputs_for(student, options, index, to_read, index_name="target or teacher_ids")
     s = student.statistics(inputs, options)
     selected = s["selected"] if temperature == 1.0 else s["selected"] / temperature
     if renormalize:
-        log_probs = teacher.normalized(selected[..., 1:])
+        log_probs = normalized(selected[..., 1:], teacher.log_probs)
     else:
         normalizer = s["log_normalizer" if one_normalizer else "tempered_log_normalizer"]
         log_probs = selected[..., 1:] - normalizer.unsqueeze(-1)
-    terms = teacher.terms(log_probs, direction, beta)
-    soft = divided(terms, teacher.divisor(reduction, num_items), student.dim() - 1)
+    of_rows = terms(teacher.log_probs, log_probs, direction, beta)
+    soft = divided(of_rows, teacher.divisor(reduction, num_items), student.dim() - 1)
     hard = reduced((s["log_normalizer"] - s["selected"][..., 0]).where(valid, 0.0), valid, reduction, num_items)
     return alpha * soft + (1 - alpha) * hard
 
@@ -182,7 +182,7 @@ class Teacher:
     Attributes:
         ids: ``(..., K)``; 0 for masked tokens.
         log_probs: ``(..., K)``; -inf for masked tokens.
-        to_read: ``(...)``, bool: rows with a token that is not masked.
+        to_read: ``(...)``, bool: rows with a token that is not masked; None for all rows.
         rows: ``(...)``, bool: rows in which the masks leave a token, which a mean counts; None for all rows.
     """
 
@@ -213,44 +213,39 @@ class Teacher:
                 f"teacher_log_probs: expected logarithms of probabilities, at most 0, got {log_probs.max().item():g}"
             )
         given = log_probs != -INF
-        self.ids, self.to_read, self.log_probs = ids * given, given.any(-1), log_probs
+        self.ids, self.log_probs = ids * given, log_probs
+        # Without masks, a row without any token is rare, and its loss and gradient are 0 even if it is read.
+        masked = row_mask is not None or teacher_mask is not None
+        self.to_read = given.any(-1) if masked else None
         if renormalize:  # log_softmax makes a row without any token NaN
             self.log_probs = log_probs.log_softmax(-1).masked_fill_(~given, -INF)
-
-    def of(self, log_probs: Tensor) -> "Teacher":
-        """The same teacher for a subset of the rows, with these log-probs."""
-        part = copy(self)
-        part.log_probs = log_probs
-        return part
-
-    @property
-    def absent(self) -> Tensor:
-        return self.log_probs == -INF
-
-    def normalized(self, z: Tensor) -> Tensor:
-        """The student's log-probs from its logits ``z`` of the tokens; those of masked tokens may be NaN."""
-        return z.masked_fill(self.absent, -INF).log_softmax(-1)
 
     def divisor(self, reduction: Reduction, num_items: float | Tensor | None) -> Divisor:
         rows = self.ids.shape[:-1].numel() if self.rows is None else self.rows
         return divisor_of(rows, reduction, num_items)
 
-    def terms(self, student: Tensor, direction: Direction, beta: float) -> Tensor:
-        """The terms of the divergence from ``student``, log-probs of the tokens, ``(..., K)``."""
-        # A term p·x is 0 wherever p is 0. Masking x instead of the product keeps NaN out of the gradient too, and the
-        # backward of masked_fill does so for the log_softmax of a row without any token.
-        if direction == "forward":
-            t = self.log_probs.exp()
-            return t * (self.log_probs - student).masked_fill_(t == 0, 0.0)
-        absent = self.absent
-        s = student.exp().masked_fill(absent, 0.0)
-        if direction == "reverse":
-            return s * (student - self.log_probs).masked_fill_(s == 0, 0.0)
-        # log(t/m) = logsigmoid(x) - log β and log(s/m) = logsigmoid(-x) - log(1-β): no mixture that could underflow.
-        x = (self.log_probs - student).masked_fill_(absent, 0.0) + math.log(beta / (1 - beta))
-        of_teacher = beta * self.log_probs.exp() * (logsigmoid(x) - math.log(beta))
-        of_student = (1 - beta) * s * (logsigmoid(-x).masked_fill(s == 0, 0.0) - math.log(1 - beta))
-        return of_teacher + of_student
+
+def normalized(z: Tensor, teacher: Tensor) -> Tensor:
+    """The student's log-probs from its logits ``z`` of the teacher's tokens; those of masked tokens may be NaN."""
+    return z.masked_fill(teacher == -INF, -INF).log_softmax(-1)
+
+
+def terms(teacher: Tensor, student: Tensor, direction: Direction, beta: float) -> Tensor:
+    """The terms of the divergence between log-probs ``(..., K)``; the teacher's are -inf for masked tokens."""
+    # A term p·x is 0 wherever p is 0. Masking x instead of the product keeps NaN out of the gradient too, and the
+    # backward of masked_fill does so for the log_softmax of a row without any token.
+    if direction == "forward":
+        t = teacher.exp()
+        return t * (teacher - student).masked_fill_(t == 0, 0.0)
+    absent = teacher == -INF
+    s = student.exp().masked_fill(absent, 0.0)
+    if direction == "reverse":
+        return s * (student - teacher).masked_fill_(s == 0, 0.0)
+    # log(t/m) = logsigmoid(x) - log β and log(s/m) = logsigmoid(-x) - log(1-β): no mixture that could underflow.
+    x = (teacher - student).masked_fill_(absent, 0.0) + math.log(beta / (1 - beta))
+    of_teacher = beta * teacher.exp() * (logsigmoid(x) - math.log(beta))
+    of_student = (1 - beta) * s * (logsigmoid(-x).masked_fill(s == 0, 0.0) - math.log(1 - beta))
+    return of_teacher + of_student
 
 
 class TopKKLDivLoss(torch.nn.Module):

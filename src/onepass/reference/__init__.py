@@ -13,7 +13,14 @@ from onepass.reference.experts import (
     sort_by_expert,
 )
 from onepass.reference.router import route, route_gradient
-from onepass.reference.softmax import scale_, softmax_gradient, softmax_loss, softmax_statistics, supports_fused_loss
+from onepass.reference.softmax import (
+    row_mean,
+    scale_,
+    softmax_gradient,
+    softmax_loss,
+    softmax_statistics,
+    supports_fused_loss,
+)
 
 __all__ = [
     "count_tiles",
@@ -23,6 +30,7 @@ __all__ = [
     "expert_mlp_gradient",
     "route",
     "route_gradient",
+    "row_mean",
     "scale_",
     "scattered_linear",
     "scattered_linear_gradient",

@@ -170,6 +170,12 @@ def softmax_loss(logits: Tensor, inputs: Inputs, grads: FieldGradients, options:
     return results
 
 
+def row_mean(values: Tensor, row_mask: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """``factor`` times the mean of ``values`` over the rows that are not masked, and ``factor`` over their number."""
+    share = factor / (row_mask != 0).sum().to(values.dtype)
+    return values.where(row_mask != 0, 0.0).sum() * share, share
+
+
 def scale_(x: Tensor, scale: Tensor) -> None:
     """``x *= scale``."""
     x.mul_(scale)

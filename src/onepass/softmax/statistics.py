@@ -68,21 +68,28 @@ class SoftmaxStatistics:
 
 
 def statistics_of(
-    logits: Tensor, inputs: Inputs, options: Options, inplace_backward: bool = False
+    logits: Tensor,
+    inputs: Inputs,
+    options: Options,
+    inplace_backward: bool = False,
+    mean: float | None = None,
 ) -> tuple[Tensor, ...]:
     """The fields of ``options`` of every row of ``(..., V)`` logits, differentiable. Arguments must be checked already.
 
     Args:
         inplace_backward: whether the backward writes the gradient over the logits.
+        mean: if given, the result is this factor times the mean of the only field over the rows that are not masked.
+            This takes one launch, where an equivalent of operations that autograd records takes six.
     """
-    if logits.stride(-1) != 1 and logits.shape[-1] > 1 and not inplace_backward:
+    if logits.stride()[-1] != 1 and logits.shape[-1] > 1 and not inplace_backward:
         logits = logits.contiguous()
     if inplace_backward and not torch.compiler.is_compiling():
         check_inplace(logits)
     if torch.is_grad_enabled() and logits.requires_grad:
-        fields: tuple[Tensor, ...] = _Statistics.apply(logits, *inputs, options, inplace_backward)
+        fields: tuple[Tensor, ...] = _Statistics.apply(logits, *inputs, options, inplace_backward, mean)
         return fields
-    return pick(_forward(logits, inputs, options), options)
+    fields = pick(_forward(logits, inputs, options), options)
+    return fields if mean is None else backend_of(logits).row_mean(*fields, inputs.row_mask, mean)[:1]
 
 
 def gather_logits(logits: Tensor, index: Tensor, index_name: str = "index") -> Tensor:
@@ -133,9 +140,8 @@ def check_range(logits: Any, inputs: Inputs, name: str = "index") -> None:
         raise IndexError(f"{name}: expected values in [0, {logits.shape[-1]}), got {int(rows[row, k])} in row {row}")
 
 
-def returned(ctx: Any, results: Results, options: Options) -> tuple[Tensor, ...]:
+def returned(ctx: Any, fields: tuple[Tensor, ...], options: Options) -> tuple[Tensor, ...]:
     """The requested fields, as outputs of an autograd function."""
-    fields = pick(results, options)
     if silent := not_differentiable(options.fields):
         ctx.mark_non_differentiable(*[fields[n] for n in silent])
     ctx.set_materialize_grads(False)
@@ -152,19 +158,25 @@ class _Statistics(torch.autograd.Function):
         class_weights: Tensor | None,
         options: Options,
         inplace: bool,
+        mean: float | None,
     ) -> tuple[Tensor, ...]:
         inputs = Inputs(index, row_mask, class_weights)
         results = _forward(logits, inputs, options)
-        ctx.save_for_backward(logits, *inputs, results[0])
+        fields, share = pick(results, options), None
+        if mean is not None:
+            *fields, share = backend_of(logits).row_mean(*fields, row_mask, mean)
+        ctx.save_for_backward(logits, *inputs, share, results[0])
         ctx.options, ctx.inplace, ctx.written = options, inplace, False
-        return returned(ctx, results, options)
+        return returned(ctx, tuple(fields), options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        logits, *inputs, packed = ctx.saved_tensors
+        logits, *inputs, share, packed = ctx.saved_tensors
         inputs = Inputs(*inputs)
-        upstream = FieldGradients.of(dict(zip(ctx.options.names, grads)))
+        if share is not None and grads[0] is not None:
+            grads = ((grads[0] * share).expand(logits.shape[:-1]),)
+        upstream = FieldGradients.of(ctx.options.fields, grads)
         if ctx.inplace and not torch.compiler.is_compiling():
             if ctx.written:  # autograd does not detect this if hooks have packed the logits
                 raise RuntimeError("inplace_backward: a second backward, whose logits are their gradient already")
@@ -174,7 +186,7 @@ class _Statistics(torch.autograd.Function):
             mark_overwritten(logits)
         else:
             grad = _gradient(logits, inputs, packed, upstream, ctx.options)
-        return grad, None, None, None, None, None
+        return grad, None, None, None, None, None, None
 
 
 def _like_forward(logits: Tensor, inputs: Inputs, options: Options) -> Results:
