@@ -116,9 +116,7 @@ def operation(
 
         @wraps(function)
         def call(*arguments: Any) -> Any:
-            given = [arguments[n] for n in tensors]
-            for n in tuples:
-                given += arguments[n]
+            given = [*[arguments[n] for n in tensors], *[t for n in tuples for t in arguments[n]]]
             if may_skip(*given):
                 if forward_ad._current_level >= 0:
                     refuse_forward_mode(*given)
