@@ -6,9 +6,11 @@ from typing import Any
 
 from onepass import moe
 from onepass.core.version import __version__ as __version__
+from onepass.integrations.lazy_logits import Attached, attach
 from onepass.integrations.patching import Patch, patch
 from onepass.logits.linear import LinearLogits
 from onepass.logits.partitioned import gather_parameters
+from onepass.logits.tensor_like import MaterializedLogits
 from onepass.losses.cross_entropy import CrossEntropyLoss, cross_entropy
 from onepass.losses.kl_div import KLDivLoss, kl_div
 from onepass.losses.linear import (
@@ -36,13 +38,16 @@ if os.environ.get("ONEPASS_AUTOTUNE_STORE"):
     importlib.import_module("onepass.autotune.session").for_process(os.environ["ONEPASS_AUTOTUNE_STORE"])
 
 __all__ = [
+    "Attached",
     "CrossEntropyLoss",
     "KLDivLoss",
     "LinearCrossEntropyLoss",
     "LinearLogits",
+    "MaterializedLogits",
     "Patch",
     "SoftmaxStatistics",
     "TopKKLDivLoss",
+    "attach",
     "cross_entropy",
     "distillation_loss",
     "entropy_from_logits",

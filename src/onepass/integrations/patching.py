@@ -27,6 +27,7 @@ class Target(NamedTuple):
         returns: the beginning of the source of the returned expression, if the signature does not tell versions apart.
         registered: whether ``name`` is a registry of the library. The integration's ``register`` adds the replacement
             to it permanently, under a name of its own, and nothing is replaced.
+        inherited: whether the class inherits the method. The replacement is then added to the class.
     """
 
     module: str
@@ -38,6 +39,10 @@ class Target(NamedTuple):
     method: str | None = None
     returns: str = ""
     registered: bool = False
+    inherited: bool = False
+
+
+INHERITED = object()  # the original of a method that is added to a class
 
 
 class Replaced(NamedTuple):
@@ -76,7 +81,9 @@ class _Place(NamedTuple):
     replaced: Replaced
 
     def write(self, value: Any) -> None:
-        if type(self.holder) is dict:
+        if value is INHERITED:
+            delattr(self.holder, self.key)
+        elif type(self.holder) is dict:
             self.holder[self.key] = value
         else:
             setattr(self.holder, self.key, value)
@@ -88,6 +95,7 @@ class _Active:
     def __init__(self, original: Any, replacement: Any) -> None:
         self.original, self.replacement, self.patches = original, replacement, 0
         self.places: list[Replaced] = []
+        self.holder: Any = None  # the class that inherits the original
 
 
 _lock = threading.RLock()
@@ -203,8 +211,15 @@ def _resolved(targets: Sequence[Target]) -> tuple[dict[tuple[str, str], _Active]
         if reason:
             kept.append(Kept(*key, reason))
             continue
+        holder = None
         for part in t.name.split("."):
-            original = getattr(original, "__dict__", {}).get(part)
+            holder, original = original, getattr(original, "__dict__", {}).get(part)
+        if t.inherited and original is None and holder is not None:
+            original = getattr(holder, t.name.rpartition(".")[2])
+            _check(t, original)
+            found[key] = _Active(INHERITED, t.replacement)
+            found[key].holder = holder
+            continue
         _check(t, original)
         if not t.registered:
             found[key] = _Active(original, t.replacement)
@@ -279,8 +294,11 @@ def _activate(found: dict[tuple[str, str], _Active]) -> None:
 def _find_places(new: dict[tuple[str, str], _Active]) -> list[_Place]:
     """All references to the originals; also stored in each `_Active`."""
     places = _places({id(a.original): a.replacement for a in new.values()})
-    for active in new.values():
+    for (module, name), active in new.items():
         active.places = [p.replaced for p in places if p.replaced.original is active.original]
+        if active.holder is not None:
+            active.places = [Replaced(module, name, INHERITED, active.replacement)]
+            places.append(_Place(active.holder, name.rpartition(".")[2], active.places[0]))
     return places
 
 

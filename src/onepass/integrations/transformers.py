@@ -1,13 +1,15 @@
 """Replacements for the causal-LM loss and the MoE routers of transformers; see `onepass.patch`."""
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.integrations.patching import Target
+from onepass.integrations.lazy_logits import run
+from onepass.integrations.patching import Target, original
 from onepass.integrations.transformers_experts import INTERFACE, PEFT, SINCE, activate_lora, experts_forward, register
 from onepass.losses.cross_entropy import cross_entropy
 from onepass.moe.router_families import router_outputs
@@ -40,6 +42,19 @@ def ForCausalLMLoss(
     target = shift_labels.reshape(logits.shape[:-1]).to(logits.device)
     loss = cross_entropy(logits, target, ignore_index=ignore_index, num_items=num_items_in_batch)
     return loss.reshape(num_items_in_batch.shape) if isinstance(num_items_in_batch, Tensor) else loss
+
+
+def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """`torch.nn.Module.__call__`, whose heads return `onepass.LinearLogits` if the call trains; see `attach`."""
+    return run(self, partial(nn.Module.__call__, self), args, kwargs)
+
+
+def tuner_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """PEFT's, which does not call its model but the model's ``forward``."""
+    return run(self.model, partial(original(*TUNER), self), args, kwargs)
+
+
+TUNER = "peft.tuners.tuners_utils", "BaseTuner.forward"
 
 
 def router_of(family: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
@@ -91,6 +106,11 @@ TARGETS = [
         )
         for family, router in ROUTERS.items()
     ),
+    Target(
+        "transformers.modeling_utils", "PreTrainedModel.__call__", call, ("self, args, kwargs",), since="4.56",
+        inherited=True,
+    ),
+    *([Target(*TUNER, tuner_forward, ("self, args, kwargs",), since="0.17")] if find_spec("peft") else []),
     Target(*INTERFACE, experts_forward, ("key, value",), since=SINCE, method="register", registered=True),
     *([Target(*PEFT, activate_lora, ("self, active_adapters",), since="0.21")] if find_spec("peft") else []),
 ]  # fmt: skip

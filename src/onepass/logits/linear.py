@@ -3,7 +3,8 @@
 Users pass it to any function that takes logits; `losses.linear` passes it to the other losses.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,14 +14,15 @@ from onepass.core.dispatch import autocast_dtype, is_autocast_enabled, is_untrac
 from onepass.core.options import Inputs, Options, PairOptions
 from onepass.logits.partitioned import gathered, whole
 from onepass.logits.row_loss import RowLoss, StatisticsLoss
-from onepass.logits.source import Count, Divisor, Fields, LogitsSource, LossFunction, divided
+from onepass.logits.source import Count, Divisor, Fields, LogitsSource, LossFunction, TensorLogits, divided
+from onepass.logits.tensor_like import TensorLike, compose
 from onepass.logits.tiled_divergence import TeacherTensors, row_divergence, tiled_divergence
 from onepass.logits.tiled_loss import tiled_loss
 from onepass.logits.tiled_statistics import tiled_statistics
 from onepass.logits.tiles import HeadTensors, Settings
 
 
-class LinearLogits(LogitsSource):
+class LinearLogits(TensorLike):
     """The logits ``hidden @ weight.T + bias``, for any function of onepass that takes logits.
 
     They are computed in tiles and never materialized.
@@ -69,7 +71,7 @@ class LinearLogits(LogitsSource):
             )
         if bias is not None and tuple(getattr(bias, "ds_shape", bias.shape)) != shape[:1]:
             raise ValueError(f"bias: expected shape {shape[:1]}, got {tuple(bias.shape)}")
-        self.dtype = autocast_dtype(hidden) or hidden.dtype
+        self.dtype = self.gemm_dtype = autocast_dtype(hidden) or hidden.dtype
         for value, name in ((weight, "weight"), (bias, "bias")):
             if value is None:
                 continue
@@ -98,19 +100,49 @@ class LinearLogits(LogitsSource):
     @property
     def settings(self) -> Settings:
         """How the logits are computed."""
-        return Settings(self.dtype, self.max_memory, self.round_before_bias)
+        return Settings(self.gemm_dtype, self.max_memory, self.round_before_bias)
 
-    def materialize(self) -> Tensor:
+    def with_rows(self, of: Callable[[Tensor], Tensor]) -> "LinearLogits":
+        hidden = of(self.hidden)
+        return self.changed(hidden=hidden, shape=torch.Size((*hidden.shape[:-1], self.shape[-1])))
+
+    def with_columns(self, count: int) -> "LinearLogits | None":
+        if hasattr(self.weight, "ds_shape"):  # a parameter of ZeRO-3 is empty outside of the GEMMs
+            return None
+        bias = None if self.bias is None else self.bias[:count]
+        return self.changed(weight=self.weight[:count], bias=bias, shape=torch.Size((*self.shape[:-1], count)))
+
+    def with_bias(self, bias: Tensor) -> "LinearLogits | None":
+        if hasattr(self.bias, "ds_shape") or bias.dtype != self.weight.dtype or bias.device != self.device:
+            return None
+        return self.changed(bias=bias if self.bias is None else self.bias + bias)
+
+    def detach(self) -> Any:
+        """The same logits as constants."""
+        if self.tensor is not None:
+            return self.tensor.detach()
+        bias = None if self.bias is None else self.bias.detach()
+        return self.changed(hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
+
+    def untransformed(self) -> Tensor:
         """All logits, computed by an ordinary linear layer."""
         with gathered(self.weight, self.bias), torch.autocast(self.device.type, enabled=False):
             hidden, weight, bias = (
-                None if t is None else t.to(self.dtype) for t in (self.hidden, self.weight, self.bias)
+                None if t is None else t.to(self.gemm_dtype) for t in (self.hidden, self.weight, self.bias)
             )
             return torch.nn.functional.linear(hidden, weight, bias)  # type: ignore[arg-type]
 
+    def transformed_by(self, options: Options) -> "Options | None":
+        """The options of a loss, after the transform of these logits; None if their composition is no transform."""
+        transform = compose(self.transform, options.transform)
+        return None if self.tensor is not None or transform is None else options._replace(transform=transform)
+
     def statistics(self, inputs: Inputs, options: Options) -> Fields:
         """See `LogitsSource.statistics`. This takes four GEMMs, forward and backward."""
-        fields = tiled_statistics(self.tensors, self.flat(inputs), self.settings, options)
+        composed = self.transformed_by(options)
+        if composed is None:
+            return super().statistics(inputs, options)
+        fields = tiled_statistics(self.tensors, self.flat(inputs), self.settings, composed)
         rows = self.shape[:-1]
         return {name: f.reshape((*rows, *f.shape[1:])) for name, f in zip(options.names, fields)}
 
@@ -124,23 +156,39 @@ class LinearLogits(LogitsSource):
         linear: bool = False,
     ) -> Tensor:
         """See `LogitsSource.loss`. This takes three GEMMs, or four with ``divisor=None`` and if the call is traced."""
+        composed = self.transformed_by(options)
+        if composed is None:
+            logits = TensorLogits(self.materialize())
+            return logits.loss(loss_fn, inputs, options, row_inputs, divisor, linear)
         if not self.is_eager:  # a Python function cannot be part of a registered operation
             return super().loss(loss_fn, inputs, options, row_inputs, divisor)
+        options = composed
         index, row_mask, class_weights = self.flat(inputs)
         rows = self.shape[:-1]
         flat = [i.reshape(rows.numel(), *i.shape[len(rows) :]) for i in row_inputs]
         loss_fn = loss_fn or (lambda fields: fields[options.fields])
-        row_loss = StatisticsLoss(loss_fn, options, self.dtype, index, class_weights, flat, linear)
+        row_loss = StatisticsLoss(loss_fn, options, self.gemm_dtype, index, class_weights, flat, linear)
         return self.tiled(row_loss, row_mask, divisor)
 
     def divergence(
         self, teacher: LogitsSource, row_mask: Tensor | None, options: PairOptions, divisor: Divisor
     ) -> Tensor:
         """See `LogitsSource.divergence`. The teacher is a constant, and may be a linear head too."""
+        of_student = compose(self.transform, options.student)
+        if self.tensor is not None or of_student is None:
+            return TensorLogits(self.materialize()).divergence(teacher, row_mask, options, divisor)
         if torch.is_grad_enabled() and teacher.requires_grad:
             raise ValueError("teacher_logits: expected no gradient for a student that is a linear head; detach them")
-        if isinstance(teacher, LinearLogits):
-            tensors = TeacherTensors(*teacher.tensors)
+        options = options._replace(student=of_student)
+        if isinstance(teacher, LinearLogits) and teacher.tensor is None:
+            of_teacher = compose(teacher.transform, options.teacher)
+            if of_teacher is None:
+                teacher = TensorLogits(teacher.materialize())
+            else:
+                options = options._replace(teacher=of_teacher)
+        of = teacher.dtype
+        if isinstance(teacher, LinearLogits) and teacher.tensor is None:
+            tensors, of = TeacherTensors(*teacher.tensors), teacher.gemm_dtype
             if not self.is_eager:  # Dynamo refuses a weight that student and teacher share
                 tensors = TeacherTensors(*[None if t is None else t.detach() for t in tensors])  # type: ignore[arg-type]
         else:
@@ -148,9 +196,9 @@ class LinearLogits(LogitsSource):
             tensors = TeacherTensors(logits if logits.stride(-1) == 1 else logits.contiguous())
         row_mask = None if row_mask is None else row_mask.reshape(-1)
         if self.is_eager:
-            return self.tiled(row_divergence(self.dtype, tensors, teacher.dtype, options), row_mask, divisor)
+            return self.tiled(row_divergence(self.gemm_dtype, tensors, of, options), row_mask, divisor)
         row_mask = None if row_mask is None else row_mask != 0
-        loss = tiled_divergence(self.tensors, tensors, row_mask, teacher.dtype, self.settings, options)
+        loss = tiled_divergence(self.tensors, tensors, row_mask, of, self.settings, options)
         return divided(loss.reshape(self.shape[:-1]), divisor, self.dim() - 1)
 
     def flat(self, inputs: Inputs) -> Inputs:

@@ -16,6 +16,7 @@ from onepass.core.checks import (
 from onepass.core.deprecated import renamed
 from onepass.core.options import REDUCTIONS, Reduction
 from onepass.logits.source import Count, Divisor, Logits, as_source, inputs_for, options_for
+from onepass.logits.tensor_like import TORCH_FUNCTIONS
 from onepass.losses.reduction import divisor_of
 
 POSITIONAL = ("weight", "ignore_index", "reduction", "label_smoothing")  # torch's order, in earlier versions
@@ -176,3 +177,31 @@ class CrossEntropyLoss(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, label_smoothing={self.label_smoothing}"
+
+
+def torch_cross_entropy(
+    input: Logits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """`torch.nn.functional.cross_entropy` of logits that are not a tensor; None if it must be computed from a tensor.
+
+    These are targets that are probabilities, classes in another dimension than the last, and deprecated arguments.
+    """
+    rows = input.shape[:-1]
+    is_index = isinstance(target, Tensor) and target.dtype in (torch.int32, torch.int64) and target.shape == rows
+    is_source = not isinstance(input, Tensor) and size_average is reduce is None and reduction in REDUCTIONS
+    if not is_source or not is_index or len(rows) > 1:
+        return None
+    return cross_entropy(
+        input, target, class_weights=weight, ignore_index=ignore_index, label_smoothing=label_smoothing,
+        reduction=reduction,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+TORCH_FUNCTIONS[torch.nn.functional.cross_entropy] = torch_cross_entropy

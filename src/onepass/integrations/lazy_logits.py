@@ -1,0 +1,217 @@
+"""`attach`: the head of a model returns `onepass.LinearLogits` in forwards that train, and no logits are materialized.
+
+The loss function of the model then computes the loss in tiles, whether it is the model's own (through
+`torch.nn.functional.cross_entropy`) or that of onepass. No code of the model is replaced.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType, TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from onepass.core.checks import described
+from onepass.logits.linear import LinearLogits
+from onepass.logits.partitioned import whole
+
+
+class HeadLogits(LinearLogits):
+    """The logits of a linear module. Its parameters are looked up when they are used: FSDP2 may have sharded them."""
+
+    def __init__(self, hidden: Tensor, head: nn.Linear) -> None:
+        self.head = head
+        super().__init__(hidden, head.weight, head.bias)
+        if hasattr(head.weight, "full_tensor"):
+            del self.weight, self.bias  # found by __getattr__, when they are gathered
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("weight", "bias") and "head" in self.__dict__:
+            parameter = getattr(self.head, name)
+            return None if parameter is None else whole(parameter)
+        return super().__getattr__(name)
+
+
+class Head(NamedTuple):
+    """An output embedding of a model, and the reason why it returns tensors; empty if it returns `LinearLogits`."""
+
+    name: str
+    module: nn.Module
+    reason: str
+
+    def __str__(self) -> str:
+        kind = type(self.module).__name__
+        return f"{self.name} ({kind}): " + (f"materialized logits, {self.reason}" if self.reason else "no logits")
+
+
+def heads_of(model: nn.Module) -> list[Head]:
+    """The output embeddings of a model, of which there are several if it predicts more than one token."""
+    find = getattr(model, "get_output_embeddings", None)
+    try:
+        found = find() if callable(find) else None
+    except (NotImplementedError, AttributeError):
+        found = None
+    if found is None:
+        return []
+    parts = list(found) if isinstance(found, nn.ModuleList | tuple | list) else [found]
+    names = {id(module): name for name, module in model.named_modules()}
+    heads = []
+    for part in parts:
+        # PEFT wraps a head that is trained besides the adapters; each copy is a linear module.
+        wrapped = getattr(part, "modules_to_save", None)
+        for module in wrapped.values() if isinstance(wrapped, nn.ModuleDict) else [part]:
+            heads.append(Head(names.get(id(module), "head"), module, _reason(module)))
+    return heads
+
+
+def _reason(head: nn.Module) -> str:
+    if not isinstance(head, nn.Linear):
+        return f"{type(head).__name__} is not torch.nn.Linear"
+    if type(head).forward is not nn.Linear.forward:
+        return f"{type(head).__name__} has a forward of its own"
+    if not head.weight.dtype.is_floating_point or head.weight.element_size() < 2:
+        return f"its weight is {head.weight.dtype}"
+    return ""
+
+
+_asked = 0  # how many contexts ask for lazy logits without labels
+
+
+@contextmanager
+def asked_for() -> Iterator[None]:
+    """Within this context, forwards without labels also return `LinearLogits`."""
+    global _asked
+    _asked += 1
+    try:
+        yield
+    finally:
+        _asked -= 1
+
+
+def trains(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether this is the forward of a training step: gradients are enabled, and labels are given or `asked_for`."""
+    if not torch.is_grad_enabled() or getattr(model, "_is_replica", False):  # DataParallel gathers tensors only
+        return False
+    given = kwargs.get("labels")
+    if given is None and args:
+        parameters = inspect.signature(type(model).forward).parameters
+        given = dict(zip([*parameters][1:], args)).get("labels")
+    return given is not None or _asked > 0
+
+
+@torch.compiler.disable(recursive=False)
+def run(model: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a forward of the model. If it trains, its heads return `LinearLogits` meanwhile."""
+    heads = [h.module for h in heads_of(model) if not h.reason] if trains(model, args, kwargs) else []
+    before = [(head, head.__dict__.get("forward")) for head in heads]
+    for head, earlier in before:
+        head.__dict__["forward"] = MethodType(_lazy if earlier is None else _unless_replaced(earlier), head)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for head, earlier in before:
+            if earlier is None:
+                head.__dict__.pop("forward", None)
+            else:
+                head.__dict__["forward"] = earlier
+
+
+@torch.compiler.disable
+def _lazy(self: nn.Linear, hidden: Tensor) -> Any:
+    """The forward of a head: its logits as a source, or as a tensor where no gradient is computed."""
+    known = torch.is_grad_enabled() and isinstance(hidden, Tensor) and hidden.shape[-1:] == (self.in_features,)
+    matching = known and (hidden.dtype == self.weight.dtype or torch.is_autocast_enabled(hidden.device.type))
+    return HeadLogits(hidden, self) if matching else nn.Linear.forward(self, hidden)
+
+
+def _unless_replaced(earlier: Any) -> Callable[..., Any]:
+    """The forward of a head whose ``forward`` is replaced already: lazy if an enclosing forward of ours did so."""
+    lazy: Callable[..., Any] = _lazy
+    return lazy if getattr(earlier, "__func__", None) is _lazy else lambda self, *args: earlier(*args)
+
+
+class Attached:
+    """A model whose heads return `onepass.LinearLogits`, until `restore` or the end of the ``with`` block.
+
+    Attributes:
+        heads: ``(name, module, reason)`` of every head; the reason says why its logits are materialized, if they are.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.models = [m for m in model.modules() if heads_of(m) and "forward" not in _attached_to(m)]
+        self.heads = list({id(h.module): h for m in self.models for h in heads_of(m)}.values())
+        for m in self.models:
+            m.__dict__[BEFORE] = m.__dict__.get("forward")
+            m.__dict__["forward"] = MethodType(_attached_forward(m), m)
+
+    def restore(self) -> None:
+        """Restore the forwards of the model. A second call does nothing."""
+        for m in self.models:
+            before = m.__dict__.pop(BEFORE)
+            if before is None:
+                del m.__dict__["forward"]
+            else:
+                m.__dict__["forward"] = before
+        self.models = []
+
+    def __enter__(self) -> "Attached":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.restore()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.heads)) or "no output embeddings"
+
+    def __repr__(self) -> str:
+        return f"<Attached: {sum(not h.reason for h in self.heads)} of {len(self.heads)} heads without logits>"
+
+
+BEFORE = "_onepass_forward"  # the forward that an instance had of its own, or None
+
+
+def _attached_to(model: nn.Module) -> Sequence[str]:
+    return ["forward"] if BEFORE in model.__dict__ else []
+
+
+def _attached_forward(model: nn.Module) -> Callable[..., Any]:
+    """A forward with the model's signature, which trainers inspect."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = self.__dict__[BEFORE]
+        return run(self, MethodType(type(self).forward, self) if before is None else before, args, kwargs)
+
+    forward.__wrapped__ = type(model).forward  # type: ignore[attr-defined]
+    return forward
+
+
+def attach(model: nn.Module) -> Attached:
+    """Train a causal language model without its logits: its head returns `onepass.LinearLogits` to its loss function.
+
+    This holds for forwards with gradients and ``labels``. The loss, and whatever else a model does with its logits,
+    are the same as before. A scale, a soft-cap, a cast, a bias and an index of the rows keep the logits lazy; any other
+    operation computes them once, with a `MaterializedLogits` warning. Evaluation and generation see tensors. No code of
+    the model is replaced, so that any model works whose ``get_output_embeddings()`` is a `torch.nn.Linear`; heads that
+    are not are listed with the reason in the result. `onepass.patch` does the same for all models of transformers.
+
+    Args:
+        model: a model, or any module that contains one (PEFT, DDP, FSDP2).
+
+    Returns:
+        `Attached`, with ``restore()``. It can be used in a ``with`` block.
+
+    Raises:
+        TypeError: not a module.
+
+    Example::
+
+        onepass.attach(model)
+        model(input_ids=ids, labels=ids).loss.backward()
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {described(model)}")
+    return Attached(model)

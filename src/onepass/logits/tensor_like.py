@@ -1,0 +1,341 @@
+"""What models do with logits between their head and their loss, for logits that are not materialized.
+
+`LinearLogits` inherits these operations. A scale, a soft-cap, a bias, a cast, and an index or another shape of the
+rows only change the source. Any other operation computes the logits once, with a warning, and acts on that tensor.
+"""
+
+import math
+import operator
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_any, tree_map
+
+from onepass.core.options import IDENTITY, Transform
+from onepass.logits.source import LogitsSource
+from onepass.reference.softmax import transformed
+
+
+class MaterializedLogits(UserWarning):
+    """An operation on logits that would otherwise not have been materialized."""
+
+
+TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}  # losses of torch, and functions that return None if they cannot
+
+
+class TensorLike(LogitsSource):
+    """Logits ``(..., V)`` with some methods of a tensor. Every operation returns a new object.
+
+    Attributes:
+        transform: of the logits of the linear layer, before any transform that a loss applies.
+        tensor: the logits, once they are materialized. All operations then act on them.
+    """
+
+    transform: Transform = IDENTITY
+    tensor: Tensor | None = None
+
+    def untransformed(self) -> Tensor:
+        """The logits of the linear layer as a tensor."""
+        raise NotImplementedError
+
+    def with_rows(self, of: Callable[[Tensor], Tensor]) -> "TensorLike":
+        """The logits of rows that ``of`` indexes or reshapes. It is applied to a tensor ``(..., n)`` for any n."""
+        raise NotImplementedError
+
+    def with_columns(self, count: int) -> "TensorLike | None":
+        """The first ``count`` columns, or None."""
+        raise NotImplementedError
+
+    def with_bias(self, bias: Tensor) -> "TensorLike | None":
+        """The logits plus a bias ``(V,)``, or None."""
+        raise NotImplementedError
+
+    def changed(self, **attributes: Any) -> Any:
+        """A copy with other attributes."""
+        new = object.__new__(type(self))
+        new.__dict__ |= self.__dict__ | attributes
+        return new
+
+    def materialize(self) -> Tensor:
+        """The logits as a tensor, differentiable. They are computed once."""
+        if self.tensor is None:
+            z = self.untransformed()
+            if self.transform != IDENTITY:
+                z = transformed(z, self.transform, torch.promote_types(z.dtype, torch.float32))[0]
+            self.tensor = z.to(self.dtype)
+        return self.tensor
+
+    def materialize_for(self, name: str) -> Tensor:
+        """`materialize`, with a warning that names the operation."""
+        if self.tensor is None:
+            warnings.warn(
+                f"onepass: {name} computes all logits, {tuple(self.shape)}; logits.materialize() does so without a "
+                "warning",
+                MaterializedLogits,
+                stacklevel=_outside(),
+            )
+        return self.materialize()
+
+    # Attributes of a tensor that cost nothing.
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    def is_contiguous(self, **_: Any) -> bool:
+        return True
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    # Casts and copies.
+
+    def contiguous(self, **_: Any) -> Any:
+        return self
+
+    def clone(self, **_: Any) -> Any:
+        return self.changed() if self.tensor is None else self.tensor.clone()
+
+    def float(self) -> Any:
+        return self.to(torch.float32)
+
+    def half(self) -> Any:
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> Any:
+        return self.to(torch.bfloat16)
+
+    def double(self) -> Any:
+        return self.to(torch.float64)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """A cast to another dtype changes the dtype of a materialized tensor only; losses compute in float32."""
+        others = [*args, kwargs.get("device"), kwargs.get("dtype"), kwargs.get("other")]
+        dtypes = [o.dtype if isinstance(o, Tensor) else o for o in others]
+        dtype = next((d for d in dtypes if isinstance(d, torch.dtype)), self.dtype)
+        devices = [o.device if isinstance(o, Tensor) else o for o in others]
+        device = next((torch.device(d) for d in devices if isinstance(d, str | int | torch.device)), self.device)
+        same = device.type == self.device.type and device.index in (None, self.device.index)
+        if self.tensor is not None or not same or not dtype.is_floating_point or torch.float64 in (dtype, self.dtype):
+            if same and dtype == self.dtype:
+                return self
+            return self.materialize_for(f"to({dtype}, {device})").to(*args, **kwargs)
+        return self if dtype == self.dtype else self.changed(dtype=dtype)
+
+    # The rows.
+
+    def view(self, *shape: Any) -> Any:
+        return self.reshape(*shape)
+
+    def reshape(self, *shape: Any) -> Any:
+        sizes = list(shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape)
+        whole = all(isinstance(n, int) for n in sizes) and sizes.count(-1) <= 1
+        if whole and -1 in sizes:
+            rest = math.prod(n for n in sizes if n != -1)
+            sizes[sizes.index(-1)] = self.numel() // rest if rest else 0
+        if self.tensor is not None or not whole or not sizes or sizes[-1] != self.shape[-1]:
+            return self.materialize_for("reshape").reshape(*shape)
+        return self.with_rows(lambda t: t.reshape(*sizes[:-1], t.shape[-1]))
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
+        if self.tensor is not None or end_dim % self.dim() == self.dim() - 1 != start_dim % self.dim():
+            return self.materialize_for("flatten").flatten(start_dim, end_dim)
+        return self.with_rows(lambda t: t.flatten(start_dim, end_dim))
+
+    def squeeze(self, dim: int | None = None) -> Any:
+        if self.tensor is not None or dim is None or dim % self.dim() == self.dim() - 1:
+            return self.materialize_for("squeeze").squeeze(*([] if dim is None else [dim]))
+        return self.with_rows(lambda t: t.squeeze(dim))
+
+    def unsqueeze(self, dim: int) -> Any:
+        if self.tensor is not None or dim % (self.dim() + 1) == self.dim():
+            return self.materialize_for("unsqueeze").unsqueeze(dim)
+        at = dim % (self.dim() + 1)
+        return self.with_rows(lambda t: t.unsqueeze(at))
+
+    def __getitem__(self, key: Any) -> Any:
+        parts = [*key] if isinstance(key, tuple) else [key]
+        found = None if self.tensor is not None else _columns(parts, self.dim())
+        columns = None if found is None else _first(found[1], self.shape[-1])
+        if found is None or columns is None:
+            return self.materialize_for("indexing")[key]
+        rows = found[0]
+        source: TensorLike | None = self
+        if columns < self.shape[-1]:
+            source = self.with_columns(columns)
+        if source is None:
+            return self.materialize_for("indexing")[key]
+        return source.with_rows(lambda t: t[rows]) if rows else source
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[n] for n in range(len(self)))
+
+    # The transform, and a bias.
+
+    def mul(self, other: Any) -> Any:
+        number = _number(other)
+        scaled = None if number is None or self.tensor is not None else _times(self.transform, number)
+        if scaled is None:
+            return self.materialize_for("mul") * _plain(other)
+        return self.changed(transform=scaled)
+
+    def div(self, other: Any, *, rounding_mode: str | None = None) -> Any:
+        number = _number(other) if rounding_mode is None else None
+        scaled = None
+        if number and self.tensor is None:
+            scaled = _times(self.transform, 1 / number)
+        if scaled is None:
+            return torch.div(self.materialize_for("div"), _plain(other), rounding_mode=rounding_mode)
+        return self.changed(transform=scaled)
+
+    def tanh(self) -> Any:
+        if self.tensor is not None or self.transform.softcap is not None:
+            return self.materialize_for("tanh").tanh()
+        inner = self.transform.factors()[0]
+        return self.changed(transform=Transform(1.0, 1.0, inner))
+
+    def add(self, other: Any, *, alpha: Any = 1) -> Any:
+        if _number(other) == 0:
+            return self
+        is_bias = isinstance(other, Tensor) and other.numel() == other.shape[-1:].numel() == self.shape[-1]
+        found = None
+        if is_bias and alpha == 1 and self.tensor is None and self.transform == IDENTITY:
+            found = self.with_bias(other.reshape(-1))
+        return torch.add(self.materialize_for("add"), _plain(other), alpha=alpha) if found is None else found
+
+    multiply = __mul__ = __rmul__ = mul
+    divide = true_divide = __truediv__ = div
+    __add__ = __radd__ = add
+
+    # Everything else.
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.materialize_for(name), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in TORCH_FUNCTIONS:
+            result = TORCH_FUNCTIONS[function](*args, **kwargs)
+            if result is not None:
+                return result
+        name = getattr(function, "__name__", str(function))
+        bare = name.strip("_")
+        if bare in ("rmul", "radd"):
+            bare = bare[1:]
+        if bare in ("mul", "multiply", "add") and len(args) == 2 and not isinstance(args[0], TensorLike):
+            args = args[::-1]
+        if bare in LAZY and args and isinstance(args[0], TensorLike) and "out" not in kwargs:
+            return getattr(args[0], bare)(*args[1:], **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*tree_map(lambda a: _plain(a, name), args), **tree_map(lambda a: _plain(a, name), kwargs))
+
+
+LAZY = frozenset(
+    ("contiguous", "clone", "detach", "float", "half", "bfloat16", "double", "to", "view", "reshape", "flatten")
+    + ("squeeze", "unsqueeze", "mul", "multiply", "div", "divide", "true_divide", "tanh", "add")
+)  # the methods that a function of torch may stand for
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    function = getattr(operator, name)
+
+    def apply(self: TensorLike, *others: Any) -> Any:
+        return function(self.materialize_for(name), *map(_plain, others))
+
+    return apply
+
+
+def _reflected(name: str) -> Callable[..., Any]:
+    function = getattr(operator, name)
+    return lambda self, other: function(_plain(other), self.materialize_for(name))
+
+
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+for _name in ("neg", "abs", "invert", "sub", "pow", "mod", "floordiv", "matmul", "setitem", *COMPARISONS):
+    setattr(TensorLike, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in ("sub", "truediv", "pow", "matmul"):
+    setattr(TensorLike, f"__r{_name}__", _reflected(f"__{_name}__"))
+TensorLike.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def compose(inner: Transform, outer: Transform) -> Transform | None:
+    """The transform ``outer(inner(x))``; None if it is not a `Transform`."""
+    if inner == IDENTITY:
+        return outer
+    if inner.softcap is None:
+        return outer._replace(logit_scale=outer.logit_scale * inner.factors()[0])
+    if outer.softcap is not None:
+        return None
+    return _times(inner, outer.factors()[0])
+
+
+def _times(transform: Transform, number: float) -> Transform | None:
+    """The transform, multiplied by a number."""
+    if transform.softcap is None:
+        return Transform(1.0, None, transform.factors()[0] * number)
+    temperature = transform.temperature / number if number > 0 else 0.0
+    return transform._replace(temperature=temperature) if 0 < temperature < math.inf else None
+
+
+def _number(value: Any) -> float | None:
+    """A finite number as a float; None for anything else, and for a tensor that is not a constant on the CPU."""
+    if isinstance(value, Tensor):
+        if value.dim() or not value.is_cpu or value.requires_grad or type(value) is not Tensor:
+            return None
+        value = value.item()
+    is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if is_number else None
+
+
+def _plain(value: Any, name: str = "an operation") -> Any:
+    return value.materialize_for(name) if isinstance(value, TensorLike) else value
+
+
+def _columns(key: list[Any], dims: int) -> tuple[tuple[Any, ...], Any] | None:
+    """Divide an index into that of the rows and that of the columns; None if it cannot be."""
+    if any(k is None or isinstance(k, bool) for k in key) or tree_any(lambda k: isinstance(k, TensorLike), key):
+        return None
+    used = sum(k.dim() if isinstance(k, Tensor) and k.dtype == torch.bool else 1 for k in key if k is not Ellipsis)
+    if Ellipsis in [k for k in key if not isinstance(k, Tensor)]:
+        if used < dims and key[-1] is Ellipsis:
+            return tuple(key), slice(None)
+        # The last part is that of the columns. It is a slice of all, for the hidden states.
+        return (*key[:-1], slice(None)), key[-1]
+    if used < dims:
+        return tuple(key), slice(None)
+    return tuple(key[:-1]), key[-1]
+
+
+def _first(columns: Any, vocab: int) -> int | None:
+    """How many leading columns a slice selects; None for any other index."""
+    if not isinstance(columns, slice) or columns.step not in (None, 1) or columns.start not in (None, 0):
+        return None
+    return len(range(vocab)[columns]) or None
+
+
+def _outside() -> int:
+    """The ``stacklevel`` of the first frame outside of onepass and torch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("onepass", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
