@@ -22,8 +22,9 @@ MAPPINGS = (
 )
 # The first name of each group that a configuration has is set.
 SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 32, "d_model": 32, "n_embd": 32, "dim": 32, "embed_dim": 32, "embedding_size": 32,
-    "word_embed_proj_dim": 32, "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2,
+    "vocab_size": VOCAB, "hidden_size": 32, "d_model": 32, "n_embd": 32, "dim": 32, "embed_dim": 32,
+    "embedding_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2,
+    "num_layers": 2,
     "encoder_layers": 2, "decoder_layers": 2, "num_decoder_layers": 2, "num_encoder_layers": 2,
     "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "d_kv": 8, "intermediate_size": 64,
@@ -33,7 +34,8 @@ SIZES = {
     "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
     "first_k_dense_replace": 1, "max_position_embeddings": 64, "n_positions": 64, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "decoder_start_token_id": 1, "num_nextn_predict_layers": 0, "sliding_window": 8,
-    "image_size": 16, "patch_size": 8, "depth": 2, "num_codebooks": 2, "rotary_dim": 8, "state_size": 8, "time_step_rank": 4,
+    "image_size": 16, "patch_size": 8, "depth": 2, "num_codebooks": 2, "rotary_dim": 8, "state_size": 8,
+    "time_step_rank": 4,
 }  # fmt: skip
 LARGE = 30_000_000  # parameters; a model with more was not made small
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from onepass.core.checks import described
+from onepass.core.checks import check_integer, described
 from onepass.logits.linear import LinearLogits
 from onepass.logits.partitioned import whole
 
@@ -21,9 +21,11 @@ from onepass.logits.partitioned import whole
 class HeadLogits(LinearLogits):
     """The logits of a linear module. Its parameters are looked up when they are used: FSDP2 may have sharded them."""
 
-    def __init__(self, hidden: Tensor, head: nn.Linear) -> None:
-        self.head = head
-        super().__init__(hidden, head.weight, head.bias)
+    def __init__(
+        self, hidden: Tensor, head: nn.Linear, max_memory: int | None = None, observer: "Metrics | None" = None
+    ) -> None:
+        self.head, self.observer = head, observer
+        super().__init__(hidden, head.weight, head.bias, max_memory=max_memory)
         if hasattr(head.weight, "full_tensor"):
             del self.weight, self.bias  # found by __getattr__, when they are gathered
 
@@ -32,6 +34,37 @@ class HeadLogits(LinearLogits):
             parameter = getattr(self.head, name)
             return None if parameter is None else whole(parameter)
         return super().__getattr__(name)
+
+
+class Metrics:
+    """Sums over tokens, on the device: of the entropy, of the tokens that are the argmax, and their number."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor | int] = {}
+
+    def __call__(self, fields: dict[str, Tensor] | None, count: Tensor | int) -> None:
+        found = {"num_tokens": count}
+        if fields is not None:
+            found = {"entropy": fields["entropy"].sum(), "mean_token_accuracy": fields["is_top1"].sum()}
+        for name, value in found.items():
+            self.sums[name] = self.sums.get(name, 0) + value
+
+    def read(self) -> dict[str, Tensor]:
+        """The means since the last call, and the number of tokens."""
+        sums, self.sums = self.sums, {}
+        tokens = torch.as_tensor(sums.pop("num_tokens", 0))
+        means = {name: total / tokens for name, total in sums.items() if isinstance(total, Tensor)}
+        return means | {"num_tokens": tokens} if means else {}
+
+
+class Use(NamedTuple):
+    """How the logits of a head are computed; see `attach`."""
+
+    max_memory: int | None = None
+    observer: Metrics | None = None
+
+
+DEFAULT = Use()
 
 
 class Head(NamedTuple):
@@ -102,34 +135,44 @@ def trains(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
 
 
 @torch.compiler.disable(recursive=False)
-def run(model: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run(
+    model: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], use: Use = DEFAULT
+) -> Any:
     """Call a forward of the model. If it trains, its heads return `LinearLogits` meanwhile."""
     heads = [h.module for h in heads_of(model) if not h.reason] if trains(model, args, kwargs) else []
-    before = [(head, head.__dict__.get("forward")) for head in heads]
-    for head, earlier in before:
-        head.__dict__["forward"] = MethodType(_lazy if earlier is None else _unless_replaced(earlier), head)
+    before = [(head, head.__dict__.get("forward"), head.__dict__.get(USE)) for head in heads]
+    for head, forward_before, enclosing in before:
+        if enclosing is None:
+            head.__dict__["forward"] = MethodType(_lazy, head)
+            head.__dict__[USE] = use, forward_before
+        elif use is not DEFAULT:
+            head.__dict__[USE] = use, enclosing[1]
     try:
         return forward(*args, **kwargs)
     finally:
-        for head, earlier in before:
-            if earlier is None:
-                head.__dict__.pop("forward", None)
-            else:
-                head.__dict__["forward"] = earlier
+        for head, forward_before, enclosing in before:
+            for name, value in (("forward", forward_before), (USE, enclosing)):
+                if value is None:
+                    head.__dict__.pop(name, None)
+                else:
+                    head.__dict__[name] = value
 
 
 @torch.compiler.disable
 def _lazy(self: nn.Linear, hidden: Tensor) -> Any:
     """The forward of a head: its logits as a source, or as a tensor where no gradient is computed."""
     known = torch.is_grad_enabled() and isinstance(hidden, Tensor) and hidden.shape[-1:] == (self.in_features,)
-    matching = known and (hidden.dtype == self.weight.dtype or torch.is_autocast_enabled(hidden.device.type))
-    return HeadLogits(hidden, self) if matching else nn.Linear.forward(self, hidden)
+    use, earlier = self.__dict__[USE]
+    if earlier is not None and not _is_linear(earlier):  # another library has replaced the forward of the head
+        known = False
+    if known and (hidden.dtype == self.weight.dtype or torch.is_autocast_enabled(hidden.device.type)):
+        return HeadLogits(hidden, self, *use)
+    return nn.Linear.forward(self, hidden) if earlier is None else earlier(hidden)
 
 
-def _unless_replaced(earlier: Any) -> Callable[..., Any]:
-    """The forward of a head whose ``forward`` is replaced already: lazy if an enclosing forward of ours did so."""
-    lazy: Callable[..., Any] = _lazy
-    return lazy if getattr(earlier, "__func__", None) is _lazy else lambda self, *args: earlier(*args)
+def _is_linear(forward: Any) -> bool:
+    """Whether a replaced forward is `torch.nn.Linear.forward`, perhaps wrapped by a library that only moves tensors."""
+    return getattr(inspect.unwrap(forward), "__func__", inspect.unwrap(forward)) is nn.Linear.forward
 
 
 class Attached:
@@ -139,12 +182,26 @@ class Attached:
         heads: ``(name, module, reason)`` of every head; the reason says why its logits are materialized, if they are.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, use: Use) -> None:
+        self.observer = use.observer
         self.models = [m for m in model.modules() if heads_of(m) and "forward" not in _attached_to(m)]
         self.heads = list({id(h.module): h for m in self.models for h in heads_of(m)}.values())
         for m in self.models:
             m.__dict__[BEFORE] = m.__dict__.get("forward")
-            m.__dict__["forward"] = MethodType(_attached_forward(m), m)
+            m.__dict__["forward"] = MethodType(_attached_forward(m, use), m)
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Means over all tokens of the forwards that trained since the last call, as tensors on the device.
+
+        Returns:
+            ``entropy`` (in nats), ``mean_token_accuracy`` and ``num_tokens``; empty if there was no such forward.
+
+        Raises:
+            ValueError: the model is not attached with ``metrics=True``.
+        """
+        if self.observer is None:
+            raise ValueError("metrics: expected a model that is attached with metrics=True")
+        return self.observer.read()
 
     def restore(self) -> None:
         """Restore the forwards of the model. A second call does nothing."""
@@ -172,24 +229,25 @@ class Attached:
 
 
 BEFORE = "_onepass_forward"  # the forward that an instance had of its own, or None
+USE = "_onepass_use"  # how a head's logits are computed, and the forward that the instance had of its own, or None
 
 
 def _attached_to(model: nn.Module) -> Sequence[str]:
     return ["forward"] if BEFORE in model.__dict__ else []
 
 
-def _attached_forward(model: nn.Module) -> Callable[..., Any]:
+def _attached_forward(model: nn.Module, use: Use) -> Callable[..., Any]:
     """A forward with the model's signature, which trainers inspect."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         before = self.__dict__[BEFORE]
-        return run(self, MethodType(type(self).forward, self) if before is None else before, args, kwargs)
+        return run(self, MethodType(type(self).forward, self) if before is None else before, args, kwargs, use)
 
     forward.__wrapped__ = type(model).forward  # type: ignore[attr-defined]
     return forward
 
 
-def attach(model: nn.Module) -> Attached:
+def attach(model: nn.Module, *, max_memory: int | None = None, metrics: bool = False) -> Attached:
     """Train a causal language model without its logits: its head returns `onepass.LinearLogits` to its loss function.
 
     This holds for forwards with gradients and ``labels``. The loss, and whatever else a model does with its logits,
@@ -200,6 +258,9 @@ def attach(model: nn.Module) -> Attached:
 
     Args:
         model: a model, or any module that contains one (PEFT, DDP, FSDP2).
+        max_memory: bytes of workspace, see `onepass.LinearLogits`.
+        metrics: whether the entropy and the accuracy of the tokens are computed from the same read; see
+            `Attached.metrics`.
 
     Returns:
         `Attached`, with ``restore()``. It can be used in a ``with`` block.
@@ -214,4 +275,5 @@ def attach(model: nn.Module) -> Attached:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {described(model)}")
-    return Attached(model)
+    limit = None if max_memory is None else check_integer(max_memory, "max_memory", 1)
+    return Attached(model, Use(limit, Metrics() if metrics else None))

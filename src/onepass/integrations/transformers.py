@@ -1,6 +1,7 @@
 """Replacements for the causal-LM loss and the MoE routers of transformers; see `onepass.patch`."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.integrations.lazy_logits import run
+from onepass.integrations.lazy_logits import asked_for, run
 from onepass.integrations.patching import Target, original
 from onepass.integrations.transformers_experts import INTERFACE, PEFT, SINCE, activate_lora, experts_forward, register
 from onepass.losses.cross_entropy import cross_entropy
@@ -54,6 +55,30 @@ def tuner_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return run(self.model, partial(original(*TUNER), self), args, kwargs)
 
 
+def label_smoother(
+    self: Any, model_output: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
+) -> Tensor:
+    """`LabelSmoother.__call__`: `onepass.cross_entropy` with label smoothing, which reads the logits once."""
+    logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
+    if shift_labels:
+        logits, labels = logits[..., :-1, :], labels[..., 1:]
+    if labels.dim() == logits.dim():
+        labels = labels.squeeze(-1)
+    loss = cross_entropy(
+        logits, labels.to(logits.device), ignore_index=self.ignore_index, label_smoothing=self.epsilon,
+        num_items=num_items_in_batch,
+    )  # fmt: skip
+    return loss.reshape(num_items_in_batch.shape) if isinstance(num_items_in_batch, Tensor) else loss
+
+
+def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Trainer.compute_loss`. With label smoothing it removes the labels from the model's inputs."""
+    smooths = getattr(self, "label_smoother", None) is not None and getattr(self, "compute_loss_func", None) is None
+    with asked_for() if smooths else nullcontext():
+        return original(*TRAINER)(self, *args, **kwargs)
+
+
+TRAINER = "transformers.trainer", "Trainer.compute_loss"
 TUNER = "peft.tuners.tuners_utils", "BaseTuner.forward"
 
 
@@ -109,6 +134,16 @@ TARGETS = [
     Target(
         "transformers.modeling_utils", "PreTrainedModel.__call__", call, ("self, args, kwargs",), since="4.56",
         inherited=True,
+    ),
+    Target(
+        *TRAINER, compute_loss,
+        ("self, model, inputs, return_outputs, num_items_in_batch", "self, model, inputs, return_outputs"),
+        since="4.56",
+    ),
+    Target(
+        "transformers.trainer_pt_utils", "LabelSmoother.__call__", label_smoother,
+        ("self, model_output, labels, shift_labels", "self, model_output, labels, shift_labels, num_items_in_batch"),
+        since="4.56",
     ),
     *([Target(*TUNER, tuner_forward, ("self, args, kwargs",), since="0.17")] if find_spec("peft") else []),
     Target(*INTERFACE, experts_forward, ("key, value",), since=SINCE, method="register", registered=True),

@@ -21,6 +21,18 @@ from onepass.logits.tiled_loss import tiled_loss
 from onepass.logits.tiled_statistics import tiled_statistics
 from onepass.logits.tiles import HeadTensors, Settings
 
+Observer = Callable[[Fields | None, Tensor | int], None]
+
+
+def observed(loss_fn: LossFunction, observer: Observer, names: Sequence[str]) -> LossFunction:
+    """A loss function of the fields ``names`` that also shows all fields of a tile to the observer."""
+
+    def loss(fields: Fields, *row_inputs: Tensor) -> Tensor:
+        observer({name: f.detach() for name, f in fields.items()}, 0)
+        return loss_fn({name: fields[name] for name in names}, *row_inputs)
+
+    return loss
+
 
 class LinearLogits(TensorLike):
     """The logits ``hidden @ weight.T + bias``, for any function of onepass that takes logits.
@@ -54,6 +66,7 @@ class LinearLogits(TensorLike):
         log_probs, entropy = onepass.selective_log_softmax_and_entropy(logits, labels)
     """
 
+    observer: Observer | None = None
     round_before_bias = False  # whether the bias is added to the rounded product, which rounds twice
 
     def __init__(
@@ -166,7 +179,12 @@ class LinearLogits(TensorLike):
         index, row_mask, class_weights = self.flat(inputs)
         rows = self.shape[:-1]
         flat = [i.reshape(rows.numel(), *i.shape[len(rows) :]) for i in row_inputs]
-        loss_fn = loss_fn or (lambda fields: fields[options.fields])
+        field = options.fields
+        loss_fn = loss_fn or (lambda fields: fields[field])
+        if self.observer is not None and index is not None and index.dim() == 1:
+            loss_fn, linear = observed(loss_fn, self.observer, options.names), False
+            options = options._replace(fields=" ".join(dict.fromkeys((*options.names, "entropy", "is_top1"))))
+            self.observer(None, rows.numel() if row_mask is None else (row_mask != 0).sum())
         row_loss = StatisticsLoss(loss_fn, options, self.gemm_dtype, index, class_weights, flat, linear)
         return self.tiled(row_loss, row_mask, divisor)
 
