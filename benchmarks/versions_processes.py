@@ -31,11 +31,13 @@ class Version:
     def __init__(self, role: str, checkout: Path) -> None:
         self.role, self.source = role, checkout.resolve() / "src"
 
-    def start(self) -> None:
+    def start(self, cores: int | None = None) -> None:
+        """Start the process, on the first ``cores`` cores if that is given."""
+        pin = [] if cores is None else [str(cores)]
         path = os.pathsep.join(filter(None, [str(self.source), os.environ.get("PYTHONPATH")]))
         read, write = os.pipe()
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "benchmarks.versions_worker", str(write)], text=True,
+            [sys.executable, "-W", "ignore", "-m", "benchmarks.versions_worker", str(write), *pin], text=True,
             pass_fds=[write], stdin=subprocess.PIPE, stdout=2, cwd=CHECKOUT, env=os.environ | {"PYTHONPATH": path},
         )  # fmt: skip
         os.close(write)

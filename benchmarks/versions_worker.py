@@ -1,7 +1,7 @@
 """A process of `versions.py` that measures one version of onepass: it prepares, measures and frees one operation after
 the other, as it is asked to.
 
-    python -m benchmarks.versions_worker FILE_DESCRIPTOR
+    python -m benchmarks.versions_worker FILE_DESCRIPTOR [CORES]
 
 Requests are lines of JSON on stdin. The answers go to a pipe of their own, because libraries may print. The onepass
 that is imported may be an older one, of which only public functions may be used.
@@ -151,4 +151,6 @@ def least_wall_ms(run: Run, seconds: float, calls: int) -> float:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 2 and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[2])])
     serve(int(sys.argv[1]))

@@ -1,0 +1,236 @@
+"""`python -m benchmarks lm`: time and memory of training steps of whole models through transformers, by `Trainer`.
+
+Models have the shapes of Qwen2.5-0.5B and Llama-3.2-1B, with random weights in bfloat16 and gradient checkpointing. The
+ways are the model as it is, with Liger's fused linear cross-entropy and nothing else of Liger, and with
+`onepass.patch("transformers")`. Each model and way has a process of its own, since Liger changes the classes of a
+model. Peaks of memory are those of the allocator and include the model, its gradients and the optimizer's state.
+
+- ``step``: loss and backward of 4 × 4096 tokens, without an optimizer.
+- ``full``, ``lora``: steps of `Trainer` with 8 × 4096 tokens and AdamW, of all parameters or of adapters of rank 16 on
+  all linear layers of the decoder.
+- ``max_memory``: the ``step`` of a model that is attached with several ``max_memory``.
+"""
+
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+
+from benchmarks.harness import Out, check_choices, command, new_console, now, write
+from onepass.cli.environment import environment, package_version
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": dict(
+        kind="Qwen2", vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
+        num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True,
+    ),
+    "llama-3.2-1b": dict(
+        kind="Llama", vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
+    ),
+    "tiny": dict(
+        kind="Llama", vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
+WAYS = ("plain", "Liger", "onepass")
+LIMITS = tuple(2**n for n in range(26, 33))  # of max_memory: 64 MiB to 4 GiB
+LENGTH, STEPS = 4096, 10
+CUDA = torch.cuda.is_available()
+
+
+def lm(
+    out: Out = Path(".bench"),
+    model: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODELS)}; repeatable.")] = None,
+    way: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(WAYS)}; repeatable.")] = None,
+    length: Annotated[int, typer.Option(help="Tokens of a sequence.", min=2)] = LENGTH,
+    worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False,
+) -> None:
+    """Time and memory of training steps of whole models, with and without onepass; write a table and a JSON."""
+    check_choices((model, MODELS), (way, WAYS))
+    models, ways = model or ["qwen2.5-0.5b", "llama-3.2-1b"], way or list(WAYS)
+    if worker:
+        print(json.dumps(measure(models[0], ways[0], length)))
+        return
+    packages = {name: package_version(name) for name in ("transformers", "peft", "liger-kernel")}
+    report: dict[str, Any] = {"command": command(), "date": now(), "environment": environment() | packages}
+    report |= {"length": length, "results": [], "not_run": {}, "sources": {}}
+    console = new_console()
+    for m in models:
+        for w in ways:
+            console.print(f"{m}, {w}", highlight=False)
+            found = in_process(m, w, length)
+            report["sources"].update({m: found.pop("sources")} if found.get("sources") else {})
+            report["not_run"].update({f"{m}, {w}, {name}": why for name, why in found.pop("not_run").items()})
+            report["results"] += found["results"]
+            write(report, out / "lm.json")
+    table = Table("model", "step", "way", "max_memory, MiB", "ms", "least", "most", "peak GiB")
+    for r in report["results"]:
+        limit = "" if r["max_memory"] is None else str(r["max_memory"] >> 20)
+        times = (f"{r[name]:.1f}" for name in ("ms", "least_ms", "most_ms"))
+        peak = "" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 2**30:.2f}"
+        table.add_row(r["model"], r["step"], r["way"], limit, *times, peak)
+    console.print(table)
+    for what, why in report["not_run"].items():
+        console.print(f"not run: {what}: {why}", highlight=False)
+
+
+def in_process(model: str, way: str, length: int) -> dict[str, Any]:
+    arguments = ["--worker", "--model", model, "--way", way, "--length", str(length)]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "benchmarks", "lm", *arguments], capture_output=True, text=True,
+        env=os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TOKENIZERS_PARALLELISM": "0"},
+    )  # fmt: skip
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        return found
+    except (IndexError, ValueError):
+        return {"results": [], "not_run": {"all": (done.stderr.strip().splitlines() or ["no result"])[-1][:300]}}
+
+
+def measure(name: str, way: str, length: int) -> dict[str, Any]:
+    """All steps of one model and way; called in a process of its own."""
+    import transformers
+
+    import onepass
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    kind = MODELS[name]["kind"]
+    if way == "Liger":
+        from liger_kernel.transformers import monkey_patch
+
+        rest = dict(rope=False, rms_norm=False, swiglu=False, cross_entropy=False, fused_linear_cross_entropy=True)
+        getattr(monkey_patch, f"apply_liger_kernel_to_{kind.lower()}")(**rest)
+    if way == "onepass":
+        onepass.patch("transformers")
+    found: dict[str, Any] = {"results": [], "not_run": {}, "sources": {}}
+    cases: list[tuple[str, int | None]] = [("step", None), ("full", None), ("lora", None)]
+    cases += [("max_memory", limit) for limit in LIMITS] if way == "onepass" else []
+    for step, limit in cases:
+        try:
+            times, peak = (trainer_steps if step in ("full", "lora") else bare_steps)(name, length, step, limit)
+        except torch.cuda.OutOfMemoryError as error:
+            found["not_run"][step] = str(error).partition(".")[0]
+            continue
+        except Exception as error:  # the other steps are measured all the same
+            found["not_run"][step] = f"{type(error).__name__}: {error}"[:300]
+            continue
+        finally:
+            gc.collect()
+            torch.cuda.empty_cache()
+        ms = {"ms": statistics.median(times), "least_ms": min(times), "most_ms": max(times)}
+        found["results"].append(
+            {"model": name, "step": step, "way": way, "max_memory": limit, "peak_bytes": peak, "runs": times} | ms
+        )
+    if way == "onepass":
+        from benchmarks.sources import sources_of
+
+        model = build(name)
+        found["sources"] = sources_of(lambda: loss_of(model, batch(name, 2, min(length, 64))).backward())
+    return found
+
+
+def build(name: str) -> Any:
+    import transformers
+
+    given = dict(MODELS[name])
+    kind = given.pop("kind")
+    config = getattr(transformers, f"{kind}Config")(**given, max_position_embeddings=2 * LENGTH, use_cache=False)
+    config.dtype = torch.bfloat16
+    torch.manual_seed(0)
+    with torch.device("cuda" if CUDA else "cpu"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def batch(name: str, rows: int, length: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(MODELS[name]["vocab_size"], (rows, length), device="cuda" if CUDA else "cpu")
+    return {"input_ids": ids, "labels": ids}
+
+
+def loss_of(model: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss: torch.Tensor = model(**given).loss
+    return loss
+
+
+def bare_steps(name: str, length: int, step: str, limit: int | None) -> tuple[list[float], int | None]:
+    import onepass
+
+    model, given = build(name), batch(name, 4, length)
+    if limit is not None:
+        onepass.attach(model, max_memory=limit)
+
+    def run() -> None:
+        model.zero_grad()
+        loss_of(model, given).backward()
+
+    return timed(run)
+
+
+def timed(run: Callable[[], None]) -> tuple[list[float], int | None]:
+    """Milliseconds of every step after three that are not measured, and the peak of memory."""
+    times = []
+    for n in range(STEPS):
+        if CUDA:
+            torch.cuda.synchronize()
+            if n == 3:
+                torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        run()
+        if CUDA:
+            torch.cuda.synchronize()
+        if n >= 3:
+            times.append((time.perf_counter() - start) * 1e3)
+    return times, torch.cuda.max_memory_allocated() if CUDA else None
+
+
+def trainer_steps(name: str, length: int, step: str, limit: int | None) -> tuple[list[float], int | None]:
+    import transformers
+
+    model = build(name)
+    if step == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        model.enable_input_require_grads()  # for checkpointing with a frozen embedding
+        adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, adapters)
+    rows = torch.randint(MODELS[name]["vocab_size"], (8 * STEPS, length))
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    marks: list[float] = []
+
+    class Clock(transformers.TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.mark()
+            if CUDA and len(marks) == 5:
+                torch.cuda.reset_peak_memory_stats()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.mark()
+
+        def mark(self) -> None:
+            if CUDA:
+                torch.cuda.synchronize()
+            marks.append(time.perf_counter())
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = transformers.TrainingArguments(
+            folder, max_steps=STEPS, per_device_train_batch_size=8, gradient_checkpointing=True, bf16=False,
+            gradient_checkpointing_kwargs={"use_reentrant": False}, optim="adamw_torch_fused", report_to=[],
+            save_strategy="no", logging_strategy="no", disable_tqdm=True, use_cpu=not CUDA,
+        )  # fmt: skip
+        transformers.Trainer(model, args, train_dataset=data, callbacks=[Clock()]).train()
+    times = [(end - start) * 1e3 for start, end in zip(marks[::2], marks[1::2])][3:]
+    return times, torch.cuda.max_memory_allocated() if CUDA else None
