@@ -198,7 +198,7 @@ class InProcess:
     def __init__(self, role, checkout):
         self.role, self.started, self.runs = role, 0, {}
 
-    def start(self):
+    def start(self, cores=None):
         self.started += 1
 
     def stop(self):
