@@ -50,11 +50,13 @@ class LogitsSource:
     Attributes:
         shape: ``(..., V)``.
         dtype, device: of the logits.
+        reads_less: whether it is worth an operation on the device to find rows that need not be read.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    reads_less = True
 
     def dim(self) -> int:
         """The number of dimensions."""
@@ -124,6 +126,8 @@ class TensorLogits(LogitsSource):
     Args:
         inplace_backward: whether the backward writes the gradient over the logits.
     """
+
+    reads_less = False
 
     def __init__(self, logits: Tensor, inplace_backward: bool = False) -> None:
         self.logits, self.inplace_backward = logits, inplace_backward

@@ -161,7 +161,8 @@ def distillation_loss(
     one_normalizer = renormalize or temperature == 1.0
     fields = "selected log_normalizer" if one_normalizer else "selected log_normalizer tempered_log_normalizer"
     options = options_for(fields, 1.0, softcap, logit_scale, sharpness=1.0 / temperature)
-    inputs, options = inputs_for(student, options, index, valid | teacher.to_read, index_name="target or teacher_ids")
+    to_read = None if teacher.to_read is None else valid | teacher.to_read
+    inputs, options = inputs_for(student, options, index, to_read, index_name="target or teacher_ids")
     s = student.statistics(inputs, options)
     selected = s["selected"] if temperature == 1.0 else s["selected"] / temperature
     if renormalize:
@@ -181,7 +182,7 @@ class Teacher:
     Attributes:
         ids: ``(..., K)``; 0 for masked tokens.
         log_probs: ``(..., K)``; -inf for masked tokens.
-        to_read: ``(...)``, bool: rows with a token that is not masked.
+        to_read: ``(...)``, bool: rows with a token that is not masked; None for all rows.
         rows: ``(...)``, bool: rows in which the masks leave a token, which a mean counts; None for all rows.
     """
 
@@ -212,7 +213,10 @@ class Teacher:
                 f"teacher_log_probs: expected logarithms of probabilities, at most 0, got {log_probs.max().item():g}"
             )
         given = log_probs != -INF
-        self.ids, self.to_read, self.log_probs = ids * given, given.any(-1), log_probs
+        self.ids, self.log_probs = ids * given, log_probs
+        masked = row_mask is not None or teacher_mask is not None
+        # Without masks hardly any row is without a token. Its loss and gradient are 0 then, even if it is read.
+        self.to_read = given.any(-1) if masked or student.reads_less else None
         if renormalize:  # log_softmax makes a row without any token NaN
             self.log_probs = log_probs.log_softmax(-1).masked_fill_(~given, -INF)
 
