@@ -19,7 +19,7 @@ def run(*arguments):
 def test_help_lists_the_commands():
     result = run("--help")
     assert result.exit_code == 0
-    assert all(command in result.output for command in ("demo", "doctor", "autotune"))
+    assert all(command in result.output for command in ("demo", "doctor", "run", "autotune"))
 
 
 @pytest.mark.parametrize("path", ["", "1"], ids=["eager", "interpreter"])
@@ -50,7 +50,12 @@ def test_demo_trains_the_same_curve(tmp_path, monkeypatch):
     lines = (tmp_path / "autotuned.jsonl").read_text().splitlines()
     assert [AutotuneRecord.from_json(json.loads(line)) for line in lines] == [record], "once"
     assert run("demo", "--distill", *arguments).exit_code == 2
-    assert "largest difference" in result.output and "over 3 steps" in result.output
+    assert re.search(r"largest difference \S+ over 3 steps \(below 1e-04\)", result.output), result.output
+    assert re.search(r"largest difference in the Trainer \S+ over 3 steps \(below 1e-04\)", result.output), (
+        result.output
+    )
+    peaks = re.search(r"peak of tensor memory beyond the model, 1 step, MiB\W+(\S+)\W+(\S+)", result.output)
+    assert peaks and float(peaks[2]) < float(peaks[1]), result.output
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 

@@ -8,6 +8,7 @@ from onepass import moe
 from onepass.core.version import __version__ as __version__
 from onepass.integrations.lazy_logits import Attached, attach
 from onepass.integrations.patching import Patch, patch
+from onepass.integrations.switch import patch_process
 from onepass.logits.linear import LinearLogits
 from onepass.logits.partitioned import gather_parameters
 from onepass.logits.tensor_like import MaterializedLogits
@@ -36,6 +37,7 @@ def __getattr__(name: str) -> Any:
 
 if os.environ.get("ONEPASS_AUTOTUNE_STORE"):
     importlib.import_module("onepass.autotune.session").for_process(os.environ["ONEPASS_AUTOTUNE_STORE"])
+patch_process()  # if ONEPASS_PATCH asks for it
 
 __all__ = [
     "Attached",

@@ -20,7 +20,7 @@ from onepass.integrations.patching import LIBRARIES, plan
 
 PATHS = {"onepass.kernels": "Triton kernels", "onepass.reference": "eager PyTorch"}
 PEERS = ("transformers", "trl", "liger-kernel", "quack-kernels", "axolotl", "tokenizers", "typer", "rich", "matplotlib")
-SWITCHES = ("ONEPASS_DEBUG", "TRITON_INTERPRET")
+SWITCHES = ("ONEPASS_DEBUG", "ONEPASS_PATCH", "TRITON_INTERPRET")
 SHAPE = (3, 5, 1003)  # a vocabulary that no vector width divides
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = 1e-5  # of float32 arithmetic

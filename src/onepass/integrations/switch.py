@@ -1,0 +1,39 @@
+"""`onepass.patch` without a change to user code: the environment variable ``ONEPASS_PATCH``."""
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from onepass.integrations.patching import LIBRARIES, Patch, patch
+
+VARIABLE = "ONEPASS_PATCH"
+
+
+def libraries_asked_for() -> Sequence[str] | None:
+    """The libraries that ``ONEPASS_PATCH`` names: all that are installed for ``1``, none for ``0``; None if not set.
+
+    Raises:
+        ValueError: another value.
+        ModuleNotFoundError: a named library is not installed.
+    """
+    value = os.environ.get(VARIABLE, "").strip()
+    if not value:
+        return None
+    if value == "0":
+        return ()
+    if value == "1":
+        return [name for name in LIBRARIES if find_spec(name) is not None]
+    names = [name.strip() for name in value.split(",")]
+    for name in names:
+        if name not in LIBRARIES:
+            known = ", ".join(map(repr, LIBRARIES))
+            raise ValueError(f"{VARIABLE}: expected 0, 1, or any of {known} separated by commas, got {value!r}")
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"{VARIABLE}: {name} is not installed; pip install 'onepass[{name}]'", name=name)
+    return names
+
+
+def patch_process() -> Patch | None:
+    """Apply `onepass.patch` to the libraries that ``ONEPASS_PATCH`` names, until the process ends; None if to none."""
+    names = libraries_asked_for()
+    return patch(*names) if names else None

@@ -1,0 +1,234 @@
+"""`python -m onepass run` and ``ONEPASS_PATCH``: scripts run as by Python itself, with the libraries patched."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import onepass
+from onepass.cli.app import app
+from onepass.cli.script import is_script
+from onepass.integrations.switch import libraries_asked_for
+
+SOURCE = Path(onepass.__file__).parents[1]
+# What Python sets for a script, in one line.
+SEEN = """
+import pickle, sys
+class Pickled: pass
+main = sys.modules["__main__"]
+pickle.loads(pickle.dumps(Pickled()))
+print(__name__, __file__, __package__, __spec__ and __spec__.name, sys.argv, sys.path[0], main.__dict__ is globals())
+"""
+# Whether the libraries are imported, and whether they are patched.
+STATE = """
+import sys
+for name, module, function in ("transformers", "transformers.loss.loss_utils", "ForCausalLMLoss"), (
+    "trl", "trl.trainer.utils", "selective_log_softmax"
+):
+    found = getattr(sys.modules.get(module), function, None)
+    patched = found is not None and found.__module__.startswith("onepass.")
+    print(name, "patched" if patched else "imported" if name in sys.modules else "not imported")
+"""
+
+
+def python(*arguments, folder, patch=None, flags=()):
+    environment = {k: v for k, v in os.environ.items() if k not in ("ONEPASS_PATCH", "TRITON_INTERPRET")}
+    environment["PYTHONPATH"] = str(SOURCE)
+    if patch is not None:
+        environment["ONEPASS_PATCH"] = patch
+    command = [sys.executable, *flags, *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def run(*arguments, patch="0", **options):
+    """By default without a patch, for which libraries are imported for seconds."""
+    return python("-m", "onepass", "run", *arguments, patch=patch, **options)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, source):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(textwrap.dedent(source))
+        return path
+
+    return write
+
+
+ARGUMENTS = ["--help", "-m", "a b", "--", "run", "--out=x"]
+
+
+@pytest.mark.parametrize("flags", [(), ("-P",)], ids=["", "safe path"])
+def test_a_script_sees_what_python_gives_it(tmp_path, write, flags):
+    if flags and sys.version_info < (3, 11):
+        pytest.skip("Python has no -P")
+    write("there/script.py", SEEN)
+    (tmp_path / "link.py").symlink_to("there/script.py")
+    for path in ("there/script.py", "link.py"):
+        ours, theirs = (f(path, *ARGUMENTS, folder=tmp_path, flags=flags) for f in (run, python))
+        assert ours.returncode == theirs.returncode == 0, ours.stderr
+        assert ours.stdout == theirs.stdout
+
+
+def test_a_module_a_package_and_a_folder_see_what_python_gives_them(tmp_path, write):
+    write("module.py", SEEN)
+    write("package/__init__.py", "")
+    write("package/__main__.py", SEEN)
+    for start in (["-m", "module"], ["-m", "package"], ["package"]):
+        ours, theirs = (f(*start, *ARGUMENTS, folder=tmp_path) for f in (run, python))
+        assert ours.returncode == theirs.returncode == 0, ours.stderr
+        assert ours.stdout == theirs.stdout
+
+
+def test_a_script_lives_until_the_end_of_the_process(tmp_path, write):
+    source = """
+    import atexit, multiprocessing, sys
+    def late(): print("late", sys.modules["__main__"].late is late)
+    def work(queue): queue.put(work.__module__)
+    if __name__ == "__main__":
+        atexit.register(late)
+        context = multiprocessing.get_context("spawn")
+        queue = context.Queue()
+        process = context.Process(target=work, args=(queue,))
+        process.start()
+        print(queue.get())
+        process.join()
+    """
+    write("script.py", source)
+    ours, theirs = (f("script.py", folder=tmp_path) for f in (run, python))
+    assert ours.stdout == theirs.stdout == "__mp_main__\nlate True\n", ours.stderr
+
+
+@pytest.mark.parametrize("start", [["script.py"], ["-m", "script"]], ids=["script", "module"])
+def test_the_exit_code_is_that_of_the_script(tmp_path, write, start):
+    write("script.py", "import sys\nprint('ran', flush=True)\nsys.exit(int(sys.argv[1]) or 'stop')\n")
+    for argument, code, end in ("7", 7, []), ("0", 1, ["stop"]):
+        result = run(*start, argument, folder=tmp_path)
+        assert (result.returncode, result.stdout) == (code, "ran\n"), result.stderr
+        assert result.stderr.splitlines() == ["onepass: nothing patched (ONEPASS_PATCH=0)", *end]
+
+
+ERRORS = {
+    "an exception": "def fails():\n    raise KeyError('missing')\nfails()\n",
+    "two exceptions": "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise OSError(32, 'x') from error\n",
+    "a syntax error": "x = = 1\n",
+}
+
+
+@pytest.mark.parametrize("source", ERRORS.values(), ids=list(ERRORS))
+def test_a_traceback_begins_with_the_script(tmp_path, write, source):
+    write("script.py", source)
+    ours, theirs = (f("script.py", folder=tmp_path) for f in (run, python))
+    assert ours.returncode == theirs.returncode == 1
+    assert ours.stderr.partition("\n")[2] == theirs.stderr
+
+
+def test_a_script_has_its_own_excepthook(tmp_path, write):
+    write("script.py", "import sys\nsys.excepthook = lambda *_: print('hook')\nassert False\n")
+    result = run("script.py", folder=tmp_path)
+    assert (result.returncode, result.stdout) == (1, "hook\n")
+
+
+def test_an_interrupted_script_ends_as_with_python(tmp_path, write):
+    write("script.py", "raise KeyboardInterrupt\n")
+    ours, theirs = (f("script.py", folder=tmp_path) for f in (run, python))
+    assert ours.returncode == theirs.returncode != 0
+    assert ours.stderr.endswith("KeyboardInterrupt\n")
+
+
+def test_errors_before_a_script_runs(tmp_path):
+    missing = run("no.py", folder=tmp_path)
+    assert missing.returncode == 2 and missing.stderr == "onepass: can't open file 'no.py': no such file or directory\n"
+    missing = run("-m", "no_such_module", folder=tmp_path)
+    assert missing.returncode == 1 and missing.stderr.endswith("No module named no_such_module\n")
+
+
+def test_what_is_no_script_is_parsed_by_typer():
+    assert is_script(["x.py", "--help"]) and is_script(["-m", "x", "--help"])
+    for arguments, code in ([], 2), (["-m"], 2), (["--no-such-option", "x.py"], 2), (["--help"], 0):
+        assert not is_script(arguments)
+        result = CliRunner().invoke(app, ["run", *arguments])
+        assert result.exit_code == code, result.output
+    assert "SCRIPT" in result.output and "-m" in result.output
+
+
+def test_run_needs_no_extra(tmp_path, write):
+    source = """
+    import sys
+    sys.modules |= dict.fromkeys(["typer", "rich", "click", "matplotlib"])  # they cannot be imported
+    sys.argv = ["onepass", "run", "script.py"]
+    from onepass.cli import main
+    main()
+    """
+    write("script.py", "print('ran')\n")
+    write("start.py", source)
+    result = python("start.py", folder=tmp_path, patch="0")
+    assert result.stdout == "ran\n", result.stderr
+
+
+@pytest.mark.parametrize("patch", [None, "transformers"])
+def test_run_patches_before_the_script(tmp_path, write, patch):
+    pytest.importorskip("transformers")
+    pytest.importorskip("trl")
+    write("script.py", STATE)
+    result = run("script.py", folder=tmp_path, patch=patch)
+    assert result.returncode == 0, result.stderr
+    libraries = ["transformers"] if patch == "transformers" else ["transformers", "trl"]
+    states = dict(line.split(" ", 1) for line in result.stdout.splitlines())
+    assert [name for name, state in states.items() if state == "patched"] == libraries
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("onepass: ")]
+    assert line.startswith("onepass: patched transformers ") and ("trl" in line) == ("trl" in libraries)
+    assert "names replaced" in line
+
+
+@pytest.mark.parametrize("patch", [None, "0"])
+def test_an_import_alone_patches_and_imports_nothing(tmp_path, patch):
+    result = python("-c", "import onepass\n" + STATE, folder=tmp_path, patch=patch)
+    assert result.stdout == "transformers not imported\ntrl not imported\n", result.stderr
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("patch, patched", [("1", ["transformers", "trl"]), ("trl", ["trl"])])
+def test_the_variable_patches_on_import(tmp_path, patch, patched):
+    pytest.importorskip("transformers")
+    pytest.importorskip("trl")
+    result = python("-c", "import onepass\n" + STATE, folder=tmp_path, patch=patch)
+    states = dict(line.split(" ", 1) for line in result.stdout.splitlines())
+    assert [n for n, s in states.items() if s == "patched"] == patched, result.stderr
+
+
+EXPECTED = "ONEPASS_PATCH: expected 0, 1, or any of 'transformers', 'trl' separated by commas, got "
+
+
+@pytest.mark.parametrize("value", ["yes", "transformers,", "1,trl", "Transformers"])
+def test_a_wrong_value_is_an_error_that_names_the_variable(monkeypatch, value):
+    monkeypatch.setenv("ONEPASS_PATCH", value)
+    with pytest.raises(ValueError, match=f"^{EXPECTED}{value!r}$"):
+        libraries_asked_for()
+
+
+def test_a_wrong_value_is_an_error_of_the_import(tmp_path):
+    result = python("-c", "import onepass", folder=tmp_path, patch="yes")
+    assert result.returncode == 1 and "During handling" not in result.stderr
+    assert result.stderr.splitlines()[-1] == f"ValueError: {EXPECTED}'yes'"
+
+
+def test_a_library_that_is_not_installed(monkeypatch):
+    monkeypatch.setenv("ONEPASS_PATCH", "trl")
+    monkeypatch.setattr("onepass.integrations.switch.find_spec", lambda name: None)
+    with pytest.raises(
+        ModuleNotFoundError, match=r"^ONEPASS_PATCH: trl is not installed; pip install 'onepass\[trl\]'$"
+    ):
+        libraries_asked_for()
+
+
+def test_torchrun_starts_it_in_every_process(tmp_path, write):
+    write("script.py", "import os, sys\nprint(os.environ['RANK'], sys.argv, __name__, flush=True)\n")
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "onepass", "run", "script.py", "--x"]
+    result = python(*start, folder=tmp_path, patch="0")
+    assert sorted(result.stdout.splitlines()) == [f"{n} ['script.py', '--x'] __main__" for n in (0, 1)], result.stderr
