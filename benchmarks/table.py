@@ -21,6 +21,7 @@ SUMMARY = "<!-- summary: benchmarks/table.py -->\n", "<!-- end of summary -->\n"
 AUTOTUNE = "<!-- autotune: benchmarks/table.py -->\n", "<!-- end of autotune -->\n"
 EXPERTS = "<!-- experts: benchmarks/table.py -->\n", "<!-- end of experts -->\n"
 TRAINERS = "<!-- trainers: benchmarks/table.py -->\n", "<!-- end of trainers -->\n"
+LM = "<!-- lm: benchmarks/table.py -->\n", "<!-- end of lm -->\n"
 LINEAR_HEAD = "<!-- linear head: benchmarks/table.py -->\n", "<!-- end of linear head -->\n"
 INTRODUCTION = """# Measured
 
@@ -168,6 +169,21 @@ def trainer_table(path: Path, report: Report) -> str:
     return about + grid(["trainer", "heads of", *columns, "peak GiB, forward + backward", "of the step"], rows)
 
 
+def lm_table(path: Path, report: Report) -> str:
+    here = report["environment"]
+    packages = ", ".join(f"{name} {here[name]}" for name in ("transformers", "peft", "liger-kernel") if here[name])
+    models = dict.fromkeys(r["model"] for r in report["results"])
+    rows = []
+    for r in report["results"]:
+        limit = "" if r["max_memory"] is None else f"{r['max_memory'] >> 20} MiB"
+        times = [f"{r['ms']:.1f}", f"{r['least_ms']:.1f} to {r['most_ms']:.1f}"]
+        rows.append([r["model"], r["step"], r["way"], limit, *times, f"{r['peak_bytes'] / 2**30:.2f}"])
+    head = ["model", "step", "way", "`max_memory`", "ms, median", "least to most", "peak GiB"]
+    about = f"{where(path, report)}, {packages}; sequences of {report['length']} tokens.\n\n{marked(report, models)}"
+    missing = "".join(f"\n- not run: {what}: {why}" for what, why in report["not_run"].items())
+    return about + grid(head, rows) + missing + "\n" * bool(missing)
+
+
 def autotune_table(path: Path, report: Report) -> str:
     processes = report["results"]
     libraries = list(processes["tunes"]["seconds"])
@@ -183,20 +199,18 @@ def autotune_table(path: Path, report: Report) -> str:
 def version_table(path: Path, report: Report) -> str:
     """Two versions in turns: times, and the ratio of the times.
 
-    For many rows the ratio is the median over rounds, with its least and most; for few rows, the ratio of the medians
-    over processes, with the least and most of the ratios of two processes that were started in succession.
+    For many rows the ratio is the median over rounds, with its least and most; for few rows, the ratio of the least
+    times of all processes, with the least and most of the ratios of two processes that were started in succession.
     """
     head = ["operation", "shape", "pass", "before, ms", "after, ms", "ratio", "least to most"]
-    rows = [
-        [
-            f"`{r['operation']}`", " × ".join(map(str, r["shape"])), r["pass"], f"{median(r['old_ms']):.3f}",
-            f"{median(r['new_ms']):.3f}", f"{r['ratio']:.3f}", f"{r['least']:.3f} to {r['most']:.3f}",
-        ]
-        for r in report["results"]
-    ]  # fmt: skip
+    rows = []
+    for r in report["results"]:
+        times = [(min if "wall" in r["pass"] else median)(r[key]) for key in ("old_ms", "new_ms")]
+        row = [f"`{r['operation']}`", " × ".join(map(str, r["shape"])), r["pass"], *[f"{t:.3f}" for t in times]]
+        rows.append([*row, f"{r['ratio']:.3f}", f"{r['least']:.3f} to {r['most']:.3f}"])
     about = f"{where(path, report)}, {report['rounds']} rounds"
     if "pairs" in report:
-        about += f"; of few rows (wall) {report['pairs']} processes of each version, and the ratio of their medians"
+        about += f"; of few rows (wall) {report['pairs']} processes of each version, and the ratio of their least times"
     return f"## {path.stem}\n\n{about}\n\n{marked(report, operations_of(report))}" + grid(head, rows)
 
 
@@ -264,6 +278,8 @@ def kind_of(report: Report) -> str:
     results = report["results"]
     if "tunes" in results:
         return "autotune"
+    if "way" in results[0]:
+        return "lm"
     kinds = {"trainer": "trainers", "routing": "experts", "old_ms": "versions", "hidden": "heads"}
     return next((kind for key, kind in kinds.items() if key in results[0]), "logits")
 
@@ -283,6 +299,7 @@ def table() -> None:
     for name, marks, tables in (
         ("moe.md", EXPERTS, [expert_table(*each) for each in of("experts").items()]),
         ("integrations.md", TRAINERS, [trainer_table(*each) for each in of("trainers").items()]),
+        ("integrations.md", LM, [lm_table(*each) for each in of("lm").items()]),
         ("autotune.md", AUTOTUNE, [autotune_table(*each) for each in of("autotune").items()]),
     ):
         document = HERE.parent / "docs" / name
