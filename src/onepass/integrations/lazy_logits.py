@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo, and Triton, at once
 
 from onepass.core.checks import check_integer, described
 from onepass.logits.linear import LinearLogits
@@ -134,7 +135,7 @@ def trains(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
     return given is not None or _asked > 0
 
 
-@torch.compiler.disable(recursive=False)
+@_disable_dynamo(recursive=False)
 def run(
     model: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], use: Use = DEFAULT
 ) -> Any:
@@ -158,7 +159,7 @@ def run(
                     head.__dict__[name] = value
 
 
-@torch.compiler.disable
+@_disable_dynamo
 def _lazy(self: nn.Linear, hidden: Tensor) -> Any:
     """The forward of a head: its logits as a source, or as a tensor where no gradient is computed."""
     known = torch.is_grad_enabled() and isinstance(hidden, Tensor) and hidden.shape[-1:] == (self.in_features,)
