@@ -81,7 +81,7 @@ def train(folder, model, arguments, options, resume=None):
     arguments = dict(save_strategy="no", max_steps=STEPS) | arguments
     args = transformers.TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=BATCH, logging_steps=1, report_to="none", use_cpu=True,
-        seed=0, learning_rate=1e-2, disable_tqdm=True, **arguments,
+        seed=0, learning_rate=1e-2, adam_epsilon=1e-3, disable_tqdm=True, **arguments,
     )  # fmt: skip
     trainer = transformers.Trainer(model, args, train_dataset=data(40), **options)
     trainer.train(resume_from_checkpoint=resume)
@@ -123,7 +123,7 @@ def test_trainer(name, tmp_path, losses):
     assert losses == [True] * STEPS * arguments.get("gradient_accumulation_steps", 1)
     assert_same(ours, theirs)
     if options:
-        assert len([log for log in ours[0] if "eval_accuracy" in log]) == 2
+        assert len([log for log in ours[0] if "eval_accuracy" in log]) == 3
     # And on an instance that is attached, whose label smoothing takes tensors.
     losses.clear()
     model = make()
@@ -223,7 +223,7 @@ def process(rank, folder):
                     onepass.attach(wrapped)
                 with onepass.patch("transformers" if by == "patch" else "trl"):
                     found[name, by] = steps_of(wrapped, rank, PROCESSES, mean)
-            except Exception as error:
+            except RuntimeError as error:
                 found[name, by] = f"{type(error).__name__}: {error}"
     torch.save(found, os.path.join(folder, f"{rank}.pt"))
     torch.distributed.destroy_process_group()

@@ -27,14 +27,16 @@ class HeadLogits(LinearLogits):
     ) -> None:
         self.head, self.observer = head, observer
         super().__init__(hidden, head.weight, head.bias, max_memory=max_memory)
-        if hasattr(head.weight, "full_tensor"):
-            del self.weight, self.bias  # found by __getattr__, when they are gathered
+        del self.weight, self.bias  # found by __getattr__
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("weight", "bias") and "head" in self.__dict__:
-            parameter = getattr(self.head, name)
-            return None if parameter is None else whole(parameter)
-        return super().__getattr__(name)
+        if name not in ("weight", "bias") or "head" not in self.__dict__:
+            return super().__getattr__(name)
+        parameter = getattr(self.head, name)
+        found = None if parameter is None else whole(parameter)
+        if found is not parameter and torch.is_grad_enabled():
+            self.__dict__[name] = found  # gathered once
+        return found
 
 
 class Metrics:
