@@ -169,6 +169,10 @@ def _lazy(self: nn.Linear, hidden: Tensor) -> Any:
     if earlier is not None and not _is_linear(earlier):  # another library has replaced the forward of the head
         known = False
     if known and (hidden.dtype == self.weight.dtype or torch.is_autocast_enabled(hidden.device.type)):
+        if hasattr(self, "unshard") and hidden.requires_grad:
+            # A unit of FSDP2 gathers its parameters in the backward of the tensor that it returns, and this is none.
+            # Modules before the head may belong to the same unit.
+            hidden.register_hook(lambda gradient: self.unshard(async_op=False))
         return HeadLogits(hidden, self, *use)
     return nn.Linear.forward(self, hidden) if earlier is None else earlier(hidden)
 
