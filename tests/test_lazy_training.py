@@ -181,14 +181,17 @@ def ddp(model):
     return nn.parallel.DistributedDataParallel(model)
 
 
-def fsdp(model, *units):
+def fsdp(model, *units, **policy):
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh("cpu", (PROCESSES,))
     for unit in (*model.model.layers, *units, model):
-        fully_shard(unit, mesh=mesh)
+        fully_shard(unit, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
     return model
+
+
+BFLOAT16 = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 WRAPPED = {
@@ -197,7 +200,37 @@ WRAPPED = {
     "FSDP2": lambda: (fsdp, tiny()),
     "FSDP2, tied embeddings": lambda: (fsdp, tiny(tie_word_embeddings=True)),
     "FSDP2, the head apart": lambda: (lambda model: fsdp(model, model.lm_head), tiny()),
+    "FSDP2, the head and the norm": lambda: (lambda model: fsdp(model, [model.lm_head, model.model.norm]), tiny()),
+    "FSDP2, bfloat16": lambda: (lambda model: fsdp(model, **BFLOAT16), tiny()),
+    "FSDP2, bfloat16, the head apart": lambda: (lambda model: fsdp(model, model.lm_head, **BFLOAT16), tiny()),
 }
+
+
+def linear_loss(hidden, weight, target):
+    return onepass.linear_cross_entropy(hidden, weight, target), onepass.linear_cross_entropy(
+        hidden, weight, target, reduction="none"
+    ).mean()
+
+
+def head():
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(10, 8, generator=g), torch.randn(VOCAB, 8, generator=g)
+    return hidden, weight, torch.arange(10)
+
+
+def of_sharded_weight(rank):
+    """The gradients of a DTensor, of losses of the rows of one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    hidden, weight, target = head()
+    found = []
+    for shape, placements in (((2,), [Shard(0)]), ((1, 2), [Replicate(), Shard(0)]), ((2, 1), [Replicate(), Shard(0)])):
+        mesh = init_device_mesh("cpu", shape)
+        sharded = distribute_tensor(weight, mesh, placements).requires_grad_()
+        for loss in linear_loss(hidden[rank::2], sharded, target[rank::2]):
+            found.append(whole(torch.autograd.grad(loss, sharded)[0]))
+    return found
 
 
 def process(rank, folder):
@@ -225,6 +258,7 @@ def process(rank, folder):
                     found[name, by] = steps_of(wrapped, rank, PROCESSES, mean)
             except RuntimeError as error:
                 found[name, by] = f"{type(error).__name__}: {error}"
+    found["sharded weight"] = of_sharded_weight(rank)
     torch.save(found, os.path.join(folder, f"{rank}.pt"))
     torch.distributed.destroy_process_group()
 
@@ -245,12 +279,25 @@ def distributed(tmp_path_factory):
 def test_processes(name, by, distributed):
     """Losses, gradients and weights of two processes are those of one process on the whole batch."""
     _, model = WRAPPED[name]()
+    close = dict(rtol=0, atol=0.05) if "bfloat16" in name else dict(rtol=1e-5, atol=1e-5)
     losses, gradients, weights = steps_of(model)
     assert losses[0] > losses[-1]
     for found in distributed:
         assert not isinstance(found[name, by], str), found[name, by]
         of_losses, of_gradients, of_weights = found[name, by]
         bare = lambda named: {n.removeprefix("module."): t for n, t in named.items()}  # noqa: E731
-        torch.testing.assert_close(of_losses, losses, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close([*map(bare, of_gradients)], gradients, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(bare(of_weights), weights, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(of_losses, losses, **close)
+        torch.testing.assert_close([*map(bare, of_gradients)], gradients, **close)
+        torch.testing.assert_close(bare(of_weights), weights, **close)
+
+
+@pytest.mark.xdist_group("lazy processes")
+def test_sharded_weight(distributed):
+    """The gradient of a DTensor is the mean over the processes, each of which has rows of its own."""
+    hidden, weight, target = head()
+    weight.requires_grad_()
+    expected = torch.autograd.grad(linear_loss(hidden, weight, target)[0], weight)[0]
+    for found in distributed:
+        assert len(found["sharded weight"]) == 6
+        for gradient in found["sharded weight"]:
+            torch.testing.assert_close(gradient, expected)
