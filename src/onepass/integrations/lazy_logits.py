@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo, and Triton, at once
 
 from onepass.core.checks import check_integer, described
 from onepass.logits.linear import LinearLogits
@@ -26,14 +27,16 @@ class HeadLogits(LinearLogits):
     ) -> None:
         self.head, self.observer = head, observer
         super().__init__(hidden, head.weight, head.bias, max_memory=max_memory)
-        if hasattr(head.weight, "full_tensor"):
-            del self.weight, self.bias  # found by __getattr__, when they are gathered
+        del self.weight, self.bias  # found by __getattr__
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("weight", "bias") and "head" in self.__dict__:
-            parameter = getattr(self.head, name)
-            return None if parameter is None else whole(parameter)
-        return super().__getattr__(name)
+        if name not in ("weight", "bias") or "head" not in self.__dict__:
+            return super().__getattr__(name)
+        parameter = getattr(self.head, name)
+        found = None if parameter is None else whole(parameter)
+        if found is not parameter and torch.is_grad_enabled():
+            self.__dict__[name] = found  # gathered once
+        return found
 
 
 class Metrics:
@@ -134,7 +137,7 @@ def trains(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
     return given is not None or _asked > 0
 
 
-@torch.compiler.disable(recursive=False)
+@_disable_dynamo(recursive=False)
 def run(
     model: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], use: Use = DEFAULT
 ) -> Any:
@@ -158,7 +161,7 @@ def run(
                     head.__dict__[name] = value
 
 
-@torch.compiler.disable
+@_disable_dynamo
 def _lazy(self: nn.Linear, hidden: Tensor) -> Any:
     """The forward of a head: its logits as a source, or as a tensor where no gradient is computed."""
     known = torch.is_grad_enabled() and isinstance(hidden, Tensor) and hidden.shape[-1:] == (self.in_features,)
@@ -166,6 +169,10 @@ def _lazy(self: nn.Linear, hidden: Tensor) -> Any:
     if earlier is not None and not _is_linear(earlier):  # another library has replaced the forward of the head
         known = False
     if known and (hidden.dtype == self.weight.dtype or torch.is_autocast_enabled(hidden.device.type)):
+        if hasattr(self, "unshard") and hidden.requires_grad:
+            # A unit of FSDP2 gathers its parameters in the backward of the tensor that it returns, and this is none.
+            # Modules before the head may belong to the same unit.
+            hidden.register_hook(lambda gradient: self.unshard(async_op=False))
         return HeadLogits(hidden, self, *use)
     return nn.Linear.forward(self, hidden) if earlier is None else earlier(hidden)
 

@@ -13,7 +13,7 @@ _gather: Gather | None = None
 def gather_parameters(gather: Gather | None) -> None:
     """Set how parameters that are partitioned over processes are gathered while a linear head uses them.
 
-    FSDP2 (DTensor) needs no setting: parameters are gathered once per call, and their gradients are scattered. Neither
+    FSDP2 (DTensor) needs no setting: parameters are gathered once per call, and their gradients are averaged. Neither
     does DeepSpeed ZeRO-3, for which `deepspeed.zero.GatheredParameters` is used. For any other partitioning,
     ``gather(parameters)`` returns a context manager within which they are complete. None restores the default. The
     ``shape`` of a parameter, or its ``ds_shape`` as in ZeRO-3, must always be that of the complete parameter.
@@ -37,6 +37,16 @@ def gathered(*parameters: Tensor | None) -> AbstractContextManager[Any]:
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """The full tensor of a DTensor, differentiable. Other tensors are returned unchanged."""
-    full: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    """The full tensor of a DTensor, differentiable. Other tensors are returned unchanged.
+
+    Each process computes the gradient of its own rows; that of the DTensor is their mean, as in FSDP2.
+    """
+    if not hasattr(parameter, "full_tensor"):
+        return parameter
+    from torch.distributed.tensor import Partial
+
+    mesh = parameter.device_mesh
+    full: Tensor = parameter.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    if full.requires_grad and mesh.size() > 1:
+        full.register_hook(lambda gradient: gradient / mesh.size())
     return full

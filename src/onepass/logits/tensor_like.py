@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_any, tree_map
+from torch.utils._pytree import tree_map
 
 from onepass.core.options import IDENTITY, Transform
 from onepass.logits.source import LogitsSource
@@ -38,6 +38,7 @@ class TensorLike(LogitsSource):
 
     transform: Transform = IDENTITY
     tensor: Tensor | None = None
+    __array_priority__ = 1000  # a number of numpy leaves its operators to this class, as with a tensor
 
     def untransformed(self) -> Tensor:
         """The logits of the linear layer as a tensor."""
@@ -141,10 +142,13 @@ class TensorLike(LogitsSource):
 
     # The rows.
 
-    def view(self, *shape: Any) -> Any:
+    def view(self, *shape: Any, **kwargs: Any) -> Any:
+        if kwargs or isinstance(shape[0], torch.dtype):
+            return self.materialize_for("view").view(*shape, **kwargs)
         return self.reshape(*shape)
 
-    def reshape(self, *shape: Any) -> Any:
+    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
+        shape = (*shape, *kwargs.values())
         sizes = list(shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape)
         whole = all(isinstance(n, int) for n in sizes) and sizes.count(-1) <= 1
         if whole and -1 in sizes:
@@ -159,8 +163,8 @@ class TensorLike(LogitsSource):
             return self.materialize_for("flatten").flatten(start_dim, end_dim)
         return self.with_rows(lambda t: t.flatten(start_dim, end_dim))
 
-    def squeeze(self, dim: int | None = None) -> Any:
-        if self.tensor is not None or dim is None or dim % self.dim() == self.dim() - 1:
+    def squeeze(self, dim: int | tuple[int, ...] | None = None) -> Any:
+        if self.tensor is not None or not isinstance(dim, int) or dim % self.dim() == self.dim() - 1:
             return self.materialize_for("squeeze").squeeze(*([] if dim is None else [dim]))
         return self.with_rows(lambda t: t.squeeze(dim))
 
@@ -199,7 +203,7 @@ class TensorLike(LogitsSource):
     def div(self, other: Any, *, rounding_mode: str | None = None) -> Any:
         number = _number(other) if rounding_mode is None else None
         scaled = None
-        if number and self.tensor is None:
+        if number and math.isfinite(1 / number) and self.tensor is None:
             scaled = _times(self.transform, 1 / number)
         if scaled is None:
             return torch.div(self.materialize_for("div"), _plain(other), rounding_mode=rounding_mode)
@@ -215,6 +219,7 @@ class TensorLike(LogitsSource):
         if _number(other) == 0:
             return self
         is_bias = isinstance(other, Tensor) and other.numel() == other.shape[-1:].numel() == self.shape[-1]
+        is_bias = is_bias and 0 < other.dim() <= self.dim()
         found = None
         if is_bias and alpha == 1 and self.tensor is None and self.transform == IDENTITY:
             found = self.with_bias(other.reshape(-1))
@@ -239,10 +244,10 @@ class TensorLike(LogitsSource):
             if result is not None:
                 return result
         name = getattr(function, "__name__", str(function))
-        bare = name.strip("_")
+        bare = name[2:-2] if name.startswith("__") else name  # "mul_" is another operation
         if bare in ("rmul", "radd"):
             bare = bare[1:]
-        if bare in ("mul", "multiply", "add") and len(args) == 2 and not isinstance(args[0], TensorLike):
+        if bare in ("mul", "multiply", "add") and len(args) == 2 and not kwargs and not isinstance(args[0], TensorLike):
             args = args[::-1]
         if bare in LAZY and args and isinstance(args[0], TensorLike) and "out" not in kwargs:
             return getattr(args[0], bare)(*args[1:], **kwargs)
@@ -313,7 +318,7 @@ def _plain(value: Any, name: str = "an operation") -> Any:
 
 def _columns(key: list[Any], dims: int) -> tuple[tuple[Any, ...], Any] | None:
     """Divide an index into that of the rows and that of the columns; None if it cannot be."""
-    if any(k is None or isinstance(k, bool) for k in key) or tree_any(lambda k: isinstance(k, TensorLike), key):
+    if not all(_is_index(k) for k in key):
         return None
     used = sum(k.dim() if isinstance(k, Tensor) and k.dtype == torch.bool else 1 for k in key if k is not Ellipsis)
     if Ellipsis in [k for k in key if not isinstance(k, Tensor)]:
@@ -324,6 +329,15 @@ def _columns(key: list[Any], dims: int) -> tuple[tuple[Any, ...], Any] | None:
     if used < dims:
         return tuple(key), slice(None)
     return tuple(key[:-1]), key[-1]
+
+
+def _is_index(part: Any) -> bool:
+    """Whether a part of an index can be divided: not a new dimension, a mask that is no tensor, or a nested list."""
+    if isinstance(part, list):
+        return all(isinstance(n, int) and not isinstance(n, bool) for n in part)
+    if isinstance(part, Tensor):
+        return part.dtype != torch.uint8
+    return part is Ellipsis or isinstance(part, slice) or (isinstance(part, int) and not isinstance(part, bool))
 
 
 def _first(columns: Any, vocab: int) -> int | None:

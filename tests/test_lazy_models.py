@@ -1,0 +1,417 @@
+"""`onepass.attach` on models of transformers: the loss and the gradients of the model as it is, and no logits.
+
+Every architecture is tested small, with random weights and on the CPU.
+"""
+
+import copy
+import inspect
+import pickle
+import warnings
+from functools import partial
+from importlib import import_module
+
+import pytest
+import torch
+from torch import nn
+
+import onepass
+
+transformers = pytest.importorskip("transformers")
+lazy_models = import_module("lazy_models")
+
+CHUNKS = 8
+VOCAB = lazy_models.VOCAB
+TOLERANCE = 1e-6  # of the loss, and of the largest gradient
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    """As a user's CPU has it."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def warned(caught):
+    return [str(w.message) for w in caught if issubclass(w.category, onepass.MaterializedLogits)]
+
+
+def both(model, given, attach=onepass.attach):
+    """`lazy_models.step` of the model as it is and of the attached model, and the warnings of the latter."""
+    theirs = lazy_models.step(model, given)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with attach(model):
+            ours = lazy_models.step(model, given)
+    return ours, theirs, warned(caught)
+
+
+def difference(ours, theirs):
+    """Of the losses, relative, and of the gradients, relative to the largest one of the model."""
+    (out, gradients), (expected, of_expected) = ours, theirs
+    assert gradients.keys() == of_expected.keys()
+    largest = max(g.abs().max() for g in of_expected.values())
+    of_loss = (out.loss - expected.loss).abs() / expected.loss.abs()
+    return max(of_loss, *[(g - of_expected[n]).abs().max() / largest for n, g in gradients.items()]).item()
+
+
+def assert_same(ours, theirs, tolerance=TOLERANCE):
+    assert difference(ours, theirs) <= tolerance
+
+
+def is_lazy(out):
+    return isinstance(out.logits, onepass.LinearLogits) and out.logits.tensor is None
+
+
+def state(model):
+    return {name: {k: id(v) for k, v in m.__dict__.items()} for name, m in model.named_modules()}
+
+
+def made(kind, name, **changes):
+    """A small model; ``changes`` are made to its configuration."""
+    cls = getattr(transformers, name)
+    config = transformers.AutoConfig.for_model(kind)
+    lazy_models.shrink(config)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    torch.manual_seed(0)
+    return cls(config).float().eval()
+
+
+def llama(**changes):
+    return made("llama", "LlamaForCausalLM", **changes)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_every_architecture(chunk):
+    """Every small model that trains as it is also trains attached, with the same numbers; nearly all without logits."""
+    lazy, other, wrong = [], [], []
+    for kind, name in lazy_models.names()[chunk::CHUNKS]:
+        try:
+            model, given, *_ = lazy_models.first_step(kind, name)
+        except Exception:  # of transformers: this model cannot be built small, or needs other inputs
+            continue
+        before = {n: set(m.__dict__) for n, m in model.named_modules()}
+        ours, theirs, messages = both(model, given)
+        found = difference(ours, theirs)
+        if found > TOLERANCE:  # without the rounding of the model itself, which is larger
+            found = difference(*both(model.double(), given)[:2])
+        if found > TOLERANCE or before != {n: set(m.__dict__) for n, m in model.named_modules()}:
+            wrong.append((name, found))
+        reasons = messages or [h.reason for h in onepass.attach(model).heads if h.reason]
+        if not reasons and is_lazy(ours[0]):
+            lazy.append(name)
+        else:
+            other.append((name, reasons))
+    assert not wrong, wrong
+    assert len(lazy) >= 20
+    assert len(other) <= max(1, 0.05 * len(lazy + other)), other
+
+
+# Models that do something with their logits.
+
+
+CASES = {
+    "soft-cap": lambda: made("gemma2", "Gemma2ForCausalLM", final_logit_softcapping=0.5),
+    "scale": lambda: made("cohere", "CohereForCausalLM", logit_scale=0.25),
+    "scale by division": lambda: made("granite", "GraniteForCausalLM", logits_scaling=3.0),
+    "encoder and decoder": lambda: made("t5", "T5ForConditionalGeneration"),
+    "encoder and decoder, tied and scaled": lambda: made("t5", "T5ForConditionalGeneration", tie_word_embeddings=True),
+    "bias": lambda: with_bias(made("bart", "BartForConditionalGeneration")),
+    "bias of the head": lambda: with_bias(made("phi", "PhiForCausalLM")),
+    "tied embeddings": lambda: llama(tie_word_embeddings=True),
+    "own embeddings": lambda: llama(tie_word_embeddings=False),
+}
+
+
+def with_bias(model):
+    """A bias that is not 0."""
+    for name, tensor in [*model.named_buffers(), *model.named_parameters()]:
+        if name in ("final_logits_bias", "lm_head.bias"):
+            torch.nn.init.normal_(tensor)
+            return model
+    raise AssertionError("no bias")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_models_do(name):
+    model = CASES[name]()
+    given = lazy_models.inputs(model)
+    ours, theirs, messages = both(model, given)
+    assert_same(ours, theirs)
+    assert is_lazy(ours[0]) and not messages
+    torch.testing.assert_close(ours[0].logits.materialize(), theirs[0].logits, rtol=1e-5, atol=1e-5)
+    with onepass.patch("transformers"):
+        patched = lazy_models.step(model, given)
+    assert is_lazy(patched[0])
+    assert_same(patched, theirs)
+
+
+class Unknown(transformers.LlamaForCausalLM):
+    """A model whose logits are changed in a way that onepass does not know: it forbids some tokens."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, **kwargs).last_hidden_state
+        logits = self.lm_head(hidden).float()
+        logits[..., 5:9] = -50.0
+        logits = logits.masked_fill(input_ids[..., None] == 7, -1.0) - logits.mean(-1, keepdim=True)
+        loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("attach", [onepass.attach, lambda _: onepass.patch("transformers")], ids=["attach", "patch"])
+def test_unknown_operation(attach):
+    config = llama().config
+    model = Unknown(config).eval()
+    ours, theirs, messages = both(model, lazy_models.inputs(model), attach)
+    assert_same(ours, theirs)
+    assert len(messages) == 1
+    assert messages[0].startswith(f"onepass: __setitem__ computes all logits, (2, {lazy_models.TOKENS}, {VOCAB})")
+    assert type(ours[0].logits) is torch.Tensor
+    torch.testing.assert_close(ours[0].logits, theirs[0].logits)
+
+
+def test_head_that_is_no_linear_layer():
+    """The report gives the reason, and the model is as it was."""
+
+    class Head(nn.Linear):
+        def forward(self, hidden):
+            return super().forward(hidden) * 2
+
+    model = llama(tie_word_embeddings=False)
+    model.lm_head = Head(model.config.hidden_size, VOCAB, bias=False)
+    ours, theirs, messages = both(model, lazy_models.inputs(model))
+    assert type(ours[0].logits) is torch.Tensor and not messages
+    assert difference(ours, theirs) == 0
+    with onepass.attach(model) as attached:
+        assert str(attached) == "lm_head (Head): materialized logits, Head has a forward of its own"
+        assert repr(attached) == "<Attached: 0 of 1 heads without logits>"
+    model.lm_head = nn.Sequential(nn.Linear(model.config.hidden_size, VOCAB))
+    with onepass.attach(model) as attached:
+        assert str(attached) == "lm_head (Sequential): materialized logits, Sequential is not torch.nn.Linear"
+    assert str(onepass.attach(nn.Linear(2, 3))) == "no output embeddings"
+    with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module, got"):
+        onepass.attach(model.forward)
+
+
+# When logits are lazy.
+
+
+@pytest.mark.parametrize("attach", [onepass.attach, lambda _: onepass.patch("transformers")], ids=["attach", "patch"])
+def test_tensors_where_nothing_trains(attach):
+    """Evaluation, generation and forwards without labels return tensors."""
+    model = llama()
+    given = lazy_models.inputs(model)
+    ids = given["input_ids"]
+    logits, loss = model(ids).logits, model(**given).loss
+    text = model.generate(ids, max_new_tokens=4, do_sample=False)
+    with attach(model):
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                out = model(**given)
+            assert type(out.logits) is torch.Tensor
+            torch.testing.assert_close((out.loss, out.logits), (loss.detach(), logits.detach()))
+        out = model(ids)
+        assert type(out.logits) is torch.Tensor and out.logits.requires_grad and out.loss is None
+        assert model.generate(ids, max_new_tokens=4, do_sample=False).equal(text)
+        assert is_lazy(model(**given))
+        assert is_lazy(model(ids, labels=ids)) and is_lazy(model(ids, None, None, None, None, ids))
+        assert type(model.lm_head(torch.zeros(1, 32, requires_grad=True))) is torch.Tensor
+    assert type(model(**given).logits) is torch.Tensor
+
+
+def test_a_failed_forward():
+    """The head is as before once a forward has failed."""
+    model = llama()
+    before = dict(model.lm_head.__dict__)
+    given = lazy_models.inputs(model)
+    with onepass.attach(model), onepass.patch("transformers"):
+        with pytest.raises(RuntimeError):
+            model(given["input_ids"], labels=given["labels"], attention_mask=torch.ones(3, 5, 7, 9))
+        assert model.lm_head.__dict__ == before
+        assert is_lazy(model(**given))
+
+
+def test_restored():
+    """Modules are as before, whether a forward had been replaced on the instance or not."""
+    for replaced in (False, True):
+        model = llama()
+        if replaced:
+            model.forward = partial(type(model).forward, model)
+        before = state(model)
+        attached = onepass.attach(model)
+        assert state(model) != before
+        during = state(model)
+        assert is_lazy(model(**lazy_models.inputs(model)))
+        assert state(model) == during
+        attached.restore()
+        assert state(model) == before
+        attached.restore()
+        assert state(model) == before
+
+
+def test_signature():
+    """Trainers inspect it for the columns of their data."""
+    model = llama()
+    before = inspect.signature(model.forward)
+    with onepass.attach(model):
+        assert inspect.signature(model.forward) == before
+
+
+def test_nested():
+    """A second attachment changes nothing, whichever is restored first, and neither does the patch."""
+    model = llama()
+    given = lazy_models.inputs(model)
+    theirs, before = lazy_models.step(model, given), state(model)
+    outer, inner = onepass.attach(model), onepass.attach(nn.Sequential(model))
+    assert not inner.models and [h.module for h in inner.heads] == []
+    with onepass.patch("transformers"):
+        ours = lazy_models.step(model, given)
+        assert is_lazy(ours[0])
+        assert_same(ours, theirs)
+    inner.restore()
+    ours = lazy_models.step(model, given)
+    assert is_lazy(ours[0])
+    assert_same(ours, theirs)
+    outer.restore()
+    assert state(model) == before
+    with onepass.patch("transformers"), onepass.patch("transformers"), onepass.attach(model):
+        ours = lazy_models.step(model, given)
+        assert is_lazy(ours[0])
+    assert_same(ours, theirs)
+    assert state(model) == before and type(model(**given).logits) is torch.Tensor
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies(copied):
+    """A copy of an attached model trains its own parameters."""
+    model = llama()
+    given = lazy_models.inputs(model)
+    theirs = lazy_models.step(model, given)
+    model.zero_grad()
+    with onepass.attach(model):
+        other = copied(model)
+    ours = lazy_models.step(other, given)
+    assert_same(ours, theirs)
+    assert all(p.grad is None for p in model.parameters())
+    assert type(model(**given).logits) is torch.Tensor
+
+
+# How models are trained.
+
+
+@pytest.mark.parametrize("attach", [onepass.attach, lambda _: onepass.patch("transformers")], ids=["attach", "patch"])
+@pytest.mark.parametrize("of", ["plain", "modules_to_save", "head", "head among others"])
+def test_lora(of, attach):
+    peft = pytest.importorskip("peft")
+    options = {
+        "plain": {"target_modules": ["q_proj", "v_proj"]},
+        "modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        "head": {"target_modules": ["lm_head"]},
+        "head among others": {"target_modules": ["q_proj", "lm_head"]},
+    }[of]
+    model = llama(tie_word_embeddings=False)
+    given = lazy_models.inputs(model)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, lora_dropout=0.0, **options))
+    model.eval()
+    before = state(model)
+    ours, theirs, messages = both(model, given, attach)
+    assert_same(ours, theirs)
+    assert not messages and state(model) == before
+    has_adapter = of.startswith("head")
+    assert is_lazy(ours[0]) != has_adapter
+    report = str(onepass.attach(model))
+    if has_adapter:
+        assert report.endswith("lm_head (Linear): materialized logits, Linear is not torch.nn.Linear")
+    else:
+        assert report.endswith("(Linear): no logits") and "\n" not in report.replace("original_module", "")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant):
+    model = llama().train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    ours, theirs, messages = both(model, lazy_models.inputs(model))
+    assert is_lazy(ours[0]) and not messages
+    assert_same(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch._dynamo")
+@pytest.mark.parametrize("by", ["attach", "patch"])
+def test_compiled(by):
+    """The body of the model is compiled, and its head is not; before the model is attached and afterwards."""
+    model = llama(num_hidden_layers=1)
+    given = lazy_models.inputs(model)
+    theirs = lazy_models.step(model, given)
+    torch.compiler.reset()
+    model.compile(backend="aot_eager")
+    if by == "attach":  # the model has been compiled with its logits
+        lazy_models.step(model, given)
+    with onepass.attach(model) if by == "attach" else onepass.patch("transformers"):
+        ours = [lazy_models.step(model, given) for _ in range(2)]
+    for step in ours:
+        assert_same(step, theirs, 1e-5)
+    assert is_lazy(ours[1][0])
+    torch.compiler.reset()
+
+
+def test_autocast():
+    """The logits of an attached model are not rounded to bfloat16, so its numbers are closer to those in float32."""
+    model = llama(initializer_range=0.2)
+    given = lazy_models.inputs(model)
+    exact = lazy_models.step(model, given)
+
+    def step(model, given):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(**given)
+        model.zero_grad()
+        out.loss.backward()
+        return out, {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    theirs = step(model, given)
+    with onepass.attach(model):
+        ours = step(model, given)
+    assert is_lazy(ours[0]) and ours[0].loss.dtype == torch.float32 and ours[0].logits.gemm_dtype == torch.bfloat16
+    assert_same(ours, theirs, 0.02)
+    assert_same(ours, exact, 0.05)
+    assert all(g.dtype == torch.float32 for g in ours[1].values())
+
+
+def test_bfloat16():
+    model = llama().bfloat16()
+    ours, theirs, messages = both(model, lazy_models.inputs(model))
+    assert is_lazy(ours[0]) and not messages
+    assert_same(ours, theirs, 0.02)
+
+
+class Float32Head(transformers.LlamaForCausalLM):
+    """The head in float32 after a body in bfloat16."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, **kwargs).last_hidden_state
+        logits = self.lm_head(hidden.float())
+        loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+def test_float32_head_after_a_bfloat16_body():
+    model = Float32Head(llama(tie_word_embeddings=False).config).bfloat16().eval()
+    model.lm_head.float()
+    ours, theirs, messages = both(model, lazy_models.inputs(model))
+    assert is_lazy(ours[0]) and not messages
+    assert ours[0].logits.dtype == ours[0].logits.gemm_dtype == torch.float32
+    assert_same(ours, theirs, 1e-2)  # the gradients of the body are rounded to bfloat16
+    of_head = ours[1]["lm_head.weight"], theirs[1]["lm_head.weight"]
+    assert of_head[0].dtype == torch.float32
+    torch.testing.assert_close(*of_head, rtol=1e-5, atol=1e-6)
+
+
+def test_frozen_head():
+    """A head without a gradient, and a body without one."""
+    for frozen in ("lm_head", "model"):
+        model = llama(tie_word_embeddings=False)
+        getattr(model, frozen).requires_grad_(False)
+        ours, theirs, messages = both(model, lazy_models.inputs(model))
+        assert is_lazy(ours[0]) and not messages and not any(n.startswith(frozen) for n in ours[1])
+        assert_same(ours, theirs)
