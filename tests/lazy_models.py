@@ -37,7 +37,7 @@ SIZES = {
     "image_size": 16, "patch_size": 8, "depth": 2, "num_codebooks": 2, "rotary_dim": 8, "state_size": 8,
     "time_step_rank": 4,
 }  # fmt: skip
-LARGE = 30_000_000  # parameters; a model with more was not made small
+LARGE = 12_000_000  # parameters; a model with more was not made small
 
 
 def names():

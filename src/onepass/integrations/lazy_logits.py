@@ -107,6 +107,8 @@ def _reason(head: nn.Module) -> str:
         return f"{type(head).__name__} is not torch.nn.Linear"
     if type(head).forward is not nn.Linear.forward:
         return f"{type(head).__name__} has a forward of its own"
+    if "forward" in head.__dict__ and USE not in head.__dict__:
+        return "its forward is replaced, as by the hooks of accelerate"
     if not head.weight.dtype.is_floating_point or head.weight.element_size() < 2:
         return f"its weight is {head.weight.dtype}"
     return ""
@@ -143,43 +145,32 @@ def run(
 ) -> Any:
     """Call a forward of the model. If it trains, its heads return `LinearLogits` meanwhile."""
     heads = [h.module for h in heads_of(model) if not h.reason] if trains(model, args, kwargs) else []
-    before = [(head, head.__dict__.get("forward"), head.__dict__.get(USE)) for head in heads]
-    for head, forward_before, enclosing in before:
-        if enclosing is None:
-            head.__dict__["forward"] = MethodType(_lazy, head)
-            head.__dict__[USE] = use, forward_before
-        elif use is not DEFAULT:
-            head.__dict__[USE] = use, enclosing[1]
+    enclosing = [head.__dict__.get(USE) for head in heads]  # that of a call around this one
+    for head, outer in zip(heads, enclosing):
+        head.__dict__["forward"] = MethodType(_lazy, head)
+        head.__dict__[USE] = use if outer is None or use is not DEFAULT else outer
     try:
         return forward(*args, **kwargs)
     finally:
-        for head, forward_before, enclosing in before:
-            for name, value in (("forward", forward_before), (USE, enclosing)):
-                if value is None:
-                    head.__dict__.pop(name, None)
-                else:
-                    head.__dict__[name] = value
+        for head, outer in zip(heads, enclosing):
+            if outer is None:
+                del head.__dict__["forward"], head.__dict__[USE]
+            else:
+                head.__dict__[USE] = outer
 
 
 @_disable_dynamo
 def _lazy(self: nn.Linear, hidden: Tensor) -> Any:
     """The forward of a head: its logits as a source, or as a tensor where no gradient is computed."""
     known = torch.is_grad_enabled() and isinstance(hidden, Tensor) and hidden.shape[-1:] == (self.in_features,)
-    use, earlier = self.__dict__[USE]
-    if earlier is not None and not _is_linear(earlier):  # another library has replaced the forward of the head
-        known = False
     if known and (hidden.dtype == self.weight.dtype or torch.is_autocast_enabled(hidden.device.type)):
         if hasattr(self, "unshard") and hidden.requires_grad:
             # A unit of FSDP2 gathers its parameters in the backward of the tensor that it returns, and this is none.
             # Modules before the head may belong to the same unit.
-            hidden.register_hook(lambda gradient: self.unshard(async_op=False))
-        return HeadLogits(hidden, self, *use)
-    return nn.Linear.forward(self, hidden) if earlier is None else earlier(hidden)
-
-
-def _is_linear(forward: Any) -> bool:
-    """Whether a replaced forward is `torch.nn.Linear.forward`, perhaps wrapped by a library that only moves tensors."""
-    return getattr(inspect.unwrap(forward), "__func__", inspect.unwrap(forward)) is nn.Linear.forward
+            unshard: Any = self.unshard
+            hidden.register_hook(lambda gradient: unshard(async_op=False))
+        return HeadLogits(hidden, self, *self.__dict__[USE])
+    return nn.Linear.forward(self, hidden)
 
 
 class Attached:
@@ -236,7 +227,7 @@ class Attached:
 
 
 BEFORE = "_onepass_forward"  # the forward that an instance had of its own, or None
-USE = "_onepass_use"  # how a head's logits are computed, and the forward that the instance had of its own, or None
+USE = "_onepass_use"  # how a head computes its logits, while a call trains
 
 
 def _attached_to(model: nn.Module) -> Sequence[str]:

@@ -45,7 +45,7 @@ def whole(parameter: Tensor) -> Tensor:
         return parameter
     from torch.distributed.tensor import Partial
 
-    mesh = parameter.device_mesh
+    mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
     full: Tensor = parameter.full_tensor(grad_placements=[Partial()] * mesh.ndim)
     if full.requires_grad and mesh.size() > 1:
         full.register_hook(lambda gradient: gradient / mesh.size())
