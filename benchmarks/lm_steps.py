@@ -45,7 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 WAYS = ("plain", "Liger", "onepass")
-LIMITS = tuple(2**n for n in (26, 28, 30, 32))  # of max_memory: 64 MiB to 4 GiB
+LIMITS = tuple(mib << 20 for mib in (1088, 1280, 1536, 2048, 4096))  # of max_memory
 LENGTH, STEPS = 4096, 10
 CUDA = torch.cuda.is_available()
 

@@ -181,7 +181,33 @@ def lm_table(path: Path, report: Report) -> str:
     head = ["model", "step", "way", "`max_memory`", "ms, median", "least to most", "peak GiB"]
     about = f"{where(path, report)}, {packages}; sequences of {report['length']} tokens.\n\n{marked(report, models)}"
     missing = "".join(f"\n- not run: {what}: {why}" for what, why in report["not_run"].items())
-    return about + grid(head, rows) + missing + "\n" * bool(missing)
+    picture = "\n![Time against memory of the bare step](lm.png)\n"
+    return about + grid(head, rows) + missing + "\n" * bool(missing) + picture
+
+
+def lm_plot(report: Report, path: Path) -> None:
+    """Time against memory of the bare step: every way, and onepass with several ``max_memory``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    of_steps = [r for r in report["results"] if r["step"] in ("step", "max_memory")]
+    models = list(dict.fromkeys(r["model"] for r in of_steps))
+    figure, axes = plt.subplots(1, len(models), figsize=(4.2 * len(models), 3.2), squeeze=False, layout="constrained")
+    for axis, model in zip(axes.flat, models):
+        results = [r for r in of_steps if r["model"] == model]
+        for r, marker in zip(sorted(results, key=lambda r: -r["ms"]), "osDv^P*X<>"):
+            limit = "" if r["max_memory"] is None else f", max_memory {r['max_memory'] >> 20} MiB"
+            color = {"onepass": "#c44e52", "Liger": "#4c72b0"}.get(r["way"], "#8c8c8c")
+            axis.plot(r["peak_bytes"] / 2**30, r["ms"], marker, color=color, label=r["way"] + limit, alpha=0.8)
+        axis.set(title=model, xlabel="peak, GiB", ylabel="ms of a step", xscale="log")
+        axis.set_xticks([2, 5, 10, 20, 50], labels=["2", "5", "10", "20", "50"])
+        axis.minorticks_off()
+        axis.legend(fontsize=7)
+        axis.margins(x=0.2, y=0.15)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def autotune_table(path: Path, report: Report) -> str:
@@ -296,6 +322,8 @@ def table() -> None:
     readme = HERE.parent / "README.md"
     written = between(readme.read_text(), SUMMARY, with_remark(summary(logits), logits))
     readme.write_text(between(written, LINEAR_HEAD, with_remark(head_summary(heads), heads)))
+    for report in of("lm").values():
+        lm_plot(report, HERE.parent / "docs" / "lm.png")
     for name, marks, tables in (
         ("moe.md", EXPERTS, [expert_table(*each) for each in of("experts").items()]),
         ("integrations.md", TRAINERS, [trainer_table(*each) for each in of("trainers").items()]),

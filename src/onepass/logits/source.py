@@ -240,10 +240,12 @@ def inputs_for(
     if row_mask is not None:
         check_row_mask(row_mask, logits)
     weights = None
-    if isinstance(class_weights, Tensor) and class_weights.dim():
+    if class_weights is None:
+        pass  # nearly every call
+    elif isinstance(class_weights, Tensor) and class_weights.dim():
         check_class_weights(class_weights, logits, "class_weights")
         weights = class_weights.detach()
-    elif class_weights is not None:
+    else:
         options = options._replace(class_weight=check_number(class_weights, "class_weights", -INF))
     inputs = Inputs(index, row_mask, weights)
     if (is_debugging() or logits.is_cpu) and logits.is_eager:
