@@ -3,6 +3,7 @@
 Every architecture is tested small, with random weights and on the CPU.
 """
 
+import contextlib
 import copy
 import inspect
 import pickle
@@ -415,3 +416,48 @@ def test_frozen_head():
         ours, theirs, messages = both(model, lazy_models.inputs(model))
         assert is_lazy(ours[0]) and not messages and not any(n.startswith(frozen) for n in ours[1])
         assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("patched", (False, True))
+def test_metrics(patched):
+    """They are those of the tokens that are not ignored, over all forwards since the last call."""
+    model = llama()
+    given = lazy_models.inputs(model)
+    with torch.no_grad():
+        logits = model(**given).logits[:, :-1]
+    labels = given["labels"][:, 1:]
+    valid = labels != -100
+    log_probs = logits.log_softmax(-1)[valid]
+    entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
+    accuracy = (logits.argmax(-1) == labels)[valid].float().mean()
+    patch = onepass.patch("transformers") if patched else contextlib.nullcontext()
+    with patch, onepass.attach(model, metrics=True) as attached:
+        assert attached.metrics() == {}
+        ours, theirs, caught = both(model, given, attach=lambda model: contextlib.nullcontext())
+        found = attached.metrics()  # of two steps
+        assert found["num_tokens"] == 2 * valid.sum() and not caught
+        torch.testing.assert_close(found["entropy"], entropy)
+        torch.testing.assert_close(found["mean_token_accuracy"], accuracy)
+        assert attached.metrics() == {}
+        lazy_models.step(model, {**given, "labels": torch.full_like(given["labels"], -100)})
+        nothing = attached.metrics()
+        assert nothing["num_tokens"] == 0 and nothing["entropy"].isnan()
+    assert_same(ours, theirs)
+    with onepass.attach(model) as attached, pytest.raises(ValueError, match=r"^metrics: expected .*metrics=True"):
+        attached.metrics()
+
+
+def test_max_memory():
+    model = llama()
+    given = lazy_models.inputs(model)
+    with onepass.attach(model, max_memory=2**20):
+        out, _ = lazy_models.step(model, given)
+        assert out.logits.max_memory == 2**20
+    with onepass.attach(model, max_memory=1), pytest.raises(ValueError, match=r"^max_memory: expected at least"):
+        lazy_models.step(model, given)
+    for wrong in (0, 1.5, "1"):
+        with pytest.raises((TypeError, ValueError), match=r"^max_memory: expected"):
+            onepass.attach(model, max_memory=wrong)
+    with pytest.raises(TypeError, match=r"^model: expected a torch.nn.Module, got"):
+        onepass.attach("model")
+    assert "forward" not in model.__dict__

@@ -55,9 +55,11 @@ class Metrics:
     def read(self) -> dict[str, Tensor]:
         """The means since the last call, and the number of tokens."""
         sums, self.sums = self.sums, {}
-        tokens = torch.as_tensor(sums.pop("num_tokens", 0))
-        means = {name: total / tokens for name, total in sums.items() if isinstance(total, Tensor)}
-        return means | {"num_tokens": tokens} if means else {}
+        if not sums:
+            return {}
+        tokens = torch.as_tensor(sums["num_tokens"])
+        means = {name: torch.as_tensor(sums.get(name, 0)) / tokens for name in ("entropy", "mean_token_accuracy")}
+        return means | {"num_tokens": tokens}
 
 
 class Use(NamedTuple):
@@ -192,7 +194,8 @@ class Attached:
         """Means over all tokens of the forwards that trained since the last call, as tensors on the device.
 
         Returns:
-            ``entropy`` (in nats), ``mean_token_accuracy`` and ``num_tokens``; empty if there was no such forward.
+            ``entropy`` (in nats), ``mean_token_accuracy`` and ``num_tokens``; empty if there was no such forward. Means
+            of no tokens are NaN.
 
         Raises:
             ValueError: the model is not attached with ``metrics=True``.
