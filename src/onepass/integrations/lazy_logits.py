@@ -5,8 +5,10 @@ The loss function of the model then computes the loss in tiles, whether it is th
 """
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import MethodType, TracebackType
 from typing import Any, NamedTuple
 
@@ -20,14 +22,18 @@ from onepass.logits.partitioned import whole
 
 
 class HeadLogits(LinearLogits):
-    """The logits of a linear module. Its parameters are looked up when they are used: FSDP2 may have sharded them."""
+    """The logits of a linear module.
+
+    The parameters of a unit of FSDP2 are looked up when they are used: they are sharded after the head's forward.
+    """
 
     def __init__(
         self, hidden: Tensor, head: nn.Linear, max_memory: int | None = None, observer: "Metrics | None" = None
     ) -> None:
-        self.head, self.observer = head, observer
+        self.head, self.observer = head, None if observer is None else Once(observer)
         super().__init__(hidden, head.weight, head.bias, max_memory=max_memory)
-        del self.weight, self.bias  # found by __getattr__
+        if hasattr(head, "unshard"):
+            del self.weight, self.bias, self.versions  # found by __getattr__
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("weight", "bias") or "head" not in self.__dict__:
@@ -60,6 +66,19 @@ class Metrics:
         tokens = torch.as_tensor(sums["num_tokens"])
         means = {name: torch.as_tensor(sums.get(name, 0)) / tokens for name in ("entropy", "mean_token_accuracy")}
         return means | {"num_tokens": tokens}
+
+
+class Once:
+    """Metrics of the first loss of a forward; those of further losses of the same logits are left out."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics, self.started, self.ended = metrics, False, False
+
+    def __call__(self, fields: dict[str, Tensor] | None, count: Tensor | int) -> None:
+        if fields is None:
+            self.started, self.ended = True, self.started
+        if not self.ended:
+            self.metrics(fields, count)
 
 
 class Use(NamedTuple):
@@ -109,13 +128,16 @@ def _reason(head: nn.Module) -> str:
         return f"{type(head).__name__} is not torch.nn.Linear"
     if type(head).forward is not nn.Linear.forward:
         return f"{type(head).__name__} has a forward of its own"
-    if "forward" in head.__dict__ and USE not in head.__dict__:
+    if "forward" in head.__dict__ and CALLS not in head.__dict__:
         return "its forward is replaced, as by the hooks of accelerate"
     if not head.weight.dtype.is_floating_point or head.weight.element_size() < 2:
         return f"its weight is {head.weight.dtype}"
     return ""
 
 
+CALLS = "_onepass_calls"  # how many calls that train are under way
+_lock = threading.Lock()
+_use: ContextVar[Use | None] = ContextVar("_use", default=None)  # how heads compute their logits in this thread
 _asked = 0  # how many contexts ask for lazy logits without labels
 
 
@@ -147,31 +169,37 @@ def run(
 ) -> Any:
     """Call a forward of the model. If it trains, its heads return `LinearLogits` meanwhile."""
     heads = [h.module for h in heads_of(model) if not h.reason] if trains(model, args, kwargs) else []
-    enclosing = [head.__dict__.get(USE) for head in heads]  # that of a call around this one
-    for head, outer in zip(heads, enclosing):
-        head.__dict__["forward"] = MethodType(_lazy, head)
-        head.__dict__[USE] = use if outer is None or use is not DEFAULT else outer
+    outer = _use.get()
+    token = _use.set(use if outer is None or use is not DEFAULT else outer) if heads else None
+    with _lock:
+        for head in heads:
+            head.__dict__["forward"] = MethodType(_lazy, head)
+            head.__dict__[CALLS] = head.__dict__.get(CALLS, 0) + 1
     try:
         return forward(*args, **kwargs)
     finally:
-        for head, outer in zip(heads, enclosing):
-            if outer is None:
-                del head.__dict__["forward"], head.__dict__[USE]
-            else:
-                head.__dict__[USE] = outer
+        if token is not None:
+            _use.reset(token)
+        with _lock:
+            for head in heads:
+                head.__dict__[CALLS] -= 1
+                if not head.__dict__[CALLS]:
+                    del head.__dict__["forward"], head.__dict__[CALLS]
 
 
 @_disable_dynamo
 def _lazy(self: nn.Linear, hidden: Tensor) -> Any:
     """The forward of a head: its logits as a source, or as a tensor where no gradient is computed."""
-    known = torch.is_grad_enabled() and isinstance(hidden, Tensor) and hidden.shape[-1:] == (self.in_features,)
+    use = _use.get()  # None in another thread
+    known = use is not None and torch.is_grad_enabled() and isinstance(hidden, Tensor)
+    known = known and hidden.shape[-1:] == (self.in_features,)
     if known and (hidden.dtype == self.weight.dtype or torch.is_autocast_enabled(hidden.device.type)):
         if hasattr(self, "unshard") and hidden.requires_grad:
             # A unit of FSDP2 gathers its parameters in the backward of the tensor that it returns, and this is none.
             # Modules before the head may belong to the same unit.
             unshard: Any = self.unshard
             hidden.register_hook(lambda gradient: unshard(async_op=False))
-        return HeadLogits(hidden, self, *self.__dict__[USE])
+        return HeadLogits(hidden, self, *use)  # type: ignore[misc]
     return nn.Linear.forward(self, hidden)
 
 
@@ -184,10 +212,14 @@ class Attached:
 
     def __init__(self, model: nn.Module, use: Use) -> None:
         self.observer = use.observer
-        self.models = [m for m in model.modules() if heads_of(m) and "forward" not in _attached_to(m)]
+        self.models = [m for m in model.modules() if heads_of(m)]
+        if any(m.__dict__.get(OWNER) == id(m) for m in self.models):
+            raise ValueError("model: expected a model that is not attached, got one that is; call restore() first")
         self.heads = list({id(h.module): h for m in self.models for h in heads_of(m)}.values())
         for m in self.models:
-            m.__dict__[BEFORE] = m.__dict__.get("forward")
+            if OWNER not in m.__dict__:  # else it is a copy
+                m.__dict__[BEFORE] = m.__dict__.get("forward")
+            m.__dict__[OWNER] = id(m)
             m.__dict__["forward"] = MethodType(_attached_forward(m, use), m)
 
     def metrics(self) -> dict[str, Tensor]:
@@ -207,6 +239,9 @@ class Attached:
     def restore(self) -> None:
         """Restore the forwards of the model. A second call does nothing."""
         for m in self.models:
+            del m.__dict__[OWNER]
+            if not hasattr(getattr(m.__dict__["forward"], "__func__", None), BEFORE):
+                continue  # somebody else has wrapped our forward, which calls the model's own from now on
             before = m.__dict__.pop(BEFORE)
             if before is None:
                 del m.__dict__["forward"]
@@ -230,21 +265,22 @@ class Attached:
 
 
 BEFORE = "_onepass_forward"  # the forward that an instance had of its own, or None
-USE = "_onepass_use"  # how a head computes its logits, while a call trains
-
-
-def _attached_to(model: nn.Module) -> Sequence[str]:
-    return ["forward"] if BEFORE in model.__dict__ else []
+OWNER = "_onepass_owner"  # the id of the attached module, which that of a copy is not
 
 
 def _attached_forward(model: nn.Module, use: Use) -> Callable[..., Any]:
     """A forward with the model's signature, which trainers inspect."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before = self.__dict__[BEFORE]
-        return run(self, MethodType(type(self).forward, self) if before is None else before, args, kwargs, use)
+        before = self.__dict__.get(BEFORE)
+        own = MethodType(type(self).forward, self) if before is None else before
+        if OWNER not in self.__dict__:
+            return own(*args, **kwargs)
+        is_copy = self.__dict__[OWNER] != id(self)
+        return run(self, own, args, kwargs, Use(use.max_memory) if is_copy else use)
 
     forward.__wrapped__ = type(model).forward  # type: ignore[attr-defined]
+    setattr(forward, BEFORE, True)  # the mark of ours
     return forward
 
 
@@ -268,6 +304,7 @@ def attach(model: nn.Module, *, max_memory: int | None = None, metrics: bool = F
 
     Raises:
         TypeError: not a module.
+        ValueError: the model is attached already.
 
     Example::
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from onepass.integrations.lazy_logits import asked_for, run
 from onepass.integrations.patching import Target, original
@@ -74,7 +75,10 @@ def label_smoother(
 def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
     """`Trainer.compute_loss`. With label smoothing it removes the labels from the model's inputs."""
     smooths = getattr(self, "label_smoother", None) is not None and getattr(self, "compute_loss_func", None) is None
-    with asked_for() if smooths else nullcontext():
+    model = kwargs.get("model", args[0] if args else None)
+    # DDP then looks for tensors in the outputs of the model, which has no loss here.
+    looks = isinstance(model, DistributedDataParallel) and model.find_unused_parameters
+    with asked_for() if smooths and not looks else nullcontext():
         return original(*TRAINER)(self, *args, **kwargs)
 
 

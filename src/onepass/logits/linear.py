@@ -21,6 +21,14 @@ from onepass.logits.tiled_loss import tiled_loss
 from onepass.logits.tiled_statistics import tiled_statistics
 from onepass.logits.tiles import HeadTensors, Settings
 
+
+def _versions(*tensors: Tensor | None) -> tuple[int, ...] | None:
+    """How often the tensors were written to; None if that is not known."""
+    if torch.compiler.is_compiling() or any(t is not None and t.is_inference() for t in tensors):
+        return None
+    return tuple([-1 if t is None else t._version for t in tensors])
+
+
 Observer = Callable[[Fields | None, Tensor | int], None]
 
 
@@ -96,6 +104,7 @@ class LinearLogits(TensorLike):
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.shape = torch.Size((*hidden.shape[:-1], shape[0]))
         self.device = hidden.device
+        self.versions = _versions(hidden, weight, bias)
 
     @property
     def requires_grad(self) -> bool:
@@ -108,6 +117,7 @@ class LinearLogits(TensorLike):
     @property
     def tensors(self) -> HeadTensors:
         """The tensors of the head, with hidden states ``(N, H)``."""
+        self.check_unchanged()
         return HeadTensors(self.hidden.reshape(-1, self.hidden.shape[-1]), self.weight, self.bias)
 
     @property
@@ -117,28 +127,52 @@ class LinearLogits(TensorLike):
 
     def with_rows(self, of: Callable[[Tensor], Tensor]) -> "LinearLogits":
         hidden = of(self.hidden)
-        return self.changed(hidden=hidden, shape=torch.Size((*hidden.shape[:-1], self.shape[-1])))
+        return self.derived(hidden=hidden, shape=torch.Size((*hidden.shape[:-1], self.shape[-1])))
 
     def with_columns(self, count: int) -> "LinearLogits | None":
         if hasattr(self.weight, "ds_shape"):  # a parameter of ZeRO-3 is empty outside of the GEMMs
             return None
         bias = None if self.bias is None else self.bias[:count]
-        return self.changed(weight=self.weight[:count], bias=bias, shape=torch.Size((*self.shape[:-1], count)))
+        return self.derived(weight=self.weight[:count], bias=bias, shape=torch.Size((*self.shape[:-1], count)))
 
     def with_bias(self, bias: Tensor) -> "LinearLogits | None":
         if hasattr(self.bias, "ds_shape") or bias.dtype != self.weight.dtype or bias.device != self.device:
             return None
-        return self.changed(bias=bias if self.bias is None else self.bias + bias)
+        return self.derived(bias=bias if self.bias is None else self.bias + bias)
 
     def detach(self) -> Any:
         """The same logits as constants."""
         if self.tensor is not None:
             return self.tensor.detach()
+        new: LinearLogits = self.changed()
+        new.make_constant()
+        return new
+
+    def make_constant(self) -> None:
         bias = None if self.bias is None else self.bias.detach()
-        return self.changed(hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
+        self.hidden, self.weight, self.bias = self.hidden.detach(), self.weight.detach(), bias
+
+    def derived(self, **attributes: Any) -> Any:
+        """`changed`, with other tensors."""
+        self.check_unchanged()
+        new = self.changed(**attributes)
+        if "versions" in new.__dict__:
+            new.versions = _versions(new.hidden, new.weight, new.bias)
+        return new
+
+    def check_unchanged(self) -> None:
+        """Raise if hidden states or parameters were written to since the logits were made from them."""
+        made = self.__dict__.get("versions")
+        now = made if made is None else _versions(self.hidden, self.weight, self.bias)
+        if now is not None and made != now:
+            raise RuntimeError(
+                "logits: expected hidden states and parameters as they were when the head was called, got some that "
+                "were written to since (by an optimizer's step, say); call logits.materialize() before"
+            )
 
     def untransformed(self) -> Tensor:
         """All logits, computed by an ordinary linear layer."""
+        self.check_unchanged()
         with gathered(self.weight, self.bias), torch.autocast(self.device.type, enabled=False):
             hidden, weight, bias = (
                 None if t is None else t.to(self.gemm_dtype) for t in (self.hidden, self.weight, self.bias)

@@ -57,26 +57,35 @@ class TensorLike(LogitsSource):
         raise NotImplementedError
 
     def changed(self, **attributes: Any) -> Any:
-        """A copy with other attributes."""
+        """A copy with other attributes; a constant where gradients are disabled, as of any operation."""
         new = object.__new__(type(self))
         new.__dict__ |= self.__dict__ | attributes
+        if not torch.is_grad_enabled() and new.requires_grad:
+            new.make_constant()
         return new
+
+    def make_constant(self) -> None:
+        """Detach the tensors that the logits are computed from."""
+        raise NotImplementedError
 
     def materialize(self) -> Tensor:
         """The logits as a tensor, differentiable. They are computed once."""
         if self.tensor is None:
-            z = self.untransformed()
-            if self.transform != IDENTITY:
-                z = transformed(z, self.transform, torch.promote_types(z.dtype, torch.float32))[0]
-            self.tensor = z.to(self.dtype)
+            # With their graph also where gradients are disabled: they may be used again where they are not.
+            with torch.inference_mode(False), torch.enable_grad():
+                z = self.untransformed()
+                if self.transform != IDENTITY:
+                    z = transformed(z, self.transform, torch.promote_types(z.dtype, torch.float32))[0]
+                self.tensor = z.to(self.dtype)
         return self.tensor
 
     def materialize_for(self, name: str) -> Tensor:
         """`materialize`, with a warning that names the operation."""
         if self.tensor is None:
+            graph = "" if torch.is_grad_enabled() or not self.requires_grad else ", here without a gradient"
             warnings.warn(
-                f"onepass: {name} computes all logits, {tuple(self.shape)}; logits.materialize() does so without a "
-                "warning",
+                f"onepass: {name} computes all logits, {tuple(self.shape)}{graph}; logits.materialize() does so "
+                "without a warning",
                 MaterializedLogits,
                 stacklevel=_outside(),
             )
@@ -132,7 +141,8 @@ class TensorLike(LogitsSource):
         dtypes = [o.dtype if isinstance(o, Tensor) else o for o in others]
         dtype = next((d for d in dtypes if isinstance(d, torch.dtype)), self.dtype)
         devices = [o.device if isinstance(o, Tensor) else o for o in others]
-        device = next((torch.device(d) for d in devices if isinstance(d, str | int | torch.device)), self.device)
+        kinds = str, int, torch.device
+        device = next((torch.device(d) for d in devices if type(d) is not bool and isinstance(d, kinds)), self.device)
         same = device.type == self.device.type and device.index in (None, self.device.index)
         if self.tensor is not None or not same or not dtype.is_floating_point or torch.float64 in (dtype, self.dtype):
             if same and dtype == self.dtype:
@@ -217,7 +227,7 @@ class TensorLike(LogitsSource):
 
     def add(self, other: Any, *, alpha: Any = 1) -> Any:
         if _number(other) == 0:
-            return self
+            return self.changed()
         is_bias = isinstance(other, Tensor) and other.numel() == other.shape[-1:].numel() == self.shape[-1]
         is_bias = is_bias and 0 < other.dim() <= self.dim()
         found = None
@@ -228,6 +238,29 @@ class TensorLike(LogitsSource):
     multiply = __mul__ = __rmul__ = mul
     divide = true_divide = __truediv__ = div
     __add__ = __radd__ = add
+
+    def __imul__(self, other: Any) -> Any:  # type: ignore[misc]
+        return self.become(self * other)
+
+    def __itruediv__(self, other: Any) -> Any:  # type: ignore[misc]
+        return self.become(self / other)
+
+    def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]
+        return self.become(self + other)
+
+    def become(self, result: Any) -> Any:
+        """Take the result of an operation in place, so that other names of this object see it too."""
+        if isinstance(result, TensorLike):
+            self.__dict__ |= result.__dict__
+        else:
+            self.tensor = result
+        return self
+
+    def __bool__(self) -> bool:
+        return bool(self.materialize_for("bool"))
+
+    def __contains__(self, value: Any) -> bool:
+        return value in self.materialize_for("in")
 
     # Everything else.
 
@@ -276,7 +309,7 @@ def _reflected(name: str) -> Callable[..., Any]:
 
 
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-for _name in ("neg", "abs", "invert", "sub", "pow", "mod", "floordiv", "matmul", "setitem", *COMPARISONS):
+for _name in ("neg", "abs", "pos", "invert", "sub", "pow", "mod", "floordiv", "matmul", "setitem", *COMPARISONS):
     setattr(TensorLike, f"__{_name}__", _operator(f"__{_name}__"))
 for _name in ("sub", "truediv", "pow", "matmul"):
     setattr(TensorLike, f"__r{_name}__", _reflected(f"__{_name}__"))
