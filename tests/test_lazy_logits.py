@@ -547,3 +547,54 @@ def test_compiled(no_warning):
     expected = outcome(loss(*parts, False), parts)
     for g, e in zip((got[0], *got[1]), (expected[0], *expected[1])):
         close(g, e)
+
+
+# What somebody who tried to break lazy logits found.
+
+
+def test_materialized_where_gradients_are_disabled():
+    """The tensor keeps its graph for later uses, as one that the head had returned; the results there are constants."""
+    for disabled in (torch.no_grad, torch.inference_mode):
+        hidden, weight, bias = parts = parts_of()
+        lazy = onepass.LinearLogits(*parts)
+        with disabled(), pytest.warns(onepass.MaterializedLogits, match="here without a gradient"):
+            assert not lazy.softmax(-1).requires_grad
+        (got,) = torch.autograd.grad(lazy.logsumexp(-1).sum(), weight)
+        close(got, torch.autograd.grad(F.linear(*parts).logsumexp(-1).sum(), weight)[0])
+
+
+def test_operations_where_gradients_are_disabled(no_warning):
+    lazy = onepass.LinearLogits(*parts_of())
+    with torch.no_grad():
+        for constant in (lazy / 2, lazy.clone(), lazy[..., :-1, :], lazy.float() * 3):
+            assert not constant.requires_grad
+    assert lazy.requires_grad and (lazy / 2).requires_grad
+
+
+@pytest.mark.parametrize("which", (0, 1, 2))
+def test_tensors_that_were_written_to(which):
+    """An error, instead of logits that the head never had."""
+    parts = parts_of()
+    lazy, earlier = onepass.LinearLogits(*parts), onepass.LinearLogits(*parts)
+    expected = earlier.materialize()
+    rows = lazy[..., :-1, :]
+    with torch.no_grad():
+        parts[which].mul_(2.0)
+    for use in (
+        lazy.materialize,
+        lambda: lazy[..., 1:, :],
+        rows.materialize,
+        lambda: onepass.entropy_from_logits(lazy),
+    ):
+        with pytest.raises(RuntimeError, match=r"^logits: expected hidden states and parameters as they were"):
+            use()
+    assert earlier.materialize() is expected
+
+
+def test_in_place_under_another_name(no_warning):
+    lazy = other = onepass.LinearLogits(*parts_of())
+    lazy *= 2.0
+    assert other is lazy and other.transform.logit_scale == 2.0
+    copied = lazy + 0
+    copied /= 2.0
+    assert lazy.transform.logit_scale == 2.0 and copied.transform.logit_scale == 1.0

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import inspect
 import pickle
+import threading
 import warnings
 from functools import partial
 from importlib import import_module
@@ -458,3 +459,57 @@ def test_max_memory():
     with pytest.raises(TypeError, match=r"^model: expected a torch.nn.Module, got"):
         onepass.attach("model")
     assert "forward" not in model.__dict__
+
+
+def test_threads():
+    """A head stays lazy in the thread whose forward trains, until the last such forward has ended."""
+    model = llama()
+    given = lazy_models.inputs(model)
+    entered, left = threading.Event(), threading.Event()
+    found = {}
+
+    def pause(*_):
+        if threading.current_thread().name == "first":
+            entered.set()
+            left.wait(30)
+
+    def forward(name):
+        found[name] = type(model(**given).logits)
+
+    with onepass.attach(model):
+        hook = model.model.norm.register_forward_pre_hook(pause)
+        first = threading.Thread(target=forward, args=("first",), name="first")
+        first.start()
+        assert entered.wait(30)
+        with torch.no_grad():
+            forward("evaluation")
+        forward("second")
+        left.set()
+        first.join()
+        hook.remove()
+    assert issubclass(found["first"], onepass.LinearLogits) and issubclass(found["second"], onepass.LinearLogits)
+    assert found["evaluation"] is torch.Tensor and type(model(**given).logits) is torch.Tensor
+
+
+def test_a_wrapper_around_an_attached_forward():
+    """It is kept when the model is restored, and the model's own forward runs within it."""
+    model = llama()
+    given = lazy_models.inputs(model)
+    attached = onepass.attach(model)
+    inner, calls = model.forward, []
+    model.forward = lambda *args, **kwargs: calls.append(1) or inner(*args, **kwargs)
+    assert is_lazy(model(**given))
+    attached.restore()
+    assert type(model(**given).logits) is torch.Tensor and len(calls) == 2
+
+
+def test_a_copy_can_be_restored():
+    model = llama()
+    given = lazy_models.inputs(model)
+    with onepass.attach(model, metrics=True) as attached:
+        other = copy.deepcopy(model)
+        lazy_models.step(other, given)
+        assert attached.metrics() == {}, "those of the copy"
+    with onepass.attach(other):
+        assert is_lazy(other(**given))
+    assert type(other(**given).logits) is torch.Tensor

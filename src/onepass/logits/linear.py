@@ -152,6 +152,11 @@ class LinearLogits(TensorLike):
         bias = None if self.bias is None else self.bias.detach()
         self.hidden, self.weight, self.bias = self.hidden.detach(), self.weight.detach(), bias
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            name: value for name, value in self.__dict__.items() if name != "versions"
+        }  # of other tensors in a copy
+
     def derived(self, **attributes: Any) -> Any:
         """`changed`, with other tensors."""
         self.check_unchanged()
