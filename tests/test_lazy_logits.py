@@ -555,8 +555,8 @@ def test_compiled(no_warning):
 def test_materialized_where_gradients_are_disabled():
     """The tensor keeps its graph for later uses, as one that the head had returned; the results there are constants."""
     for disabled in (torch.no_grad, torch.inference_mode):
-        hidden, weight, bias = parts = parts_of()
-        lazy = onepass.LinearLogits(*parts)
+        parts = parts_of()
+        weight, lazy = parts[1], onepass.LinearLogits(*parts)
         with disabled(), pytest.warns(onepass.MaterializedLogits, match="here without a gradient"):
             assert not lazy.softmax(-1).requires_grad
         (got,) = torch.autograd.grad(lazy.logsumexp(-1).sum(), weight)
