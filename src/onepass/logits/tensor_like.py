@@ -29,7 +29,7 @@ TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}  # losses of torch, and func
 
 
 class TensorLike(LogitsSource):
-    """Logits ``(..., V)`` with some methods of a tensor. Every operation returns a new object.
+    """Logits ``(..., V)`` with some methods of a tensor. Views do not share memory.
 
     Attributes:
         transform: of the logits of the linear layer, before any transform that a loss applies.
