@@ -19,8 +19,8 @@ def renamed(*, positional: Sequence[str] = (), **names: NewName) -> Callable[[F]
     Args:
         positional: arguments, by their old or unchanged names, that an earlier version accepted by position after the
             current positional ones. They are keyword-only now.
-        names: the new name of each old one, or a function that returns the new name and value
-            from a dict of all arguments.
+        names: the new name of each old one, or a function that returns the new name and value from a dict of all
+            arguments.
     """
 
     def decorate(function: F) -> F:

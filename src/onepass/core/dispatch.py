@@ -22,6 +22,7 @@ def is_untraced(*arguments: Any) -> bool:
     """Whether all tensors are plain and nothing traces the call (torch.compile, export, fake tensors, subclasses)."""
     if torch.compiler.is_compiling():
         return False
+    # The first test is the fast one, for arguments that are tensors or None.
     return PLAIN.issuperset(map(type, arguments)) or not any(
         [type(a) not in PLAIN and isinstance(a, Tensor) for a in arguments]
     )

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import MethodType, TracebackType
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo, and Triton, at once
 
 from onepass.core.checks import check_integer, described
+from onepass.integrations.patching import Restorable
 from onepass.logits.linear import LinearLogits
 from onepass.logits.partitioned import whole
 
@@ -51,12 +52,12 @@ class Metrics:
     def __init__(self) -> None:
         self.sums: dict[str, Tensor | int] = {}
 
-    def __call__(self, fields: dict[str, Tensor] | None, count: Tensor | int) -> None:
-        found = {"num_tokens": count}
-        if fields is not None:
-            found = {"entropy": fields["entropy"].sum(), "mean_token_accuracy": fields["is_top1"].sum()}
-        for name, value in found.items():
-            self.sums[name] = self.sums.get(name, 0) + value
+    def begin(self, count: Tensor | int) -> None:
+        self.sums["num_tokens"] = self.sums.get("num_tokens", 0) + count
+
+    def add(self, fields: dict[str, Tensor]) -> None:
+        for name, field in (("entropy", "entropy"), ("mean_token_accuracy", "is_top1")):
+            self.sums[name] = self.sums.get(name, 0) + fields[field].sum()
 
     def read(self) -> dict[str, Tensor]:
         """The means since the last call, and the number of tokens."""
@@ -72,13 +73,16 @@ class Once:
     """Metrics of the first loss of a forward; those of further losses of the same logits are left out."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self.metrics, self.started, self.ended = metrics, False, False
+        self.metrics, self.losses = metrics, 0
 
-    def __call__(self, fields: dict[str, Tensor] | None, count: Tensor | int) -> None:
-        if fields is None:
-            self.started, self.ended = True, self.started
-        if not self.ended:
-            self.metrics(fields, count)
+    def begin(self, count: Tensor | int) -> None:
+        self.losses += 1
+        if self.losses == 1:
+            self.metrics.begin(count)
+
+    def add(self, fields: dict[str, Tensor]) -> None:
+        if self.losses == 1:
+            self.metrics.add(fields)
 
 
 class Use(NamedTuple):
@@ -138,18 +142,17 @@ def _reason(head: nn.Module) -> str:
 CALLS = "_onepass_calls"  # how many calls that train are under way
 _lock = threading.Lock()
 _use: ContextVar[Use | None] = ContextVar("_use", default=None)  # how heads compute their logits in this thread
-_asked = 0  # how many contexts ask for lazy logits without labels
+_asked: ContextVar[bool] = ContextVar("_asked", default=False)  # whether labels are not needed
 
 
 @contextmanager
 def asked_for() -> Iterator[None]:
     """Within this context, forwards without labels also return `LinearLogits`."""
-    global _asked
-    _asked += 1
+    token = _asked.set(True)
     try:
         yield
     finally:
-        _asked -= 1
+        _asked.reset(token)
 
 
 def trains(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -160,7 +163,7 @@ def trains(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
     if given is None and args:
         parameters = inspect.signature(type(model).forward).parameters
         given = dict(zip([*parameters][1:], args)).get("labels")
-    return given is not None or _asked > 0
+    return given is not None or _asked.get()
 
 
 @_disable_dynamo(recursive=False)
@@ -203,7 +206,7 @@ def _lazy(self: nn.Linear, hidden: Tensor) -> Any:
     return nn.Linear.forward(self, hidden)
 
 
-class Attached:
+class Attached(Restorable):
     """A model whose heads return `onepass.LinearLogits`, until `restore` or the end of the ``with`` block.
 
     Attributes:
@@ -248,14 +251,6 @@ class Attached:
             else:
                 m.__dict__["forward"] = before
         self.models = []
-
-    def __enter__(self) -> "Attached":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.restore()
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.heads)) or "no output embeddings"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 LIBRARIES = ("transformers", "trl")
 
@@ -92,17 +92,35 @@ class _Place(NamedTuple):
 class _Active:
     """An active replacement, with the number of patches that use it."""
 
-    def __init__(self, original: Any, replacement: Any) -> None:
+    def __init__(self, original: Any, replacement: Any, holder: Any = None) -> None:
         self.original, self.replacement, self.patches = original, replacement, 0
         self.places: list[Replaced] = []
-        self.holder: Any = None  # the class that inherits the original
+        self.holder = holder  # the class that inherits the original
 
 
 _lock = threading.RLock()
 _active: dict[tuple[str, str], _Active] = {}
 
 
-class Patch:
+R = TypeVar("R", bound="Restorable")
+
+
+class Restorable:
+    """An object whose ``with`` block ends with `restore`."""
+
+    def restore(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self: R) -> R:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.restore()
+
+
+class Patch(Restorable):
     """An active patch, until `restore` or the end of the ``with`` block. Returned by `patch`.
 
     Attributes:
@@ -122,14 +140,6 @@ class Patch:
         with _lock:
             keys, self._keys = self._keys, []
             _release(keys)
-
-    def __enter__(self) -> "Patch":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.restore()
 
     def __str__(self) -> str:
         return "\n".join(map(str, [*self.replaced, *self.kept])) or "nothing to replace"
@@ -217,8 +227,7 @@ def _resolved(targets: Sequence[Target]) -> tuple[dict[tuple[str, str], _Active]
         if t.inherited and original is None and holder is not None:
             original = getattr(holder, t.name.rpartition(".")[2])
             _check(t, original)
-            found[key] = _Active(INHERITED, t.replacement)
-            found[key].holder = holder
+            found[key] = _Active(INHERITED, t.replacement, holder)
             continue
         _check(t, original)
         if not t.registered:

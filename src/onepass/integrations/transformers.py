@@ -42,8 +42,15 @@ def ForCausalLMLoss(
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     logits = logits if logits.shape[-1] == vocab_size else logits.reshape(-1, vocab_size)
     target = shift_labels.reshape(logits.shape[:-1]).to(logits.device)
-    loss = cross_entropy(logits, target, ignore_index=ignore_index, num_items=num_items_in_batch)
-    return loss.reshape(num_items_in_batch.shape) if isinstance(num_items_in_batch, Tensor) else loss
+    return mean_loss(logits, target, num_items_in_batch, ignore_index)
+
+
+def mean_loss(logits: Any, target: Tensor, num_items: Any, ignore_index: int, label_smoothing: float = 0.0) -> Tensor:
+    """`onepass.cross_entropy`, in the shape that transformers' own loss has."""
+    loss = cross_entropy(
+        logits, target, ignore_index=ignore_index, num_items=num_items, label_smoothing=label_smoothing
+    )
+    return loss.reshape(num_items.shape) if isinstance(num_items, Tensor) else loss
 
 
 def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -65,11 +72,7 @@ def label_smoother(
         logits, labels = logits[..., :-1, :], labels[..., 1:]
     if labels.dim() == logits.dim():
         labels = labels.squeeze(-1)
-    loss = cross_entropy(
-        logits, labels.to(logits.device), ignore_index=self.ignore_index, label_smoothing=self.epsilon,
-        num_items=num_items_in_batch,
-    )  # fmt: skip
-    return loss.reshape(num_items_in_batch.shape) if isinstance(num_items_in_batch, Tensor) else loss
+    return mean_loss(logits, labels.to(logits.device), num_items_in_batch, self.ignore_index, self.epsilon)
 
 
 def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -98,7 +98,7 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
         compiled = _compiled.get(name)
         if compiled is None:
             compiled = with_scratch(plan.kernel[(plan.programs,)])(
-                *tensors, *_zeros(plan.workspace, device), *numbers, **plan.constexprs, num_warps=plan.num_warps
+                *tensors, *_zeros(plan.workspace, tensors), *numbers, **plan.constexprs, num_warps=plan.num_warps
             )
             if isinstance(plan.kernel, JITFunction):  # not the interpreter's function
                 _compiled[name] = compiled
@@ -112,11 +112,7 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
         _launches[key] = known
     run, workspace, rest = known
     # Pointers, since Triton's launcher asks the driver about the memory of every tensor.
-    if workspace:
-        pointers.append(torch.zeros(workspace, dtype=torch.float32, device=tensors[0].device))  # type: ignore
-    elif workspace is not None:
-        pointers.append(None)
-    run(*pointers, *rest, stream=driver.active.get_current_stream(index))
+    run(*pointers, *_zeros(workspace, tensors), *rest, stream=driver.active.get_current_stream(index))
 
 
 @cache
@@ -196,8 +192,10 @@ def forget() -> None:
     _launches.clear()
 
 
-def _zeros(size: int | None, device: torch.device) -> tuple[torch.Tensor | None, ...]:
+def _zeros(size: int | None, tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     """The workspace argument of a launch: zeros, None if its size is 0, or no argument if its size is None."""
     if size is None:
         return ()
-    return (torch.zeros(size, dtype=torch.float32, device=device) if size else None,)
+    if size == 0:
+        return (None,)
+    return (torch.zeros(size, dtype=torch.float32, device=tensors[0].device),)  # type: ignore[union-attr]

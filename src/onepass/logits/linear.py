@@ -4,7 +4,7 @@ Users pass it to any function that takes logits; `losses.linear` passes it to th
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,14 +29,21 @@ def _versions(*tensors: Tensor | None) -> tuple[int, ...] | None:
     return tuple([-1 if t is None else t._version for t in tensors])
 
 
-Observer = Callable[[Fields | None, Tensor | int], None]
+class Observer(Protocol):
+    """An object that is shown the fields of all rows of a loss."""
+
+    def begin(self, count: Tensor | int) -> None:
+        """A loss of ``count`` rows that are not masked begins."""
+
+    def add(self, fields: Fields) -> None:
+        """The fields of a tile, among them ``entropy`` and ``is_top1``. Those of masked rows are 0."""
 
 
 def observed(loss_fn: LossFunction, observer: Observer, names: Sequence[str]) -> LossFunction:
     """A loss function of the fields ``names`` that also shows all fields of a tile to the observer."""
 
     def loss(fields: Fields, *row_inputs: Tensor) -> Tensor:
-        observer({name: f.detach() for name, f in fields.items()}, 0)
+        observer.add({name: f.detach() for name, f in fields.items()})
         return loss_fn({name: fields[name] for name in names}, *row_inputs)
 
     return loss
@@ -153,9 +160,8 @@ class LinearLogits(TensorLike):
         self.hidden, self.weight, self.bias = self.hidden.detach(), self.weight.detach(), bias
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: value for name, value in self.__dict__.items() if name != "versions"
-        }  # of other tensors in a copy
+        # The tensors of a copy have versions of their own.
+        return {name: value for name, value in self.__dict__.items() if name != "versions"}
 
     def derived(self, **attributes: Any) -> Any:
         """`changed`, with other tensors."""
@@ -223,7 +229,7 @@ class LinearLogits(TensorLike):
         if self.observer is not None and index is not None and index.dim() == 1:
             loss_fn, linear = observed(loss_fn, self.observer, options.names), False
             options = options._replace(fields=" ".join(dict.fromkeys((*options.names, "entropy", "is_top1"))))
-            self.observer(None, rows.numel() if row_mask is None else (row_mask != 0).sum())
+            self.observer.begin(rows.numel() if row_mask is None else (row_mask != 0).sum())
         row_loss = StatisticsLoss(loss_fn, options, self.gemm_dtype, index, class_weights, flat, linear)
         return self.tiled(row_loss, row_mask, divisor)
 

@@ -50,13 +50,11 @@ class LogitsSource:
     Attributes:
         shape: ``(..., V)``.
         dtype, device: of the logits.
-        reads_less: whether it is worth an operation on the device to find rows that need not be read.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    reads_less = True
 
     def dim(self) -> int:
         """The number of dimensions."""
@@ -109,9 +107,27 @@ class LogitsSource:
             row_inputs: ``(..., *)``, differentiable.
             linear: whether the loss is linear in the fields. Its gradient is then known before the logits are read.
         """
+        if loss_fn is None and isinstance(divisor, Count) and divisor.rows is inputs.row_mask:
+            mean = self.mean_of_field(inputs, options, 1 / divisor.factor)
+            if mean is not None:
+                return mean
         fields = self.statistics(inputs, options)
         loss = fields[options.fields] if loss_fn is None else loss_fn(fields, *row_inputs)
         return divided(loss, divisor, self.dim() - 1)
+
+    def mean_of_field(self, inputs: Inputs, options: Options, factor: float) -> Tensor | None:
+        """``factor`` times the mean of the only field of ``options`` over the rows that are not masked.
+
+        None if this takes no fewer launches than `statistics` and a reduction.
+        """
+        return None
+
+    def rows_with(self, selected: Tensor) -> Tensor | None:
+        """A row mask of the rows in which any of the tokens ``(..., K)`` is selected; the other rows need not be read.
+
+        None if finding them costs more than reading all rows.
+        """
+        return selected.any(-1)
 
     def divergence(
         self, teacher: "LogitsSource", row_mask: Tensor | None, options: PairOptions, divisor: Divisor
@@ -126,8 +142,6 @@ class TensorLogits(LogitsSource):
     Args:
         inplace_backward: whether the backward writes the gradient over the logits.
     """
-
-    reads_less = False
 
     def __init__(self, logits: Tensor, inplace_backward: bool = False) -> None:
         self.logits, self.inplace_backward = logits, inplace_backward
@@ -155,20 +169,13 @@ class TensorLogits(LogitsSource):
         fields = statistics_of(self.logits, inputs, options, self.inplace_backward)
         return dict(zip(options.names, fields))
 
-    def loss(
-        self,
-        loss_fn: LossFunction | None,
-        inputs: Inputs,
-        options: Options,
-        row_inputs: Sequence[Tensor],
-        divisor: Divisor,
-        linear: bool = False,
-    ) -> Tensor:
-        is_mean = loss_fn is None and isinstance(divisor, Count) and divisor.rows is inputs.row_mask
-        if is_mean and self.is_eager and self.shape[:-1].numel() <= MOST_ROWS_OF_MEAN:
-            factor = 1 / divisor.factor  # type: ignore[union-attr]
-            return statistics_of(self.logits, inputs, options, self.inplace_backward, factor)[0]
-        return super().loss(loss_fn, inputs, options, row_inputs, divisor, linear)
+    def mean_of_field(self, inputs: Inputs, options: Options, factor: float) -> Tensor | None:
+        if not self.is_eager or self.shape[:-1].numel() > MOST_ROWS_OF_MEAN:
+            return None
+        return statistics_of(self.logits, inputs, options, self.inplace_backward, factor)[0]
+
+    def rows_with(self, selected: Tensor) -> Tensor | None:
+        return None  # without a mask, hardly any row has no token
 
     def divergence(
         self, teacher: LogitsSource, row_mask: Tensor | None, options: PairOptions, divisor: Divisor

@@ -181,8 +181,7 @@ class TensorLike(LogitsSource):
     def unsqueeze(self, dim: int) -> Any:
         if self.tensor is not None or dim % (self.dim() + 1) == self.dim():
             return self.materialize_for("unsqueeze").unsqueeze(dim)
-        at = dim % (self.dim() + 1)
-        return self.with_rows(lambda t: t.unsqueeze(at))
+        return self.with_rows(lambda t: t.unsqueeze(dim))
 
     def __getitem__(self, key: Any) -> Any:
         parts = [*key] if isinstance(key, tuple) else [key]

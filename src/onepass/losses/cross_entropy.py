@@ -98,17 +98,17 @@ def cross_entropy(
     share = 1.0 if weights is None else 1.0 / source.shape[-1]
     of_z: float | Tensor = z_loss_weight
     divisor: Divisor = None
-    plain = fields == "log_probs" and weights is None  # the loss is this field
-    if plain and reduction == "mean" and num_items is None:
+    # The divisor changes the sign, once, instead of every row.
+    if reduction == "mean" and num_items is None and weights is None:
         divisor = Count(valid, -1.0)
     elif reduction == "mean" and num_items is None:
-        divisor = count.sum()
-        if weights is not None and z_loss_weight:
-            of_z = z_loss_weight * (divisor / valid.sum())
+        total_weight = count.sum()
+        divisor = -total_weight
+        if z_loss_weight:
+            of_z = z_loss_weight * (total_weight / valid.sum())
     else:
-        divisor = divisor_of(0, reduction, num_items)
-    if isinstance(divisor, Tensor | float | int):
-        divisor = -divisor  # once, instead of the sign of every row
+        number = divisor_of(0, reduction, num_items)
+        divisor = None if number is None else -number  # type: ignore[operator]
 
     def score_of(s: dict[str, Tensor], *counts: Tensor) -> Tensor:
         """The negative loss of rows."""
@@ -119,6 +119,7 @@ def cross_entropy(
         return score - of_z * (s["shift"] + s["log_normalizer"]).square() if z_loss_weight else score
 
     counts = () if weights is None else (count,)
+    plain = fields == "log_probs" and weights is None  # the negative loss is this field
     score = source.loss(None if plain else score_of, inputs, options, counts, divisor, linear=not z_loss_weight)
     return -score if divisor is None else score
 

@@ -215,8 +215,8 @@ class Teacher:
         given = log_probs != -INF
         self.ids, self.log_probs = ids * given, log_probs
         masked = row_mask is not None or teacher_mask is not None
-        # Without masks hardly any row is without a token. Its loss and gradient are 0 then, even if it is read.
-        self.to_read = given.any(-1) if masked or student.reads_less else None
+        # The loss and the gradient of a row without any token are 0, even if it is read.
+        self.to_read = given.any(-1) if masked else student.rows_with(given)
         if renormalize:  # log_softmax makes a row without any token NaN
             self.log_probs = log_probs.log_softmax(-1).masked_fill_(~given, -INF)
 
