@@ -6,7 +6,7 @@ A plain tensor in eager mode bypasses torch's dispatcher, which costs more than 
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -115,12 +115,20 @@ def operation(
             FLOPS[getattr(torch.ops.onepass, name.partition("::")[2])] = counted
         may_skip = is_untraced if composite else is_plain
 
+        def all_plain(arguments: Sequence[Any]) -> bool:
+            for n in tensors:  # loops, which are faster than `all` of a generator
+                if type(arguments[n]) not in PLAIN:
+                    return False
+            for n in tuples:  # noqa: SIM110
+                if not PLAIN.issuperset(map(type, arguments[n])):
+                    return False
+            return True
+
         @wraps(function)
         def call(*arguments: Any) -> Any:
-            given = [*[arguments[n] for n in tensors], *[t for n in tuples for t in arguments[n]]]
-            if may_skip(*given):
+            if all_plain(arguments) and may_skip():
                 if forward_ad._current_level >= 0:
-                    refuse_forward_mode(*given)
+                    refuse_forward_mode(*flatten_arguments(arguments))
                 return function(*arguments)
             tell_flop_counters()
             return _with_none(registered(*flatten_arguments(arguments)))

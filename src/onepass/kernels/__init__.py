@@ -8,7 +8,7 @@ from onepass.kernels.divergence import divergence, divergence_gradient
 from onepass.kernels.expert_mlp import expert_mlp, expert_mlp_gradient
 from onepass.kernels.router import route, route_gradient
 from onepass.kernels.row_mean import row_mean
-from onepass.kernels.scale import scale_
+from onepass.kernels.scale import scale
 from onepass.kernels.scattered_linear import scattered_linear, scattered_linear_gradient
 from onepass.kernels.softmax_gradient import softmax_gradient
 from onepass.kernels.softmax_loss import softmax_loss, supports_fused_loss
@@ -24,7 +24,7 @@ __all__ = [
     "route",
     "route_gradient",
     "row_mean",
-    "scale_",
+    "scale",
     "scattered_linear",
     "scattered_linear_gradient",
     "softmax_gradient",

@@ -1,4 +1,4 @@
-"""A tensor times a number on the device, in place. The tensor is neither read nor written if the number is 1.
+"""A tensor times a number on the device. In place, it is neither read nor written if the number is 1.
 
 `logits.gradients` calls it with the upstream gradient of a loss, which is often 1.
 """
@@ -13,24 +13,27 @@ BLOCK = 4096
 
 
 @triton.jit(do_not_specialize=["n"])
-def scale_kernel(x: "Out", scale: "Flat", n: tl.int64, BLOCK: tl.constexpr):
-    """``x *= scale``, for ``x`` ``(n,)`` (input and output) and ``scale`` ``(1,)``.
+def scale_kernel(x: "Flat", scale: "Flat", out: "Out", n: tl.int64, INPLACE: tl.constexpr, BLOCK: tl.constexpr):
+    """``out = scale * x``, for ``x`` and ``out`` ``(n,)``, and ``scale`` ``(1,)``. ``out`` is ``x`` if ``INPLACE``.
 
-    Bytes moved: ``x`` in and out; none if the scale is 1.
+    Bytes moved: ``x`` in and ``out`` out; none if it is in place and the scale is 1.
     """
     s = tl.load(scale)
-    if s != 1.0:
+    if not INPLACE or s != 1.0:
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(x + i, mask=i < n)
-        tl.store(x + i, (value.to(s.dtype) * s).to(x.dtype.element_ty), mask=i < n)
+        tl.store(out + i, (value.to(s.dtype) * s).to(out.dtype.element_ty), mask=i < n)
 
 
-def plan_for(n: int) -> Plan:
+def plan_for(n: int, inplace: bool) -> Plan:
     """The launch of `scale_kernel`."""
-    return Plan(scale_kernel, triton.cdiv(n, BLOCK), (n,), dict(BLOCK=BLOCK), 4)
+    return Plan(scale_kernel, triton.cdiv(n, BLOCK), (n,), dict(INPLACE=inplace, BLOCK=BLOCK), 4)
 
 
-def scale_(x: torch.Tensor, scale: torch.Tensor) -> None:
-    """``x *= scale`` for a contiguous ``x`` and a ``scale`` with one element."""
+def scale(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
+    """Write ``factor * x``, rounded once, to ``out``, which may be ``x``. ``factor`` has one element.
+
+    ``x`` and ``out`` are contiguous and have one shape.
+    """
     if x.numel():
-        launch(plan_for, (x.numel(),), (x, scale))
+        launch(plan_for, (x.numel(), out is x), (x, factor, out))

@@ -106,12 +106,12 @@ class Gradients:
                 results.append(None)
             elif value is None:  # no row was computed
                 results.append(torch.zeros(shape, dtype=of.dtype, device=of.device))
-            elif value.dtype != of.dtype:
-                out = torch.empty_like(value, dtype=of.dtype)
-                results.append(out.copy_(value) if scale is None else torch.mul(value, scale, out=out))
             else:
+                out = value if value.dtype == of.dtype else torch.empty_like(value, dtype=of.dtype)
                 if scale is not None:
-                    backend_of(value).scale_(value, scale)
-                results.append(value)
+                    backend_of(value).scale(value, scale, out)
+                elif out is not value:
+                    out.copy_(value)
+                results.append(out)
         self.hidden = self.weight = self.bias = None
         return results

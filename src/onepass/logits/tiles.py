@@ -16,7 +16,7 @@ GIB = 1 << 30
 # The default workspace. If there are several tiles of rows, each costs a pass over the float32 sum of the weight's
 # gradient, which is part of the workspace; a single tile needs no such sum. In a forward without backward, no
 # activations or gradients need the memory, so that it may take a single tile, too. Otherwise small tiles cost little.
-ONE_TILE, TRAINED, UNTRAINED = int(2.5 * GIB), int(1.25 * GIB), int(0.585 * GIB)
+ONE_TILE, TRAINED, UNTRAINED = int(2.5 * GIB), int(1.1 * GIB), int(0.585 * GIB)
 SLICES = int(0.3 * GIB)  # workspace for slices of the vocabulary, beyond the sum of the hidden states' gradient
 ON_CPU = 1 << 25
 LEAST_COLUMNS = 128  # of a slice: GEMMs are slow below
@@ -207,9 +207,8 @@ def valid_rows(row_mask: Tensor | None) -> Tensor | None:
     """Ids of the rows that are not masked, or None for all rows. Their number is read from the device."""
     if row_mask is None or defers(row_mask):
         return None
-    if int(row_mask.count_nonzero()) == row_mask.shape[0]:
-        return None
-    return row_mask.nonzero().squeeze(-1)
+    ids = row_mask.nonzero().squeeze(-1)
+    return None if len(ids) == len(row_mask) else ids
 
 
 def defers(row_mask: Tensor | None) -> bool:
@@ -221,7 +220,7 @@ def equal(count: int, most: int) -> int:
     """Rows or columns per tile, at most ``most``: tiles of about equal size, in whole blocks of the GEMM."""
     if count <= most:
         return max(count, 1)
-    block = 1024 if most >= 1024 else 128 if most >= 128 else 1
+    block = 256 if most >= 1024 else 128 if most >= 128 else 1
     tiles = -(-count // most)
     return min(-(-count // (tiles * block)) * block, most // block * block)
 

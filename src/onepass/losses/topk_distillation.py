@@ -1,6 +1,7 @@
 """Distillation from a teacher's top-K tokens and log-probs, in one read of the student's logits."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -100,14 +101,14 @@ def topk_kl_div(
     student = as_source(student_logits, "student_logits")
     direction, beta = resolved(direction, beta)
     options = options_for("selected" if renormalize else "log_probs", temperature, softcap, logit_scale)
-    teacher = Teacher(student, teacher_ids, teacher_log_probs, row_mask, teacher_mask, renormalize)
+    teacher = Teacher(student, teacher_ids, teacher_log_probs, row_mask, teacher_mask, direction, renormalize)
 
-    def terms_of(s: dict[str, Tensor], log_probs: Tensor) -> Tensor:
-        of_student = normalized(s["selected"], log_probs) if renormalize else s["log_probs"]
-        return terms(log_probs, of_student, direction, beta)
+    def terms_of(s: dict[str, Tensor], *of_teacher: Tensor) -> Tensor:
+        of_student = normalized(s["selected"], of_teacher[1]) if renormalize else s["log_probs"]
+        return terms(of_teacher, of_student, direction, beta)
 
     inputs, options = inputs_for(student, options, teacher.ids, teacher.to_read, index_name="teacher_ids")
-    return student.loss(terms_of, inputs, options, (teacher.log_probs,), teacher.divisor(reduction, num_items))
+    return student.loss(terms_of, inputs, options, teacher.tensors, teacher.divisor(reduction, num_items))
 
 
 @renamed(positional=("mask",), labels="target", mask=mask_of_divergence)
@@ -151,7 +152,7 @@ def distillation_loss(
     alpha = check_number(alpha, "alpha", 0, 1, open_low=False)
     ignore_index = check_integer(ignore_index, "ignore_index")
     temperature = check_transform(temperature, None)[0]
-    teacher = Teacher(student, teacher_ids, teacher_log_probs, row_mask, teacher_mask, renormalize)
+    teacher = Teacher(student, teacher_ids, teacher_log_probs, row_mask, teacher_mask, direction, renormalize)
     valid = target != ignore_index
     if row_mask is not None:
         valid &= row_mask != 0
@@ -166,11 +167,11 @@ def distillation_loss(
     s = student.statistics(inputs, options)
     selected = s["selected"] if temperature == 1.0 else s["selected"] / temperature
     if renormalize:
-        log_probs = normalized(selected[..., 1:], teacher.log_probs)
+        log_probs = normalized(selected[..., 1:], teacher.tensors[1])
     else:
         normalizer = s["log_normalizer" if one_normalizer else "tempered_log_normalizer"]
         log_probs = selected[..., 1:] - normalizer.unsqueeze(-1)
-    of_rows = terms(teacher.log_probs, log_probs, direction, beta)
+    of_rows = terms(teacher.tensors, log_probs, direction, beta)
     soft = divided(of_rows, teacher.divisor(reduction, num_items), student.dim() - 1)
     hard = reduced((s["log_normalizer"] - s["selected"][..., 0]).where(valid, 0.0), valid, reduction, num_items)
     return alpha * soft + (1 - alpha) * hard
@@ -180,9 +181,10 @@ class Teacher:
     """A teacher's top-K tokens, checked: ids that are safe to gather, log-probs that are safe to multiply.
 
     Attributes:
-        ids: ``(..., K)``; 0 for masked tokens.
-        log_probs: ``(..., K)``; -inf for masked tokens.
-        to_read: ``(...)``, bool: rows with a token that is not masked; None for all rows.
+        ids: ``(..., K)``; 0 for tokens without a term.
+        tensors: what `terms` reads, ``(..., K)`` each: log-probs, -inf for masked tokens; whether a token has a term,
+            bool; and its probability, if it has been computed.
+        to_read: ``(...)``, bool: rows with a token that has a term; None for all rows.
         rows: ``(...)``, bool: rows in which the masks leave a token, which a mean counts; None for all rows.
     """
 
@@ -193,6 +195,7 @@ class Teacher:
         log_probs: Tensor,
         row_mask: Tensor | None,
         teacher_mask: Tensor | None,
+        direction: Direction,
         renormalize: bool,
     ) -> None:
         check_teacher(ids, log_probs, student)
@@ -212,40 +215,46 @@ class Teacher:
             raise ValueError(
                 f"teacher_log_probs: expected logarithms of probabilities, at most 0, got {log_probs.max().item():g}"
             )
-        given = log_probs != -INF
-        self.ids, self.log_probs = ids * given, log_probs
+        if direction == "forward" and not renormalize:  # t log(t / s) is 0 where t underflows, too
+            probs = log_probs.exp()
+            given = probs != 0
+            self.tensors: tuple[Tensor, ...] = log_probs, given, probs
+        else:
+            given = log_probs != -INF
+            if renormalize:  # log_softmax makes a row without any token NaN
+                log_probs = log_probs.log_softmax(-1).where(given, -INF)
+            self.tensors = log_probs, given
+        self.ids = ids * given
         masked = row_mask is not None or teacher_mask is not None
         # The loss and the gradient of a row without any token are 0, even if it is read.
         self.to_read = given.any(-1) if masked else student.rows_with(given)
-        if renormalize:  # log_softmax makes a row without any token NaN
-            self.log_probs = log_probs.log_softmax(-1).masked_fill_(~given, -INF)
 
     def divisor(self, reduction: Reduction, num_items: float | Tensor | None) -> Divisor:
         rows = self.ids.shape[:-1].numel() if self.rows is None else self.rows
         return divisor_of(rows, reduction, num_items)
 
 
-def normalized(z: Tensor, teacher: Tensor) -> Tensor:
-    """The student's log-probs from its logits ``z`` of the teacher's tokens; those of masked tokens may be NaN."""
-    return z.masked_fill(teacher == -INF, -INF).log_softmax(-1)
+def normalized(z: Tensor, given: Tensor) -> Tensor:
+    """The student's log-probs from its logits ``z`` of the teacher's tokens; those of tokens not given may be NaN."""
+    return z.where(given, -INF).log_softmax(-1)
 
 
-def terms(teacher: Tensor, student: Tensor, direction: Direction, beta: float) -> Tensor:
-    """The terms of the divergence between log-probs ``(..., K)``; the teacher's are -inf for masked tokens."""
-    # A term p·x is 0 wherever p is 0. Masking x instead of the product keeps NaN out of the gradient too, and the
-    # backward of masked_fill does so for the log_softmax of a row without any token.
+def terms(of_teacher: Sequence[Tensor], student: Tensor, direction: Direction, beta: float) -> Tensor:
+    """The terms of the divergence between log-probs ``(..., K)``, from the `Teacher.tensors` and the student's."""
+    # A term p·x is 0 wherever p is 0. Selecting x instead of the product keeps NaN out of the gradient too, and the
+    # backward of the selection does so for the log_softmax of a row without any token.
+    teacher, given, *probs = of_teacher
     if direction == "forward":
-        t = teacher.exp()
-        return t * (teacher - student).masked_fill_(t == 0, 0.0)
-    absent = teacher == -INF
-    s = student.exp().masked_fill(absent, 0.0)
+        t = probs[0] if probs else teacher.exp()
+        return t * (teacher - student).where(given if probs else t != 0, 0.0)
+    s = student.exp().where(given, 0.0)
     if direction == "reverse":
-        return s * (student - teacher).masked_fill_(s == 0, 0.0)
+        return s * (student - teacher).where(s != 0, 0.0)
     # log(t/m) = logsigmoid(x) - log β and log(s/m) = logsigmoid(-x) - log(1-β): no mixture that could underflow.
-    x = (teacher - student).masked_fill_(absent, 0.0) + math.log(beta / (1 - beta))
-    of_teacher = beta * teacher.exp() * (logsigmoid(x) - math.log(beta))
-    of_student = (1 - beta) * s * (logsigmoid(-x).masked_fill(s == 0, 0.0) - math.log(1 - beta))
-    return of_teacher + of_student
+    x = (teacher - student).where(given, 0.0) + math.log(beta / (1 - beta))
+    to_mixture = beta * teacher.exp() * (logsigmoid(x) - math.log(beta))
+    from_mixture = (1 - beta) * s * (logsigmoid(-x).where(s != 0, 0.0) - math.log(1 - beta))
+    return to_mixture + from_mixture
 
 
 class TopKKLDivLoss(torch.nn.Module):

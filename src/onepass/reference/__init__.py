@@ -15,7 +15,7 @@ from onepass.reference.experts import (
 from onepass.reference.router import route, route_gradient
 from onepass.reference.softmax import (
     row_mean,
-    scale_,
+    scale,
     softmax_gradient,
     softmax_loss,
     softmax_statistics,
@@ -31,7 +31,7 @@ __all__ = [
     "route",
     "route_gradient",
     "row_mean",
-    "scale_",
+    "scale",
     "scattered_linear",
     "scattered_linear_gradient",
     "softmax_gradient",

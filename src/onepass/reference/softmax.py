@@ -176,6 +176,6 @@ def row_mean(values: Tensor, row_mask: Tensor, factor: float) -> tuple[Tensor, T
     return values.where(row_mask != 0, 0.0).sum() * share, share
 
 
-def scale_(x: Tensor, scale: Tensor) -> None:
-    """``x *= scale``."""
-    x.mul_(scale)
+def scale(x: Tensor, factor: Tensor, out: Tensor) -> None:
+    """Write ``factor * x``, rounded once, to ``out``, which may be ``x``."""
+    torch.mul(x, factor, out=out)
