@@ -5,10 +5,10 @@ version, prepare an operation on the same inputs and measure it in turns, in an 
 round. Only one of them measures at a time. The ratio of the times is taken in each round; the result is the median.
 
 **Few rows**: the wall time, from the call until the device is idle, which is what a user waits for. It depends on the
-process and on what else the host does by more than on the version. So several processes are started for each version,
-in turns, one at a time and all on the same two cores. Each takes the least of many short timings, which are spread over
-its time. The result is the ratio of the least times of all processes, since other work on the host only ever adds time;
-the spread is that of the ratios of two processes that were started in succession.
+process and on what else the host does by more than on the version. So several pairs of processes are started, one of
+each version, all on the same two cores. Both take many short timings in turns, and the least counts. The result is the
+ratio of the least times of all processes, since other work on the host only ever adds time; the spread is that of the
+ratios of the pairs.
 
 A ratio above its bound, or an operation that fails in this version, makes the exit status 1. An operation that fails in
 the baseline alone is only reported. ``--tiny`` runs small shapes, on a CPU too. Its times have no meaning, and do not
@@ -32,7 +32,7 @@ from benchmarks.versions_processes import CHECKOUT, Failure, Version, ask
 from onepass.cli.environment import environment, output_of
 
 BOUNDS = {FORWARD: 1.01, BOTH: 1.01, WALL: 1.03}
-SWEEPS = 5
+SWEEPS = 10
 NAMES = [operation.name for operation in OPERATIONS]
 Case = dict[str, Any]  # what a process is asked to prepare
 
@@ -107,10 +107,11 @@ def compare(both: Sequence[Version], case: Case, rounds: int, report: dict[str, 
     estimates = ask(both, "prepare", **case)
     for name in case["passes"]:
         host, wall = (min(e[name][i] for e in estimates) for i in range(2))
-        flushes = 0 if DEVICE.type == "cpu" else min(16, 1 + int(host / 0.08))
-        repeats = min(200, max(6, int(milliseconds / (wall + 0.1 * flushes))))
+        flushes = 0 if DEVICE.type == "cpu" else min(32, 1 + int(host / 0.04))  # twice as long as the host takes
+        repeats = min(200, max(2, int(milliseconds / (wall + 0.1 * flushes))))
         times: list[list[float]] = [[], []]
-        for turn in range(rounds):
+        # The clocks change while a long operation runs, so that it takes more turns, and shorter ones.
+        for turn in range(3 * rounds if wall > 10 else rounds):
             for who in order_of(turn):
                 times[who] += ask([both[who]], "measure", name=name, repeats=repeats, flushes=flushes)
         ratios = [new / old for new, old in zip(*times)]
@@ -124,18 +125,20 @@ def compare_few_rows(
 ) -> None:
     times: list[list[list[float]]] = [[[], []] for _ in cases]
     failed: dict[int, dict[str, str]] = {}
-    processes = [(pair, who) for pair in range(pairs if cases else 0) for who in order_of(pair)]
-    for pair, who in track(processes, "few rows", console=console, transient=True):
+    for pair in track(range(pairs if cases else 0), "few rows", console=console, transient=True):
         found = None
         while found is None:  # once more without an operation that failed
             rest = {n: case for n, case in enumerate(cases) if n not in failed}
-            both[who].start(cores=2)
+            for version in both:
+                version.start(cores=2)
             try:
-                found = time_in_process(both[who], rest, failed, report, with_sources=(pair, who) == (0, 0))
+                found = time_in_processes(both, rest, failed, report, with_sources=pair == 0)
             finally:
-                both[who].stop()
+                for version in both:
+                    version.stop()
         for n, least in found.items():
-            times[n][who].append(least)
+            for who in range(2):
+                times[n][who].append(least[who])
     for n, case in enumerate(cases):
         if n in failed:
             report["failed"].append(about(case) | {"errors": failed[n]})
@@ -145,29 +148,32 @@ def compare_few_rows(
             report["results"].append(record(case, WALL, times[n], ratio, [a / b for a, b in zip(new, old)]))
 
 
-def time_in_process(
-    version: Version, cases: dict[int, Case], failed: dict[int, dict[str, str]], report: dict[str, Any],
+def time_in_processes(
+    both: Sequence[Version], cases: dict[int, Case], failed: dict[int, dict[str, str]], report: dict[str, Any],
     with_sources: bool,
-) -> dict[int, float] | None:  # fmt: skip
-    """The least wall time of each of the cases in a process that is running; None if one failed and is in ``failed``.
+) -> dict[int, list[float]] | None:  # fmt: skip
+    """The least wall times of each of the cases in two processes that run; None if one failed and is in ``failed``.
 
-    The cases are timed in several sweeps. A short disturbance of the host then does not last for all timings of a case.
+    The versions take short turns in several sweeps. A disturbance of the host then lasts for both, and not for all
+    timings of a case.
     """
-    sweeps, seconds, calls = (1, 0.0, 3) if report["tiny"] else (SWEEPS, 0.1, 20)
-    least: dict[int, float] = {}
+    sweeps, seconds, calls = (1, 0.0, 3) if report["tiny"] else (SWEEPS, 0.04, 20)
+    least: dict[int, list[float]] = {}
     for sweep in range(sweeps):
         for n, case in cases.items():
             name = f"{n} {WALL}"
             try:
                 if sweep == 0:
-                    ask([version], "prepare", **case, prefix=f"{n} ")
+                    ask(both, "prepare", **case, prefix=f"{n} ")
                     if with_sources:
-                        note_sources(version, case, [name], report)
-                [milliseconds] = ask([version], "wall", name=name, seconds=seconds, calls=calls)
+                        note_sources(both[0], case, [name], report)
+                for who in order_of(sweep):
+                    [milliseconds] = ask([both[who]], "wall", name=name, seconds=seconds, calls=calls)
+                    of_case = least.setdefault(n, [milliseconds] * 2)
+                    of_case[who] = milliseconds if sweep == 0 else min(milliseconds, of_case[who])
             except Failure as failure:
                 failed[n] = failure.args[0]
                 return None
-            least[n] = min(milliseconds, least.get(n, milliseconds))
     return least
 
 

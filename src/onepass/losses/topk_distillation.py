@@ -104,7 +104,7 @@ def topk_kl_div(
     teacher = Teacher(student, teacher_ids, teacher_log_probs, row_mask, teacher_mask, direction, renormalize)
 
     def terms_of(s: dict[str, Tensor], *of_teacher: Tensor) -> Tensor:
-        of_student = normalized(s["selected"], of_teacher[1]) if renormalize else s["log_probs"]
+        of_student = normalized(s["selected"], *of_teacher) if renormalize else s["log_probs"]
         return terms(of_teacher, of_student, direction, beta)
 
     inputs, options = inputs_for(student, options, teacher.ids, teacher.to_read, index_name="teacher_ids")
@@ -167,7 +167,7 @@ def distillation_loss(
     s = student.statistics(inputs, options)
     selected = s["selected"] if temperature == 1.0 else s["selected"] / temperature
     if renormalize:
-        log_probs = normalized(selected[..., 1:], teacher.tensors[1])
+        log_probs = normalized(selected[..., 1:], *teacher.tensors)
     else:
         normalizer = s["log_normalizer" if one_normalizer else "tempered_log_normalizer"]
         log_probs = selected[..., 1:] - normalizer.unsqueeze(-1)
@@ -222,7 +222,7 @@ class Teacher:
         else:
             given = log_probs != -INF
             if renormalize:  # log_softmax makes a row without any token NaN
-                log_probs = log_probs.log_softmax(-1).where(given, -INF)
+                log_probs = log_probs.log_softmax(-1).where(given, log_probs)
             self.tensors = log_probs, given
         self.ids = ids * given
         masked = row_mask is not None or teacher_mask is not None
@@ -234,9 +234,9 @@ class Teacher:
         return divisor_of(rows, reduction, num_items)
 
 
-def normalized(z: Tensor, given: Tensor) -> Tensor:
+def normalized(z: Tensor, teacher: Tensor, given: Tensor) -> Tensor:
     """The student's log-probs from its logits ``z`` of the teacher's tokens; those of tokens not given may be NaN."""
-    return z.where(given, -INF).log_softmax(-1)
+    return z.where(given, teacher).log_softmax(-1)  # the teacher's are -inf where none is given
 
 
 def terms(of_teacher: Sequence[Tensor], student: Tensor, direction: Direction, beta: float) -> Tensor:
@@ -246,7 +246,7 @@ def terms(of_teacher: Sequence[Tensor], student: Tensor, direction: Direction, b
     teacher, given, *probs = of_teacher
     if direction == "forward":
         t = probs[0] if probs else teacher.exp()
-        return t * (teacher - student).where(given if probs else t != 0, 0.0)
+        return t * (teacher - student).where(given if probs else t != 0, t)  # t is 0 elsewhere; a number takes longer
     s = student.exp().where(given, 0.0)
     if direction == "reverse":
         return s * (student - teacher).where(s != 0, 0.0)
