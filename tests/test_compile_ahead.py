@@ -201,16 +201,23 @@ def launch_experts(options: ExpertOptions, trained: tuple[str, ...], empty: Any)
     kernels.expert_mlp_gradient(out, h, *arguments, needed, options)
 
 
+def dumped(option: str, path: str) -> str:
+    command = [triton.knobs.nvidia.cuobjdump.path, option, path]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 def resources(kernel: Any) -> dict[str, Any]:
     """What the binary says of itself: its registers, and what it keeps in memory for want of more."""
     if "cubin" in kernel.asm:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(kernel.asm["cubin"])
             file.flush()
-            command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
-            text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        # Not the stack that it reserves, of which LLVM may leave a byte that nothing uses.
-        spills = {name: len(re.findall(rf"\b{name}\b", text)) for name in ("LDL", "STL")}
+            spills = {"LDL": 0, "STL": 0}
+            text = dumped("-res-usage", file.name)
+            # LLVM may reserve a byte of stack that nothing uses. Disassembly takes long, and tells.
+            if re.search(r"\bSTACK:(\d+)", text)[1] != "0":
+                sass = dumped("-sass", file.name)
+                spills = {name: len(re.findall(rf"\b{name}\b", sass)) for name in spills}
         registers = re.findall(r"\bREG:(\d+)", text)
     else:
         text = kernel.asm["amdgcn"]

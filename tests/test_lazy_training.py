@@ -206,6 +206,10 @@ WRAPPED = {
 }
 
 
+# Every way to wrap a model is patched, and attached before or after it is wrapped.
+WAYS = [(name, by) for n, name in enumerate(WRAPPED) for by in ("patch", ("attach before", "attach after")[n % 2])]
+
+
 def linear_loss(hidden, weight, target):
     return onepass.linear_cross_entropy(hidden, weight, target), onepass.linear_cross_entropy(
         hidden, weight, target, reduction="none"
@@ -245,19 +249,18 @@ def process(rank, folder):
         return loss / PROCESSES
 
     found = {}
-    for name, make in WRAPPED.items():
-        for by in ("attach before", "attach after", "patch"):
-            wrap, model = make()
-            try:
-                if by == "attach before":
-                    onepass.attach(model)
-                wrapped = wrap(model)
-                if by == "attach after":
-                    onepass.attach(wrapped)
-                with onepass.patch("transformers" if by == "patch" else "trl"):
-                    found[name, by] = steps_of(wrapped, rank, PROCESSES, mean)
-            except RuntimeError as error:
-                found[name, by] = f"{type(error).__name__}: {error}"
+    for name, by in WAYS:
+        wrap, model = WRAPPED[name]()
+        try:
+            if by == "attach before":
+                onepass.attach(model)
+            wrapped = wrap(model)
+            if by == "attach after":
+                onepass.attach(wrapped)
+            with onepass.patch("transformers" if by == "patch" else "trl"):
+                found[name, by] = steps_of(wrapped, rank, PROCESSES, mean)
+        except RuntimeError as error:
+            found[name, by] = f"{type(error).__name__}: {error}"
     found["sharded weight"] = of_sharded_weight(rank)
     torch.save(found, os.path.join(folder, f"{rank}.pt"))
     torch.distributed.destroy_process_group()
@@ -274,8 +277,7 @@ def distributed(tmp_path_factory):
 
 
 @pytest.mark.xdist_group("lazy processes")
-@pytest.mark.parametrize("by", ["attach before", "attach after", "patch"])
-@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("name, by", WAYS)
 def test_processes(name, by, distributed):
     """Losses, gradients and weights of two processes are those of one process on the whole batch."""
     _, model = WRAPPED[name]()
