@@ -35,7 +35,8 @@ SIZES = {
     "first_k_dense_replace": 1, "max_position_embeddings": 64, "n_positions": 64, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "decoder_start_token_id": 1, "num_nextn_predict_layers": 0, "sliding_window": 8,
     "image_size": 16, "patch_size": 8, "depth": 2, "num_codebooks": 2, "rotary_dim": 8, "state_size": 8,
-    "time_step_rank": 4,
+    "time_step_rank": 4, "chunk_size": 8, "mamba_chunk_size": 8, "linear_head_dim": 8,
+    "linear_num_heads": 4,
 }  # fmt: skip
 LARGE = 12_000_000  # parameters; a model with more was not made small
 

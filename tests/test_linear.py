@@ -24,7 +24,7 @@ from linear_cases import (
 )
 from onepass.logits import tiled_loss as head_loss
 from onepass.logits import tiled_statistics as head_statistics
-from onepass.logits import tiles
+from onepass.logits import valid_rows
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
 
@@ -51,7 +51,7 @@ def test_masks_that_only_the_kernels_see_to(device, tile, monkeypatch, loss):
     """As while a CUDA graph is captured, when nobody can say how many rows are kept."""
     hidden, weight, bias, target = batch(device)
     expected = LOSSES[loss](onepass.LinearLogits(hidden, weight, bias), target)
-    for module in (head_loss, head_statistics, tiles):
+    for module in (head_loss, head_statistics, valid_rows):
         monkeypatch.setattr(module, "defers", lambda row_mask: True)
     got = LOSSES[loss](onepass.LinearLogits(hidden, weight, bias), target)
     assert_all_close([got.detach()], [expected.detach()], "loss")

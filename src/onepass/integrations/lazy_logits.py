@@ -7,7 +7,7 @@ The loss function of the model then computes the loss in tiles, whether it is th
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import MethodType
 from typing import Any, NamedTuple
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo, and Triton, at once
 
 from onepass.core.checks import check_integer, described
+from onepass.core.dispatch import is_plain
 from onepass.integrations.patching import Restorable
 from onepass.logits.linear import LinearLogits
 from onepass.logits.partitioned import whole
+from onepass.logits.valid_rows import RowCount, expecting
 
 
 class HeadLogits(LinearLogits):
@@ -155,15 +157,53 @@ def asked_for() -> Iterator[None]:
         _asked.reset(token)
 
 
-def trains(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether this is the forward of a training step: gradients are enabled, and labels are given or `asked_for`."""
-    if not torch.is_grad_enabled() or getattr(model, "_is_replica", False):  # DataParallel gathers tensors only
-        return False
+def labels_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The argument ``labels`` of a forward, or None."""
     given = kwargs.get("labels")
     if given is None and args:
         parameters = inspect.signature(type(model).forward).parameters
         given = dict(zip([*parameters][1:], args)).get("labels")
-    return given is not None or _asked.get()
+    return given
+
+
+def trains(model: nn.Module, labels: Any) -> bool:
+    """Whether this is the forward of a training step: gradients are enabled, and labels are given or `asked_for`."""
+    if not torch.is_grad_enabled() or getattr(model, "_is_replica", False):  # DataParallel gathers tensors only
+        return False
+    return labels is not None or _asked.get()
+
+
+class CountedLabels(NamedTuple):
+    """The labels of a forward, and how many of the next tokens have one. Counted before the layers of the model run."""
+
+    labels: Tensor
+    version: int
+    rows: RowCount
+
+    def are(self, labels: Tensor) -> bool:
+        """Whether these are the labels, unchanged."""
+        return self.labels is labels and self.version == labels._version
+
+
+IGNORED = -100
+_counted: ContextVar[CountedLabels | None] = ContextVar("_counted", default=None)
+
+
+def counted(labels: Any) -> CountedLabels | None:
+    """Count labels; None where they cannot be counted, or recognized later."""
+    if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_inference() or not is_plain(labels):
+        return None
+    if labels.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    return CountedLabels(labels, labels._version, RowCount(labels[..., 1:] != IGNORED, labels.numel()))
+
+
+def count_of_next(labels: Tensor, ignore_index: int) -> AbstractContextManager[None]:
+    """A context in which the number of labels, shifted to the next token, is known if it has been counted."""
+    known = None if torch.compiler.is_compiling() else _counted.get()
+    if known is None or ignore_index != IGNORED or not known.are(labels):
+        return nullcontext()
+    return expecting(known.rows)
 
 
 @_disable_dynamo(recursive=False)
@@ -171,9 +211,11 @@ def run(
     model: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], use: Use = DEFAULT
 ) -> Any:
     """Call a forward of the model. If it trains, its heads return `LinearLogits` meanwhile."""
-    heads = [h.module for h in heads_of(model) if not h.reason] if trains(model, args, kwargs) else []
+    labels = labels_of(model, args, kwargs)
+    heads = [h.module for h in heads_of(model) if not h.reason] if trains(model, labels) else []
     outer = _use.get()
     token = _use.set(use if outer is None or use is not DEFAULT else outer) if heads else None
+    of_labels = _counted.set(counted(labels)) if heads and use is DEFAULT else None
     with _lock:
         for head in heads:
             head.__dict__["forward"] = MethodType(_lazy, head)
@@ -183,6 +225,8 @@ def run(
     finally:
         if token is not None:
             _use.reset(token)
+        if of_labels is not None:
+            _counted.reset(of_labels)
         with _lock:
             for head in heads:
                 head.__dict__[CALLS] -= 1

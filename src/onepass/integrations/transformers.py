@@ -1,7 +1,7 @@
 """Replacements for the causal-LM loss and the MoE routers of transformers; see `onepass.patch`."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from onepass.integrations.lazy_logits import asked_for, run
+from onepass.integrations.lazy_logits import asked_for, count_of_next, run
 from onepass.integrations.patching import Target, original
 from onepass.integrations.transformers_experts import INTERFACE, PEFT, SINCE, activate_lora, experts_forward, register
 from onepass.losses.cross_entropy import cross_entropy
@@ -38,11 +38,14 @@ def ForCausalLMLoss(
         num_items_in_batch: divides the sum; without it the loss is the mean over the labels that are not ignored.
         kwargs: arguments of trainers that the loss does not depend on.
     """
+    count: AbstractContextManager[None] = nullcontext()
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        count = count_of_next(labels, ignore_index)
     logits = logits if logits.shape[-1] == vocab_size else logits.reshape(-1, vocab_size)
     target = shift_labels.reshape(logits.shape[:-1]).to(logits.device)
-    return mean_loss(logits, target, num_items_in_batch, ignore_index)
+    with count:
+        return mean_loss(logits, target, num_items_in_batch, ignore_index)
 
 
 def mean_loss(logits: Any, target: Tensor, num_items: Any, ignore_index: int, label_smoothing: float = 0.0) -> Tensor:

@@ -14,7 +14,8 @@ from onepass.core.dispatch import refuse_forward_mode, refuse_second_derivatives
 from onepass.logits.gradients import Gradients
 from onepass.logits.partitioned import gathered
 from onepass.logits.row_loss import RowLoss
-from onepass.logits.tiles import Head, HeadTensors, Settings, Use, defers, plan, tiles
+from onepass.logits.tiles import Head, HeadTensors, Settings, Use, plan, tiles
+from onepass.logits.valid_rows import defers
 
 NOTHING = (False, False, False)
 

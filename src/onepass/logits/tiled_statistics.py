@@ -13,7 +13,8 @@ from onepass.core.dispatch import empty_gradients, operation, refuse_second_deri
 from onepass.core.options import FieldGradients, Inputs, Options, Results, empty_results, pick
 from onepass.logits.gradients import Gradients
 from onepass.logits.partitioned import gathered
-from onepass.logits.tiles import ALL, INDEX, ROW, Head, HeadTensors, Settings, Use, defers, plan, tiles
+from onepass.logits.tiles import ALL, INDEX, ROW, Head, HeadTensors, Settings, Use, plan, tiles
+from onepass.logits.valid_rows import defers
 from onepass.softmax.statistics import returned
 
 

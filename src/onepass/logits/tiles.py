@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.logits.valid_rows import valid_rows
+
 GIB = 1 << 30
 # The default workspace. If there are several tiles of rows, each costs a pass over the float32 sum of the weight's
 # gradient, which is part of the workspace; a single tile needs no such sum. In a forward without backward, no
@@ -152,7 +154,7 @@ def plan(heads: Sequence[Head], row_mask: Tensor | None, use: Use) -> Plan:
     """
     head, total_rows = heads[0], heads[0].hidden.shape[0]
     of_all = tile_shape(total_rows, False, heads, use)
-    ids = valid_rows(row_mask)  # synchronizes: the device is idle from here to the first GEMM
+    ids = valid_rows(row_mask)
     if ids is None:
         return Plan(None, total_rows, of_all[0], head.vocab, of_all[1])
     rows, columns = tile_shape(len(ids), True, heads, use)
@@ -201,19 +203,6 @@ def tile_columns(count: int, gathered: bool, head: Head, limit: int, row_bytes: 
         limit = min(limit, fixed + max(slices, least * per_column))
     columns = min((limit - fixed) // per_column, head.vocab - 1)
     return columns if columns >= least else 0
-
-
-def valid_rows(row_mask: Tensor | None) -> Tensor | None:
-    """Ids of the rows that are not masked, or None for all rows. Their number is read from the device."""
-    if row_mask is None or defers(row_mask):
-        return None
-    ids = row_mask.nonzero().squeeze(-1)
-    return None if len(ids) == len(row_mask) else ids
-
-
-def defers(row_mask: Tensor | None) -> bool:
-    """Whether the kernels have to skip masked rows: nothing can be read while a CUDA graph is captured."""
-    return row_mask is not None and row_mask.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def equal(count: int, most: int) -> int:
