@@ -420,7 +420,7 @@ def test_14_two_losses_in_one_graph(device):
 
     torch._dynamo.reset()
     x, t = example(device)
-    compiled = torch.compile(all_twice, fullgraph=True, backend="aot_eager", dynamic=True)
+    compiled = torch.compile(all_twice, fullgraph=True, backend="eager", dynamic=True)
     for rows in (8, 5):
         torch.testing.assert_close(compiled(x[:rows], t[:rows]), all_twice(x[:rows], t[:rows]))
 
