@@ -445,7 +445,7 @@ MAY_BE_WRITTEN = {
     "cross_entropy": {"row_mask"},
     "cross_entropy, of a batch": {"row_mask"},
     "topk_kl_div": {"teacher_ids", "teacher_log_probs", "teacher_mask", "row_mask"},
-    "topk_kl_div, renormalized": {"teacher_ids", "teacher_log_probs"},
+    "topk_kl_div, renormalized": {"student_logits", "teacher_ids", "teacher_log_probs"},
     "topk_kl_div, items in a tensor": {"teacher_ids", "teacher_log_probs", "num_items"},
     "distillation_loss": {"target", "teacher_ids", "teacher_log_probs", "teacher_mask", "row_mask"},
     "distillation_loss, a head": {"target", "teacher_ids", "teacher_log_probs"},

@@ -174,6 +174,7 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     kernels.scale(out, empty((), dtype=torch.float32), out)
     kernels.scale(empty(case.vocab), empty((), dtype=torch.float32), empty(case.vocab, dtype=dtype))
     kernels.row_mean(empty((64,), dtype=torch.float32), empty((64,), dtype=torch.bool), -1.0)
+    kernels.selected_logits(logits, index.view(case.rows, -1))
     routed = empty(case.tokens, case.experts, dtype=dtype)
     bias, token_mask = (empty(case.experts), empty(case.tokens, dtype=torch.bool)) if case.router.sums else (None, None)
     weights, experts, _, prob_sums, logsumexp = kernels.route(routed, bias, token_mask, case.router)
@@ -312,7 +313,7 @@ def test_cases_cover_the_launcher(reports: dict[str, Future], kernel: str) -> No
         if name.startswith(kernel)
     ]
     never_varied = {name for name in variants[0] if len({constants[name] for constants in variants}) == 1}
-    fixed = FIXED | {"num_warps"} if kernel in ("scale_kernel", "row_mean_kernel") else FIXED
+    fixed = FIXED | {"num_warps"} if kernel in ("scale_kernel", "row_mean_kernel", "selected_logits_kernel") else FIXED
     assert never_varied <= (fixed | TUNED if kernel in EXPERTS else fixed)
 
 

@@ -11,6 +11,7 @@ import onepass
 from definition import assert_close, assert_gradient_close, statistics, transform
 from onepass.backend import backend_of
 from onepass.logits import source
+from onepass.softmax.statistics import gather_logits
 from paths import interpreted
 
 ROWS, VOCAB = 6, 77
@@ -276,3 +277,40 @@ def test_the_mean_of_more_rows_than_one_program_reduces(device, monkeypatch):
     assert_close(*losses)
     assert_close(*grads)
     losses[0] /= 2  # a loss may be written to
+
+
+SELECTED = {
+    "contiguous": lambda x: x,
+    "every second column": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "transposed": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "many dimensions": lambda x: x.reshape(3, 1, 2, 5, -1).transpose(0, 2),
+    "one row": lambda x: x[0, 0],
+    "no row": lambda x: x[:0],
+}
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.float64))
+@pytest.mark.parametrize("name", SELECTED)
+def test_selected_logits(device, name, dtype):
+    """The kernel, of which a divergence that is normalized over the teacher's tokens is made, and its gradient."""
+    x = SELECTED[name](torch.randn(6, 5, 700, device=device).to(dtype)).detach().requires_grad_()
+    index = torch.randint(700, (*x.shape[:-1], 130), device=device, dtype=torch.int32)
+    selected = gather_logits(x, index)
+    expected = x.gather(-1, index.long()).to(torch.promote_types(dtype, torch.float32))
+    assert torch.equal(selected, expected)
+    upstream = torch.randn_like(selected)
+    (grad,), (of_torch,) = (torch.autograd.grad(y, x, upstream) for y in (selected, expected))
+    assert_close(grad, of_torch)
+
+
+def test_selected_logits_outside_the_vocabulary(device, raises_index_error):
+    x = torch.randn(3, 7, device=device)
+    index = torch.tensor([[0, 6], [7, 1], [-1, 2]], device=device)
+    if raises_index_error:
+        with pytest.raises(IndexError, match="index: expected values in"):
+            gather_logits(x, index)
+    else:
+        found = gather_logits(x, index)
+        assert found.isnan().tolist() == [[False, False], [True, False], [True, False]]
+        assert torch.equal(found[:, 1], x.gather(1, index[:, 1:])[:, 0])

@@ -10,6 +10,7 @@ from onepass.kernels.router import route, route_gradient
 from onepass.kernels.row_mean import row_mean
 from onepass.kernels.scale import scale
 from onepass.kernels.scattered_linear import scattered_linear, scattered_linear_gradient
+from onepass.kernels.selected_logits import selected_logits
 from onepass.kernels.softmax_gradient import softmax_gradient
 from onepass.kernels.softmax_loss import softmax_loss, supports_fused_loss
 from onepass.kernels.softmax_statistics import softmax_statistics
@@ -27,6 +28,7 @@ __all__ = [
     "scale",
     "scattered_linear",
     "scattered_linear_gradient",
+    "selected_logits",
     "softmax_gradient",
     "softmax_loss",
     "softmax_statistics",

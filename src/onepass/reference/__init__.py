@@ -16,6 +16,7 @@ from onepass.reference.router import route, route_gradient
 from onepass.reference.softmax import (
     row_mean,
     scale,
+    selected_logits,
     softmax_gradient,
     softmax_loss,
     softmax_statistics,
@@ -34,6 +35,7 @@ __all__ = [
     "scale",
     "scattered_linear",
     "scattered_linear_gradient",
+    "selected_logits",
     "softmax_gradient",
     "softmax_loss",
     "softmax_statistics",

@@ -170,6 +170,13 @@ def softmax_loss(logits: Tensor, inputs: Inputs, grads: FieldGradients, options:
     return results
 
 
+def selected_logits(logits: Tensor, index: Tensor) -> Tensor:
+    """The logits of the classes ``index``, ``(..., K)``, in the dtype of the fields; NaN outside the vocabulary."""
+    inside = index.clamp(0, logits.shape[-1] - 1)
+    selected = logits.gather(-1, inside.long())
+    return selected.to(torch.promote_types(selected.dtype, torch.float32)).masked_fill_(inside != index, float("nan"))
+
+
 def row_mean(values: Tensor, row_mask: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """``factor`` times the mean of ``values`` over the rows that are not masked, and ``factor`` over their number."""
     share = factor / (row_mask != 0).sum().to(values.dtype)

@@ -99,9 +99,34 @@ def gather_logits(logits: Tensor, index: Tensor, index_name: str = "index") -> T
     """
     if is_plain(logits):
         check_range(logits, Inputs(index), index_name)
-    inside = index.clamp(0, logits.shape[-1] - 1)
-    selected = logits.gather(-1, inside.long())
-    return selected.to(torch.promote_types(selected.dtype, torch.float32)).masked_fill_(inside != index, float("nan"))
+    selected: Tensor = _SelectedLogits.apply(logits, index)
+    return selected
+
+
+class _SelectedLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        selected: Tensor = _selected_logits(logits, index)
+        return selected
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        inside = index.clamp(0, ctx.shape[-1] - 1).long()
+        return grad.new_zeros(ctx.shape, dtype=ctx.dtype).scatter_add_(-1, inside, grad.to(ctx.dtype)), None
+
+
+def _like_index(logits: Tensor, index: Tensor) -> Tensor:
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return torch.empty_like(index, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+@operation("onepass::selected_logits", _like_index)
+def _selected_logits(logits: Tensor, index: Tensor) -> Tensor:
+    selected: Tensor = backend_of(logits).selected_logits(logits, index)
+    return selected
 
 
 def check_inplace(logits: Tensor) -> None:
