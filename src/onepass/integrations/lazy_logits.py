@@ -174,34 +174,34 @@ def trains(model: nn.Module, labels: Any) -> bool:
 
 
 class CountedLabels(NamedTuple):
-    """The labels of a forward, and how many of the next tokens have one. Counted before the layers of the model run."""
+    """The labels of a forward, and the number of rows of the causal-LM loss that they leave valid."""
 
     labels: Tensor
     version: int
     rows: RowCount
 
-    def are(self, labels: Tensor) -> bool:
-        """Whether these are the labels, unchanged."""
+    def match(self, labels: Tensor) -> bool:
+        """Whether these are the same labels, unchanged."""
         return self.labels is labels and self.version == labels._version
 
 
-IGNORED = -100
+IGNORE_INDEX = -100
 _counted: ContextVar[CountedLabels | None] = ContextVar("_counted", default=None)
 
 
 def counted(labels: Any) -> CountedLabels | None:
-    """Count labels; None where they cannot be counted, or recognized later."""
+    """Start to count labels, before the layers of the model run; None if they cannot be counted or matched later."""
     if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_inference() or not is_plain(labels):
         return None
     if labels.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    return CountedLabels(labels, labels._version, RowCount(labels[..., 1:] != IGNORED, labels.numel()))
+    return CountedLabels(labels, labels._version, RowCount(labels[..., 1:] != IGNORE_INDEX, labels.numel()))
 
 
-def count_of_next(labels: Tensor, ignore_index: int) -> AbstractContextManager[None]:
-    """A context in which the number of labels, shifted to the next token, is known if it has been counted."""
+def expecting_count(labels: Tensor, ignore_index: int) -> AbstractContextManager[None]:
+    """`expecting` the number of valid rows of the causal-LM loss, if these labels were counted; else no context."""
     known = None if torch.compiler.is_compiling() else _counted.get()
-    if known is None or ignore_index != IGNORED or not known.are(labels):
+    if known is None or ignore_index != IGNORE_INDEX or not known.match(labels):
         return nullcontext()
     return expecting(known.rows)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from onepass.integrations.lazy_logits import asked_for, count_of_next, run
+from onepass.integrations.lazy_logits import asked_for, expecting_count, run
 from onepass.integrations.patching import Target, original
 from onepass.integrations.transformers_experts import INTERFACE, PEFT, SINCE, activate_lora, experts_forward, register
 from onepass.losses.cross_entropy import cross_entropy
@@ -41,7 +41,7 @@ def ForCausalLMLoss(
     count: AbstractContextManager[None] = nullcontext()
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        count = count_of_next(labels, ignore_index)
+        count = expecting_count(labels, ignore_index)
     logits = logits if logits.shape[-1] == vocab_size else logits.reshape(-1, vocab_size)
     target = shift_labels.reshape(logits.shape[:-1]).to(logits.device)
     with count:

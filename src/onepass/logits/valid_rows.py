@@ -11,9 +11,10 @@ from onepass.backend import is_debugging
 
 
 class RowCount:
-    """The number of valid rows, which is copied to the host while it goes on.
+    """The number of valid rows, copied to the host asynchronously.
 
-    If this is created long before `read`, as before the layers of a model, the host does not wait for them.
+    `read` waits only for what was launched before this object was created. If that is before the layers of a model,
+    the host does not wait for the layers.
 
     Args:
         valid: a bool tensor of any shape.

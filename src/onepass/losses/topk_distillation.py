@@ -235,8 +235,8 @@ class Teacher:
 
 
 def normalized(z: Tensor, teacher: Tensor, given: Tensor) -> Tensor:
-    """The student's log-probs from its logits ``z`` of the teacher's tokens; those of tokens not given may be NaN."""
-    return z.where(given, teacher).log_softmax(-1)  # the teacher's are -inf where none is given
+    """The student's log-probs from its logits ``z`` of the teacher's tokens; those of masked tokens may be NaN."""
+    return z.where(given, teacher).log_softmax(-1)  # the teacher's log-probs of masked tokens are -inf
 
 
 def terms(of_teacher: Sequence[Tensor], student: Tensor, direction: Direction, beta: float) -> Tensor:
@@ -246,7 +246,7 @@ def terms(of_teacher: Sequence[Tensor], student: Tensor, direction: Direction, b
     teacher, given, *probs = of_teacher
     if direction == "forward":
         t = probs[0] if probs else teacher.exp()
-        return t * (teacher - student).where(given if probs else t != 0, t)  # t is 0 elsewhere; a number takes longer
+        return t * (teacher - student).where(given if probs else t != 0, t)  # t is 0 there; a number costs a launch
     s = student.exp().where(given, 0.0)
     if direction == "reverse":
         return s * (student - teacher).where(s != 0, 0.0)
