@@ -2,8 +2,9 @@
 
 Models have the shapes of Qwen2.5-0.5B and Llama-3.2-1B, with random weights in bfloat16 and gradient checkpointing. The
 ways are the model as it is, with Liger's fused linear cross-entropy and nothing else of Liger, and with
-`onepass.patch("transformers")`. Each model and way has a process of its own, since Liger changes the classes of a
-model. Peaks of memory are those of the allocator and include the model, its gradients and the optimizer's state.
+`onepass.patch("transformers")`. Each way has a process of its own, since Liger changes the classes of a model. The
+processes take turns: in each, a process builds the model, measures some steps and frees the device. Peaks of memory are
+those of the allocator and include the model, its gradients and the optimizer's state.
 
 - ``step``: loss and backward of 4 × 4096 tokens, without an optimizer.
 - ``full``, ``lora``: steps of `Trainer` with 8 × 4096 tokens and AdamW, of all parameters or of adapters of rank 16 on
@@ -12,10 +13,7 @@ model. Peaks of memory are those of the allocator and include the model, its gra
 """
 
 import gc
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +26,7 @@ import typer
 from rich.table import Table
 
 from benchmarks.harness import Out, check_choices, command, new_console, now, write
+from benchmarks.workers import Failure, Worker, serve
 from onepass.cli.environment import environment, package_version
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -46,7 +45,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 WAYS = ("plain", "Liger", "onepass")
 LIMITS = tuple(mib << 20 for mib in (1088, 1536, 2048, 4096))  # of max_memory
-LENGTH, STEPS, BARE_STEPS = 4096, 10, 30
+LENGTH, TURNS, WARM = 4096, 2, 2  # turns of each way, and the steps of a turn that are not measured
+STEPS = {"step": 14, "full": 5, "lora": 5, "max_memory": 5}  # of a turn that are measured
 CUDA = torch.cuda.is_available()
 
 
@@ -55,91 +55,95 @@ def lm(
     model: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODELS)}; repeatable.")] = None,
     way: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(WAYS)}; repeatable.")] = None,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.", min=2)] = LENGTH,
-    worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False,
+    turns: Annotated[int, typer.Option(help="Of each way.", min=1)] = TURNS,
 ) -> None:
     """Time and memory of training steps of whole models, with and without onepass; write a table and a JSON."""
     check_choices((model, MODELS), (way, WAYS))
     models, ways = model or ["qwen2.5-0.5b", "llama-3.2-1b"], way or list(WAYS)
-    if worker:
-        print(json.dumps(measure(models[0], ways[0], length)))
-        return
     packages = {name: package_version(name) for name in ("transformers", "peft", "liger-kernel")}
     report: dict[str, Any] = {"command": command(), "date": now(), "environment": environment() | packages}
-    report |= {"length": length, "results": [], "not_run": {}, "sources": {}}
+    report |= {"length": length, "turns": turns, "results": [], "not_run": {}, "sources": {}}
     console = new_console()
-    for m in models:
-        for w in ways:
-            console.print(f"{m}, {w}", highlight=False)
-            found = in_process(m, w, length)
-            report["sources"].update({m: found.pop("sources")} if found.get("sources") else {})
-            report["not_run"].update({f"{m}, {w}, {name}": why for name, why in found.pop("not_run").items()})
-            report["results"] += found["results"]
+    steps: list[tuple[str, int | None]] = [("step", None), ("full", None), ("lora", None)]
+    cases: list[tuple[str, str, int | None]] = [(w, step, limit) for step, limit in steps for w in ways]
+    cases += [("onepass", "max_memory", limit) for limit in LIMITS if "onepass" in ways]
+    environ = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TOKENIZERS_PARALLELISM": "0"}
+    workers = {w: Worker("benchmarks.lm_steps", w, environment=environ) for w in ways}
+    try:
+        for m in models:
+            found: dict[tuple[str, str, int | None], list[dict[str, Any]]] = {case: [] for case in cases}
+            for turn in range(turns):
+                console.print(f"{m}, turn {turn + 1} of {turns}", highlight=False)
+                for case in cases:
+                    w, step, limit = case
+                    try:
+                        found[case].append(workers[w].ask("measure", name=m, step=step, limit=limit, length=length))
+                    except Failure as failure:  # the other steps are measured all the same
+                        report["not_run"][f"{m}, {w}, {step}"] = failure.args[0]
+            report["results"] += [combined(m, *case, turns=found[case]) for case in cases if found[case]]
+            if "onepass" in ways:
+                report["sources"][m] = workers["onepass"].ask("sources", name=m, length=length)
             write(report, out / "lm.json")
+    finally:
+        for worker in workers.values():
+            worker.stop()
     table = Table("model", "step", "way", "max_memory, MiB", "ms", "least", "most", "peak GiB")
     for r in report["results"]:
-        limit = "" if r["max_memory"] is None else str(r["max_memory"] >> 20)
+        mib = "" if r["max_memory"] is None else str(r["max_memory"] >> 20)
         times = (f"{r[name]:.1f}" for name in ("ms", "least_ms", "most_ms"))
         peak = "" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 2**30:.2f}"
-        table.add_row(r["model"], r["step"], r["way"], limit, *times, peak)
+        table.add_row(r["model"], r["step"], r["way"], mib, *times, peak)
     console.print(table)
     for what, why in report["not_run"].items():
         console.print(f"not run: {what}: {why}", highlight=False)
 
 
-def in_process(model: str, way: str, length: int) -> dict[str, Any]:
-    arguments = ["--worker", "--model", model, "--way", way, "--length", str(length)]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks", "lm", *arguments], capture_output=True, text=True,
-        env=os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TOKENIZERS_PARALLELISM": "0"},
-    )  # fmt: skip
+def combined(model: str, way: str, step: str, limit: int | None, turns: list[dict[str, Any]]) -> dict[str, Any]:
+    times = [t for turn in turns for t in turn["runs"]]
+    peaks = [turn["peak_bytes"] for turn in turns]
+    return {
+        "model": model, "step": step, "way": way, "max_memory": limit, "runs": times, "ms": statistics.median(times),
+        "least_ms": min(times), "most_ms": max(times), "peak_bytes": None if None in peaks else max(peaks),
+    }  # fmt: skip
+
+
+def answer_to(request: dict[str, Any]) -> Any:
+    """What a process of one way is asked for; see `prepare`."""
     try:
-        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-        return found
-    except (IndexError, ValueError):
-        return {"results": [], "not_run": {"all": (done.stderr.strip().splitlines() or ["no result"])[-1][:300]}}
+        return measure(**request) if request.pop("do") == "measure" else sources(**request)
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
-def measure(name: str, way: str, length: int) -> dict[str, Any]:
-    """All steps of one model and way; called in a process of its own."""
+def prepare(way: str) -> None:
     import transformers
 
     import onepass
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    kind = MODELS[name]["kind"]
     if way == "Liger":
         from liger_kernel.transformers import monkey_patch
 
         rest = dict(rope=False, rms_norm=False, swiglu=False, cross_entropy=False, fused_linear_cross_entropy=True)
-        getattr(monkey_patch, f"apply_liger_kernel_to_{kind.lower()}")(**rest)
+        for kind in {model["kind"].lower() for model in MODELS.values()}:
+            getattr(monkey_patch, f"apply_liger_kernel_to_{kind}")(**rest)
     if way == "onepass":
         onepass.patch("transformers")
-    found: dict[str, Any] = {"results": [], "not_run": {}, "sources": {}}
-    cases: list[tuple[str, int | None]] = [("step", None), ("full", None), ("lora", None)]
-    cases += [("max_memory", limit) for limit in LIMITS] if way == "onepass" else []
-    for step, limit in cases:
-        try:
-            times, peak = (trainer_steps if step in ("full", "lora") else bare_steps)(name, length, step, limit)
-        except torch.cuda.OutOfMemoryError as error:
-            found["not_run"][step] = str(error).partition(".")[0]
-            continue
-        except Exception as error:  # the other steps are measured all the same
-            found["not_run"][step] = f"{type(error).__name__}: {error}"[:300]
-            continue
-        finally:
-            gc.collect()
-            torch.cuda.empty_cache()
-        ms = {"ms": statistics.median(times), "least_ms": min(times), "most_ms": max(times)}
-        found["results"].append(
-            {"model": name, "step": step, "way": way, "max_memory": limit, "peak_bytes": peak, "runs": times} | ms
-        )
-    if way == "onepass":
-        from benchmarks.sources import sources_of
 
-        model = build(name)
-        found["sources"] = sources_of(lambda: loss_of(model, batch(name, 2, min(length, 64))).backward())
-    return found
+
+def measure(name: str, step: str, limit: int | None, length: int) -> dict[str, Any]:
+    steps = trainer_steps if step in ("full", "lora") else bare_steps
+    times, peak = steps(name, length, step, limit)
+    return {"runs": times, "peak_bytes": peak}
+
+
+def sources(name: str, length: int) -> dict[str, str]:
+    from benchmarks.sources import sources_of
+
+    model = build(name)
+    return sources_of(lambda: loss_of(model, batch(name, 2, min(length, 64))).backward())
 
 
 def build(name: str) -> Any:
@@ -177,22 +181,22 @@ def bare_steps(name: str, length: int, step: str, limit: int | None) -> tuple[li
         model.zero_grad()
         loss_of(model, given).backward()
 
-    return timed(run, BARE_STEPS if limit is None else STEPS)
+    return timed(run, STEPS[step])
 
 
 def timed(run: Callable[[], None], steps: int) -> tuple[list[float], int | None]:
-    """Milliseconds of every step after three that are not measured, and the peak of memory."""
+    """Milliseconds of the steps after those that are not measured, and the peak of memory."""
     times = []
-    for n in range(steps):
+    for n in range(WARM + steps):
         if CUDA:
             torch.cuda.synchronize()
-            if n == 3:
+            if n == WARM:
                 torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         run()
         if CUDA:
             torch.cuda.synchronize()
-        if n >= 3:
+        if n >= WARM:
             times.append((time.perf_counter() - start) * 1e3)
     return times, torch.cuda.max_memory_allocated() if CUDA else None
 
@@ -207,14 +211,14 @@ def trainer_steps(name: str, length: int, step: str, limit: int | None) -> tuple
         model.enable_input_require_grads()  # for checkpointing with a frozen embedding
         adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(model, adapters)
-    rows = torch.randint(MODELS[name]["vocab_size"], (8 * STEPS, length))
+    rows = torch.randint(MODELS[name]["vocab_size"], (8 * (WARM + STEPS[step]), length))
     data = [{"input_ids": row, "labels": row} for row in rows]
     marks: list[float] = []
 
     class Clock(transformers.TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             self.mark()
-            if CUDA and len(marks) == 5:
+            if CUDA and len(marks) == 2 * WARM + 1:
                 torch.cuda.reset_peak_memory_stats()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -227,10 +231,16 @@ def trainer_steps(name: str, length: int, step: str, limit: int | None) -> tuple
 
     with tempfile.TemporaryDirectory() as folder:
         args = transformers.TrainingArguments(
-            folder, max_steps=STEPS, per_device_train_batch_size=8, gradient_checkpointing=True, bf16=False,
-            gradient_checkpointing_kwargs={"use_reentrant": False}, optim="adamw_torch_fused", report_to=[],
+            folder, max_steps=WARM + STEPS[step], per_device_train_batch_size=8, bf16=False,
+            gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False},
+            optim="adamw_torch_fused", report_to=[],
             save_strategy="no", logging_strategy="no", disable_tqdm=True, use_cpu=not CUDA,
         )  # fmt: skip
         transformers.Trainer(model, args, train_dataset=data, callbacks=[Clock()]).train()
-    times = [(end - start) * 1e3 for start, end in zip(marks[::2], marks[1::2])][3:]
+    times = [(end - start) * 1e3 for start, end in zip(marks[::2], marks[1::2])][WARM:]
     return times, torch.cuda.max_memory_allocated() if CUDA else None
+
+
+if __name__ == "__main__":
+    prepare(sys.argv[2])
+    serve(int(sys.argv[1]), answer_to)

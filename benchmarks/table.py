@@ -225,18 +225,17 @@ def autotune_table(path: Path, report: Report) -> str:
 def version_table(path: Path, report: Report) -> str:
     """Two versions in turns: times, and the ratio of the times.
 
-    For many rows the ratio is the median over rounds, with its least and most; for few rows, the ratio of the least
-    times of all processes, with the least and most of the ratios of two processes that were started in succession.
+    The ratio is the median over rounds, for few rows over processes, with its least and most.
     """
     head = ["operation", "shape", "pass", "before, ms", "after, ms", "ratio", "least to most"]
     rows = []
     for r in report["results"]:
-        times = [(min if "wall" in r["pass"] else median)(r[key]) for key in ("old_ms", "new_ms")]
+        times = [median(r[key]) for key in ("old_ms", "new_ms")]
         row = [f"`{r['operation']}`", " × ".join(map(str, r["shape"])), r["pass"], *[f"{t:.3f}" for t in times]]
         rows.append([*row, f"{r['ratio']:.3f}", f"{r['least']:.3f} to {r['most']:.3f}"])
     about = f"{where(path, report)}, {report['rounds']} rounds"
-    if "pairs" in report:
-        about += f"; of few rows (wall) {report['pairs']} processes of each version, and the ratio of their least times"
+    if "processes" in report:
+        about += f"; of few rows (wall) the least times in each of {report['processes']} processes"
     return f"## {path.stem}\n\n{about}\n\n{marked(report, operations_of(report))}" + grid(head, rows)
 
 

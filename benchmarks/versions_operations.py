@@ -1,6 +1,7 @@
 """The operations that `versions.py` compares, and their inputs.
 
-Two versions of onepass run this file, so that it uses only public functions with a meaning that is the same in both.
+Two versions of onepass run this file, the older one as a copy that imports `BASELINE`. So it uses only public functions
+with a meaning that is the same in both.
 """
 
 import math
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import onepass
 
+BASELINE = "baseline_of_onepass"  # what the package of the older version is called
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FORWARD, BOTH, WALL = "forward", "forward + backward", "forward + backward, wall"
 TOP_K, CHOICES, RANK = 64, 8, 16

@@ -11,11 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 import onepass
-from benchmarks import sources, table, versions, versions_operations, versions_worker
+from benchmarks import sources, table, versions, versions_operations, versions_worker, workers
 from benchmarks.__main__ import app
 from benchmarks.logits import PASSES
 from benchmarks.operations_logits import OPERATIONS
-from benchmarks.versions_processes import CHECKOUT, Failure
+from benchmarks.versions import CHECKOUT
 from onepass.autotune import ConfigStore, own
 from onepass.kernels.softmax_statistics import softmax_statistics_kernel
 
@@ -194,96 +194,94 @@ def test_documents_mark_stale_results(recorded, package, tmp_path, monkeypatch):
 # Two versions.
 
 
-class InProcess:
-    """A version of onepass that answers in this process."""
-
-    def __init__(self, role, checkout):
-        self.role, self.started, self.runs = role, 0, {}
-
-    def start(self, cores=None):
-        self.started += 1
-
-    def stop(self):
-        self.runs.clear()
-
-    def restart(self):
-        self.runs.clear()
+@pytest.fixture(scope="module")
+def baseline():
+    """This version, as the baseline of itself."""
+    with versions.renamed(CHECKOUT) as folder, pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield folder
 
 
 @pytest.fixture
-def in_process(monkeypatch):
-    made = []
+def started(monkeypatch, baseline):
+    """The arguments of the workers that were started, which answer in this process."""
+    found = []
 
-    def version(role, checkout):
-        made.append(InProcess(role, checkout))
-        return made[-1]
+    class InProcess:
+        def __init__(self, module, *arguments, environment):
+            found.append(arguments)
 
-    def ask(asked, do, **request):
-        return [versions_worker.answer_to({"do": do, **request}, v.runs) for v in asked]
+        def ask(self, do, **request):
+            return versions_worker.answer_to({"do": do, **request})
 
-    monkeypatch.setattr(versions, "Version", version)
-    monkeypatch.setattr(versions, "ask", ask)
-    return made
+        def stop(self):
+            pass
+
+    monkeypatch.setattr(versions, "Worker", InProcess)
+    return found
 
 
-def test_every_operation_of_two_versions_runs(monkeypatch):
+def test_every_operation_of_two_versions_runs(monkeypatch, baseline):
     monkeypatch.setenv("TRITON_INTERPRET", "")
     for case in [case for few in (False, True) for case in versions.cases_of(versions.NAMES, True, few)]:
-        runs = {}
-        times = versions_worker.answer_to({"do": "prepare", **case}, runs)
-        assert times.keys() == runs.keys() == set(case["passes"])
+        found = versions_worker.compare(**case, rounds=1, tiny=True)
+        assert set(found) == set(case["passes"]), found
+        assert all(len(times) == 1 and times[0] > 0 for name in found for times in found[name].values())
 
 
-def test_two_versions_are_compared(in_process, tmp_path, monkeypatch):
+def test_the_baseline_is_another_package(baseline):
+    old = getattr(versions_worker.versions()["old"], versions.BASELINE)
+    assert old is not onepass and Path(old.__file__).is_relative_to(baseline)
+    assert old.cross_entropy.__module__.split(".")[0] == versions.BASELINE
+
+
+def test_two_versions_are_compared(started, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "")
-    chosen = "--op", "entropy", "--op", "softmax_topk", "--tiny", "--rounds", 1, "--pairs", 2
+    chosen = "--op", "entropy", "--op", "softmax_topk", "--tiny", "--rounds", 3, "--processes", 2
     result = run("versions", "--baseline", CHECKOUT, *chosen, "--names", "after", "before", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "versions.json").read_text())
     assert report["failed"] == [] and list(report["sources"]) == ["entropy", "softmax_topk"]
     found = [(r["operation"], r["pass"], len(r["new_ms"]), len(r["old_ms"])) for r in report["results"]]
     assert found == [
-        ("entropy", versions.BOTH, 1, 1),
-        ("softmax_topk", versions.FORWARD, 1, 1),
-        ("softmax_topk", versions.BOTH, 1, 1),
+        ("entropy", versions.BOTH, 3, 3),
+        ("softmax_topk", versions.FORWARD, 3, 3),
+        ("softmax_topk", versions.BOTH, 3, 3),
         ("softmax_topk", versions.WALL, 2, 2),
     ]
-    assert all(r["least"] <= r["ratio"] <= r["most"] for r in report["results"][:3])
-    assert [v.started for v in in_process] == [3, 3], "once for many rows, and once for each pair"
+    assert all(r["least"] <= r["ratio"] <= r["most"] for r in report["results"])
+    assert started == [(), ("2",), ("2",)], "one for many rows, and each process for few rows on two cores"
 
 
-def test_few_rows_are_judged_by_the_least_times_of_processes(monkeypatch):
-    """A slow process of either version changes nothing. An operation that fails is reported, and the others go on."""
-    walls = {"new": [1.0, 9.0, 1.1, 1.0, 1.0], "old": [1.0, 1.0, 1.0, 5.0, 1.0]}
-    prepared = []
-
-    def ask(asked, do, **request):
-        if do == "prepare":
-            prepared.append(request["index"])
-            if request["index"] == 0:
-                raise Failure({"old": "unknown"})
-        if do == "wall":
-            [version] = asked
-            return [walls[version.role].pop(0)]
-        return [{}]
-
-    monkeypatch.setattr(versions, "ask", ask)
-    both = [InProcess("new", None), InProcess("old", None)]
-    report = {"tiny": True, "results": [], "sources": {}, "failed": []}
-    cases = [{"index": index, "shape": [1], "passes": [versions.WALL]} for index in (0, 1)]
-    versions.compare_few_rows(both, cases, 5, report, versions.new_console())
-    [result], [failure] = report["results"], report["failed"]
-    assert result["ratio"] == 1.0 and not result["above"] and [result["least"], result["most"]] == [0.2, 9.0]
-    assert failure["errors"] == {"old": "unknown"}
-    assert prepared == [0, 1, 1, 1, 1, 1]
-    assert [version.started for version in both] == [6, 6], "once more where the operation failed"
+def test_the_version_that_fails_is_named(started, monkeypatch):
+    """The operation is reported, and the others go on in another process."""
+    old = versions_worker.versions()["old"]
+    first, *others = old.OPERATIONS
+    monkeypatch.setattr(old, "OPERATIONS", [first._replace(call=lambda *inputs: 1 / 0), *others])
+    report = {"tiny": True, "rounds": 1, "processes": 2, "results": [], "sources": {}, "failed": []}
+    cases = [c for c in versions.cases_of(["cross_entropy", "softmax_topk"], True, few=True)][-2:]
+    versions.compare_few_rows(Path(), cases, report, versions.new_console())
+    assert [r["operation"] for r in report["results"]] == ["softmax_topk"]
+    [failure] = report["failed"]
+    assert failure["operation"] == "cross_entropy" and set(failure["errors"]) == {"old"}
+    assert "ZeroDivisionError" in failure["errors"]["old"] and len(started) == 3
 
 
-def test_a_worker_imports_nothing_that_another_version_may_lack():
-    for module in (versions_worker, versions_operations):
-        imports = [
-            node for node in ast.parse(Path(module.__file__).read_text()).body if isinstance(node, ast.ImportFrom)
-        ]
-        names = {node.module for node in imports}
-        assert not any(name.startswith("onepass") for name in names)
-        assert {name for name in names if name.startswith("benchmarks")} <= {"benchmarks.versions_operations"}
+def test_a_worker_answers_errors_and_tells_when_it_ends(monkeypatch):
+    monkeypatch.setattr(workers, "SECONDS_TO_ANSWER", 60)
+    worker = workers.Worker("tests.echo_worker", environment={"PYTHONPATH": str(CHECKOUT)})  # a namespace package
+    try:
+        assert worker.ask("echo", value=[1]) == [1]
+        with pytest.raises(workers.Failure, match="KeyError"):
+            worker.ask("fail")
+        assert worker.ask("echo", value=2) == 2
+        with pytest.raises(workers.Failure, match="the process ended: 3"):
+            worker.ask("exit")
+    finally:
+        worker.stop()
+
+
+def test_the_operations_import_nothing_that_another_version_may_lack():
+    imports = ast.parse(Path(versions_operations.__file__).read_text()).body
+    names = {node.module for node in imports if isinstance(node, ast.ImportFrom)}
+    assert not any(name.startswith(("onepass", "benchmarks")) for name in names)

@@ -129,6 +129,7 @@ OF_EXPERTS = [import_module(f"onepass.kernels.{name}") for name in MODULES]
 EXPERTS = {name for name in KERNELS if any(name in vars(module) for module in OF_EXPERTS)}
 # Constants that a launcher passes but does not choose by its arguments.
 FIXED = {"TILES", "BLOCK"}
+OF_ONE_WIDTH = {"scale_kernel", "row_mean_kernel", "selected_logits_kernel", "teacher_tokens_kernel"}
 TUNED = {"STAGES", "num_warps", "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_R", "BLOCK_T"}  # of experts
 
 
@@ -175,6 +176,10 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     kernels.scale(empty(case.vocab), empty((), dtype=torch.float32), empty(case.vocab, dtype=dtype))
     kernels.row_mean(empty((64,), dtype=torch.float32), empty((64,), dtype=torch.bool), -1.0)
     kernels.selected_logits(logits, index.view(case.rows, -1))
+    tokens = index.view(case.rows, -1)
+    of_teacher = torch.empty_like(tokens, dtype=dtype)
+    masks = (row_mask, torch.empty_like(tokens, dtype=torch.bool)) if row_mask is not None else (None, None)
+    kernels.teacher_tokens(of_teacher, tokens, *masks, row_mask is None)
     routed = empty(case.tokens, case.experts, dtype=dtype)
     bias, token_mask = (empty(case.experts), empty(case.tokens, dtype=torch.bool)) if case.router.sums else (None, None)
     weights, experts, _, prob_sums, logsumexp = kernels.route(routed, bias, token_mask, case.router)
@@ -313,7 +318,7 @@ def test_cases_cover_the_launcher(reports: dict[str, Future], kernel: str) -> No
         if name.startswith(kernel)
     ]
     never_varied = {name for name in variants[0] if len({constants[name] for constants in variants}) == 1}
-    fixed = FIXED | {"num_warps"} if kernel in ("scale_kernel", "row_mean_kernel", "selected_logits_kernel") else FIXED
+    fixed = FIXED | {"num_warps"} if kernel in OF_ONE_WIDTH else FIXED
     assert never_varied <= (fixed | TUNED if kernel in EXPERTS else fixed)
 
 

@@ -12,10 +12,35 @@ from hypothesis import strategies as st
 import onepass
 from definition import assert_close, assert_gradient_close, divergence, topk_divergence, transform
 from inputs import HARD, INF, moved, split_rows
+from onepass import reference
+from onepass.softmax.teacher_tokens import teacher_tokens
 from paths import interpreted
 
 DIRECTIONS = ("forward", "reverse", "jsd")
 ROWS, VOCAB = 5, 301
+
+
+@pytest.mark.parametrize("with_probs", (True, False))
+@pytest.mark.parametrize("masks", (torch.bool, torch.int32, torch.float32, None))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.float64))
+def test_teacher_tokens(device, dtype, masks, with_probs):
+    """The kernel against plain PyTorch: strided inputs, log-probs that are -inf, NaN or underflow, every mask."""
+    generator = torch.Generator().manual_seed(0)
+    log_probs = torch.randn(3, 7, 60, generator=generator).mul(40).to(dtype)
+    log_probs[0, 0, :3] = torch.tensor([-INF, math.nan, 0.0])
+    ids = torch.randint(-5, 2**40, (3, 60, 7), generator=generator).transpose(1, 2)
+    given = [log_probs[..., ::2], ids[..., ::2]]
+    of_masks = [torch.randint(2, shape, generator=generator).to(masks or bool) for shape in ((3, 7), (3, 7, 30))]
+    given += of_masks if masks else [None, None]
+    expected = reference.teacher_tokens(*given, with_probs)
+    found = teacher_tokens(*(None if t is None else t.to(device) for t in given), with_probs)
+    for got, wanted in zip(found[:3], expected[:3]):
+        assert got.dtype == wanted.dtype and got.is_contiguous() and wanted.is_contiguous()
+        assert torch.allclose(got.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
+    assert (found[3] is None) is (expected[3] is None) is (not with_probs)
+    if with_probs:
+        assert_close(found[3].cpu(), expected[3])
+    assert expected[2].any() and not expected[2].all() and not expected[0][~expected[2]].any()
 
 
 def topk_batch(device, K, dtype=torch.float32, masks="none"):

@@ -109,7 +109,7 @@ class Head(NamedTuple):
         return f"{self.name} ({kind}): " + (f"materialized logits, {self.reason}" if self.reason else "no logits")
 
 
-def heads_of(model: nn.Module) -> list[Head]:
+def heads_of(model: nn.Module) -> list[nn.Module]:
     """The output embeddings of a model, of which there are several if it predicts more than one token."""
     find = getattr(model, "get_output_embeddings", None)
     try:
@@ -118,18 +118,16 @@ def heads_of(model: nn.Module) -> list[Head]:
         found = None
     if found is None:
         return []
-    parts = list(found) if isinstance(found, nn.ModuleList | tuple | list) else [found]
-    names = {id(module): name for name, module in model.named_modules()}
-    heads = []
-    for part in parts:
+    heads: list[nn.Module] = []
+    for part in found if isinstance(found, nn.ModuleList | tuple | list) else [found]:
         # PEFT wraps a head that is trained besides the adapters; each copy is a linear module.
         wrapped = getattr(part, "modules_to_save", None)
-        for module in wrapped.values() if isinstance(wrapped, nn.ModuleDict) else [part]:
-            heads.append(Head(names.get(id(module), "head"), module, _reason(module)))
+        heads += wrapped.values() if isinstance(wrapped, nn.ModuleDict) else [part]
     return heads
 
 
 def _reason(head: nn.Module) -> str:
+    """Why a head returns tensors; empty if it returns `LinearLogits`."""
     if not isinstance(head, nn.Linear):
         return f"{type(head).__name__} is not torch.nn.Linear"
     if type(head).forward is not nn.Linear.forward:
@@ -212,7 +210,7 @@ def run(
 ) -> Any:
     """Call a forward of the model. If it trains, its heads return `LinearLogits` meanwhile."""
     labels = labels_of(model, args, kwargs)
-    heads = [h.module for h in heads_of(model) if not h.reason] if trains(model, labels) else []
+    heads = [h for h in heads_of(model) if not _reason(h)] if trains(model, labels) else []
     outer = _use.get()
     token = _use.set(use if outer is None or use is not DEFAULT else outer) if heads else None
     of_labels = _counted.set(counted(labels)) if heads and use is DEFAULT else None
@@ -262,7 +260,9 @@ class Attached(Restorable):
         self.models = [m for m in model.modules() if heads_of(m)]
         if any(m.__dict__.get(OWNER) == id(m) for m in self.models):
             raise ValueError("model: expected a model that is not attached, got one that is; call restore() first")
-        self.heads = list({id(h.module): h for m in self.models for h in heads_of(m)}.values())
+        names = {id(module): name for m in self.models for name, module in m.named_modules()}
+        heads = {id(h): h for m in self.models for h in heads_of(m)}
+        self.heads = [Head(names.get(key, "head"), head, _reason(head)) for key, head in heads.items()]
         for m in self.models:
             if OWNER not in m.__dict__:  # else it is a copy
                 m.__dict__[BEFORE] = m.__dict__.get("forward")

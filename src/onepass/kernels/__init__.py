@@ -14,6 +14,7 @@ from onepass.kernels.selected_logits import selected_logits
 from onepass.kernels.softmax_gradient import softmax_gradient
 from onepass.kernels.softmax_loss import softmax_loss, supports_fused_loss
 from onepass.kernels.softmax_statistics import softmax_statistics
+from onepass.kernels.teacher_tokens import teacher_tokens
 from onepass.kernels.token_sort import count_tiles, sort_by_expert
 
 __all__ = [
@@ -34,4 +35,5 @@ __all__ = [
     "softmax_statistics",
     "sort_by_expert",
     "supports_fused_loss",
+    "teacher_tokens",
 ]

@@ -10,7 +10,6 @@ from torch.nn.functional import logsigmoid
 
 from onepass.backend import is_debugging
 from onepass.core.checks import (
-    INF,
     check_index,
     check_integer,
     check_number,
@@ -25,6 +24,7 @@ from onepass.core.options import Direction, Reduction
 from onepass.logits.source import Divisor, Logits, LogitsSource, as_source, divided, inputs_for, options_for
 from onepass.losses.directions import BETA, resolved
 from onepass.losses.reduction import divisor_of, reduced
+from onepass.softmax.teacher_tokens import teacher_tokens
 
 
 def mask_of_rows_or_tokens(given: dict[str, Any]) -> tuple[str, Any]:
@@ -200,31 +200,27 @@ class Teacher:
     ) -> None:
         check_teacher(ids, log_probs, student)
         self.rows: Tensor | None = None
-        log_probs = log_probs.detach().to(torch.float64 if student.dtype == torch.float64 else torch.float32)
         if row_mask is not None:
             check_row_mask(row_mask, student)
             self.rows = row_mask != 0
-            log_probs = log_probs.masked_fill(~self.rows.unsqueeze(-1), -INF)
         if teacher_mask is not None:
             check_teacher_mask(teacher_mask, ids)
-            log_probs = log_probs.masked_fill(teacher_mask == 0, -INF)
             some = (teacher_mask != 0).any(-1)
             self.rows = some if self.rows is None else self.rows & some
+        log_probs, is_float64 = log_probs.detach(), student.dtype == torch.float64
+        if is_float64 != (log_probs.dtype == torch.float64):
+            log_probs = log_probs.to(torch.float64 if is_float64 else torch.float32)
+        # In the other forms, the teacher's probability may matter where it underflows.
+        with_probs = direction == "forward" and not renormalize
+        self.ids, log_probs, given, probs = teacher_tokens(log_probs, ids, row_mask, teacher_mask, with_probs)
         look = not renormalize and (is_debugging() or log_probs.is_cpu) and is_plain(log_probs)
         if look and (log_probs > 1e-3).any():
             raise ValueError(
                 f"teacher_log_probs: expected logarithms of probabilities, at most 0, got {log_probs.max().item():g}"
             )
-        if direction == "forward" and not renormalize:  # t log(t / s) is 0 where t underflows, too
-            probs = log_probs.exp()
-            given = probs != 0
-            self.tensors: tuple[Tensor, ...] = log_probs, given, probs
-        else:
-            given = log_probs != -INF
-            if renormalize:  # log_softmax makes a row without any token NaN
-                log_probs = log_probs.log_softmax(-1).where(given, log_probs)
-            self.tensors = log_probs, given
-        self.ids = ids * given
+        if renormalize:  # log_softmax makes a row without any token NaN
+            log_probs = log_probs.log_softmax(-1).where(given, log_probs)
+        self.tensors = (log_probs, given) if probs is None else (log_probs, given, probs)
         masked = row_mask is not None or teacher_mask is not None
         # The loss and the gradient of a row without any token are 0, even if it is read.
         self.to_read = given.any(-1) if masked else student.rows_with(given)

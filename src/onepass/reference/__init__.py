@@ -21,6 +21,7 @@ from onepass.reference.softmax import (
     softmax_loss,
     softmax_statistics,
     supports_fused_loss,
+    teacher_tokens,
 )
 
 __all__ = [
@@ -41,4 +42,5 @@ __all__ = [
     "softmax_statistics",
     "sort_by_expert",
     "supports_fused_loss",
+    "teacher_tokens",
 ]

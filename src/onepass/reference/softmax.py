@@ -177,6 +177,21 @@ def selected_logits(logits: Tensor, index: Tensor) -> Tensor:
     return selected.to(torch.promote_types(selected.dtype, torch.float32)).masked_fill_(inside != index, float("nan"))
 
 
+def teacher_tokens(
+    log_probs: Tensor, ids: Tensor, row_mask: Tensor | None, teacher_mask: Tensor | None, with_probs: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """``(safe ids, masked log-probs, given, probabilities)`` of a teacher's tokens, ``(..., K)`` each."""
+    dtype = torch.promote_types(log_probs.dtype, torch.float32)
+    masked = log_probs.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    if row_mask is not None:
+        masked.masked_fill_((row_mask == 0).unsqueeze(-1), -torch.inf)
+    if teacher_mask is not None:
+        masked.masked_fill_(teacher_mask == 0, -torch.inf)
+    probs = masked.exp() if with_probs else None
+    given = masked != -torch.inf if probs is None else probs != 0
+    return (ids * given).contiguous(), masked, given, probs
+
+
 def row_mean(values: Tensor, row_mask: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """``factor`` times the mean of ``values`` over the rows that are not masked, and ``factor`` over their number."""
     share = factor / (row_mask != 0).sum().to(values.dtype)
