@@ -14,15 +14,15 @@ BLOCK = 512
 
 @triton.jit(do_not_specialize=["n", "K"])
 def teacher_tokens_kernel(
-    log_probs: "Flat", ids: "Flat", row_mask: "Flat", teacher_mask: "Flat", safe_ids: "Out", masked: "Out",
-    given: "Out", probs: "Out", n: tl.int64, K: tl.int64, BLOCK: tl.constexpr,
+    log_probs: "Flat", ids: "Flat", row_mask: "Flat", teacher_mask: "Flat", safe_ids: "Out", given: "Out",
+    masked: "Out", probs: "Out", n: tl.int64, K: tl.int64, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Masked log-probs are -inf, the ids of tokens without a term are 0.
 
     A token has a term if its log-prob is not -inf or, with ``probs``, if its probability does not underflow.
     Inputs: ``log_probs`` and ``ids`` ``(rows, K)``, with ``n = rows·K``; masks, or None: ``row_mask`` ``(rows,)`` and
-    ``teacher_mask`` ``(rows, K)``. Outputs, ``(rows, K)``: ``safe_ids``; ``masked`` log-probs; ``given``, whether a
-    token has a term; ``probs``, or None. Bytes moved: inputs and outputs, once.
+    ``teacher_mask`` ``(rows, K)``. Outputs, ``(rows, K)``: ``safe_ids``; ``given``, whether a token has a term;
+    ``masked`` log-probs, or None; ``probs``, or None. Bytes moved: inputs and outputs, once.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
@@ -38,8 +38,9 @@ def teacher_tokens_kernel(
         tl.store(probs + i, p, mask=inside)
     token = tl.load(ids + i, mask=inside, other=0)
     tl.store(safe_ids + i, tl.where(has_term, token, 0), mask=inside)
-    tl.store(masked + i, x, mask=inside)
     tl.store(given + i, has_term, mask=inside)
+    if masked is not None:
+        tl.store(masked + i, x, mask=inside)
 
 
 def plan_for(n: int, K: int) -> Plan:
@@ -53,11 +54,16 @@ def teacher_tokens(
     row_mask: torch.Tensor | None,
     teacher_mask: torch.Tensor | None,
     with_probs: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """``(safe ids, masked log-probs, given, probabilities)``, ``(..., K)`` each; see `teacher_tokens_kernel`."""
-    safe, masked = ids.new_empty(ids.shape), ids.new_empty(ids.shape, dtype=torch.float32)
-    given = torch.empty_like(masked, dtype=torch.bool)
-    probs = torch.empty_like(masked) if with_probs else None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """``(safe ids, given, masked log-probs, probabilities)``, ``(..., K)`` each; see `teacher_tokens_kernel`.
+
+    The log-probs are None if they are float32 and there is no mask.
+    """
+    shape = ids.shape
+    safe, given = ids.new_empty(shape), ids.new_empty(shape, dtype=torch.bool)
+    same = row_mask is None and teacher_mask is None and log_probs.dtype == torch.float32
+    masked = None if same else ids.new_empty(shape, dtype=torch.float32)
+    probs = ids.new_empty(shape, dtype=torch.float32) if with_probs else None
     if n := ids.numel():
-        launch(plan_for, (n, ids.shape[-1]), (log_probs, ids, row_mask, teacher_mask, safe, masked, given, probs))
-    return safe, masked, given, probs
+        launch(plan_for, (n, shape[-1]), (log_probs, ids, row_mask, teacher_mask, safe, given, masked, probs))
+    return safe, given, masked, probs

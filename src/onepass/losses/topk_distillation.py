@@ -212,7 +212,8 @@ class Teacher:
             log_probs = log_probs.to(torch.float64 if is_float64 else torch.float32)
         # In the other forms, the teacher's probability may matter where it underflows.
         with_probs = direction == "forward" and not renormalize
-        self.ids, log_probs, given, probs = teacher_tokens(log_probs, ids, row_mask, teacher_mask, with_probs)
+        self.ids, given, masked, probs = teacher_tokens(log_probs, ids, row_mask, teacher_mask, with_probs)
+        log_probs = log_probs if masked is None else masked
         look = not renormalize and (is_debugging() or log_probs.is_cpu) and is_plain(log_probs)
         if look and (log_probs > 1e-3).any():
             raise ValueError(

@@ -179,17 +179,18 @@ def selected_logits(logits: Tensor, index: Tensor) -> Tensor:
 
 def teacher_tokens(
     log_probs: Tensor, ids: Tensor, row_mask: Tensor | None, teacher_mask: Tensor | None, with_probs: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """``(safe ids, masked log-probs, given, probabilities)`` of a teacher's tokens, ``(..., K)`` each."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """``(safe ids, given, masked log-probs, probabilities)`` of a teacher's tokens, ``(..., K)`` each."""
     dtype = torch.promote_types(log_probs.dtype, torch.float32)
-    masked = log_probs.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    same = row_mask is None and teacher_mask is None and log_probs.dtype == dtype
+    masked = log_probs if same else log_probs.to(dtype, copy=True, memory_format=torch.contiguous_format)
     if row_mask is not None:
         masked.masked_fill_((row_mask == 0).unsqueeze(-1), -torch.inf)
     if teacher_mask is not None:
         masked.masked_fill_(teacher_mask == 0, -torch.inf)
-    probs = masked.exp() if with_probs else None
-    given = masked != -torch.inf if probs is None else probs != 0
-    return (ids * given).contiguous(), masked, given, probs
+    probs = masked.exp().contiguous() if with_probs else None
+    given = (masked != -torch.inf if probs is None else probs != 0).contiguous()
+    return (ids * given).contiguous(), given, None if same else masked, probs
 
 
 def row_mean(values: Tensor, row_mask: Tensor, factor: float) -> tuple[Tensor, Tensor]:

@@ -9,16 +9,18 @@ from onepass.core.dispatch import operation
 
 def _like_tokens(
     log_probs: Tensor, ids: Tensor, row_mask: Tensor | None, teacher_mask: Tensor | None, with_probs: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    masked = ids.new_empty(ids.shape, dtype=torch.promote_types(log_probs.dtype, torch.float32))
-    probs = torch.empty_like(masked) if with_probs else None
-    return ids.new_empty(ids.shape), masked, torch.empty_like(masked, dtype=torch.bool), probs
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    dtype = torch.promote_types(log_probs.dtype, torch.float32)
+    same = row_mask is None and teacher_mask is None and log_probs.dtype == dtype
+    masked = None if same else ids.new_empty(ids.shape, dtype=dtype)
+    probs = ids.new_empty(ids.shape, dtype=dtype) if with_probs else None
+    return ids.new_empty(ids.shape), ids.new_empty(ids.shape, dtype=torch.bool), masked, probs
 
 
 @operation("onepass::teacher_tokens", _like_tokens)
 def teacher_tokens(
     log_probs: Tensor, ids: Tensor, row_mask: Tensor | None, teacher_mask: Tensor | None, with_probs: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Apply the masks to a teacher's tokens; not differentiable.
 
     A token has a term in a divergence if its log-prob is not -inf or, with ``with_probs``, if its probability does not
@@ -31,10 +33,10 @@ def teacher_tokens(
         teacher_mask: ``(..., K)``, 0 masks a token; or None.
 
     Returns:
-        ``(..., K)`` each: the ids, 0 for tokens without a term; the log-probs, -inf for masked tokens, in float32
-        (float64 for float64); whether a token has a term; and the probabilities, or None.
+        ``(..., K)`` each: the ids, 0 for tokens without a term; whether a token has a term; the log-probs, -inf for
+        masked tokens, in float32 (float64 for float64), or None if that is what was passed; the probabilities, or None.
     """
-    found: tuple[Tensor, Tensor, Tensor, Tensor | None] = backend_of(log_probs).teacher_tokens(
+    found: tuple[Tensor, Tensor, Tensor | None, Tensor | None] = backend_of(log_probs).teacher_tokens(
         log_probs, ids, row_mask, teacher_mask, with_probs
     )
     return found
