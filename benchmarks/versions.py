@@ -64,8 +64,8 @@ def versions(
     report |= {"processes": processes, "tiny": tiny, "results": [], "sources": {}, "failed": []}
     console, path = new_console(), out / "versions.json"
     with renamed(baseline) as folder:
-        compare_many_rows(folder, cases_of(op or NAMES, tiny, few=False), report, path, console)
         compare_few_rows(folder, cases_of(op or NAMES, tiny, few=True), report, console)
+        compare_many_rows(folder, cases_of(op or NAMES, tiny, few=False), report, path, console)
     write(report, path)
     console.print(table(report))
     for f in report["failed"]:
