@@ -75,14 +75,19 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
     if index >= 0 and index != torch.cuda.current_device():
         with torch.cuda.device(index):
             return launch(plan_for, about, tensors)
-    pointers = [None if t is None else t.data_ptr() for t in tensors]
-    # What `guarded` has checked: dtype, alignment, contiguity (else the last stride) and device.
-    variant: tuple[Any, ...] = tuple(
-        [
-            None if t is None else (t.dtype, not p & 15, t.is_contiguous() or -t.stride(-1), t.get_device())
-            for t, p in zip(tensors, pointers)
-        ]
-    )
+    pointers: list[int | None] = []
+    kinds: list[Any] = []  # what `guarded` checks of each tensor: dtype, device, alignment and layout
+    for t in tensors:
+        if t is None:
+            pointers.append(None)
+            kinds.append(None)
+        else:
+            pointer, place = t.data_ptr(), t.get_device()
+            pointers.append(pointer)
+            kinds.append(t.dtype)
+            usual = not pointer & 15 and t.is_contiguous()
+            kinds.append(place if usual else (place, not pointer & 15, t.is_contiguous() or -t.stride(-1)))
+    variant = tuple(kinds)
     if HIP:  # Triton compiles tensors below 2 GiB differently
         variant += tuple([t is not None and t.untyped_storage().nbytes() < 2**31 for t in tensors])
     key = plan_for, about, variant
