@@ -175,8 +175,11 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     kernels.scale(out, empty((), dtype=torch.float32), out)
     kernels.scale(empty(case.vocab), empty((), dtype=torch.float32), empty(case.vocab, dtype=dtype))
     kernels.row_mean(empty((64,), dtype=torch.float32), empty((64,), dtype=torch.bool), -1.0)
-    kernels.selected_logits(logits, index.view(case.rows, -1))
     tokens = index.view(case.rows, -1)
+    kernels.selected_logits(logits, tokens, options.transform)
+    for columns in (tokens, tokens.new_empty(case.rows, 130)):
+        of_columns = torch.empty_like(columns, dtype=torch.float32)
+        kernels.selected_logits_gradient(logits, columns, of_columns, options.transform)
     of_teacher = torch.empty_like(tokens, dtype=dtype)
     masks = (row_mask, torch.empty_like(tokens, dtype=torch.bool)) if row_mask is not None else (None, None)
     kernels.teacher_tokens(of_teacher, tokens, *masks, row_mask is None)

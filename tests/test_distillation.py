@@ -43,6 +43,18 @@ def test_teacher_tokens(device, dtype, masks, with_probs):
     assert expected[1].any() and not expected[1].all() and not expected[0][~expected[1]].any()
 
 
+@pytest.mark.parametrize("reduction", ("none", "mean"))
+@pytest.mark.parametrize("linear", (False, True))
+def test_a_teacher_of_inference_mode(device, linear, reduction):
+    with torch.inference_mode():
+        ids = torch.tensor([[1, 2], [3, 4]], device=device)
+        log_probs = torch.full((2, 2), -1.0, device=device)
+    x = torch.randn(2, 9, device=device, requires_grad=True)
+    logits = onepass.LinearLogits(x, torch.eye(9, device=device)) if linear else x
+    onepass.topk_kl_div(logits, ids, log_probs, reduction=reduction).sum().backward()
+    assert x.grad.any()
+
+
 def topk_batch(device, K, dtype=torch.float32, masks="none"):
     """Logits, a teacher's ids and log-probs, and a mask: padding ids are garbage where the mask is 0."""
     generator = torch.Generator().manual_seed(K)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import onepass
 from definition import assert_close, assert_gradient_close, statistics, transform
 from onepass.backend import backend_of
+from onepass.core.options import IDENTITY, Transform
 from onepass.logits import source
 from onepass.softmax.statistics import gather_logits
 from paths import interpreted
@@ -296,12 +297,54 @@ def test_selected_logits(device, name, dtype):
     """The kernel, of which a divergence that is normalized over the teacher's tokens is made, and its gradient."""
     x = SELECTED[name](torch.randn(6, 5, 700, device=device).to(dtype)).detach().requires_grad_()
     index = torch.randint(700, (*x.shape[:-1], 130), device=device, dtype=torch.int32)
-    selected = gather_logits(x, index)
-    expected = x.gather(-1, index.long()).to(torch.promote_types(dtype, torch.float32))
-    assert torch.equal(selected, expected)
+    selected = gather_logits(x, index, IDENTITY)
+    expected = x.double().gather(-1, index.long())
+    assert torch.equal(selected.double(), expected)
     upstream = torch.randn_like(selected)
-    (grad,), (of_torch,) = (torch.autograd.grad(y, x, upstream) for y in (selected, expected))
-    assert_close(grad, of_torch)
+    (grad,) = torch.autograd.grad(selected, x, upstream)
+    (of_torch,) = torch.autograd.grad(expected, x, upstream.double())
+    assert_close(grad, of_torch.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.float64))
+def test_selected_logits_under_a_softcap(device, dtype):
+    """A class that is selected often is rounded once; a NaN logit without a gradient is left out."""
+    transform = Transform(0.7, 5.0, 1.5)
+    x = torch.randn(4, 9, device=device).mul(3).to(dtype)
+    x[1] = math.nan
+    x[2, 0] = math.nan
+    x.requires_grad_()
+    index = torch.tensor(
+        [[1, 1, 1, 1, 1, 2], [0, 1, 2, 3, 4, 5], [0, 8, 8, 3, 3, 7], [5, 4, 3, 2, 1, 0]], device=device
+    )
+    upstream = torch.rand(index.shape, device=device).add(0.1).to(torch.promote_types(dtype, torch.float32))
+    upstream[1], upstream[2, 0] = 0, 0
+    selected = gather_logits(x, index, transform)
+    (grad,) = torch.autograd.grad(selected, x, upstream)
+    expected = x.detach().double().requires_grad_()
+    z = 5.0 * torch.tanh(1.5 * expected / 5.0) / 0.7
+    read = z.gather(-1, index)
+    assert_close(selected, read.to(selected.dtype))
+    unread = (upstream != 0).double()
+    (of_torch,) = torch.autograd.grad((read.where(unread != 0, 0.0) * upstream.double()).sum(), expected)
+    of_torch = of_torch.nan_to_num(0.0)  # the derivative of tanh at NaN, times 0
+    assert_close(grad, of_torch.to(dtype))
+    assert not grad[1].any() and not grad[2, 0].any()
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_masked_tokens_under_a_softcap_have_no_gradient(device, dtype):
+    x = torch.randn(3, 5, device=device).to(dtype)
+    x[1], x[2, 0] = math.nan, math.nan
+    x.requires_grad_()
+    ids, log_probs = (
+        torch.tensor([[1, 2, 3]] * 3, device=device),
+        torch.tensor([[0.5, 0.4, 0.1]] * 3, device=device).log(),
+    )
+    masks = dict(row_mask=torch.tensor([1, 0, 1], device=device))
+    masks["teacher_mask"] = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0]], device=device)
+    onepass.topk_kl_div(x, ids, log_probs, renormalize=True, softcap=5.0, **masks).backward()
+    assert x.grad.isfinite().all() and not x.grad[1].any() and x.grad[2, 1:3].any() and not x.grad[2, 0].any()
 
 
 def test_selected_logits_outside_the_vocabulary(device, raises_index_error):
@@ -309,8 +352,8 @@ def test_selected_logits_outside_the_vocabulary(device, raises_index_error):
     index = torch.tensor([[0, 6], [7, 1], [-1, 2]], device=device)
     if raises_index_error:
         with pytest.raises(IndexError, match="index: expected values in"):
-            gather_logits(x, index)
+            gather_logits(x, index, IDENTITY)
     else:
-        found = gather_logits(x, index)
+        found = gather_logits(x, index, IDENTITY)
         assert found.isnan().tolist() == [[False, False], [True, False], [True, False]]
         assert torch.equal(found[:, 1], x.gather(1, index[:, 1:])[:, 0])

@@ -129,7 +129,7 @@ def heads_of(model: nn.Module) -> list[nn.Module]:
 def _reason(head: nn.Module) -> str:
     """Why a head returns tensors; empty if it returns `LinearLogits`."""
     if not isinstance(head, nn.Linear):
-        return f"{type(head).__name__} is not torch.nn.Linear"
+        return f"{type(head).__module__}.{type(head).__name__} is not torch.nn.Linear"
     if type(head).forward is not nn.Linear.forward:
         return f"{type(head).__name__} has a forward of its own"
     if "forward" in head.__dict__ and CALLS not in head.__dict__:
@@ -211,9 +211,9 @@ def run(
     """Call a forward of the model. If it trains, its heads return `LinearLogits` meanwhile."""
     labels = labels_of(model, args, kwargs)
     heads = [h for h in heads_of(model) if not _reason(h)] if trains(model, labels) else []
+    of_labels = _counted.set(counted(labels)) if heads and use is DEFAULT else None
     outer = _use.get()
     token = _use.set(use if outer is None or use is not DEFAULT else outer) if heads else None
-    of_labels = _counted.set(counted(labels)) if heads and use is DEFAULT else None
     with _lock:
         for head in heads:
             head.__dict__["forward"] = MethodType(_lazy, head)

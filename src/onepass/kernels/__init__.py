@@ -10,7 +10,7 @@ from onepass.kernels.router import route, route_gradient
 from onepass.kernels.row_mean import row_mean
 from onepass.kernels.scale import scale
 from onepass.kernels.scattered_linear import scattered_linear, scattered_linear_gradient
-from onepass.kernels.selected_logits import selected_logits
+from onepass.kernels.selected_logits import selected_logits, selected_logits_gradient
 from onepass.kernels.softmax_gradient import softmax_gradient
 from onepass.kernels.softmax_loss import softmax_loss, supports_fused_loss
 from onepass.kernels.softmax_statistics import softmax_statistics
@@ -30,6 +30,7 @@ __all__ = [
     "scattered_linear",
     "scattered_linear_gradient",
     "selected_logits",
+    "selected_logits_gradient",
     "softmax_gradient",
     "softmax_loss",
     "softmax_statistics",

@@ -20,8 +20,7 @@ from onepass.core.checks import (
     check_transform,
 )
 from onepass.core.dispatch import is_plain
-from onepass.core.options import IDENTITY, Inputs, Options, PairOptions, Transform
-from onepass.reference.softmax import transformed
+from onepass.core.options import Inputs, Options, PairOptions, Transform
 from onepass.softmax.divergence import divergence_of
 from onepass.softmax.statistics import check_range, gather_logits, statistics_of
 
@@ -164,8 +163,7 @@ class TensorLogits(LogitsSource):
 
     def statistics(self, inputs: Inputs, options: Options) -> Fields:
         if options.fields == "selected":  # any shift of the row will do, so no other logit is read
-            z = gather_logits(self.logits, inputs.index)  # type: ignore[arg-type]
-            return {"selected": z if options.transform == IDENTITY else transformed(z, options.transform, z.dtype)[0]}
+            return {"selected": gather_logits(self.logits, inputs.index, options.transform)}  # type: ignore[arg-type]
         fields = statistics_of(self.logits, inputs, options, self.inplace_backward)
         return dict(zip(options.names, fields))
 

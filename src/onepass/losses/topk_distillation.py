@@ -75,7 +75,7 @@ def topk_kl_div(
         student_logits: ``(..., V)``, float16, bfloat16, float32 or float64, any strides. Or `onepass.LinearLogits`.
         teacher_ids: ``(..., K)``, int32 or int64.
         teacher_log_probs: ``(..., K)``, floating-point, in nats, already at the teacher's temperature; not
-            differentiable. A token of log-prob -inf is masked, as if its ``teacher_mask`` were 0.
+            differentiable. A token of log-prob -inf has no term, as if it were masked, but its row counts in a mean.
         row_mask: ``(...)``, bool or 0/1; 0 masks a row. Masked ids and log-probs may have any value.
         teacher_mask: ``(..., K)``, bool or 0/1; 0 masks a token, likewise. Rows without any token are not read:
             their loss and gradient are exactly 0.
@@ -210,6 +210,8 @@ class Teacher:
         log_probs, is_float64 = log_probs.detach(), student.dtype == torch.float64
         if is_float64 != (log_probs.dtype == torch.float64):
             log_probs = log_probs.to(torch.float64 if is_float64 else torch.float32)
+        if not torch.compiler.is_compiling() and log_probs.is_inference() and torch.is_grad_enabled():
+            log_probs = log_probs.clone()  # which autograd can save
         # In the other forms, the teacher's probability may matter where it underflows.
         with_probs = direction == "forward" and not renormalize
         self.ids, given, masked, probs = teacher_tokens(log_probs, ids, row_mask, teacher_mask, with_probs)

@@ -170,11 +170,26 @@ def softmax_loss(logits: Tensor, inputs: Inputs, grads: FieldGradients, options:
     return results
 
 
-def selected_logits(logits: Tensor, index: Tensor) -> Tensor:
-    """The logits of the classes ``index``, ``(..., K)``, in the dtype of the fields; NaN outside the vocabulary."""
+def selected_logits(logits: Tensor, index: Tensor, transform: Transform) -> Tensor:
+    """The transformed logits of the classes ``index``, ``(..., K)``, in the dtype of the fields; NaN outside."""
     inside = index.clamp(0, logits.shape[-1] - 1)
     selected = logits.gather(-1, inside.long())
-    return selected.to(torch.promote_types(selected.dtype, torch.float32)).masked_fill_(inside != index, float("nan"))
+    z, _ = transformed(selected, transform, torch.promote_types(selected.dtype, torch.float32))
+    return z.masked_fill(inside != index, float("nan"))
+
+
+def selected_logits_gradient(logits: Tensor, index: Tensor, grad: Tensor, transform: Transform) -> Tensor:
+    """The gradient of the logits, from that of `selected_logits`, rounded once to their dtype."""
+    inside = index.clamp(0, logits.shape[-1] - 1).long()
+    _, slope = transformed(logits.gather(-1, inside), transform, grad.dtype)
+    grad = (grad * slope).masked_fill((grad == 0) | (inside != index), 0.0)  # the logit of such a token may be NaN
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    K, V = index.shape[-1], logits.shape[-1]
+    flat = out.view(-1, V)
+    inside, grad = inside.reshape(len(flat), K), grad.reshape(len(flat), K)
+    for group, (part,) in row_blocks(flat):
+        part.copy_(torch.zeros_like(part, dtype=grad.dtype).scatter_add_(-1, inside[group], grad[group]))
+    return out
 
 
 def teacher_tokens(

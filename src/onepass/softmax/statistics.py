@@ -12,8 +12,23 @@ from torch import Tensor
 
 from onepass import reference
 from onepass.backend import backend_of, is_debugging
-from onepass.core.dispatch import empty_gradient, is_plain, operation, refuse_second_derivatives
-from onepass.core.options import FieldGradients, Inputs, Options, Results, empty_results, not_differentiable, pick
+from onepass.core.dispatch import (
+    empty_gradient,
+    is_plain,
+    operation,
+    refuse_forward_mode,
+    refuse_second_derivatives,
+)
+from onepass.core.options import (
+    FieldGradients,
+    Inputs,
+    Options,
+    Results,
+    Transform,
+    empty_results,
+    not_differentiable,
+    pick,
+)
 from onepass.reference.softmax import active_rows, out_of_range
 from onepass.softmax.inplace import mark_overwritten
 
@@ -92,41 +107,52 @@ def statistics_of(
     return fields if mean is None else backend_of(logits).row_mean(*fields, inputs.row_mask, mean)[:1]
 
 
-def gather_logits(logits: Tensor, index: Tensor, index_name: str = "index") -> Tensor:
-    """The logits ``(..., K)`` of the classes ``index``, in the dtype of the fields. No other logit is read.
+def gather_logits(logits: Tensor, index: Tensor, transform: Transform, index_name: str = "index") -> Tensor:
+    """The transformed logits ``(..., K)`` of the classes ``index``, in the dtype of the fields. No other logit is read.
 
     An index outside the vocabulary raises an error or, if the check would synchronize, gives NaN.
     """
+    refuse_forward_mode(logits)
     if is_plain(logits):
         check_range(logits, Inputs(index), index_name)
-    selected: Tensor = _SelectedLogits.apply(logits, index)
+    selected: Tensor = _SelectedLogits.apply(logits, index, transform)
     return selected
 
 
 class _SelectedLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.shape, ctx.dtype = logits.shape, logits.dtype
-        selected: Tensor = _selected_logits(logits, index)
+    def forward(ctx: Any, logits: Tensor, index: Tensor, transform: Transform) -> Tensor:
+        ctx.save_for_backward(logits, index)
+        ctx.transform = transform
+        selected: Tensor = _selected_logits(logits, index, transform)
         return selected
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (index,) = ctx.saved_tensors
-        inside = index.clamp(0, ctx.shape[-1] - 1).long()
-        return grad.new_zeros(ctx.shape, dtype=ctx.dtype).scatter_add_(-1, inside, grad.to(ctx.dtype)), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_derivatives()
+        logits, index = ctx.saved_tensors
+        return _selected_gradient(logits, index, grad, ctx.transform), None, None
 
 
-def _like_index(logits: Tensor, index: Tensor) -> Tensor:
+def _like_index(logits: Tensor, index: Tensor, **_: Any) -> Tensor:
     dtype = torch.promote_types(logits.dtype, torch.float32)
     return torch.empty_like(index, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 @operation("onepass::selected_logits", _like_index)
-def _selected_logits(logits: Tensor, index: Tensor) -> Tensor:
-    selected: Tensor = backend_of(logits).selected_logits(logits, index)
+def _selected_logits(logits: Tensor, index: Tensor, transform: Transform) -> Tensor:
+    selected: Tensor = backend_of(logits).selected_logits(logits, index, transform)
     return selected
+
+
+def _like_logits(logits: Tensor, **_: Any) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+@operation("onepass::selected_logits_gradient", _like_logits)
+def _selected_gradient(logits: Tensor, index: Tensor, grad: Tensor, transform: Transform) -> Tensor:
+    found: Tensor = backend_of(logits).selected_logits_gradient(logits, index, grad, transform)
+    return found
 
 
 def check_inplace(logits: Tensor) -> None:
