@@ -26,6 +26,7 @@ import torch
 import onepass
 from onepass.core.moe_options import EXPERT_TENSORS, ExpertOptions, ExpertTensors, RouterOptions, RoutingGradients
 from onepass.core.options import FieldGradients, Inputs, Options, PairOptions, Transform
+from onepass.core.shard import Shard
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -129,7 +130,13 @@ OF_EXPERTS = [import_module(f"onepass.kernels.{name}") for name in MODULES]
 EXPERTS = {name for name in KERNELS if any(name in vars(module) for module in OF_EXPERTS)}
 # Constants that a launcher passes but does not choose by its arguments.
 FIXED = {"TILES", "BLOCK"}
-OF_ONE_WIDTH = {"scale_kernel", "row_mean_kernel", "selected_logits_kernel", "teacher_tokens_kernel"}
+OF_ONE_WIDTH = {
+    "scale_kernel",
+    "row_mean_kernel",
+    "selected_logits_kernel",
+    "teacher_tokens_kernel",
+    "merge_shards_kernel",
+}
 TUNED = {"STAGES", "num_warps", "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_R", "BLOCK_T"}  # of experts
 
 
@@ -154,6 +161,9 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     kernels.divergence_gradient(logits, out, row_mask, numbers, empty(case.rows), case.padding > 0, case.pair, out)
     inputs = Inputs(index, row_mask, class_weights)
     packed, selected, _ = kernels.softmax_statistics(logits, inputs, options)
+    states = kernels.shard_statistics(logits, inputs, options)
+    shard = Shard(0, (case.vocab, case.vocab) if case.K > 1 else (case.vocab,) * 3)
+    kernels.merge_shards(torch.empty_like(states).expand(shard.ranks, *states.shape), logits, inputs, shard, options)
     grad = empty(case.rows)
     upstream = FieldGradients(
         grad,

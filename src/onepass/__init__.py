@@ -12,6 +12,7 @@ from onepass.integrations.switch import patch_process
 from onepass.logits.linear import LinearLogits
 from onepass.logits.partitioned import gather_parameters
 from onepass.logits.tensor_like import MaterializedLogits
+from onepass.logits.vocab_parallel import VocabParallelLogits
 from onepass.losses.cross_entropy import CrossEntropyLoss, cross_entropy
 from onepass.losses.kl_div import KLDivLoss, kl_div
 from onepass.losses.linear import (
@@ -49,6 +50,7 @@ __all__ = [
     "Patch",
     "SoftmaxStatistics",
     "TopKKLDivLoss",
+    "VocabParallelLogits",
     "attach",
     "cross_entropy",
     "distillation_loss",

@@ -6,6 +6,7 @@ between the two.
 
 from onepass.kernels.divergence import divergence, divergence_gradient
 from onepass.kernels.expert_mlp import expert_mlp, expert_mlp_gradient
+from onepass.kernels.merge_shards import merge_shards
 from onepass.kernels.router import route, route_gradient
 from onepass.kernels.row_mean import row_mean
 from onepass.kernels.scale import scale
@@ -13,7 +14,7 @@ from onepass.kernels.scattered_linear import scattered_linear, scattered_linear_
 from onepass.kernels.selected_logits import selected_logits, selected_logits_gradient
 from onepass.kernels.softmax_gradient import softmax_gradient
 from onepass.kernels.softmax_loss import softmax_loss, supports_fused_loss
-from onepass.kernels.softmax_statistics import softmax_statistics
+from onepass.kernels.softmax_statistics import shard_statistics, softmax_statistics
 from onepass.kernels.teacher_tokens import teacher_tokens
 from onepass.kernels.token_sort import count_tiles, sort_by_expert
 
@@ -23,6 +24,7 @@ __all__ = [
     "divergence_gradient",
     "expert_mlp",
     "expert_mlp_gradient",
+    "merge_shards",
     "route",
     "route_gradient",
     "row_mean",
@@ -31,6 +33,7 @@ __all__ = [
     "scattered_linear_gradient",
     "selected_logits",
     "selected_logits_gradient",
+    "shard_statistics",
     "softmax_gradient",
     "softmax_loss",
     "softmax_statistics",

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from onepass.autotune.own import choose
 from onepass.core.options import PACKED, Inputs, Options, Results, empty_results
+from onepass.core.shard import per_row, state_fields
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, power_of_two, row_groups, workspace
@@ -87,7 +88,8 @@ def softmax_statistics_kernel(
     inner: tl.float32, outer: tl.float32, class_weight: tl.float32, sharpness: tl.float32,
     SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, EXPECTED: tl.constexpr,
     WEIGHTED: tl.constexpr, TEMPERED: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr,
-    LANES: tl.constexpr, UNROLL: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
+    LANES: tl.constexpr, UNROLL: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr, TOP1: tl.constexpr,
+    SHARD: tl.constexpr,
 ):  # fmt: skip
     """The statistics of every row.
 
@@ -95,11 +97,13 @@ def softmax_statistics_kernel(
     each or None.
     Outputs: ``packed`` ``(len(PACKED), rows)``; ``selected`` ``(rows, K)``, the logits of the index relative to the
     shift, or their log-probs if LOG_PROBS; ``is_top1`` ``(rows, K)`` or None. ``pieces`` is the `layout.workspace`.
+    If SHARD, the logits are some columns of the vocabulary, and the only output is ``packed``: the state of every row
+    and then its K selected logits, +inf for those in other columns, and whether each is the first maximum if TOP1, a
+    row of the output each. `merge_shards` merges them.
     Bytes moved: see the module docstring.
     """
     TILE: tl.constexpr = LANES * VEC
-    NUMBERS: tl.constexpr = STATE if is_top1 is None else STATE + 1
-    TOP1: tl.constexpr = is_top1 is not None
+    NUMBERS: tl.constexpr = STATE + 1 if TOP1 else STATE
     row = (tl.program_id(0) // SPLITS).to(tl.int64)
     split = tl.program_id(0) % SPLITS
     k = tl.arange(0, BLOCK_K)
@@ -193,9 +197,11 @@ def softmax_statistics_kernel(
                 z = transform(x_selected, inner, outer, SOFTCAP)
                 relative = z - m
                 # An index outside the vocabulary makes all results of the row NaN, and through them its gradient.
-                s = tl.where(tl.sum((~inside).to(tl.int32), axis=0) > 0, float("nan"), s)
+                if not SHARD:
+                    s = tl.where(tl.sum((~inside).to(tl.int32), axis=0) > 0, float("nan"), s)
             # s is 0 if all logits are -inf, and NaN if one is NaN or +inf. Such rows define no distribution: NaN.
-            s = tl.where(s > 0, s, float("nan"))
+            if not SHARD:
+                s = tl.where(s > 0, s, float("nan"))
             shift = m + (s - s)
             relative = relative + (s - s)
             if TOP1:
@@ -205,12 +211,31 @@ def softmax_statistics_kernel(
                 largest = valid & (transform(tl.load(base + near, mask=valid), inner, outer, SOFTCAP) >= m)
                 argmax = tl.min(tl.where(largest, near, NOWHERE), axis=0) - head
                 top1 = (z >= shift) & (column == argmax)
+            if SHARD:
+                state = packed + row
+                tl.store(state, m)
+                tl.store(state + rows, s)
+                if EXPECTED:
+                    tl.store(state + 2 * rows, t)
+                if WEIGHTED:
+                    tl.store(state + (2 + EXPECTED) * rows, w)
+                    tl.store(state + (3 + EXPECTED) * rows, c)
+                AFTER: tl.constexpr = 2 + EXPECTED + 2 * WEIGHTED
+                if TEMPERED:
+                    tl.store(state + AFTER * rows, q)
+                if MEAN:
+                    tl.store(state + (AFTER + TEMPERED) * rows, u * V)
+                if index is not None:
+                    state += (AFTER + TEMPERED + MEAN + k).to(tl.int64) * rows
+                    tl.store(state, tl.where(inside, relative, float("inf")), mask=k < K)
+                    if TOP1:
+                        tl.store(state + K.to(tl.int64) * rows, top1.to(tl.float32), mask=k < K)
             log_normalizer = tl.log(s)
             expected_logit = t / s
             weighted_logit = w + (s - s)
             tempered_log_normalizer = tl.log(q) + (s - s)
             mean_logit = u + (s - s)
-    if last:
+    if last and not SHARD:
         packed += row
         tl.store(packed + SHIFT * rows, shift)
         tl.store(packed + LOG_NORMALIZER * rows, log_normalizer)
@@ -226,11 +251,11 @@ def softmax_statistics_kernel(
             tl.store(packed + MEAN_LOGIT * rows, mean_logit)
         if index is not None:
             tl.store(selected + row * K + k, relative - log_normalizer if LOG_PROBS else relative, mask=k < K)
-            if is_top1 is not None:
+            if TOP1:
                 tl.store(is_top1 + row * K + k, top1, mask=k < K)
 
 
-def plan_for(x: Layout, device: torch.device, rows: int, K: int, options: Options) -> Plan:
+def plan_for(x: Layout, device: torch.device, rows: int, K: int, options: Options, top1: bool, shard: bool) -> Plan:
     """The launch for one group of rows; ``rows`` counts those of all groups."""
     g = Geometry(x)
     lanes, splits = layout.programs_for(g.rows, g.V, g.VEC, device)
@@ -244,11 +269,12 @@ def plan_for(x: Layout, device: torch.device, rows: int, K: int, options: Option
         TEMPERED=TEMPERED, MEAN=options.wants("mean_logit"), **g.constexprs, LANES=LANES, UNROLL=UNROLL,
         SPLITS=SPLITS,
         BLOCK_K=1 if K == 1 else max(power_of_two(K), LANES),  # so that no two threads read the same index
+        TOP1=top1, SHARD=shard,
     )  # fmt: skip
     return Plan(
         softmax_statistics_kernel, g.rows * SPLITS,
         (rows, g.V, K, *g.strides, *options.transform.factors(), options.class_weight, options.sharpness),
-        constexprs, layout.warps(LANES), workspace(rows, STATE.value + options.wants("is_top1"), SPLITS),
+        constexprs, layout.warps(LANES), workspace(rows, STATE.value + top1, SPLITS),
     )  # fmt: skip
 
 
@@ -260,6 +286,21 @@ def softmax_statistics(logits: torch.Tensor, inputs: Inputs, options: Options) -
     K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
     for first, (x,) in row_groups(logits) if rows else ():
         tensors = flat_rows(first, (index, row_mask, packed, selected, is_top1), (K, 1, 1, K, K))
-        about = layout_of(x), x.device, rows, K, options
+        about = layout_of(x), x.device, rows, K, options, is_top1 is not None, False
         launch(plan_for, about, (x, class_weights, *tensors))
     return results
+
+
+def shard_statistics(logits: torch.Tensor, inputs: Inputs, options: Options) -> torch.Tensor:
+    """The state of every row of some columns of the vocabulary, ``(numbers, rows)``, see `softmax_statistics_kernel`.
+
+    The index is relative to the first of these columns, and the class weights are theirs.
+    """
+    index, row_mask, class_weights = inputs
+    rows, K = logits.shape[:-1].numel(), per_row(index, logits.dim())
+    state = logits.new_empty((len(state_fields(options, K)), rows), dtype=torch.float32)
+    for first, (x,) in row_groups(logits) if rows else ():
+        tensors = flat_rows(first, (index, row_mask, state), (K, 1, 1))
+        about = layout_of(x), x.device, rows, max(K, 1), options, K > 0 and options.wants("is_top1"), True
+        launch(plan_for, about, (x, class_weights, *tensors, None, None))
+    return state

@@ -4,12 +4,15 @@
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from onepass.backend import backend_of
 from onepass.logits.tiles import Head, Plan, Rows, needs_sum
+from onepass.softmax.shards import group_named
 
 
 class Gradients:
@@ -22,6 +25,7 @@ class Gradients:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self.total: Tensor | None = None  # the gradient of hidden, summed over slices of the vocabulary
+        self.sums: list[tuple[Any, Rows | None, Tensor]] = []  # over processes, under way: of which rows and tensor
         if needed[0] and not (plan.sliced and plan.row_ids is None):  # else the total is the gradient itself
             new = torch.empty if plan.row_ids is None else torch.zeros
             # A float16 gradient is rounded once, after it is scaled.
@@ -61,15 +65,26 @@ class Gradients:
                 self.add_gemm(self.total, gradient, weight)
             if columns.stop == self.plan.vocab:
                 if self.hidden is None:
-                    self.hidden = self.total
+                    self.hidden = self.summed(self.total, None)
                 else:
-                    rows.put(self.hidden, self.total)
+                    rows.put(self.hidden, self.summed(self.total, rows))
                 self.total = None
         elif self.hidden is not None:
             if isinstance(rows.ids, slice):
-                self.gemm(gradient, weight, self.hidden.dtype, rows.take(self.hidden))
+                self.summed(self.gemm(gradient, weight, self.hidden.dtype, rows.take(self.hidden)), None)
             else:
-                rows.put(self.hidden, self.gemm(gradient, weight, self.hidden.dtype))
+                rows.put(self.hidden, self.summed(self.gemm(gradient, weight, self.hidden.dtype), rows))
+
+    def summed(self, tensor: Tensor, rows: Rows | None) -> Tensor:
+        """Start to sum a part of the gradient of hidden over the processes, while the weight's GEMM runs.
+
+        `scaled` waits for it, and writes it to ``rows`` if it is a copy of these.
+        """
+        settings = self.head.settings
+        if settings.sums_hidden and settings.shard.ranks > 1:
+            work = dist.all_reduce(tensor, group=group_named(settings.shard.group), async_op=True)
+            self.sums.append((work, rows, tensor))
+        return tensor
 
     def gemm(self, a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """``a @ b``, rounded once to ``dtype``, and written into ``out`` if it is given."""
@@ -99,6 +114,11 @@ class Gradients:
 
         This can be called only once, since the gradients are not kept.
         """
+        for work, rows, tensor in self.sums:
+            work.wait()
+            if rows is not None and self.hidden is not None:
+                rows.put(self.hidden, tensor)
+        self.sums = []
         results: list[Tensor | None] = []
         like = (self.head.hidden, self.head.weight, self.head.bias)
         for value, of, shape, needed in zip((self.hidden, self.weight, self.bias), like, self.shapes, self.needed):

@@ -12,7 +12,8 @@ from torch import Tensor
 from onepass.core.checks import FLOATS, check_integer, described
 from onepass.core.dispatch import autocast_dtype, is_autocast_enabled, is_untraced
 from onepass.core.options import Inputs, Options, PairOptions
-from onepass.logits.partitioned import gathered, whole
+from onepass.core.shard import Group, Shard
+from onepass.logits.partitioned import gathered, local, whole
 from onepass.logits.row_loss import RowLoss, StatisticsLoss
 from onepass.logits.source import Count, Divisor, Fields, LogitsSource, LossFunction, TensorLogits, divided
 from onepass.logits.tensor_like import TensorLike, compose
@@ -20,6 +21,8 @@ from onepass.logits.tiled_divergence import TeacherTensors, row_divergence, tile
 from onepass.logits.tiled_loss import tiled_loss
 from onepass.logits.tiled_statistics import tiled_statistics
 from onepass.logits.tiles import HeadTensors, Settings
+from onepass.logits.vocab_parallel import Gather, agreed, all_weights, group_of
+from onepass.softmax.shards import GatheredRows, Replicated, group_named
 
 
 def _versions(*tensors: Tensor | None) -> tuple[int, ...] | None:
@@ -64,6 +67,15 @@ class LinearLogits(TensorLike):
             that results do not depend on what else is in memory. On a GPU it is 0.6 GiB. It is 2.5 GiB if this holds
             all logits and either no gradient will be computed or the loss is per row, with a gradient of the weight.
             Such a loss with more logits takes 1.25 GiB and this gradient in float32.
+        vocab_group: a process group, or a `DeviceMesh` with one dimension, whose processes hold the rows of weight and
+            bias: contiguous ranges in the order of their ranks, not necessarily of the same size. ``weight`` and
+            ``bias`` are then those of this process (of a DTensor, its local part). All processes pass the same hidden
+            states, labels and options, and get the same results. They exchange a few numbers per row in the forward,
+            and the gradient of the hidden states.
+        vocab_size: with ``vocab_group``, V; rows of the weight from V on are padding.
+        sequence_parallel: with ``vocab_group``, whether each process holds an equal part of the hidden states, along
+            their first dimension. They are gathered, so that results have all rows, and their gradient is
+            reduce-scattered.
 
     All three tensors are differentiable. A gradient that is not needed costs neither time nor memory. The gradient of
     the weight is summed over tiles in float32 and rounded once. The logits have the dtype of the GEMMs, as in a linear
@@ -84,13 +96,27 @@ class LinearLogits(TensorLike):
     observer: Observer | None = None
     round_before_bias = False  # whether the bias is added to the rounded product, which rounds twice
 
+    shard = Shard()
+    sums_hidden = False  # whether the gradient of the hidden states is summed over the processes
+
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, max_memory: int | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        max_memory: int | None = None,
+        vocab_group: Group | None = None,
+        vocab_size: int | None = None,
+        sequence_parallel: bool = False,
     ) -> None:
+        if vocab_group is None and (vocab_size is not None or sequence_parallel):
+            raise ValueError("vocab_group: expected a process group with vocab_size or sequence_parallel, got None")
         for value, name in ((hidden, "hidden"), (weight, "weight"), (bias, "bias")):
             if (value is not None or name != "bias") and (not isinstance(value, Tensor) or value.dtype not in FLOATS):
                 raise TypeError(f"{name}: expected a floating-point tensor, got {described(value)}")
-        weight, bias = whole(weight), None if bias is None else whole(bias)
+        of_parameter = whole if vocab_group is None else local
+        weight, bias = of_parameter(weight), None if bias is None else of_parameter(bias)
         shape = tuple(getattr(weight, "ds_shape", weight.shape))  # parameters of ZeRO-3 are empty unless gathered
         if hidden.dim() < 1 or len(shape) != 2 or 0 in shape or hidden.shape[-1] != shape[1]:
             raise ValueError(
@@ -108,10 +134,32 @@ class LinearLogits(TensorLike):
             if value.dtype != hidden.dtype and not is_autocast_enabled(hidden):
                 raise TypeError(f"{name}: expected {hidden.dtype}, the dtype of hidden, got {value.dtype}")
         self.max_memory = None if max_memory is None else check_integer(max_memory, "max_memory")
+        vocab = shape[0]
+        if vocab_group is not None:
+            hidden, weight, bias = self.sharded(hidden, weight, bias, vocab_group, vocab_size, bool(sequence_parallel))
+            vocab = self.shard.vocab
         self.hidden, self.weight, self.bias = hidden, weight, bias
-        self.shape = torch.Size((*hidden.shape[:-1], shape[0]))
+        self.shape = torch.Size((*hidden.shape[:-1], vocab))
         self.device = hidden.device
         self.versions = _versions(hidden, weight, bias)
+
+    def sharded(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_group: Group, vocab_size: int | None,
+        sequence_parallel: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """Set the columns of this process. Returns all hidden states, and weight and bias without padding."""
+        group = group_of(vocab_group, "vocab_group")
+        vocab_size = None if vocab_size is None else check_integer(vocab_size, "vocab_size")
+        if sequence_parallel and hidden.dim() < 2:
+            raise ValueError(f"hidden: expected shape (n, ..., H) with sequence_parallel, got {tuple(hidden.shape)}")
+        about = [*hidden.shape, int(sequence_parallel)]
+        self.shard = agreed(about, len(weight), self.gemm_dtype, hidden.device, group, vocab_size)
+        if not all(self.shard.sizes):
+            raise ValueError(f"vocab_size: expected a column on every rank, got {list(self.shard.sizes)} columns")
+        self.sums_hidden = not sequence_parallel
+        size = self.shard.size
+        weight, bias = weight[:size], None if bias is None else bias[:size]
+        return GatheredRows.apply(hidden, group) if sequence_parallel else hidden, weight, bias
 
     @property
     def requires_grad(self) -> bool:
@@ -130,20 +178,25 @@ class LinearLogits(TensorLike):
     @property
     def settings(self) -> Settings:
         """How the logits are computed."""
-        return Settings(self.gemm_dtype, self.max_memory, self.round_before_bias)
+        return Settings(self.gemm_dtype, self.max_memory, self.round_before_bias, self.shard, self.sums_hidden)
 
     def with_rows(self, of: Callable[[Tensor], Tensor]) -> "LinearLogits":
         hidden = of(self.hidden)
         return self.derived(hidden=hidden, shape=torch.Size((*hidden.shape[:-1], self.shape[-1])))
 
     def with_columns(self, count: int) -> "LinearLogits | None":
-        if hasattr(self.weight, "ds_shape"):  # a parameter of ZeRO-3 is empty outside of the GEMMs
+        if hasattr(self.weight, "ds_shape") or self.shard.sizes:  # a parameter of ZeRO-3 is empty outside of the GEMMs
             return None
         bias = None if self.bias is None else self.bias[:count]
         return self.derived(weight=self.weight[:count], bias=bias, shape=torch.Size((*self.shape[:-1], count)))
 
     def with_bias(self, bias: Tensor) -> "LinearLogits | None":
-        if hasattr(self.bias, "ds_shape") or bias.dtype != self.weight.dtype or bias.device != self.device:
+        if (
+            hasattr(self.bias, "ds_shape")
+            or self.shard.sizes
+            or bias.dtype != self.weight.dtype
+            or bias.device != self.device
+        ):
             return None
         return self.derived(bias=bias if self.bias is None else self.bias + bias)
 
@@ -188,7 +241,12 @@ class LinearLogits(TensorLike):
             hidden, weight, bias = (
                 None if t is None else t.to(self.gemm_dtype) for t in (self.hidden, self.weight, self.bias)
             )
-            return torch.nn.functional.linear(hidden, weight, bias)  # type: ignore[arg-type]
+            if not self.shard.sizes:
+                return torch.nn.functional.linear(hidden, weight, bias)  # type: ignore[arg-type]
+            if self.sums_hidden:
+                hidden = Replicated.apply(hidden, group_named(self.shard.group))
+            columns: Tensor = Gather.apply(torch.nn.functional.linear(hidden, weight, bias), self.shard)  # type: ignore[arg-type]
+            return columns
 
     def transformed_by(self, options: Options) -> "Options | None":
         """The options of a loss, after the transform of these logits; None if their composition is no transform."""
@@ -230,7 +288,7 @@ class LinearLogits(TensorLike):
             loss_fn, linear = observed(loss_fn, self.observer, options.names), False
             options = options._replace(fields=" ".join(dict.fromkeys((*options.names, "entropy", "is_top1"))))
             self.observer.begin(rows.numel() if row_mask is None else (row_mask != 0).sum())
-        row_loss = StatisticsLoss(loss_fn, options, self.gemm_dtype, index, class_weights, flat, linear)
+        row_loss = StatisticsLoss(loss_fn, options, self.gemm_dtype, index, class_weights, flat, linear, self.shard)
         return self.tiled(row_loss, row_mask, divisor)
 
     def divergence(
@@ -238,7 +296,8 @@ class LinearLogits(TensorLike):
     ) -> Tensor:
         """See `LogitsSource.divergence`. The teacher is a constant, and may be a linear head too."""
         of_student = compose(self.transform, options.student)
-        if self.tensor is not None or of_student is None:
+        is_sharded = self.shard.sizes or (isinstance(teacher, LinearLogits) and teacher.shard.sizes)
+        if self.tensor is not None or of_student is None or is_sharded:
             return TensorLogits(self.materialize()).divergence(teacher, row_mask, options, divisor)
         if torch.is_grad_enabled() and teacher.requires_grad:
             raise ValueError("teacher_logits: expected no gradient for a student that is a linear head; detach them")
@@ -265,11 +324,18 @@ class LinearLogits(TensorLike):
         return divided(loss.reshape(self.shape[:-1]), divisor, self.dim() - 1)
 
     def flat(self, inputs: Inputs) -> Inputs:
-        """The inputs with all rows in one dimension."""
+        """The inputs with all rows in one dimension; index and class weights are those of this process's columns."""
         rows = self.shape[:-1]
-        index = inputs.index
+        index, row_mask, class_weights = inputs
         index = None if index is None else index.reshape(rows.numel(), *index.shape[len(rows) :])
-        return inputs._replace(index=index, row_mask=None if inputs.row_mask is None else inputs.row_mask.reshape(-1))
+        if self.shard.sizes:
+            first = self.shard.first
+            index = index if index is None or first == 0 else index - first
+            class_weights = class_weights if class_weights is None else class_weights[first : first + self.shard.size]
+        return Inputs(index, None if row_mask is None else row_mask.reshape(-1), class_weights)
+
+    def all_class_weights(self, weights: Tensor) -> Tensor:
+        return all_weights(weights, self.weight.shape[:1], self.shard) if self.shard.sizes else weights
 
     def tiled(self, row_loss: RowLoss, row_mask: Tensor | None, divisor: Divisor) -> Tensor:
         """`tiled_loss` of all rows; without a divisor, it has the shape of the rows."""

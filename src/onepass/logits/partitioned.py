@@ -50,3 +50,11 @@ def whole(parameter: Tensor) -> Tensor:
     if full.requires_grad and mesh.size() > 1:
         full.register_hook(lambda gradient: gradient / mesh.size())
     return full
+
+
+def local(parameter: Tensor) -> Tensor:
+    """The part of a DTensor that this process holds, differentiable. Other tensors are returned unchanged."""
+    if not hasattr(parameter, "to_local"):
+        return parameter
+    part: Tensor = parameter.to_local()
+    return part

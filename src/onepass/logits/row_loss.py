@@ -13,8 +13,11 @@ from torch import Tensor
 from onepass.backend import backend_of, is_debugging
 from onepass.core.checks import described
 from onepass.core.options import DIVERGENCE, NOT_DIFFERENTIABLE, FieldGradients, Inputs, Options, PairOptions, pick
+from onepass.core.shard import Shard
 from onepass.logits.tiles import INDEX, ROW, HeadTensors, Rows, Settings
+from onepass.softmax.shards import merged
 
+SHARD = Shard()
 Found = tuple[Tensor, Sequence[Tensor | None]]
 
 
@@ -55,6 +58,7 @@ class StatisticsLoss:
     Args:
         linear: whether the loss is linear in the fields. Its gradient is then known before the tile is read, and
             the tile is read once.
+        shard: the columns of a tile, if the vocabulary is sharded. All processes compute the same loss.
     """
 
     heads: Sequence[tuple[HeadTensors, Settings]] = ()
@@ -68,8 +72,9 @@ class StatisticsLoss:
         class_weights: Tensor | None = None,
         row_inputs: Sequence[Tensor] = (),
         linear: bool = False,
+        shard: Shard = SHARD,
     ) -> None:
-        self.loss_fn, self.options, self.index, self.linear = loss_fn, options, index, linear
+        self.loss_fn, self.options, self.index, self.linear, self.shard = loss_fn, options, index, linear, shard
         self.class_weights, self.row_inputs = class_weights, row_inputs
         self.dtype = torch.promote_types(dtype, torch.float32)
         numbers = sum(i[:1].numel() for i in row_inputs) + (index[:1].numel() if index is not None else 1)
@@ -92,11 +97,14 @@ class StatisticsLoss:
         index = None if self.index is None else rows.take(self.index)
         read = Inputs(index, row_mask, self.class_weights)
         inputs = [rows.take(i).detach() for i in self.row_inputs]
-        fused = scale is not None and self.linear and backend.supports_fused_loss(x, index, options)
+        fused = scale is not None and self.linear and not self.shard.sizes
+        fused = fused and backend.supports_fused_loss(x, index, options)
         if fused:
             anywhere = {n: x.new_zeros(rows.n, dtype=self.dtype) for n in options.names}
             _, upstream, _ = self.differentiated(anywhere, inputs, rows.n, scale)
             results = backend.softmax_loss(x, read, upstream, options)
+        elif self.shard.sizes:
+            results = merged(x, read, self.shard, options)
         else:
             results = backend.softmax_statistics(x, read, options)
         fields = dict(zip(options.names, pick(results, options)))

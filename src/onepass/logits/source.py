@@ -5,7 +5,7 @@ A custom source overrides `LogitsSource.materialize`, and other methods that it 
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,6 +80,10 @@ class LogitsSource:
     def materialize(self) -> Tensor:
         """The logits as a tensor, differentiable."""
         raise NotImplementedError
+
+    def all_class_weights(self, weights: Tensor) -> Tensor:
+        """The class weights of all V classes, from those of the classes that this process holds."""
+        return weights
 
     def statistics(self, inputs: Inputs, options: Options) -> Fields:
         """The fields of ``options`` of every row, differentiable.
@@ -183,6 +187,7 @@ class TensorLogits(LogitsSource):
 
 
 Logits = Tensor | LogitsSource
+WRAPPERS: dict[str, Callable[[Any, str], LogitsSource]] = {}  # sources of subclasses of Tensor, by the subclass's name
 
 
 def as_source(logits: Logits, name: str = "logits", inplace_backward: bool = False) -> LogitsSource:
@@ -193,6 +198,9 @@ def as_source(logits: Logits, name: str = "logits", inplace_backward: bool = Fal
             ``inplace_backward`` is set for a source that is not a tensor.
     """
     if not isinstance(logits, LogitsSource):
+        wrapper = WRAPPERS.get(type(logits).__name__)
+        if wrapper is not None:
+            return as_source(wrapper(logits, name), name, inplace_backward)
         check_logits(logits, name)
         return TensorLogits(logits, bool(inplace_backward))
     if inplace_backward:
@@ -248,6 +256,7 @@ def inputs_for(
     if class_weights is None:
         pass  # nearly every call
     elif isinstance(class_weights, Tensor) and class_weights.dim():
+        class_weights = logits.all_class_weights(class_weights)
         check_class_weights(class_weights, logits, "class_weights")
         weights = class_weights.detach()
     else:

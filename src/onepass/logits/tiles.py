@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.core.shard import Shard
 from onepass.logits.valid_rows import valid_rows
 
 GIB = 1 << 30
@@ -34,6 +35,8 @@ class Settings(NamedTuple):
     dtype: torch.dtype  # of the GEMMs and of the logits
     max_memory: int | None = None  # bytes of workspace; None for `default_memory`
     round_before_bias: bool = False  # whether the bias is added to the rounded product, which rounds twice
+    shard: Shard = Shard()  # the columns that this process holds, if the vocabulary is sharded
+    sums_hidden: bool = False  # whether the gradient of the hidden states is summed over the processes
 
 
 class HeadTensors(NamedTuple):
@@ -76,7 +79,16 @@ class Head:
     @property
     def upcasts(self) -> bool:
         """Whether a GEMM with a float32 result needs float32 operands: torch has ``out_dtype`` on CUDA only."""
-        return self.dtype.itemsize < 4 and (self.weight.device.type != "cuda" or torch.version.hip is not None)
+        return self.dtype.itemsize < 4 and (self.hidden.device.type != "cuda" or torch.version.hip is not None)
+
+    def widest(self) -> "Head":
+        """The head of the process that holds most columns, for plans that are the same on all processes."""
+        most = max(self.settings.shard.sizes, default=self.vocab)
+        if most == self.vocab:
+            return self
+        weight = self.weight.new_empty((most, self.weight.shape[1]), device="meta")
+        bias = None if self.bias is None else self.bias.new_empty(most, device="meta")
+        return Head(HeadTensors(self.hidden, weight, bias), self.settings)
 
 
 class Rows(NamedTuple):
@@ -117,19 +129,15 @@ class Plan(NamedTuple):
     row_ids: Tensor | None  # ids of the valid rows; None for all rows
     n: int
     rows: int  # per tile
-    vocab: int
+    vocab: int  # columns of this process
     columns: int  # per tile
+    sliced: bool  # whether a tile is a slice of the vocabulary
 
     def cut(self) -> Iterator[Rows]:
         """The rows of each tile."""
         for first in range(0, self.n, self.rows):
             part = slice(first, min(first + self.rows, self.n))
             yield Rows(part if self.row_ids is None else self.row_ids[part], part.stop - first)
-
-    @property
-    def sliced(self) -> bool:
-        """Whether a tile is a slice of the vocabulary."""
-        return self.columns < self.vocab
 
     def slices(self) -> Iterator[slice]:
         """The columns of each tile."""
@@ -152,13 +160,14 @@ def plan(heads: Sequence[Head], row_mask: Tensor | None, use: Use) -> Plan:
     Raises:
         ValueError: ``max_memory`` is less than a tile of one row needs.
     """
-    head, total_rows = heads[0], heads[0].hidden.shape[0]
-    of_all = tile_shape(total_rows, False, heads, use)
-    ids = valid_rows(row_mask)
-    if ids is None:
-        return Plan(None, total_rows, of_all[0], head.vocab, of_all[1])
-    rows, columns = tile_shape(len(ids), True, heads, use)
-    return Plan(ids, len(ids), rows, head.vocab, columns)
+    vocab, total_rows = heads[0].vocab, heads[0].hidden.shape[0]
+    heads = [head.widest() for head in heads]
+    rows, columns = tile_shape(total_rows, False, heads, use)
+    ids, n = valid_rows(row_mask), total_rows
+    if ids is not None:
+        n = len(ids)
+        rows, columns = tile_shape(n, True, heads, use)
+    return Plan(ids, n, rows, vocab, columns, columns < heads[0].vocab)
 
 
 def tile_shape(count: int, gathered: bool, heads: Sequence[Head], use: Use) -> tuple[int, int]:
@@ -237,7 +246,7 @@ def tiles(heads: Sequence[Head], plan: Plan) -> Iterator[tuple[Rows, slice, Tens
     The caller may overwrite the logits. The next tile reuses their memory.
     """
     count = min(plan.rows, plan.n)
-    buffers = [empty_logits(h, count, plan.columns if plan.sliced else h.vocab) for h in heads]
+    buffers = [empty_logits(h, count, min(plan.columns, h.vocab) if plan.sliced else h.vocab) for h in heads]
     for rows in plan.cut():
         hidden = [rows.take(h.hidden).to(h.dtype) for h in heads]
         for columns in plan.slices():

@@ -75,6 +75,8 @@ def cross_entropy(
     z_loss_weight = check_number(z_loss_weight, "z_loss_weight", 0, open_low=False)
     ignore_index = check_integer(ignore_index, "ignore_index")
     weights = class_weights
+    if isinstance(weights, Tensor):
+        weights = source.all_class_weights(weights)
     if weights is not None:
         check_class_weights(weights, source, "class_weights")
         weights = weights.detach().to(torch.float64 if source.dtype == torch.float64 else torch.float32)

@@ -8,6 +8,7 @@ from torch import Tensor
 from onepass.core.checks import check_device, check_index, described
 from onepass.core.deprecated import renamed
 from onepass.core.options import Direction, Metric, Reduction
+from onepass.core.shard import Group
 from onepass.logits.linear import LinearLogits
 from onepass.logits.source import inputs_for, options_for
 from onepass.losses.cross_entropy import cross_entropy
@@ -34,19 +35,24 @@ def linear_softmax_statistics(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     max_memory: int | None = None,
+    vocab_group: Group | None = None,
+    sequence_parallel: bool = False,
 ) -> SoftmaxStatistics:
     """`softmax_statistics` of a linear head, for any loss, including one that couples rows.
 
     Forward and backward take four GEMMs, since the backward recomputes the logits. `linear_loss` takes three.
 
     Args:
-        hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
+        hidden, weight, bias, max_memory, vocab_group, sequence_parallel: see `LinearLogits`.
         index: ``(...)`` or ``(..., K)``, int32 or int64.
 
     The other arguments, and what is returned and raised, are those of `softmax_statistics`.
     """
+    logits = LinearLogits(
+        hidden, weight, bias, max_memory=max_memory, vocab_group=vocab_group, sequence_parallel=sequence_parallel
+    )
     return softmax_statistics(
-        LinearLogits(hidden, weight, bias, max_memory=max_memory), index, class_weights=class_weights,
+        logits, index, class_weights=class_weights,
         row_mask=row_mask, metrics=metrics, expected_logit=expected_logit, temperature=temperature, softcap=softcap,
         logit_scale=logit_scale,
     )  # fmt: skip
@@ -63,13 +69,18 @@ def linear_selective_log_softmax_and_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     max_memory: int | None = None,
+    vocab_group: Group | None = None,
+    sequence_parallel: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`selective_log_softmax_and_entropy` of a linear head, for any upstream gradient (four GEMMs).
 
     The arguments are those of `linear_softmax_statistics`.
     """
+    logits = LinearLogits(
+        hidden, weight, bias, max_memory=max_memory, vocab_group=vocab_group, sequence_parallel=sequence_parallel
+    )
     return selective_log_softmax_and_entropy(
-        LinearLogits(hidden, weight, bias, max_memory=max_memory), index, row_mask=row_mask, temperature=temperature,
+        logits, index, row_mask=row_mask, temperature=temperature,
         softcap=softcap, logit_scale=logit_scale,
     )  # fmt: skip
 
@@ -91,19 +102,24 @@ def linear_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     max_memory: int | None = None,
+    vocab_group: Group | None = None,
+    sequence_parallel: bool = False,
 ) -> Tensor:
     """`cross_entropy` of a linear head: forward and backward take three GEMMs.
 
     Args:
-        hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
+        hidden, weight, bias, max_memory, vocab_group, sequence_parallel: see `LinearLogits`.
         target: ``(...)``, int32 or int64; rows that are ``ignore_index`` are left out of all GEMMs.
 
     The other arguments, and what is returned and raised, are those of `cross_entropy`. The gradient is computed in the
     forward pass: a second backward through the result is an error, except with ``reduction="none"``, whose backward
     recomputes the logits (four GEMMs).
     """
+    logits = LinearLogits(
+        hidden, weight, bias, max_memory=max_memory, vocab_group=vocab_group, sequence_parallel=sequence_parallel
+    )
     return cross_entropy(
-        LinearLogits(hidden, weight, bias, max_memory=max_memory), target, class_weights=class_weights,
+        logits, target, class_weights=class_weights,
         ignore_index=ignore_index, row_mask=row_mask, label_smoothing=label_smoothing, z_loss_weight=z_loss_weight,
         reduction=reduction, num_items=num_items, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
     )  # fmt: skip
@@ -128,16 +144,21 @@ def linear_topk_kl_div(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     max_memory: int | None = None,
+    vocab_group: Group | None = None,
+    sequence_parallel: bool = False,
 ) -> Tensor:
     """`topk_kl_div` of a student given by its linear head: three GEMMs.
 
     Args:
-        hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
+        hidden, weight, bias, max_memory, vocab_group, sequence_parallel: see `LinearLogits`.
 
     The other arguments, and what is returned and raised, are those of `topk_kl_div`.
     """
+    logits = LinearLogits(
+        hidden, weight, bias, max_memory=max_memory, vocab_group=vocab_group, sequence_parallel=sequence_parallel
+    )
     return topk_kl_div(
-        LinearLogits(hidden, weight, bias, max_memory=max_memory), teacher_ids, teacher_log_probs, row_mask=row_mask,
+        logits, teacher_ids, teacher_log_probs, row_mask=row_mask,
         teacher_mask=teacher_mask, direction=direction, beta=beta, renormalize=renormalize, reduction=reduction,
         num_items=num_items, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
     )  # fmt: skip
@@ -163,18 +184,23 @@ def linear_kl_div(
     teacher_softcap: float | None = None,
     teacher_logit_scale: float = 1.0,
     max_memory: int | None = None,
+    vocab_group: Group | None = None,
+    sequence_parallel: bool = False,
 ) -> Tensor:
     """`kl_div` of a student given by its linear head: three GEMMs.
 
     Args:
-        hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
+        hidden, weight, bias, max_memory, vocab_group, sequence_parallel: see `LinearLogits`.
         teacher_logits: a constant, either logits ``(..., V)`` or ``LinearLogits(teacher_hidden, teacher_weight)``,
             which add a GEMM, and a tile to the workspace. Student and teacher may have different widths ``H``.
 
     The other arguments, and what is returned and raised, are those of `kl_div`.
     """
+    logits = LinearLogits(
+        hidden, weight, bias, max_memory=max_memory, vocab_group=vocab_group, sequence_parallel=sequence_parallel
+    )
     return kl_div(
-        LinearLogits(hidden, weight, bias, max_memory=max_memory), teacher_logits, row_mask=row_mask,
+        logits, teacher_logits, row_mask=row_mask,
         direction=direction, beta=beta, vocab_size=vocab_size, reduction=reduction, num_items=num_items,
         temperature=temperature, softcap=softcap, logit_scale=logit_scale, teacher_temperature=teacher_temperature,
         teacher_softcap=teacher_softcap, teacher_logit_scale=teacher_logit_scale,
@@ -198,6 +224,8 @@ def linear_loss(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     max_memory: int | None = None,
+    vocab_group: Group | None = None,
+    sequence_parallel: bool = False,
 ) -> Tensor:
     r"""Any loss that is a function of each row's statistics: forward and backward take three GEMMs.
 
@@ -207,7 +235,7 @@ def linear_loss(
     may share a tile: a loss that sums over a sequence first, as DPO does, takes `linear_softmax_statistics`.
 
     Args:
-        hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
+        hidden, weight, bias, max_memory, vocab_group, sequence_parallel: see `LinearLogits`.
         index: ``(...)`` or ``(..., K)``, int32 or int64, or None.
         loss_fn: called once per tile, and once more in the backward with ``reduction="none"``.
         row_inputs: ``(..., *)``, for instance advantages and old log-probs; differentiable.
@@ -235,7 +263,9 @@ def linear_loss(
 
         loss = onepass.linear_loss(hidden, lm_head.weight, tokens, policy_loss, advantages, old_log_probs)
     """
-    logits = LinearLogits(hidden, weight, bias, max_memory=max_memory)
+    logits = LinearLogits(
+        hidden, weight, bias, max_memory=max_memory, vocab_group=vocab_group, sequence_parallel=sequence_parallel
+    )
     fields = fields_of(index, class_weights, metrics, expected_logit)
     options = options_for(fields, temperature, softcap, logit_scale)
     if not callable(loss_fn):
@@ -284,6 +314,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         softcap: float | None = None,
         logit_scale: float = 1.0,
         max_memory: int | None = None,
+        vocab_group: Group | None = None,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         self.register_buffer("class_weights", class_weights)
@@ -292,7 +324,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         self.z_loss_weight = z_loss_weight
         self.reduction: Reduction = reduction
         self.temperature, self.softcap, self.logit_scale = temperature, softcap, logit_scale
-        self.max_memory = max_memory
+        self.max_memory, self.vocab_group, self.sequence_parallel = max_memory, vocab_group, sequence_parallel
 
     @renamed(positional=("bias",))
     def forward(
@@ -309,7 +341,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             hidden, weight, target, bias=bias, class_weights=self.class_weights, ignore_index=self.ignore_index,
             row_mask=row_mask, label_smoothing=self.label_smoothing, z_loss_weight=self.z_loss_weight,
             reduction=self.reduction, num_items=num_items, temperature=self.temperature, softcap=self.softcap,
-            logit_scale=self.logit_scale, max_memory=self.max_memory,
+            logit_scale=self.logit_scale, max_memory=self.max_memory, vocab_group=self.vocab_group,
+            sequence_parallel=self.sequence_parallel,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

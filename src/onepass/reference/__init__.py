@@ -13,6 +13,7 @@ from onepass.reference.experts import (
     sort_by_expert,
 )
 from onepass.reference.router import route, route_gradient
+from onepass.reference.shards import merge_shards, shard_statistics
 from onepass.reference.softmax import (
     row_mean,
     scale,
@@ -31,6 +32,7 @@ __all__ = [
     "divergence_gradient",
     "expert_mlp",
     "expert_mlp_gradient",
+    "merge_shards",
     "route",
     "route_gradient",
     "row_mean",
@@ -39,6 +41,7 @@ __all__ = [
     "scattered_linear_gradient",
     "selected_logits",
     "selected_logits_gradient",
+    "shard_statistics",
     "softmax_gradient",
     "softmax_loss",
     "softmax_statistics",

@@ -1,0 +1,76 @@
+"""The state of the rows of a vocabulary shard: what ranks of a group exchange, and where each number of it lies.
+
+`kernels` and `reference` write and merge states, `softmax.shards` exchanges them.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from onepass.core.options import Options
+
+Group = ProcessGroup | DeviceMesh  # the processes of a sharded vocabulary; a mesh has one dimension
+
+
+class Shard(NamedTuple):
+    """The columns of the vocabulary that the ranks of a group hold: contiguous ranges, in the order of the ranks.
+
+    Without ``sizes``, this process holds all of the vocabulary.
+    """
+
+    rank: int = 0  # of this process
+    sizes: Sequence[int] = ()  # of all ranks; 0 if a rank holds only padding
+    group: str = ""  # the name of the process group
+
+    @property
+    def size(self) -> int:
+        """The number of columns of this process."""
+        return self.sizes[self.rank]
+
+    @property
+    def first(self) -> int:
+        """The first column of this process."""
+        return sum(self.sizes[: self.rank])
+
+    @property
+    def vocab(self) -> int:
+        """The number of columns of all processes."""
+        return sum(self.sizes)
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes."""
+        return len(self.sizes)
+
+
+def per_row(index: Tensor | None, dim: int) -> int:
+    """K for an index ``(..., K)`` of logits with ``dim`` dimensions, 1 for ``(...)``, 0 for None."""
+    if index is None:
+        return 0
+    return 1 if index.dim() < dim else index.shape[-1]
+
+
+@lru_cache
+def state_fields(options: Options, K: int) -> tuple[str, ...]:
+    """The numbers of a row's state, in order.
+
+    ``max`` of the logits, relative to which all others are; ``sum`` of exp(); ``expected``, their sum weighted by
+    exp(); ``weighted``, their sum weighted by the class weights, and the sum of these, ``weights``; ``tempered``, the
+    sum of exp() at the second temperature; ``total``, the sum of the logits, not relative. Then ``selected``, K times:
+    +inf where another rank holds the class; and K times ``top1``: 1 if the class is the first maximum of the shard.
+    """
+    fields = ["max", "sum"]
+    if options.wants("expected_logit") or options.wants("entropy"):
+        fields.append("expected")
+    if options.wants("weighted_logit"):
+        fields += ["weighted", "weights"]
+    if options.wants("log_sum_sq_probs") or options.wants("tempered_log_normalizer"):
+        fields.append("tempered")
+    if options.wants("mean_logit"):
+        fields.append("total")
+    fields += ["selected"] * K
+    return tuple(fields + (["top1"] * K if options.wants("is_top1") else []))

@@ -1,0 +1,127 @@
+"""The statistics of rows whose logits are sharded over the vocabulary, from the states that all ranks have sent.
+
+`softmax.shards` calls it after the exchange.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from onepass.core.options import Inputs, Options, Results, empty_results
+from onepass.core.shard import Shard, per_row, state_fields
+from onepass.kernels.launch import Flat, Out, Plan, launch
+from onepass.kernels.layout import power_of_two
+from onepass.kernels.online_softmax import LOWEST, merge
+from onepass.kernels.softmax_statistics import (
+    ENTROPY,
+    EXPECTED_LOGIT,
+    LOG_NORMALIZER,
+    LOG_SUM_SQ_PROBS,
+    MEAN_LOGIT,
+    SHIFT,
+    TEMPERED_LOG_NORMALIZER,
+    WEIGHTED_LOGIT,
+)
+
+BLOCK = 128
+
+
+@triton.jit
+def load_state(states, numbers, rows, rank, row, inside, number, other):
+    """A number of the states of some rows on all ranks, ``(ranks, rows)``; ``other`` where there is no state."""
+    place = (rank[:, None] * numbers + number).to(tl.int64) * rows + row[None, :]
+    return tl.load(states + place, mask=inside, other=other)
+
+
+@triton.jit(do_not_specialize=["rows", "K", "ranks", "numbers"])
+def merge_shards_kernel(
+    states: "Flat", row_mask: "Flat", packed: "Out", selected: "Out", is_top1: "Out",
+    rows: tl.int32, K: tl.int32, ranks: tl.int32, numbers: tl.int32, sharpness: tl.float32, vocab: tl.float32,
+    LOG_PROBS: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr, TEMPERED: tl.constexpr,
+    MEAN: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The statistics of every row.
+
+    Inputs: ``states`` ``(ranks, numbers, rows)``, see `core.shard.state_fields`; ``row_mask`` ``(rows,)`` or None.
+    Outputs: as of `softmax_statistics_kernel`. Bytes moved: inputs and outputs; the selected numbers are read twice.
+    """
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rank = tl.arange(0, RANKS)
+    present = row < rows
+    active = present
+    if row_mask is not None:
+        active = active & (tl.load(row_mask + row, mask=present, other=0) != 0)
+    inside = (rank < ranks)[:, None] & active[None, :]
+    m = load_state(states, numbers, rows, rank, row, inside, 0, LOWEST)
+    s = load_state(states, numbers, rows, rank, row, inside, 1, 0.0)
+    t, w, c, q, u = s * 0.0, s * 0.0, s * 0.0, s * 0.0, s * 0.0
+    if EXPECTED:
+        t = load_state(states, numbers, rows, rank, row, inside, 2, 0.0)
+    if WEIGHTED:
+        w = load_state(states, numbers, rows, rank, row, inside, 2 + EXPECTED, 0.0)
+        c = load_state(states, numbers, rows, rank, row, inside, 3 + EXPECTED, 0.0)
+    AFTER: tl.constexpr = 2 + EXPECTED + 2 * WEIGHTED
+    if TEMPERED:
+        q = load_state(states, numbers, rows, rank, row, inside, AFTER, 0.0)
+    if MEAN:
+        u = load_state(states, numbers, rows, rank, row, inside, AFTER + TEMPERED, 0.0)
+    SELECTED: tl.constexpr = AFTER + TEMPERED + MEAN
+    first = tl.min(tl.where((m == tl.max(m, axis=0)[None, :]) & (s > 0), rank[:, None], RANKS), axis=0)
+    move = m - tl.max(m, axis=0)[None, :]
+    m, s, t, w, c, q, u = merge(m, s, t, w, c, q, u, sharpness, EXPECTED, WEIGHTED, TEMPERED, MEAN)
+    if selected is not None:
+        # An index that no rank holds makes all results of the row NaN.
+        for k in range(0, K):
+            x = load_state(states, numbers, rows, rank, row, inside, SELECTED + k, float("inf"))
+            s = tl.where(tl.min(x, axis=0) == float("inf"), float("nan"), s)
+    s = tl.where(s > 0, s, float("nan"))
+    void = s - s
+    log_normalizer = tl.log(s)
+    tl.store(packed + SHIFT * rows + row, tl.where(active, m + void, 0.0), mask=present)
+    tl.store(packed + LOG_NORMALIZER * rows + row, tl.where(active, log_normalizer, 0.0), mask=present)
+    if EXPECTED:
+        tl.store(packed + EXPECTED_LOGIT * rows + row, tl.where(active, t / s, 0.0), mask=present)
+        tl.store(packed + ENTROPY * rows + row, tl.where(active, log_normalizer - t / s, 0.0), mask=present)
+    if WEIGHTED:
+        tl.store(packed + WEIGHTED_LOGIT * rows + row, tl.where(active, w + void, 0.0), mask=present)
+    if TEMPERED:
+        tempered = tl.log(q) + void
+        tl.store(packed + TEMPERED_LOG_NORMALIZER * rows + row, tl.where(active, tempered, 0.0), mask=present)
+        of_squares = tempered - 2.0 * log_normalizer
+        tl.store(packed + LOG_SUM_SQ_PROBS * rows + row, tl.where(active, of_squares, 0.0), mask=present)
+    if MEAN:
+        tl.store(packed + MEAN_LOGIT * rows + row, tl.where(active, u / vocab + void, 0.0), mask=present)
+    if selected is not None:
+        for k in range(0, K):
+            x = load_state(states, numbers, rows, rank, row, inside, SELECTED + k, float("inf"))
+            relative = tl.sum(tl.where(x == float("inf"), 0.0, x + move), axis=0) + void
+            if LOG_PROBS:
+                relative -= log_normalizer
+            place = row.to(tl.int64) * K + k
+            tl.store(selected + place, tl.where(active, relative, 0.0), mask=present)
+            if is_top1 is not None:
+                top1 = load_state(states, numbers, rows, rank, row, inside, SELECTED + K + k, 0.0)
+                # The lower rank holds the lower columns. A comparison with NaN is False.
+                of_first = tl.sum(tl.where(rank[:, None] == first[None, :], top1, 0.0), axis=0) > 0
+                tl.store(is_top1 + place, active & of_first & (s > 0), mask=present)
+
+
+def plan_for(rows: int, K: int, shard: Shard, options: Options) -> Plan:
+    """The launch of `merge_shards_kernel`."""
+    fields = state_fields(options, K)
+    constexprs = dict(
+        LOG_PROBS=options.wants("log_probs"), EXPECTED="expected" in fields, WEIGHTED="weighted" in fields,
+        TEMPERED="tempered" in fields, MEAN="total" in fields, RANKS=power_of_two(shard.ranks), BLOCK=BLOCK,
+    )  # fmt: skip
+    numbers = (rows, K, shard.ranks, len(fields), options.sharpness, shard.vocab)
+    return Plan(merge_shards_kernel, triton.cdiv(rows, BLOCK), numbers, constexprs, 4)
+
+
+def merge_shards(states: torch.Tensor, logits: torch.Tensor, inputs: Inputs, shard: Shard, options: Options) -> Results:
+    """The statistics of every row from the states ``(ranks, numbers, rows)``; ``logits`` are those of one shard."""
+    index, row_mask, _ = inputs
+    results = empty_results(logits, index, options)
+    rows, K = logits.shape[:-1].numel(), per_row(index, logits.dim())
+    if rows:
+        launch(plan_for, (rows, K, shard, options), (states, row_mask, *results))
+    return results

@@ -1,0 +1,201 @@
+"""`VocabParallelLogits`: logits whose vocabulary is sharded over processes, as a source of logits.
+
+Users pass it to any function that takes logits, or a DTensor that is sharded over its last dimension.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onepass.backend import is_debugging
+from onepass.core.checks import FLOATS, check_integer, described
+from onepass.core.dispatch import is_plain
+from onepass.core.options import Inputs, Options, Transform
+from onepass.core.shard import Group, Shard
+from onepass.logits.source import WRAPPERS, Fields, LogitsSource, TensorLogits
+from onepass.softmax.shards import Sum, group_named, name_of, of_all_ranks, statistics_of_shards
+from onepass.softmax.statistics import gather_logits
+
+
+class VocabParallelLogits(LogitsSource):
+    """Logits ``(..., V)`` of which every process holds some columns, for any function of onepass that takes logits.
+
+    The processes of the group hold contiguous ranges of the vocabulary, in the order of their ranks and not necessarily
+    of the same size. All of them call the same functions with the same labels, masks and options, and get the same
+    results. A function exchanges a few float32 numbers a row; its backward exchanges nothing.
+
+    Args:
+        local_logits: ``(..., columns)``, those of this process; float16, bfloat16, float32 or float64, any strides.
+        group: a `torch.distributed.ProcessGroup`, or a `DeviceMesh` with one dimension.
+        vocab_size: V. The columns from V on, which the last processes hold, are padding: they belong to no token and
+            their gradient is 0. Default: all columns.
+
+    Class weights are those of all tokens, or of the tokens of this process.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type or shape, or the processes do not agree on rows, dtype and
+            vocabulary. That is checked once for every shape, and always with ``ONEPASS_DEBUG=1``.
+
+    Example::
+
+        logits = onepass.VocabParallelLogits(hidden @ weight_shard.T, group)
+        loss = onepass.cross_entropy(logits, labels)
+    """
+
+    def __init__(self, local_logits: Tensor, group: Group, vocab_size: int | None = None) -> None:
+        if not isinstance(local_logits, Tensor) or hasattr(local_logits, "full_tensor"):
+            raise TypeError(f"local_logits: expected a tensor, got {described(local_logits)}")
+        if local_logits.dtype not in FLOATS or local_logits.dim() < 1:
+            raise TypeError(
+                f"local_logits: expected floating-point logits (..., columns), got {described(local_logits)}"
+            )
+        vocab_size = None if vocab_size is None else check_integer(vocab_size, "vocab_size")
+        self.local_logits, self.group = local_logits, group_of(group)
+        *rows, columns = local_logits.shape
+        self.shard = agreed(rows, columns, local_logits.dtype, local_logits.device, self.group, vocab_size)
+        self.shape = torch.Size((*local_logits.shape[:-1], self.shard.vocab))
+        self.dtype, self.device = local_logits.dtype, local_logits.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.local_logits.requires_grad
+
+    @property
+    def is_eager(self) -> bool:
+        return is_plain(self.local_logits)
+
+    def __repr__(self) -> str:
+        first = self.shard.first
+        columns = f"[{first}, {first + self.shard.size})"
+        return f"VocabParallelLogits(shape={tuple(self.shape)}, columns {columns} of this process)"
+
+    def materialize(self) -> Tensor:
+        """The logits of all processes, on each of them."""
+        full: Tensor = Gather.apply(self.local_logits, self.shard)
+        return full
+
+    def all_class_weights(self, weights: Tensor) -> Tensor:
+        return all_weights(weights, self.local_logits.shape[-1:], self.shard)
+
+    def statistics(self, inputs: Inputs, options: Options) -> Fields:
+        index, row_mask, class_weights = inputs
+        first, size = self.shard.first, self.shard.size
+        if class_weights is not None:
+            class_weights = class_weights[first : first + size]
+        if options.fields == "selected" and index is not None:  # no other logit is read
+            return {"selected": self.selected(index, options.transform)}
+        index = index if index is None or first == 0 else index - first
+        local = Inputs(index, row_mask, class_weights)
+        fields = statistics_of_shards(self.local_logits, local, self.shard, options)
+        return dict(zip(options.names, fields))
+
+    def selected(self, index: Tensor, transform: Transform) -> Tensor:
+        """The transformed logits ``(..., K)`` of the classes ``index``, NaN outside the vocabulary."""
+        size, place = self.shard.size, index - self.shard.first
+        mine = (place >= 0) & (place < size)
+        local = self.local_logits[..., :size]
+        if size:
+            found = gather_logits(local, place.masked_fill(~mine, 0), transform).where(mine, 0.0)
+        else:
+            found = local.new_zeros(index.shape, dtype=torch.promote_types(self.dtype, torch.float32))
+        outside = (index < 0) | (index >= self.shard.vocab)
+        of_all: Tensor = Sum.apply(found, self.group)
+        return of_all.masked_fill(outside, torch.nan)
+
+
+def group_of(group: Any, name: str = "group") -> Any:
+    """The process group of a group, or of a `DeviceMesh` with one dimension."""
+    if hasattr(group, "get_group") and hasattr(group, "ndim"):
+        if group.ndim != 1:
+            raise ValueError(f"{name}: expected a device mesh of one dimension, got one of {group.ndim}")
+        return group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"{name}: expected a ProcessGroup or a DeviceMesh, got {described(group)}")
+    return group
+
+
+NUMBERS = 12  # that processes send to agree
+_agreed: "WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[int, Shard]]]" = WeakKeyDictionary()
+
+
+def agreed(
+    rows: Sequence[int], columns: int, dtype: torch.dtype, device: torch.device, group: Any, vocab_size: int | None
+) -> Shard:
+    """The columns that each process holds, after a check that the processes agree on everything else."""
+    # Of what is the same on all processes, so that all of them look it up, or none.
+    about = (len(rows), *rows, -1 if vocab_size is None else vocab_size, FLOATS.index(dtype))
+    known = _agreed.setdefault(group, {})
+    if about in known and not is_debugging():
+        before, shard = known[about]
+        if columns != before:
+            raise ValueError(
+                f"vocab_size: expected {before} columns on rank {shard.rank}, as in an earlier call with the same rows "
+                f"and vocab_size={vocab_size}, got {columns}; pass the vocab_size of each head if several share a group"
+            )
+        return shard
+    sent = torch.tensor(((*about, columns) + (0,) * NUMBERS)[:NUMBERS], device=device)
+    received = [r[: len(about) + 1] for r in of_all_ranks(sent, group).tolist()]
+    if any(r[:-1] != received[0][:-1] for r in received):
+        text = "; ".join(f"{list(r[1 : 1 + r[0]])}, {r[-3]}, {str(FLOATS[r[-2] % 4])[6:]} on rank {n}"
+                         for n, r in enumerate(received))  # fmt: skip
+        raise ValueError(
+            "vocab_group: expected the same shape of the rows, vocab_size (-1 for None) and dtype on all ranks, "
+            f"got {text}"
+        )
+    sizes = [r[-1] for r in received]
+    vocab = sum(sizes) if vocab_size is None else vocab_size
+    if not 0 < vocab <= sum(sizes):
+        raise ValueError(f"vocab_size: expected at most {sum(sizes)}, the columns of all ranks, got {vocab_size}")
+    valid = [max(0, min(size, vocab - sum(sizes[:n]))) for n, size in enumerate(sizes)]
+    shard = Shard(dist.get_rank(group), tuple(valid), name_of(group))
+    known[about] = columns, shard
+    return shard
+
+
+def all_weights(weights: Tensor, of_process: torch.Size, shard: Shard) -> Tensor:
+    """The class weights of all columns: these or, if they have the shape ``of_process``, those of all processes."""
+    if weights.shape != of_process or weights.shape == (shard.vocab,):
+        return weights
+    return gathered_columns(weights.detach(), shard)
+
+
+def gathered_columns(tensor: Tensor, shard: Shard) -> Tensor:
+    """All columns of a tensor that is sharded over its last dimension like the logits."""
+    padded = tensor.new_zeros((*tensor.shape[:-1], max(shard.sizes)))
+    padded[..., : shard.size] = tensor[..., : shard.size]
+    parts = of_all_ranks(padded, group_named(shard.group))
+    return torch.cat([part[..., :size] for part, size in zip(parts, shard.sizes)], -1)
+
+
+class Gather(torch.autograd.Function):
+    """All columns; the gradient of those of this process. All processes compute the same loss of them."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, shard: Shard) -> Tensor:
+        ctx.shard, ctx.columns = shard, logits.shape[-1]
+        return gathered_columns(logits, shard)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        first, size = ctx.shard.first, ctx.shard.size
+        mine = grad[..., first : first + size]
+        return torch.nn.functional.pad(mine, (0, ctx.columns - size)), None
+
+
+def source_of_dtensor(logits: Any, name: str) -> LogitsSource:
+    """The source for the rows of a DTensor that this process holds."""
+    last = logits.dim() - 1
+    if any(p.is_partial() for p in logits.placements):
+        raise ValueError(f"{name}: expected a DTensor without partial sums, got placements {logits.placements}")
+    sharded = [n for n, p in enumerate(logits.placements) if p.is_shard(last)]
+    if len(sharded) > 1:
+        raise ValueError(f"{name}: expected a vocabulary sharded over one mesh dimension, got {logits.placements}")
+    local = logits.to_local()
+    return VocabParallelLogits(local, logits.device_mesh.get_group(sharded[0])) if sharded else TensorLogits(local)
+
+
+WRAPPERS["DTensor"] = source_of_dtensor

@@ -1,0 +1,355 @@
+"""What every process of test_vocab_parallel.py runs: losses of sharded logits against those of all logits."""
+
+import datetime
+import math
+import os
+import sys
+import traceback
+
+import torch
+import torch.distributed as dist
+
+import onepass
+from onepass.logits.vocab_parallel import VocabParallelLogits, _agreed
+
+INF = math.inf
+ROWS, VOCAB = (3, 4), 37
+SPLITS = {1: [37], 2: [20, 17], 3: [5, 13, 19], 4: [12, 12, 12, 1]}
+
+
+def rows_of(dtype, seed=0):
+    """Logits with hard rows, labels in every shard, and a mask."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*ROWS, VOCAB, generator=generator, dtype=torch.float64).mul(4).to(dtype)
+    x[0, 1, :20] = -INF  # whole shards
+    x[0, 2, 20:] = -INF
+    x[0, 3] = -INF
+    x[1, 0, 5] = math.nan
+    x[1, 1, 30] = INF
+    x[1, 2] = 1e4 * x[1, 2]
+    x[1, 3, [3, 21, 36]] = 50.0  # a tie between shards
+    x[2, 0, :3] = -INF
+    target = torch.randint(VOCAB, ROWS, generator=generator)
+    target[1, 3] = 21
+    target[2, 1] = -100
+    mask = torch.ones(ROWS)
+    mask[2, 2] = 0
+    return x, target, mask
+
+
+def finite_rows(dtype):
+    x, target, mask = rows_of(dtype)
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(x.shape, generator=generator, dtype=torch.float64).mul(3).to(dtype), target, mask
+
+
+def ids_of(target, K=5):
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.stack([torch.randperm(VOCAB, generator=generator)[:K] for _ in range(target.numel())])
+    log_probs = torch.randn(*ROWS, K, generator=generator).log_softmax(-1) - 0.1
+    return ids.view(*ROWS, K), log_probs
+
+
+def weights():
+    return torch.rand(VOCAB, generator=torch.Generator().manual_seed(3))
+
+
+def of_statistics(fields):
+    return [f for f in vars(fields).values() if f is not None]
+
+
+TRANSFORMS = [dict(), dict(temperature=0.7, softcap=30.0, logit_scale=0.5)]
+CASES = {}
+for n, of in enumerate(TRANSFORMS):
+    CASES |= {
+        f"log_probs {n}": lambda x, t, m, of=of: onepass.selective_log_softmax(x, t.clamp(min=0), row_mask=m, **of),
+        f"log_probs of K {n}": lambda x, t, m, of=of: onepass.selective_log_softmax(x, ids_of(t)[0], **of),
+        f"entropy {n}": lambda x, t, m, of=of: onepass.entropy_from_logits(x, row_mask=m, **of),
+        f"both {n}": lambda x, t, m, of=of: onepass.selective_log_softmax_and_entropy(x, t.clamp(min=0), **of),
+        f"statistics {n}": lambda x, t, m, of=of: of_statistics(
+            onepass.softmax_statistics(
+                x, t.clamp(min=0), class_weights=weights(), metrics=["is_top1", "log_sum_sq_probs", "mean_logit"], **of
+            )
+        ),
+        f"statistics of K {n}": lambda x, t, m, of=of: of_statistics(
+            onepass.softmax_statistics(x, ids_of(t)[0], class_weights=0.5, row_mask=m, metrics=["is_top1"], **of)
+        ),
+        f"cross_entropy none {n}": lambda x, t, m, of=of: onepass.cross_entropy(
+            x, t, row_mask=m, reduction="none", label_smoothing=0.1, z_loss_weight=1e-3, class_weights=weights(), **of
+        ),
+        f"cross_entropy {n}": lambda x, t, m, of=of: onepass.cross_entropy(x, t, row_mask=m, **of),
+        f"topk_kl_div {n}": lambda x, t, m, of=of: onepass.topk_kl_div(x, *ids_of(t), row_mask=m, **of),
+        f"distillation_loss {n}": lambda x, t, m, of=of: onepass.distillation_loss(x, t, *ids_of(t), row_mask=m, **of),
+    }
+CASES |= {
+    "cross_entropy smoothed": lambda x, t, m: onepass.cross_entropy(x, t, row_mask=m, label_smoothing=0.2),
+    "cross_entropy of items": lambda x, t, m: onepass.cross_entropy(x, t, num_items=torch.tensor(17)),
+    "cross_entropy weighted": lambda x, t, m: onepass.cross_entropy(x, t, class_weights=weights(), reduction="sum"),
+    "topk reverse": lambda x, t, m: onepass.topk_kl_div(x, *ids_of(t), direction="reverse", reduction="none"),
+    "topk renormalized": lambda x, t, m: onepass.topk_kl_div(x, *ids_of(t), direction="jsd", renormalize=True),
+    "kl_div": lambda x, t, m: onepass.kl_div(x, finite_rows(torch.float64)[0].flip(0).to(x.dtype), row_mask=m),
+}
+
+
+def close(found, expected, tolerance, what):
+    assert found.dtype == expected.dtype and found.shape == expected.shape, what
+    if found.dtype == torch.bool:
+        assert torch.equal(found, expected), what
+        return
+    assert torch.equal(found.isnan(), expected.isnan()), f"{what}: NaN {found} {expected}"
+    bound = tolerance * max(1.0, expected.nan_to_num(0, 0, 0).abs().max().item() if expected.numel() else 0)
+    difference = (found.double() - expected.double()).nan_to_num(0, 0, 0).abs()
+    infinite = found.isinf() | expected.isinf()
+    assert torch.equal(found[infinite], expected[infinite]), f"{what}: infinite"
+    assert not difference.numel() or difference.max() <= bound, f"{what}: {difference.max()} > {bound}"
+
+
+def results_of(case, x, target, mask, gradient):
+    results = CASES[case](x, target, mask)
+    results = list(results) if isinstance(results, (tuple, list)) else [results]
+    if not gradient:
+        return results
+    generator = torch.Generator().manual_seed(4)
+    used = [r for r in results if r.requires_grad]
+    upstream = [torch.randn(r.shape, generator=generator).to(r.dtype) for r in used]
+    torch.autograd.backward(used, upstream)
+    return results
+
+
+def compare(case, rank, ranks, dtype, padding, hard):
+    """Values and gradients of one case on this process's columns, which are views of other memory."""
+    group = dist.group.WORLD
+    x, target, mask = (rows_of if hard else finite_rows)(dtype)
+    first = sum(SPLITS[ranks][:rank])
+    size = SPLITS[ranks][rank]
+    whole = x.clone().requires_grad_()
+    local = x[..., first : first + size]
+    if padding and rank >= ranks - 2:  # on the last two ranks; the last may hold nothing else
+        local = torch.cat([local, torch.full((*ROWS, 3), math.nan if rank == ranks - 1 else 7.0, dtype=dtype)], -1)
+        if rank == ranks - 2 and ranks > 1:
+            local = local[..., :size]
+    local = torch.stack([local, local])[0].detach().requires_grad_()
+    expected = results_of(case, whole, target, mask, True)
+    logits = VocabParallelLogits(local, group, VOCAB)
+    assert logits.shape == whole.shape
+    found = results_of(case, logits, target, mask, True)
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-6}[dtype]
+    for n, (a, b) in enumerate(zip(found, expected, strict=True)):
+        close(a.detach(), b.detach(), tolerance, f"{case}, result {n}")
+    of_gradient = 2e-2 if dtype == torch.bfloat16 else tolerance * 4
+    close(local.grad[..., :size], whole.grad[..., first : first + size], of_gradient, f"{case}, gradient")
+    assert not local.grad[..., size:].any(), case
+    with torch.no_grad():
+        constant = results_of(case, VocabParallelLogits(local.detach(), group, VOCAB), target,
+                              mask, False)  # fmt: skip
+    for a, b in zip(constant, found):
+        assert torch.equal(a.nan_to_num(), b.detach().nan_to_num()), f"{case} without a gradient"
+
+
+WIDTH = 6
+LINEAR = {name: case for name, case in CASES.items() if not name.startswith("kl_div")}
+
+
+def policy(s, advantages, old):
+    ratio = (s.log_probs - old).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) - 0.01 * s.entropy
+
+
+def policy_loss(hidden, weight, bias, target, mask, **options):
+    generator = torch.Generator().manual_seed(8)
+    advantages, old = (torch.randn(ROWS, generator=generator, dtype=torch.float64) for _ in range(2))
+    return onepass.linear_loss(
+        hidden, weight, target.clamp(min=0), policy, advantages.to(hidden.dtype), old.sub(3).to(hidden.dtype),
+        bias=bias, row_mask=mask, **options,
+    )  # fmt: skip
+
+
+def head_of(dtype):
+    generator = torch.Generator().manual_seed(5)
+    shapes = (*ROWS, WIDTH), (VOCAB, WIDTH), (VOCAB,)
+    parts = [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+    return parts, *rows_of(dtype)[1:]
+
+
+def compare_linear(case, rank, ranks, dtype, padding, tiled, sequence):
+    """A head of which this process holds some rows of the weight, and some hidden states if ``sequence``."""
+    group = dist.group.WORLD
+    (hidden, weight, bias), target, mask = head_of(dtype)
+    first, size = sum(SPLITS[ranks][:rank]), SPLITS[ranks][rank]
+    extra = 3 if padding and rank == ranks - 1 else 0
+    rows = slice(rank * ROWS[0] // ranks, (rank + 1) * ROWS[0] // ranks) if sequence else slice(None)
+    local = [hidden.detach()[rows].clone(), *(t.detach()[first : first + size] for t in (weight, bias))]
+    local[1:] = [torch.cat([t, torch.full((extra, *t.shape[1:]), math.nan, dtype=dtype)]) for t in local[1:]]
+    for t in local:
+        t.requires_grad_()
+    options = dict(vocab_group=group, vocab_size=VOCAB, sequence_parallel=sequence)
+
+    def results(parts, **options):
+        if case == "policy":
+            options.pop("vocab_size", None)
+            found = [policy_loss(*parts, target, mask, **options)]
+        else:
+            found = LINEAR[case](onepass.LinearLogits(*parts, **options), target, mask)
+        found = list(found) if isinstance(found, (tuple, list)) else [found]
+        generator = torch.Generator().manual_seed(4)
+        used = [r for r in found if r.requires_grad]
+        torch.autograd.backward(used, [torch.randn(r.shape, generator=generator).to(r.dtype) for r in used])
+        return found
+
+    if tiled:
+        try:
+            results(local, max_memory=1, **options)
+            raise AssertionError("max_memory is ignored")
+        except ValueError as error:
+            least = int(str(error).split("at least ")[1].split(" ")[0])
+        options["max_memory"] = least + 2000
+    expected, found = results((hidden, weight, bias)), results(local, **options)
+    tolerance = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 3e-2}[dtype]
+    for n, (a, b) in enumerate(zip(found, expected, strict=True)):
+        close(a.detach(), b.detach(), tolerance, f"{case}, result {n}")
+    wanted = [hidden.grad[rows], weight.grad[first : first + size], bias.grad[first : first + size]]
+    for name, of, grad in zip(("hidden", "weight", "bias"), local, wanted):
+        close(of.grad[: len(grad)], grad, tolerance, f"{case}, gradient of {name}")
+        assert not of.grad[len(grad) :].any(), f"{case}, padding of {name}"
+
+
+def merge_gradcheck(rank, ranks):
+    """Each rank's columns, with all upstream gradients, against finite differences of the whole."""
+    x, target, _mask = finite_rows(torch.float64)
+    first, size = sum(SPLITS[ranks][:rank]), SPLITS[ranks][rank]
+    local = x[..., first : first + size].clone().requires_grad_()
+    statistics = onepass.softmax_statistics(
+        VocabParallelLogits(local, dist.group.WORLD), target.clamp(min=0), class_weights=weights().double()
+    )
+    fields = [f for f in vars(statistics).values() if f is not None and f.requires_grad]
+    directions = torch.randn(len(fields), generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    (grad,) = torch.autograd.grad([f.sum() * d for f, d in zip(fields, directions)], local)
+    names = [n for n, f in vars(statistics).items() if f is not None and f.requires_grad]
+
+    def value(x):
+        s = onepass.softmax_statistics(x, target.clamp(min=0), class_weights=weights().double())
+        # The shift has no gradient, so that it is held fixed.
+        parts = {n: getattr(s, n) for n in names}
+        return sum((parts[n].sum() * d for n, d in zip(names, directions)), torch.zeros((), dtype=torch.float64))
+
+    step = 1e-6
+    for row, column in ((0, 0), (5, size // 2), (11, size - 1)):
+        delta = torch.zeros(math.prod(ROWS), VOCAB, dtype=torch.float64)
+        at = x.view(-1, VOCAB)[row]
+        if first + column == at.argmax():
+            continue  # the shift moves with it
+        delta[row, first + column] = step
+        numeric = (value(x + delta.view_as(x)) - value(x - delta.view_as(x))) / (2 * step)
+        assert abs(numeric - grad.view(-1, size)[row, column]) < 1e-6, (row, column)
+
+
+def disagreement(rank, ranks):
+    """Shapes on which processes disagree are an error on all of them."""
+    group = dist.group.WORLD
+    for rows, dtype, vocab in (((3 + rank,), torch.float32, None), ((3,), (torch.float32, torch.bfloat16)[rank], None),
+                               ((5,), torch.float32, 7 + rank)):  # fmt: skip
+        try:
+            VocabParallelLogits(torch.zeros(*rows, 6, dtype=dtype), group, vocab)
+        except ValueError as error:
+            assert "on all ranks, got" in str(error), error
+        else:
+            raise AssertionError((rows, dtype, vocab))
+    for wrong, match in (("group", TypeError), (None, TypeError)):
+        try:
+            VocabParallelLogits(torch.zeros(3, 6), wrong)
+        except match as error:
+            assert str(error).startswith("group: expected"), error
+        else:
+            raise AssertionError(wrong)
+    try:
+        VocabParallelLogits(torch.zeros(4, 6), group, 13)
+    except ValueError as error:
+        assert "vocab_size: expected at most 12" in str(error)
+    else:
+        raise AssertionError("vocab_size")
+
+
+def dtensor(rank, ranks):
+    """Of a vocabulary that no number of ranks divides, and rows that are sharded over another dimension of the mesh."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    x, target, mask = finite_rows(torch.float32)
+    mesh = init_device_mesh("cpu", (ranks,))
+    for placement in (Shard(2), Replicate()):
+        whole = x.clone().requires_grad_()
+        expected = onepass.cross_entropy(whole, target, row_mask=mask)
+        expected.backward()
+        sharded = distribute_tensor(x.clone(), mesh, [placement]).requires_grad_()
+        found = onepass.cross_entropy(sharded, target, row_mask=mask)
+        found.backward()
+        close(found.detach(), expected.detach(), 1e-6, "dtensor")
+        close(sharded.grad.full_tensor(), whole.grad, 1e-6, "dtensor, gradient")
+        both = onepass.selective_log_softmax_and_entropy(sharded, target.clamp(min=0))
+        for a, b in zip(both, onepass.selective_log_softmax_and_entropy(x, target.clamp(min=0))):
+            close(a.detach(), b, 2e-6, "dtensor")
+
+
+def mesh(rank, ranks):
+    """A head from a `DeviceMesh`, whose weight is a DTensor."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    (hidden, weight, _bias), target, _mask = head_of(torch.float32)
+    of_mesh = init_device_mesh("cpu", (ranks,))
+    sharded = distribute_tensor(weight.detach(), of_mesh, [Shard(0)]).requires_grad_()
+    mine = hidden.detach().clone().requires_grad_()
+    found = onepass.linear_cross_entropy(mine, sharded, target, vocab_group=of_mesh)
+    expected = onepass.linear_cross_entropy(hidden, weight, target)
+    found.backward(), expected.backward()
+    close(found.detach(), expected.detach(), 1e-6, "mesh")
+    close(sharded.grad.full_tensor(), weight.grad, 2e-6, "mesh, weight")
+    close(mine.grad, hidden.grad, 2e-6, "mesh, hidden")
+
+
+def one_rank_fails(rank, ranks):
+    logits = VocabParallelLogits(torch.zeros(3, 6), dist.group.WORLD)
+    if rank == 1:
+        raise RuntimeError("only here")
+    onepass.entropy_from_logits(logits)
+
+
+def main(rank, ranks, path, what):
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=what.get("timeout", 60))
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks, timeout=timeout)
+    failures = []
+    for dtype_name, padding, hard in what["variants"]:
+        _agreed.clear()  # the same head has other padding
+        for case in what["cases"] or CASES:
+            try:
+                compare(case, rank, ranks, getattr(torch, dtype_name), padding, hard)
+            except Exception:
+                failures.append(f"{case} {dtype_name} padding={padding} hard={hard}\n{traceback.format_exc()}")
+                if len(failures) > 2:
+                    break
+    for dtype_name, padding, tiled, sequence in what.get("linear", ()):
+        _agreed.clear()
+        for case in what["cases"] or [*LINEAR, *([] if padding else ["policy"])]:
+            try:
+                compare_linear(case, rank, ranks, getattr(torch, dtype_name), padding, tiled, sequence)
+            except Exception:
+                failures.append(f"{case} {dtype_name} {padding=} {tiled=} {sequence=}\n{traceback.format_exc()}")
+                if len(failures) > 2:
+                    break
+    for name in what.get("functions", ()):
+        try:
+            globals()[name](rank, ranks)
+        except Exception:
+            failures.append(f"{name}\n{traceback.format_exc()}")
+    if failures:
+        print("\n".join(failures))
+        sys.stdout.flush()
+        os._exit(1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    import json
+
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))
