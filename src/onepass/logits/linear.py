@@ -157,8 +157,8 @@ class LinearLogits(TensorLike):
         if not all(self.shard.sizes):
             raise ValueError(f"vocab_size: expected a column on every rank, got {list(self.shard.sizes)} columns")
         self.sums_hidden = not sequence_parallel
-        size = self.shard.size
-        weight, bias = weight[:size], None if bias is None else bias[:size]
+        if self.shard.size < len(weight):  # else a slice would copy the gradient
+            weight, bias = weight[: self.shard.size], None if bias is None else bias[: self.shard.size]
         return GatheredRows.apply(hidden, group) if sequence_parallel else hidden, weight, bias
 
     @property

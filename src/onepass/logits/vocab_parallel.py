@@ -118,7 +118,7 @@ def group_of(group: Any, name: str = "group") -> Any:
     return group
 
 
-NUMBERS = 12  # that processes send to agree
+NUMBERS = 32  # that processes send to agree, which is enough for 27 dimensions
 _agreed: "WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[int, Shard]]]" = WeakKeyDictionary()
 
 
