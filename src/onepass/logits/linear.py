@@ -330,7 +330,7 @@ class LinearLogits(TensorLike):
         index = None if index is None else index.reshape(rows.numel(), *index.shape[len(rows) :])
         if self.shard.sizes:
             first = self.shard.first
-            index = index if index is None or first == 0 else index - first
+            index = None if index is None else index - first
             class_weights = class_weights if class_weights is None else class_weights[first : first + self.shard.size]
         return Inputs(index, None if row_mask is None else row_mask.reshape(-1), class_weights)
 

@@ -88,7 +88,7 @@ class VocabParallelLogits(LogitsSource):
             class_weights = class_weights[first : first + size]
         if options.fields == "selected" and index is not None:  # no other logit is read
             return {"selected": self.selected(index, options.transform)}
-        index = index if index is None or first == 0 else index - first
+        index = None if index is None else index - first
         local = Inputs(index, row_mask, class_weights)
         fields = statistics_of_shards(self.local_logits, local, self.shard, options)
         return dict(zip(options.names, fields))

@@ -43,7 +43,8 @@ def linear_softmax_statistics(
     Forward and backward take four GEMMs, since the backward recomputes the logits. `linear_loss` takes three.
 
     Args:
-        hidden, weight, bias, max_memory, vocab_group, sequence_parallel: see `LinearLogits`.
+        hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
+        vocab_group, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
         index: ``(...)`` or ``(..., K)``, int32 or int64.
 
     The other arguments, and what is returned and raised, are those of `softmax_statistics`.
@@ -108,7 +109,8 @@ def linear_cross_entropy(
     """`cross_entropy` of a linear head: forward and backward take three GEMMs.
 
     Args:
-        hidden, weight, bias, max_memory, vocab_group, sequence_parallel: see `LinearLogits`.
+        hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
+        vocab_group, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
         target: ``(...)``, int32 or int64; rows that are ``ignore_index`` are left out of all GEMMs.
 
     The other arguments, and what is returned and raised, are those of `cross_entropy`. The gradient is computed in the
@@ -150,7 +152,8 @@ def linear_topk_kl_div(
     """`topk_kl_div` of a student given by its linear head: three GEMMs.
 
     Args:
-        hidden, weight, bias, max_memory, vocab_group, sequence_parallel: see `LinearLogits`.
+        hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
+        vocab_group, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
 
     The other arguments, and what is returned and raised, are those of `topk_kl_div`.
     """
@@ -190,7 +193,8 @@ def linear_kl_div(
     """`kl_div` of a student given by its linear head: three GEMMs.
 
     Args:
-        hidden, weight, bias, max_memory, vocab_group, sequence_parallel: see `LinearLogits`.
+        hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
+        vocab_group, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
         teacher_logits: a constant, either logits ``(..., V)`` or ``LinearLogits(teacher_hidden, teacher_weight)``,
             which add a GEMM, and a tile to the workspace. Student and teacher may have different widths ``H``.
 
@@ -235,7 +239,8 @@ def linear_loss(
     may share a tile: a loss that sums over a sequence first, as DPO does, takes `linear_softmax_statistics`.
 
     Args:
-        hidden, weight, bias, max_memory, vocab_group, sequence_parallel: see `LinearLogits`.
+        hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
+        vocab_group, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
         index: ``(...)`` or ``(..., K)``, int32 or int64, or None.
         loss_fn: called once per tile, and once more in the backward with ``reduction="none"``.
         row_inputs: ``(..., *)``, for instance advantages and old log-probs; differentiable.
