@@ -4,7 +4,9 @@ Models have the shapes of Qwen2.5-0.5B and Llama-3.2-1B, with random weights in 
 ways are the model as it is, with Liger's fused linear cross-entropy and nothing else of Liger, and with
 `onepass.patch("transformers")`. Each way has a process of its own, since Liger changes the classes of a model. The
 processes take turns: in each, a process builds the model, measures some steps and frees the device. Peaks of memory are
-those of the allocator and include the model, its gradients and the optimizer's state.
+those of the allocator and include the model, its gradients and the optimizer's state. One more step of each turn runs
+under torch's profiler, for the time that the device is busy: unlike the time of a step, it does not depend on the host,
+which in these models often is the slower of the two.
 
 - ``step``: loss and backward of 4 × 4096 tokens, without an optimizer.
 - ``full``, ``lora``: steps of `Trainer` with 8 × 4096 tokens and AdamW, of all parameters or of adapters of rank 16 on
@@ -17,7 +19,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -87,10 +88,10 @@ def lm(
     finally:
         for worker in workers.values():
             worker.stop()
-    table = Table("model", "step", "way", "max_memory, MiB", "ms", "least", "most", "peak GiB")
+    table = Table("model", "step", "way", "max_memory, MiB", "ms", "least", "most", "device busy", "peak GiB")
     for r in report["results"]:
         mib = "" if r["max_memory"] is None else str(r["max_memory"] >> 20)
-        times = (f"{r[name]:.1f}" for name in ("ms", "least_ms", "most_ms"))
+        times = ("" if r[n] is None else f"{r[n]:.1f}" for n in ("ms", "least_ms", "most_ms", "busy_ms"))
         peak = "" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 2**30:.2f}"
         table.add_row(r["model"], r["step"], r["way"], mib, *times, peak)
     console.print(table)
@@ -100,10 +101,11 @@ def lm(
 
 def combined(model: str, way: str, step: str, limit: int | None, turns: list[dict[str, Any]]) -> dict[str, Any]:
     times = [t for turn in turns for t in turn["runs"]]
-    peaks = [turn["peak_bytes"] for turn in turns]
+    peaks, busy = ([turn[name] for turn in turns] for name in ("peak_bytes", "busy_ms"))
     return {
         "model": model, "step": step, "way": way, "max_memory": limit, "runs": times, "ms": statistics.median(times),
         "least_ms": min(times), "most_ms": max(times), "peak_bytes": None if None in peaks else max(peaks),
+        "busy_ms": None if None in busy else statistics.median(busy),
     }  # fmt: skip
 
 
@@ -135,8 +137,7 @@ def prepare(way: str) -> None:
 
 def measure(name: str, step: str, limit: int | None, length: int) -> dict[str, Any]:
     steps = trainer_steps if step in ("full", "lora") else bare_steps
-    times, peak = steps(name, length, step, limit)
-    return {"runs": times, "peak_bytes": peak}
+    return steps(name, length, step, limit).report()
 
 
 def sources(name: str, length: int) -> dict[str, str]:
@@ -170,38 +171,68 @@ def loss_of(model: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
     return loss
 
 
-def bare_steps(name: str, length: int, step: str, limit: int | None) -> tuple[list[float], int | None]:
+class Clock:
+    """Milliseconds of ``count`` steps after those that are not measured, the peak of memory, and a profile."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.steps, self.times = count, WARM + count + CUDA, list[float]()
+        self.peak: int | None = None
+        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) if CUDA else None
+        self.step, self.start = 0, 0.0
+
+    def begin(self) -> None:
+        synchronize()
+        if CUDA and self.step == WARM:
+            torch.cuda.reset_peak_memory_stats()
+        if self.profiler and self.step == WARM + self.count:
+            self.peak = torch.cuda.max_memory_allocated()
+            self.profiler.start()
+        self.start = time.perf_counter()
+
+    def end(self) -> None:
+        synchronize()
+        if WARM <= self.step < WARM + self.count:
+            self.times.append((time.perf_counter() - self.start) * 1e3)
+        elif self.profiler and self.step == WARM + self.count:
+            self.profiler.stop()
+        self.step += 1
+
+    def report(self) -> dict[str, Any]:
+        return {"runs": self.times, "peak_bytes": self.peak, "busy_ms": self.profiler and busy_ms(self.profiler)}
+
+
+def synchronize() -> None:
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def busy_ms(profiler: torch.profiler.profile) -> float:
+    """Milliseconds in which a kernel or a copy ran on the device."""
+    device = [e for e in profiler.events() or () if e.device_type == torch.autograd.DeviceType.CUDA]
+    busy, until = 0.0, 0.0
+    for start, end in sorted((e.time_range.start, e.time_range.end) for e in device if not e.is_user_annotation):
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return busy / 1e3
+
+
+def bare_steps(name: str, length: int, step: str, limit: int | None) -> Clock:
     import onepass
 
     model, given = build(name), batch(name, 4, length)
     if limit is not None:
         onepass.attach(model, max_memory=limit)
 
-    def run() -> None:
+    clock = Clock(STEPS[step])
+    for _ in range(clock.steps):
+        clock.begin()
         model.zero_grad()
         loss_of(model, given).backward()
-
-    return timed(run, STEPS[step])
-
-
-def timed(run: Callable[[], None], steps: int) -> tuple[list[float], int | None]:
-    """Milliseconds of the steps after those that are not measured, and the peak of memory."""
-    times = []
-    for n in range(WARM + steps):
-        if CUDA:
-            torch.cuda.synchronize()
-            if n == WARM:
-                torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
-        run()
-        if CUDA:
-            torch.cuda.synchronize()
-        if n >= WARM:
-            times.append((time.perf_counter() - start) * 1e3)
-    return times, torch.cuda.max_memory_allocated() if CUDA else None
+        clock.end()
+    return clock
 
 
-def trainer_steps(name: str, length: int, step: str, limit: int | None) -> tuple[list[float], int | None]:
+def trainer_steps(name: str, length: int, step: str, limit: int | None) -> Clock:
     import transformers
 
     model = build(name)
@@ -211,34 +242,26 @@ def trainer_steps(name: str, length: int, step: str, limit: int | None) -> tuple
         model.enable_input_require_grads()  # for checkpointing with a frozen embedding
         adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(model, adapters)
-    rows = torch.randint(MODELS[name]["vocab_size"], (8 * (WARM + STEPS[step]), length))
+    clock = Clock(STEPS[step])
+    rows = torch.randint(MODELS[name]["vocab_size"], (8 * clock.steps, length))
     data = [{"input_ids": row, "labels": row} for row in rows]
-    marks: list[float] = []
 
-    class Clock(transformers.TrainerCallback):
+    class Callback(transformers.TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.mark()
-            if CUDA and len(marks) == 2 * WARM + 1:
-                torch.cuda.reset_peak_memory_stats()
+            clock.begin()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.mark()
-
-        def mark(self) -> None:
-            if CUDA:
-                torch.cuda.synchronize()
-            marks.append(time.perf_counter())
+            clock.end()
 
     with tempfile.TemporaryDirectory() as folder:
         args = transformers.TrainingArguments(
-            folder, max_steps=WARM + STEPS[step], per_device_train_batch_size=8, bf16=False,
+            folder, max_steps=clock.steps, per_device_train_batch_size=8, bf16=False,
             gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False},
             optim="adamw_torch_fused", report_to=[],
             save_strategy="no", logging_strategy="no", disable_tqdm=True, use_cpu=not CUDA,
         )  # fmt: skip
-        transformers.Trainer(model, args, train_dataset=data, callbacks=[Clock()]).train()
-    times = [(end - start) * 1e3 for start, end in zip(marks[::2], marks[1::2])][WARM:]
-    return times, torch.cuda.max_memory_allocated() if CUDA else None
+        transformers.Trainer(model, args, train_dataset=data, callbacks=[Callback()]).train()
+    return clock
 
 
 if __name__ == "__main__":

@@ -177,8 +177,9 @@ def lm_table(path: Path, report: Report) -> str:
     for r in report["results"]:
         limit = "" if r["max_memory"] is None else f"{r['max_memory'] >> 20} MiB"
         times = [f"{r['ms']:.1f}", f"{r['least_ms']:.1f} to {r['most_ms']:.1f}"]
-        rows.append([r["model"], r["step"], r["way"], limit, *times, f"{r['peak_bytes'] / 2**30:.2f}"])
-    head = ["model", "step", "way", "`max_memory`", "ms, median", "least to most", "peak GiB"]
+        busy = f"{r['busy_ms']:.1f}" if r.get("busy_ms") else ""  # older reports have none
+        rows.append([r["model"], r["step"], r["way"], limit, *times, busy, f"{r['peak_bytes'] / 2**30:.2f}"])
+    head = ["model", "step", "way", "`max_memory`", "ms, median", "least to most", "device busy, ms", "peak GiB"]
     about = f"{where(path, report)}, {packages}; sequences of {report['length']} tokens.\n\n{marked(report, models)}"
     missing = "".join(f"\n- not run: {what}: {why}" for what, why in report["not_run"].items())
     picture = "\n![Time against memory of the bare step](lm.png)\n"

@@ -39,7 +39,7 @@ def test_teacher_tokens(device, dtype, masks, with_probs):
     for got, wanted in zip(found, expected):
         if wanted is not None:
             assert got.dtype == wanted.dtype and got.is_contiguous() and wanted.is_contiguous()
-            torch.testing.assert_close(got.cpu(), wanted, rtol=1e-6, atol=0, equal_nan=True)
+            torch.testing.assert_close(got.cpu(), wanted, rtol=1e-5, atol=0, equal_nan=True)  # exp of up to 100
     assert expected[1].any() and not expected[1].all() and not expected[0][~expected[1]].any()
 
 

@@ -63,6 +63,24 @@ def affine(x, rows, a, out=None, n=None):
     return out
 
 
+def test_hooks_of_a_profiler_are_called(where):
+    if where.type == "cpu":
+        pytest.skip("the interpreter has no hooks")
+    x, found = torch.arange(5.0, device=where), []
+    enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    hooks = [lambda data: found.append(data.get()["name"]), lambda data: found.append("left")]
+    for _ in range(3):  # the first calls compile
+        affine(x, x[:, None], 2)
+    enter.add(hooks[0])
+    leave.add(hooks[1])
+    try:
+        got = affine(x, x[:, None], 2)
+    finally:
+        enter.remove(hooks[0])
+        leave.remove(hooks[1])
+    assert found == ["affine_kernel", "left"] and torch.equal(got, 3 * x)
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_argument_of_a_kernel_is_declared(name):
     kinds = (*launching.TENSORS, tl.int32, tl.int64, tl.float32, tl.constexpr)

@@ -6,45 +6,53 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 WORKER = Path(__file__).parent / "vocab_parallel_worker.py"
 
 
-def run(ranks, folder, interpreter=False, **what):
-    """Start the processes of a group, and return what those that failed have printed."""
+def run(folder, *jobs, interpreter=False):
+    """Run jobs, one after the other: of how many processes failed, and what they printed."""
     environment = os.environ | {"TRITON_INTERPRET": "1" if interpreter else "", "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", WORKER, str(rank), str(ranks), str(folder / "store"), json.dumps(what)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    printed = [process.communicate(timeout=300)[0] for process in processes]
-    return [text for text, process in zip(printed, processes) if process.returncode]
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", WORKER, folder, json.dumps(jobs)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=300,
+    )  # fmt: skip
+    return process.returncode, process.stdout
+
+
+def job(ranks, variants=(), linear=(), **rest):
+    return dict(ranks=ranks, variants=variants, linear=linear) | rest
 
 
 # (dtype, whether there is padding, whether rows are hard) and (dtype, padding, several tiles, sequence parallel)
-VARIANTS = [("float64", False, True), ("float32", True, True), ("bfloat16", False, False)]
-LINEAR = [("float64", False, False, False), ("float32", True, True, False), ("bfloat16", False, False, False)]
+HARD, DOUBLE, HALF = ("float32", True, True), ("float64", False, True), ("bfloat16", False, False)
+TILED, IN_DOUBLE, IN_HALF = ("float32", True, True, False), (*DOUBLE[:2], False, False), (*HALF[:2], False, False)
+SEQUENCE = ("float32", True, True, True)  # ranks that have equal parts of the rows
 
 
-@pytest.mark.parametrize("ranks", (1, 2, 3, 4))
-def test_every_loss(ranks, tmp_path):
-    equal_parts = ranks in (1, 3)  # of the hidden states
-    sequence = [("float64", False, False, True), ("float32", True, True, True)] if equal_parts else []
-    functions = ["merge_gradcheck", "disagreement", "dtensor", "mesh"] if ranks == 2 else []
-    assert not run(ranks, tmp_path, cases=[], variants=VARIANTS, linear=LINEAR + sequence, functions=functions)
+def test_every_loss(tmp_path):
+    failed, printed = run(
+        tmp_path,
+        job(1, [HARD], [TILED, SEQUENCE]),
+        job(2, [HARD, DOUBLE], [TILED, IN_DOUBLE], functions=["merge_gradcheck", "disagreement", "dtensor", "mesh"]),
+        job(3, [HARD, HALF], [TILED, IN_HALF, SEQUENCE, ("float64", False, False, True)]),
+        job(4, [HARD], [TILED]),
+    )
+    assert not failed, printed
 
 
 def test_the_kernels(tmp_path):
     """In the interpreter, on two processes."""
-    cases = ["statistics 1", "statistics of K 0", "cross_entropy none 0", "topk renormalized"]
-    variants = [("float32", True, True), ("bfloat16", False, False)]
-    assert not run(2, tmp_path, interpreter=True, cases=cases, variants=variants, linear=LINEAR[1:2])
+    cases = ["statistics 1", "statistics of K 0", "topk renormalized"]
+    failed, printed = run(
+        tmp_path,
+        job(2, [HARD], cases=cases),
+        job(2, [HALF], cases=cases[:1]),
+        job(2, linear=[TILED], cases=cases[2:]),
+        interpreter=True,
+    )
+    assert not failed, printed
 
 
 def test_a_rank_that_fails_makes_the_others_fail(tmp_path):
-    failed = run(2, tmp_path, cases=[], variants=[], functions=["one_rank_fails"], timeout=5)
-    assert len(failed) == 2 and any("only here" in text for text in failed), failed
+    failed, printed = run(tmp_path, job(2, functions=["one_rank_fails"], timeout=5))
+    assert failed == 2 and "only here" in printed, printed

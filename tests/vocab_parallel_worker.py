@@ -321,7 +321,7 @@ def main(rank, ranks, path, what):
     failures = []
     for dtype_name, padding, hard in what["variants"]:
         _agreed.clear()  # the same head has other padding
-        for case in what["cases"] or CASES:
+        for case in what.get("cases") or CASES:
             try:
                 compare(case, rank, ranks, getattr(torch, dtype_name), padding, hard)
             except Exception:
@@ -330,7 +330,7 @@ def main(rank, ranks, path, what):
                     break
     for dtype_name, padding, tiled, sequence in what.get("linear", ()):
         _agreed.clear()
-        for case in what["cases"] or [*LINEAR, *([] if padding else ["policy"])]:
+        for case in what.get("cases") or [*LINEAR, *([] if padding else ["policy"])]:
             try:
                 compare_linear(case, rank, ranks, getattr(torch, dtype_name), padding, tiled, sequence)
             except Exception:
@@ -343,13 +343,31 @@ def main(rank, ranks, path, what):
         except Exception:
             failures.append(f"{name}\n{traceback.format_exc()}")
     if failures:
-        print("\n".join(failures))
-        sys.stdout.flush()
+        print(f"rank {rank} of {ranks}:", *failures, sep="\n", flush=True)
         os._exit(1)
     dist.destroy_process_group()
+
+
+def fork(jobs, folder):
+    """Run every job in processes of its own, which are forked after everything is imported."""
+    failed = 0
+    for number, job in enumerate(jobs):
+        children = []
+        for rank in range(job["ranks"]):
+            child = os.fork()
+            if child == 0:
+                try:
+                    main(rank, job["ranks"], f"{folder}/store{number}", job)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+                os._exit(0)
+            children.append(child)
+        failed += sum(os.waitpid(child, 0)[1] != 0 for child in children)
+    return failed
 
 
 if __name__ == "__main__":
     import json
 
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))
+    sys.exit(fork(json.loads(sys.argv[2]), sys.argv[1]))

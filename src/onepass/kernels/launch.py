@@ -26,6 +26,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 HIP = torch.version.hip is not None
+KNOBS = triton.knobs.runtime
 MOST = 4096  # size of the table of launches
 
 
@@ -59,7 +60,17 @@ class Plan(NamedTuple):
     workspace: int | None = None  # its size; 0 if it is not needed, None if the kernel has no such argument
 
 
-_launches: dict[tuple[Any, ...], tuple[Callable[..., None], int | None, tuple[Any, ...]]] = {}
+class Launch(NamedTuple):
+    """A compiled variant and its arguments, besides tensors."""
+
+    compiled: Any
+    run: Callable[..., None]
+    programs: int
+    workspace: int | None
+    rest: tuple[Any, ...]  # numbers and constexprs
+
+
+_launches: dict[tuple[Any, ...], Launch] = {}
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -110,14 +121,19 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
             return
         if len(_launches) >= MOST:
             _launches.clear()
-        run = compiled[(plan.programs, 1, 1)]
+        run = compiled.run
         if getattr(compiled.metadata, "global_scratch_size", 0):  # for tensor descriptors
             run = with_scratch(run)
-        known = run, plan.workspace, (*numbers, *plan.constexprs.values())
+        known = Launch(compiled, run, plan.programs, plan.workspace, (*numbers, *plan.constexprs.values()))
         _launches[key] = known
-    run, workspace, rest = known
+    compiled, run, programs, workspace, rest = known
     # Pointers, since Triton's launcher asks the driver about the memory of every tensor.
-    run(*pointers, *_zeros(workspace, tensors), *rest, stream=driver.active.get_current_stream(index))
+    arguments = *pointers, *_zeros(workspace, tensors), *rest
+    stream, enter, leave = driver.active.get_current_stream(index), KNOBS.launch_enter_hook, KNOBS.launch_exit_hook
+    hooks: tuple[Any, ...] = (None, None, None)  # what `compiled[grid]` prepares even if no profiler has set any
+    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+        hooks = compiled.launch_metadata((programs, 1, 1), stream, *arguments), enter, leave
+    run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, *hooks, *arguments)
 
 
 @cache

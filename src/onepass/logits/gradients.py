@@ -25,7 +25,7 @@ class Gradients:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self.total: Tensor | None = None  # the gradient of hidden, summed over slices of the vocabulary
-        self.sums: list[tuple[Any, Rows | None, Tensor]] = []  # over processes, under way: of which rows and tensor
+        self.under_way: tuple[Any, Rows | None, Tensor] | None = None  # see `put`
         if needed[0] and not (plan.sliced and plan.row_ids is None):  # else the total is the gradient itself
             new = torch.empty if plan.row_ids is None else torch.zeros
             # A float16 gradient is rounded once, after it is scaled.
@@ -65,26 +65,38 @@ class Gradients:
                 self.add_gemm(self.total, gradient, weight)
             if columns.stop == self.plan.vocab:
                 if self.hidden is None:
-                    self.hidden = self.summed(self.total, None)
+                    self.hidden = self.total
+                    self.put(None, self.total)
                 else:
-                    rows.put(self.hidden, self.summed(self.total, rows))
+                    self.put(rows, self.total)
                 self.total = None
         elif self.hidden is not None:
             if isinstance(rows.ids, slice):
-                self.summed(self.gemm(gradient, weight, self.hidden.dtype, rows.take(self.hidden)), None)
+                self.put(None, self.gemm(gradient, weight, self.hidden.dtype, rows.take(self.hidden)))
             else:
-                rows.put(self.hidden, self.summed(self.gemm(gradient, weight, self.hidden.dtype), rows))
+                self.put(rows, self.gemm(gradient, weight, self.hidden.dtype))
 
-    def summed(self, tensor: Tensor, rows: Rows | None) -> Tensor:
-        """Start to sum a part of the gradient of hidden over the processes, while the weight's GEMM runs.
+    def put(self, rows: Rows | None, part: Tensor) -> None:
+        """Write a part of the gradient of hidden to its ``rows``, which are None if it lies there already.
 
-        `scaled` waits for it, and writes it to ``rows`` if it is a copy of these.
+        The sum over the processes, if there is one, runs while the weight's GEMM and those of the next tile do.
         """
         settings = self.head.settings
+        self.finish()
         if settings.sums_hidden and settings.shard.ranks > 1:
-            work = dist.all_reduce(tensor, group=group_named(settings.shard.group), async_op=True)
-            self.sums.append((work, rows, tensor))
-        return tensor
+            work = dist.all_reduce(part, group=group_named(settings.shard.group), async_op=True)
+            self.under_way = work, rows, part
+        elif rows is not None and self.hidden is not None:
+            rows.put(self.hidden, part)
+
+    def finish(self) -> None:
+        """Wait for the sum that is under way, and write it to its rows."""
+        if self.under_way is not None:
+            work, rows, part = self.under_way
+            self.under_way = None
+            work.wait()
+            if rows is not None and self.hidden is not None:
+                rows.put(self.hidden, part)
 
     def gemm(self, a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """``a @ b``, rounded once to ``dtype``, and written into ``out`` if it is given."""
@@ -114,11 +126,7 @@ class Gradients:
 
         This can be called only once, since the gradients are not kept.
         """
-        for work, rows, tensor in self.sums:
-            work.wait()
-            if rows is not None and self.hidden is not None:
-                rows.put(self.hidden, tensor)
-        self.sums = []
+        self.finish()
         results: list[Tensor | None] = []
         like = (self.head.hidden, self.head.weight, self.head.bias)
         for value, of, shape, needed in zip((self.hidden, self.weight, self.bias), like, self.shapes, self.needed):

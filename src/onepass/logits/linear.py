@@ -21,8 +21,8 @@ from onepass.logits.tiled_divergence import TeacherTensors, row_divergence, tile
 from onepass.logits.tiled_loss import tiled_loss
 from onepass.logits.tiled_statistics import tiled_statistics
 from onepass.logits.tiles import HeadTensors, Settings
-from onepass.logits.vocab_parallel import Gather, agreed, all_weights, group_of
-from onepass.softmax.shards import GatheredRows, Replicated, group_named
+from onepass.logits.vocab_parallel import agreed, all_weights, group_of
+from onepass.softmax.shards import GatheredColumns, GatheredRows, Replicated, group_named
 
 
 def _versions(*tensors: Tensor | None) -> tuple[int, ...] | None:
@@ -150,6 +150,8 @@ class LinearLogits(TensorLike):
         """Set the columns of this process. Returns all hidden states, and weight and bias without padding."""
         group = group_of(vocab_group, "vocab_group")
         vocab_size = None if vocab_size is None else check_integer(vocab_size, "vocab_size")
+        if hasattr(weight, "ds_shape") or hasattr(bias, "ds_shape"):
+            raise ValueError("vocab_group: expected parameters that are not partitioned again, got those of ZeRO-3")
         if sequence_parallel and hidden.dim() < 2:
             raise ValueError(f"hidden: expected shape (n, ..., H) with sequence_parallel, got {tuple(hidden.shape)}")
         about = [*hidden.shape, int(sequence_parallel)]
@@ -245,7 +247,7 @@ class LinearLogits(TensorLike):
                 return torch.nn.functional.linear(hidden, weight, bias)  # type: ignore[arg-type]
             if self.sums_hidden:
                 hidden = Replicated.apply(hidden, group_named(self.shard.group))
-            columns: Tensor = Gather.apply(torch.nn.functional.linear(hidden, weight, bias), self.shard)  # type: ignore[arg-type]
+            columns: Tensor = GatheredColumns.apply(torch.nn.functional.linear(hidden, weight, bias), self.shard)  # type: ignore[arg-type]
             return columns
 
     def transformed_by(self, options: Options) -> "Options | None":

@@ -15,7 +15,7 @@ from onepass.core.checks import described
 from onepass.core.options import DIVERGENCE, NOT_DIFFERENTIABLE, FieldGradients, Inputs, Options, PairOptions, pick
 from onepass.core.shard import Shard
 from onepass.logits.tiles import INDEX, ROW, HeadTensors, Rows, Settings
-from onepass.softmax.shards import merged
+from onepass.softmax.shards import results_of
 
 SHARD = Shard()
 Found = tuple[Tensor, Sequence[Tensor | None]]
@@ -103,10 +103,8 @@ class StatisticsLoss:
             anywhere = {n: x.new_zeros(rows.n, dtype=self.dtype) for n in options.names}
             _, upstream, _ = self.differentiated(anywhere, inputs, rows.n, scale)
             results = backend.softmax_loss(x, read, upstream, options)
-        elif self.shard.sizes:
-            results = merged(x, read, self.shard, options)
         else:
-            results = backend.softmax_statistics(x, read, options)
+            results = results_of(x, read, self.shard, options)
         fields = dict(zip(options.names, pick(results, options)))
         if fused or (scale is None and self.checked):
             with torch.no_grad():

@@ -15,7 +15,7 @@ from onepass.logits.gradients import Gradients
 from onepass.logits.partitioned import gathered
 from onepass.logits.tiles import ALL, INDEX, ROW, Head, HeadTensors, Settings, Use, plan, tiles
 from onepass.logits.valid_rows import defers
-from onepass.softmax.shards import merged
+from onepass.softmax.shards import results_of
 from onepass.softmax.statistics import returned
 
 
@@ -69,14 +69,10 @@ def _forward(
                     result.zero_()
         for rows, _, _, (logits,) in tiles([head], cut):
             index, mask = (None if t is None else rows.take(t) for t in (inputs.index, row_mask))
-            of_tile = Inputs(index, mask, inputs.class_weights)
-            if settings.shard.sizes:
-                parts = merged(logits, of_tile, settings.shard, options)
-            else:
-                parts = backend_of(logits).softmax_statistics(logits, of_tile, options)
+            parts = results_of(logits, Inputs(index, mask, inputs.class_weights), settings.shard, options)
             for result, part, dim in zip(results, parts, (1, 0, 0)):
-                if result is not None and part is not None:
-                    rows.put(result, part, dim)
+                if result is not None:
+                    rows.put(result, part, dim)  # type: ignore[arg-type]  # both are None, or none
     return results
 
 

@@ -17,7 +17,7 @@ from onepass.core.dispatch import is_plain
 from onepass.core.options import Inputs, Options, Transform
 from onepass.core.shard import Group, Shard
 from onepass.logits.source import WRAPPERS, Fields, LogitsSource, TensorLogits
-from onepass.softmax.shards import Sum, group_named, name_of, of_all_ranks, statistics_of_shards
+from onepass.softmax.shards import GatheredColumns, Sum, gathered_columns, name_of, of_all_ranks, statistics_of_shards
 from onepass.softmax.statistics import gather_logits
 
 
@@ -75,7 +75,7 @@ class VocabParallelLogits(LogitsSource):
 
     def materialize(self) -> Tensor:
         """The logits of all processes, on each of them."""
-        full: Tensor = Gather.apply(self.local_logits, self.shard)
+        full: Tensor = GatheredColumns.apply(self.local_logits, self.shard)
         return full
 
     def all_class_weights(self, weights: Tensor) -> Tensor:
@@ -161,29 +161,6 @@ def all_weights(weights: Tensor, of_process: torch.Size, shard: Shard) -> Tensor
     if weights.shape != of_process or weights.shape == (shard.vocab,):
         return weights
     return gathered_columns(weights.detach(), shard)
-
-
-def gathered_columns(tensor: Tensor, shard: Shard) -> Tensor:
-    """All columns of a tensor that is sharded over its last dimension like the logits."""
-    padded = tensor.new_zeros((*tensor.shape[:-1], max(shard.sizes)))
-    padded[..., : shard.size] = tensor[..., : shard.size]
-    parts = of_all_ranks(padded, group_named(shard.group))
-    return torch.cat([part[..., :size] for part, size in zip(parts, shard.sizes)], -1)
-
-
-class Gather(torch.autograd.Function):
-    """All columns; the gradient of those of this process. All processes compute the same loss of them."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, shard: Shard) -> Tensor:
-        ctx.shard, ctx.columns = shard, logits.shape[-1]
-        return gathered_columns(logits, shard)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        first, size = ctx.shard.first, ctx.shard.size
-        mine = grad[..., first : first + size]
-        return torch.nn.functional.pad(mine, (0, ctx.columns - size)), None
 
 
 def source_of_dtensor(logits: Any, name: str) -> LogitsSource:

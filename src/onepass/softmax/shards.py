@@ -2,7 +2,7 @@
 
 Every rank reads its own columns, sends the few numbers of each row's state, and merges those of all ranks. The
 backward exchanges nothing: with the merged statistics, the gradient of a column depends on no other rank.
-`logits.vocab_parallel` calls this.
+`logits.vocab_parallel` and the tiles of a linear head call this.
 """
 
 from typing import Any
@@ -34,6 +34,14 @@ def statistics_of_shards(logits: Tensor, inputs: Inputs, shard: Shard, options: 
         fields: tuple[Tensor, ...] = _ShardStatistics.apply(logits, *inputs, shard, options)
         return fields
     return pick(merged(logits[..., : shard.size], inputs, shard, options), options)
+
+
+def results_of(logits: Tensor, inputs: Inputs, shard: Shard, options: Options) -> Results:
+    """The results of `softmax_statistics`, those of all ranks if the vocabulary is sharded."""
+    if shard.sizes:
+        return merged(logits, inputs, shard, options)
+    results: Results = backend_of(logits).softmax_statistics(logits, inputs, options)
+    return results
 
 
 def merged(logits: Tensor, inputs: Inputs, shard: Shard, options: Options) -> Results:
@@ -71,6 +79,14 @@ def of_all_ranks(tensor: Tensor, group: Any) -> Tensor:
     out = tensor.new_empty(ranks * tensor.numel())
     dist.all_gather_into_tensor(out, tensor.reshape(-1), group=group)
     return out.view(ranks, *tensor.shape)
+
+
+def gathered_columns(tensor: Tensor, shard: Shard) -> Tensor:
+    """All columns of a tensor that is sharded over its last dimension like the logits."""
+    padded = tensor.new_zeros((*tensor.shape[:-1], max(shard.sizes)))
+    padded[..., : shard.size] = tensor[..., : shard.size]
+    parts = of_all_ranks(padded, group_named(shard.group))
+    return torch.cat([part[..., :size] for part, size in zip(parts, shard.sizes)], -1)
 
 
 class Sum(torch.autograd.Function):
@@ -116,6 +132,21 @@ class GatheredRows(torch.autograd.Function):
         mine = grad.new_empty((grad.shape[0] // ranks, *grad.shape[1:]))
         dist.reduce_scatter_tensor(mine, grad.contiguous(), group=ctx.group)
         return mine, None
+
+
+class GatheredColumns(torch.autograd.Function):
+    """All columns; the gradient of those of this process. All processes compute the same loss of them."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, shard: Shard) -> Tensor:
+        ctx.shard, ctx.columns = shard, logits.shape[-1]
+        return gathered_columns(logits, shard)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        first, size = ctx.shard.first, ctx.shard.size
+        mine = grad[..., first : first + size]
+        return torch.nn.functional.pad(mine, (0, ctx.columns - size)), None
 
 
 class _ShardStatistics(torch.autograd.Function):
