@@ -210,7 +210,9 @@ def busy_ms(profiler: torch.profiler.profile) -> float:
     """Milliseconds in which a kernel or a copy ran on the device."""
     device = [e for e in profiler.events() or () if e.device_type == torch.autograd.DeviceType.CUDA]
     busy, until = 0.0, 0.0
-    for start, end in sorted((e.time_range.start, e.time_range.end) for e in device if not e.is_user_annotation):
+    for start, end in sorted(
+        (e.time_range.start, e.time_range.end) for e in device if not getattr(e, "is_user_annotation", False)
+    ):
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
     return busy / 1e3
