@@ -12,9 +12,10 @@ def interpreted(device):
 def quick_interpreter(monkeypatch: Any) -> None:
     """Have Triton's interpreter do twice as much in the same time.
 
-    It patches the language anew for every call of a function within a kernel, where once a launch is enough, and checks
-    every sum of integers for an overflow.
+    It patches the language anew for every call of a function within a kernel, where once a launch is enough, checks
+    every sum of integers for an overflow, and builds the same types and shapes for every value.
     """
+    from triton.language import core
     from triton.runtime import interpreter
 
     if not hasattr(interpreter, "_LangPatchScope"):
@@ -40,3 +41,29 @@ def quick_interpreter(monkeypatch: Any) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
     options = interpreter.InterpreterOptions(sanitize_overflow=False)
     monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+    of_dtype, of_block, of_tensor = interpreter._get_np_dtype, core.block_type.__init__, core.tensor.__init__
+    dtypes: dict[str, Any] = {}
+    blocks: dict[Any, dict[str, Any]] = {}
+    shapes: dict[str, dict[str, Any]] = {}
+
+    def np_dtype(dtype: Any) -> Any:
+        if dtype.name not in dtypes:
+            dtypes[dtype.name] = of_dtype(dtype)
+        return dtypes[dtype.name]
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *[s if type(s) is int else s.value for s in shape]
+        if key not in blocks:
+            of_block(self, element_ty, shape)
+            blocks[key] = dict(self.__dict__)
+        self.__dict__.update(blocks[key], element_ty=element_ty)
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in shapes:
+            of_tensor(self, handle, type)
+            shapes[type.name] = {"shape": self.shape, "numel": self.numel}
+        self.__dict__.update(shapes[type.name], handle=handle, type=type, dtype=type.scalar)
+
+    monkeypatch.setattr(interpreter, "_get_np_dtype", np_dtype)
+    monkeypatch.setattr(core.block_type, "__init__", block_type)
+    monkeypatch.setattr(core.tensor, "__init__", tensor)

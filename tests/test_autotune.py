@@ -286,11 +286,18 @@ def interpreted(monkeypatch):
     forget()
 
 
-@pytest.mark.parametrize("op, kernels", [
-    ("log_probs_and_entropy", ["softmax_statistics_kernel", "softmax_gradient_kernel"]),
-    ("kl_div", ["divergence_kernel", "divergence_gradient_kernel"]),
+STATISTICS, DIVERGENCE = (
+    (op, [f"{kernel}_kernel" for kernel in kernels])
+    for op, kernels in (
+        ("log_probs_and_entropy", ("softmax_statistics", "softmax_gradient")),
+        ("kl_div", ("divergence", "divergence_gradient")),
+    )
+)
+
+
+@pytest.mark.parametrize("op, kernels, shape", [
+    (*STATISTICS, (2, 700)), (*STATISTICS, (1, 9000)), (*DIVERGENCE, (2, 700)), (*DIVERGENCE, (5, 83)),
 ])  # fmt: skip
-@pytest.mark.parametrize("shape", [(2, 700), (5, 83), (1, 9000)], ids=str)
 def test_any_candidate_gives_the_same_results(interpreted, monkeypatch, op, kernels, shape):
     monkeypatch.setattr("onepass.cli.autotune.ROUNDS", 1)
     step = step_of(OPERATIONS[op], *shape, torch.float32, torch.device("cpu"))

@@ -313,24 +313,24 @@ def use_in_a_session(path, library):
         assert library.run() and len(library.benchmarks) == 3, "tuning goes on"
 
 
-@pytest.mark.parametrize("field, text", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_record_damages_its_file(library, tmp_path, field, text):
+def test_a_hostile_record_damages_its_file(library, tmp_path):
     assert library.run()
     (record,) = autotune.collect()
     fresh = library.again()
-    hostile = a_store_with(record, field, text).encode()
-    # Every fourth in a session too: a session reads its file as any other does.
-    for way in (use, use_in_a_session) if list(HOSTILE.values()).index((field, text)) % 4 == 0 else (use,):
-        path = written(tmp_path / f"{way.__name__}.json", hostile)
-        with warned(f"autotune store {path}: it is damaged"):
-            way(path, fresh)
-        assert (tmp_path / f"{path.name}.damaged").read_bytes() == hostile
-        with warned():
-            ConfigStore(path)
-    with contextlib.suppress(RecursionError):  # of `json`
-        data = json.loads(text)
-        with pytest.raises(ValueError):
-            AutotuneRecord.from_json(record.to_json() | {field: data})
+    for n, (name, (field, text)) in enumerate(HOSTILE.items()):
+        hostile = a_store_with(record, field, text).encode()
+        # Every fourth in a session too: a session reads its file as any other does.
+        for way in (use, use_in_a_session) if n % 4 == 0 else (use,):
+            path = written(tmp_path / f"{n} {way.__name__}.json", hostile)
+            with warned(f"autotune store {path}: it is damaged"):
+                way(path, fresh if way is use else library.again())
+            assert (tmp_path / f"{path.name}.damaged").read_bytes() == hostile, name
+            with warned():
+                ConfigStore(path)
+        with contextlib.suppress(RecursionError):  # of `json`
+            data = json.loads(text)
+            with pytest.raises(ValueError):
+                AutotuneRecord.from_json(record.to_json() | {field: data})
 
 
 def test_a_record_that_is_right_is_read_as_it_was():

@@ -11,44 +11,57 @@ import pytest
 import onepass
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+OF_ONE_PROCESS = "sft.py", "distillation.py", "policy_loss.py", "tensor_parallel.py"
+ALL_OF_THEM = """
+import runpy, sys
+for path in sys.argv[1:]:
+    print("example", path, flush=True)
+    runpy.run_path(path, run_name="__main__")
+"""
 
 
-def run(name, *launcher):
+def run(*arguments):
     environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(Path(onepass.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
-    script = subprocess.run(
-        [sys.executable, *launcher, EXAMPLES / name], env=environment, capture_output=True, text=True
-    )
+    script = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
     assert script.returncode == 0, script.stderr
     return script.stdout
 
 
+@pytest.fixture(scope="module")
+def printed():
+    """What each example prints, all run by one process."""
+    pytest.importorskip("transformers")
+    parts = run("-c", ALL_OF_THEM, *[EXAMPLES / name for name in OF_ONE_PROCESS]).split("example ")[1:]
+    return {Path(path).name: text for path, _, text in (part.partition("\n") for part in parts)}
+
+
 def test_there_is_a_test_for_each():
-    tested = {"sft.py", "distillation.py", "policy_loss.py", "trl_grpo.py", "tensor_parallel.py"}
-    assert {path.name for path in EXAMPLES.iterdir() if path.suffix == ".py"} == tested
+    assert {path.name for path in EXAMPLES.iterdir() if path.suffix == ".py"} == {*OF_ONE_PROCESS, "trl_grpo.py"}
 
 
+@pytest.mark.xdist_group("examples")
 @pytest.mark.parametrize("name, value, factor", [
     ("sft.py", "loss", 0.7), ("distillation.py", "student .* loss", 0.5), ("policy_loss.py", "reward", 2.0),
 ])  # fmt: skip
-def test_it_learns(name, value, factor):
-    pytest.importorskip("transformers")
-    found = [float(number) for number in re.findall(rf"{value} (-?[\d.]+)", run(name))]
+def test_it_learns(printed, name, value, factor):
+    found = [float(number) for number in re.findall(rf"{value} (-?[\d.]+)", printed[name])]
     assert len(found) == 4
     assert found[-1] < factor * found[0] if factor < 1 else found[-1] > factor * found[0]
 
 
 def test_trl():
     pytest.importorskip("trl")
-    printed = run("trl_grpo.py")
+    printed = run(EXAMPLES / "trl_grpo.py")
     assert "-> onepass.integrations.trl." in printed and re.search(r"reward 0\.\d+ after 5 steps", printed)
 
 
-def test_tensor_parallel():
+@pytest.mark.xdist_group("examples")
+def test_tensor_parallel(printed):
     """The losses of two processes are those of one."""
-    pytest.importorskip("transformers")
-    both = [run("tensor_parallel.py"), run("tensor_parallel.py", "-m", "torch.distributed.run", "--nproc-per-node", "2",
-                                           "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")]  # fmt: skip
-    alone, sharded = ([float(number) for number in re.findall(r"loss ([\d.]+)", printed)] for printed in both)
+    both = run("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
+               "--rdzv-endpoint", "localhost:0", EXAMPLES / "tensor_parallel.py")  # fmt: skip
+    alone, sharded = ([float(number) for number in re.findall(r"loss ([\d.]+)", text)]
+                      for text in (printed["tensor_parallel.py"], both))  # fmt: skip
     assert len(alone) == 4 and alone[-1] < 0.8 * alone[0]
-    assert sharded == pytest.approx(alone, rel=1e-4) and "66 of 131" in both[1]
+    assert sharded == pytest.approx(alone, rel=1e-4) and "66 of 131" in both

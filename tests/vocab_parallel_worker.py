@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -370,4 +371,8 @@ def fork(jobs, folder):
 if __name__ == "__main__":
     import json
 
+    if os.environ["TRITON_INTERPRET"] == "1":
+        from paths import quick_interpreter
+
+        quick_interpreter(pytest.MonkeyPatch())
     sys.exit(fork(json.loads(sys.argv[2]), sys.argv[1]))
