@@ -37,7 +37,7 @@ test-%: $(READY)
 	$(PYTHON) -m venv $(VENV)-$*
 	echo $(CURDIR)/$(VENV)/lib/python*/site-packages > `echo $(VENV)-$*/lib/python*/site-packages`/base.pth
 	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts $(subst -,==,$*) $(ALSO)
-	PYTHONPATH=src $(VENV)-$*/bin/python -m pytest -p no:cacheprovider $(TESTS)
+	PYTHONPATH=src $(VENV)-$*/bin/python -m pytest -n $(WORKERS) --dist loadgroup -p no:cacheprovider $(TESTS)
 
 lint: $(READY)
 	$(BIN)/ruff check src tests benchmarks examples
