@@ -4,7 +4,9 @@ A result that records them is stale once one of these files changes, and stays v
 """
 
 import hashlib
+import io
 import sys
+import tokenize
 from collections.abc import Callable, Iterable
 from functools import _lru_cache_wrapper
 from pathlib import Path
@@ -83,8 +85,28 @@ def holds_any(path: Path, records: list[Any]) -> bool:
 
 
 def hash_of(path: Path) -> str:
-    """The first digits of the sha256 of a file; the empty string if there is no such file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else ""
+    """The first digits of the sha256 of a file's code; the empty string if there is no such file."""
+    if not path.is_file():
+        return ""
+    content = path.read_bytes()
+    return hashlib.sha256(code_of(content) if path.suffix == ".py" else content).hexdigest()[:12]
+
+
+def code_of(source: bytes) -> bytes:
+    """Python code without its comments and docstrings, which do not change what it computes."""
+    lines, statement, removed = source.decode().splitlines(keepends=True), list[tokenize.TokenInfo](), []
+    for token in tokenize.tokenize(io.BytesIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            removed.append((token.start, token.end))
+        elif token.type not in (tokenize.NL, tokenize.ENCODING, tokenize.INDENT, tokenize.DEDENT):
+            statement.append(token)
+        if token.type == tokenize.NEWLINE:
+            if len(statement) == 2 and statement[0].type == tokenize.STRING:
+                removed.append((statement[0].start, statement[0].end))
+            statement = []
+    for (first, begin), (last, end) in reversed(removed):
+        lines[first - 1 : last] = [lines[first - 1][:begin] + lines[last - 1][end:]]
+    return "\n".join(line.rstrip() for line in "".join(lines).splitlines() if line.strip()).encode()
 
 
 def changed_since(recorded: Hashes) -> list[str]:

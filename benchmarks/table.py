@@ -25,18 +25,18 @@ LM = "<!-- lm: benchmarks/table.py -->\n", "<!-- end of lm -->\n"
 LINEAR_HEAD = "<!-- linear head: benchmarks/table.py -->\n", "<!-- end of linear head -->\n"
 INTRODUCTION = """# Measured
 
-Every implementation of an operation in one run, beside a copy on the same card, medians. `python -m benchmarks table`
+Medians. All implementations of an operation and a copy run on the same GPU in one run. `python -m benchmarks table`
 wrote this from the files in `benchmarks/results/`, which `python -m benchmarks logits`, `heads` and `versions` wrote.
 
-A result records which files of `src/onepass` its operation ran through. A table is marked as stale if one of these
-files has changed since.
+A result records which files of `src/onepass` its operation ran through. A table is marked as stale if the code of one
+of these files, which is all but comments and docstrings, has changed since.
 
-- "Of copy" is the bytes that cannot be avoided over the time, against the copy's bandwidth. `kl_div` reads two tensors,
-  `jsd` each of them twice; `topk_kl_div` has 64 tokens a row; blank where no tensor need be read.
+- "Of copy" is the minimal number of bytes divided by the time, relative to the bandwidth of the copy. `kl_div` reads
+  two tensors, `jsd` each of them twice; `topk_kl_div` has 64 tokens per row. It is blank if no tensor must be read.
 - "Extra MB" is the peak that forward + backward allocate; the gradient itself is most of it.
-- Up to 1024 rows the host is the limit: "wall" is one call until the device is idle, timed in turns with all others.
+- Up to 1024 rows the host is the bottleneck: "wall" is the time from a call until the device is idle; calls alternate.
 - Cross-entropy is the mean with `ignore_index`. Liger's cross-entropy and fla's kernel overwrite their logits; fla's
-  forward has its gradient in it. Liger's divergences take log-probs: the softmax before them is counted. axolotl's
+  forward also computes the gradient. Liger's divergences take log-probs: the softmax before them is counted. axolotl's
   entropy has no gradient.
 - Linear heads take hidden states: all implementations of a case, and its bare GEMMs on whole tensors and all rows, are
   timed in turns. "Extra GiB" is the peak that forward + backward allocate beyond the gradients that come out.
@@ -47,8 +47,8 @@ Some of these results are of an earlier version; [docs/measured.md](docs/measure
 
 
 HEADS = """\
-From hidden states (`linear_*`), forward and backward (`_forward`: alone) against the matrix products that each cannot
-do without, of all rows, each one cuBLAS call on whole tensors; "extra GiB" is the peak beyond inputs and gradients.
+From hidden states (`linear_*`), forward and backward (`_forward`: alone), against the GEMMs that each requires, over
+all rows, one cuBLAS call each; "extra GiB" is the peak beyond inputs and gradients.
 
 """
 

@@ -121,6 +121,13 @@ def package(tmp_path, monkeypatch):
     return tmp_path / "onepass"
 
 
+def test_comments_and_docstrings_are_no_code():
+    code = b'"""Doc."""\nx = 1  # one\n\ndef f():\n    """Doc.\n\n    More.\n    """\n    return "#" f"{x}"  # two\n'
+    same = b'x = 1\n# else\ndef f():\n    return "#" f"{x}"\n'
+    assert sources.code_of(code) == sources.code_of(same) == b'x = 1\ndef f():\n    return "#" f"{x}"'
+    assert sources.code_of(code) != sources.code_of(code.replace(b'"#"', b'"##"'))
+
+
 @pytest.mark.parametrize("file, stale", [
     ("losses/cross_entropy.py", {"cross_entropy"}),
     ("kernels/divergence.py", {"kl_div"}),
@@ -133,7 +140,7 @@ def package(tmp_path, monkeypatch):
 def test_the_results_that_run_through_a_changed_file_are_stale(recorded, package, file, stale):
     report = {"environment": {"commit": "abc"}, "sources": recorded}
     assert not any(sources.staleness(report, [name]) for name in recorded)
-    (package / file).write_text((package / file).read_text() + "\n# changed\n")
+    (package / file).write_text((package / file).read_text() + "\nchanged = True\n")
     expected = f"Stale: `{file}` changed since this was measured (commit abc)."
     assert {name for name in recorded if sources.staleness(report, [name])} == stale
     assert all(sources.staleness(report, [name]) == expected for name in stale)

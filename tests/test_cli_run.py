@@ -201,11 +201,11 @@ VALUES = {"": None, "0": (), "1": ["transformers"], "transformers": ["transforme
 def test_the_values_of_the_variable(monkeypatch, value):
     monkeypatch.setenv("ONEPASS_PATCH", value)
     installed = {"transformers": "a spec"}
-    monkeypatch.setattr("onepass.integrations.switch.find_spec", installed.get)
+    monkeypatch.setattr("onepass.integrations.patching.find_spec", installed.get)
     assert libraries_asked_for() == VALUES[value]
 
 
-EXPECTED = "ONEPASS_PATCH: expected 0, 1, or any of 'transformers', 'trl' separated by commas, got "
+EXPECTED = "ONEPASS_PATCH: expected 0, 1, or any of 'transformers', 'trl', 'torch', 'megatron', 'verl' separated by commas, got "
 
 
 @pytest.mark.parametrize("value", ["yes", "transformers,", "1,trl", "Transformers"])
@@ -223,7 +223,7 @@ def test_a_wrong_value_is_an_error_of_the_import(tmp_path):
 
 def test_a_library_that_is_not_installed(monkeypatch):
     monkeypatch.setenv("ONEPASS_PATCH", "trl")
-    monkeypatch.setattr("onepass.integrations.switch.find_spec", lambda name: None)
+    monkeypatch.setattr("onepass.integrations.patching.find_spec", lambda name: None)
     with pytest.raises(
         ModuleNotFoundError, match=r"^ONEPASS_PATCH: trl is not installed; pip install 'onepass\[trl\]'$"
     ):

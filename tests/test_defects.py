@@ -762,7 +762,7 @@ def test_18_layers_of_different_k(device):
     x = torch.randn(6, 8, device=device)
     layers = [onepass.moe.route(x, k, losses=True) for k in (2, 4)]
     for loss in (onepass.moe.load_balancing_loss, onepass.moe.router_z_loss):
-        with pytest.raises(ValueError, match="routing: expected layers of which a token takes as many experts"):
+        with pytest.raises(ValueError, match="routing: expected the same number of experts per token in all layers"):
             loss(layers)
 
 

@@ -93,7 +93,7 @@ def test_both_backends_are_the_same_operations():
 
 def test_the_architecture_page_names_every_file_and_walks_at_most_eight():
     page = (ROOT.parents[1] / "docs" / "architecture.md").read_text()
-    walks = page.split("## Three walks")[1].split("\n## ")[0].split("\n\n**")[1:]
+    walks = page.split("## Three call paths")[1].split("\n## ")[0].split("\n\n**")[1:]
     assert len(walks) == 3
     for walk in walks:
         steps = [line for line in walk.splitlines() if line[:1].isdigit()]

@@ -33,7 +33,12 @@ def test_every_loss(tmp_path):
     failed, printed = run(
         tmp_path,
         job(1, [HARD], [TILED, SEQUENCE]),
-        job(2, [HARD, DOUBLE], [TILED, IN_DOUBLE], functions=["merge_gradcheck", "disagreement", "dtensor", "mesh"]),
+        job(
+            2,
+            [HARD, DOUBLE],
+            [TILED, IN_DOUBLE],
+            functions=["merge_gradcheck", "disagreement", "dtensor", "mesh", "patched_torch", "patched_megatron"],
+        ),
         job(3, [HARD, HALF], [TILED, IN_HALF, SEQUENCE, ("float64", False, False, True)]),
         job(4, [HARD], [TILED]),
     )

@@ -1,4 +1,4 @@
-"""The Triton autotuners of this process, their keys and their selected configurations.
+"""The Triton autotuners of this process, their keys and selected configurations, for `collect` and `ConfigStore`.
 
 All dependencies on the internals of `triton.runtime.autotuner` are in this file.
 """

@@ -1,4 +1,4 @@
-"""The commands and their options."""
+"""Fused losses for language models: a demo, a check of this installation, patched scripts, autotuning."""
 
 import typer
 

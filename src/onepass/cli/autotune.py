@@ -1,4 +1,4 @@
-"""`onepass autotune`: measure our own kernels, look into stores of what was chosen, put them together."""
+"""`onepass autotune`: tune the kernels of onepass on this GPU, and show, merge and export stored selections."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ def show(
     stores: Stores,
     kernel: Annotated[str, typer.Option(help="Only kernels whose name contains this.")] = "",
 ) -> None:
-    """What was chosen for every key, and by how much it was ahead of the runner-up."""
+    """Show the selected configuration of every key, and its margin over the second best."""
     console = Console(width=None if Console().is_terminal else 200, markup=False)  # names may have brackets
     store = merged(stores)
     table = Table("kernel", "key", "chosen", "ms", "runner-up", "tried", "GPU", "Triton")
@@ -66,7 +66,7 @@ def merge(
     stores: Stores,
     out: Annotated[Path, typer.Option(help="The store to write; one that is there takes part.")],
 ) -> None:
-    """Put stores together; of two records for one question the better-timed is kept."""
+    """Merge stores; of two records with the same key, the faster one is kept."""
     store = ConfigStore(out)
     store.merge(merged(stores))
     store.save()
@@ -79,9 +79,9 @@ def export(
     out: Annotated[Path, typer.Option(help="The file to write.")],
     kernel: Annotated[str, typer.Option(help="Only kernels whose name contains this.")] = "",
     gpu: Annotated[str, typer.Option(help="Only GPUs whose name contains this.")] = "",
-    candidates: Annotated[bool, typer.Option(help="With the timings of what was not chosen.")] = True,
+    candidates: Annotated[bool, typer.Option(help="Include the timings of all candidates.")] = True,
 ) -> None:
-    """Write some records to a store of their own, to share or to ship; a name that ends in .jsonl: a line each."""
+    """Write selected records to a new store, or one line of JSON per record if the name ends in .jsonl."""
     if out.exists():
         raise typer.BadParameter(f"{out} is there already; `merge` adds to a store", param_hint="--out")
     found = [r for r in chosen(merged(stores), kernel) if gpu.lower() in r.gpu.lower()]
@@ -109,9 +109,9 @@ def run(
     dtype: Annotated[str, typer.Option(help="Of the logits, of the experts.")] = "bfloat16",
     milliseconds: Annotated[int, typer.Option(help="Measured of each candidate.")] = 30,
 ) -> None:
-    """Measure our own kernels, forward and backward, with numbers around those of their rules."""
+    """Time the kernels of onepass with launch parameters around the defaults, and store the fastest."""
     if not torch.cuda.is_available():
-        raise typer.BadParameter("expected a GPU, got none: what is measured elsewhere says nothing of it")
+        raise typer.BadParameter("expected a CUDA or ROCm GPU, got none")
     device, console, store = torch.device("cuda"), Console(), ConfigStore(out)
     done: set[str] = set()
     for name in op or OPS:

@@ -1,4 +1,4 @@
-"""One small decoder, trained from one seed with torch's loss and with onepass's, also by a trainer."""
+"""`onepass demo`: train a small decoder with torch's loss and with that of onepass, and compare the curves."""
 
 import math
 from collections.abc import Callable
@@ -46,7 +46,7 @@ class Curve:
 
 
 def loss_and_gradients(loss: Loss, inputs: tuple[Tensor, ...], labels: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """All that differs between the runs."""
+    """The loss and the gradients of its inputs."""
     inputs = tuple([x.detach().requires_grad_() for x in inputs])
     value = loss(*inputs, labels)
     return value.detach(), torch.autograd.grad(value, inputs)
@@ -85,7 +85,7 @@ def train(
 
 
 def report(head: Head, reference: Curve, curve: Curve, console: Console) -> None:
-    """Both curves at a few steps, and what the head of each took."""
+    """Both curves at a few steps, and the time and memory of each head."""
     for title, ours in curve.series.items():
         theirs = reference.series[title]
         table = Table("step", reference.name, curve.name, "difference", title=title)
@@ -101,7 +101,7 @@ def report(head: Head, reference: Curve, curve: Curve, console: Console) -> None
 
 
 def plot(head: Head, reference: Curve, curve: Curve, path: Path) -> None:
-    """The curves one over the other, and their differences."""
+    """The curves in one plot, and their differences."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -129,7 +129,7 @@ def plot(head: Head, reference: Curve, curve: Curve, path: Path) -> None:
 
 def demo(
     head: Annotated[str, typer.Option(help="What is compared: a loss of logits, or one of a linear head.")] = "logits",
-    distill: Annotated[bool, typer.Option("--distill", help="Instead, a student learns from a teacher.")] = False,
+    distill: Annotated[bool, typer.Option("--distill", help="Compare students with and without a teacher.")] = False,
     steps: Annotated[
         int | None,
         typer.Option(min=1, help="Training steps (of the students).", show_default=DEFAULT_STEPS),
@@ -137,11 +137,11 @@ def demo(
     vocab: Annotated[
         int | None,
         typer.Option(
-            min=256, help="Classes of the model.", show_default=f"{DEFAULT_VOCABS}, {TEACHER.vocab} with --distill"
+            min=256, help="The vocabulary size.", show_default=f"{DEFAULT_VOCABS}, {TEACHER.vocab} with --distill"
         ),
     ] = None,
     out: Annotated[Path, typer.Option(dir_okay=False, help="Where the plot goes (PNG).")] = Path("demo.png"),
-    seed: Annotated[int, typer.Option(help="Of the weights and of the data order.")] = 0,
+    seed: Annotated[int, typer.Option(help="The random seed of the weights and of the data order.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")] = None,
     autotune_report: Annotated[
         Path | None, typer.Option(help="Write what Triton's autotuner chose in the first steps, as lines of JSON.")

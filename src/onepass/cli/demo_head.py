@@ -19,7 +19,7 @@ class Head:
     title: str
     part: str
     given: str
-    inputs: Callable[[Any, Tensor], tuple[Tensor, ...]]  # (model, ids) -> what the loss is differentiated by
+    inputs: Callable[[Any, Tensor], tuple[Tensor, ...]]  # (model, ids) -> the tensors that get gradients
     losses: dict[str, Loss]
     entropies: dict[str, Loss]  # of the predictions, mean over tokens; none: not recorded
     steps: int

@@ -1,4 +1,4 @@
-"""The demo's model in a `Trainer` of transformers, before and after ``onepass.patch("transformers")``."""
+"""`onepass demo`: its model in a transformers `Trainer`, before and after ``onepass.patch("transformers")``."""
 
 import tempfile
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Two small students from one seed: one learns from the labels alone, one also from a teacher's top-K log-probs."""
+"""`onepass demo --distill`: two students, one trained on labels alone, one also on a teacher's top-K log-probs."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -99,7 +99,7 @@ def plot(steps: Sequence[int], curves: dict[str, Tensor], teacher: float, path: 
 
 
 def compare(size: Size, steps: int, seed: int, place: str, out: Path, console: Console) -> bool:
-    """Train a teacher of this size and both students; whether the teacher helped, on text that none has seen."""
+    """Train a teacher of this size and both students; whether the teacher improved the perplexity of held-out text."""
     text, rest = split_text(load_text())
     tokenizer = train_tokenizer(text, size.vocab)
     tokens, unseen = (torch.tensor(tokenizer.encode(part).ids) for part in (text, rest))

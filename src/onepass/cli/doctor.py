@@ -1,4 +1,4 @@
-"""What is here, which path computes what, what `onepass.patch` replaces, and whether each operation is right."""
+"""`onepass doctor`: show versions, backends and patches, and check every operation against its definition."""
 
 import os
 from collections.abc import Callable
@@ -155,7 +155,7 @@ def path(device: str, dtype: torch.dtype) -> str:
 
 
 def check(name: str, device: str, dtype: torch.dtype) -> tuple[str, str, bool]:
-    """The largest errors of results and gradient, each with its share of what is allowed, and whether both are."""
+    """The largest errors of results and gradient, also as fractions of their bounds, and whether these hold."""
     generator = torch.Generator().manual_seed(0)
     x = (3 * torch.randn(SHAPE, generator=generator)).to(device, dtype)
     index = torch.randint(1, SHAPE[-1], SHAPE[:-1], generator=generator).to(device)

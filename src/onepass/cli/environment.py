@@ -1,4 +1,4 @@
-"""What a result was measured on."""
+"""GPU, driver and versions, which the demo, `onepass doctor` and the benchmarks record with their results."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""The command ``run``, as the help describes it. `onepass.cli.main` hands scripts to `script.py` before parsing."""
+"""The help text of `onepass run`. `onepass.cli.main` passes a script to `script.py` without parsing its options."""
 
 from typing import Annotated
 

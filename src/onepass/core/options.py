@@ -29,9 +29,10 @@ PACKED = (
     "tempered_log_normalizer",  # log Σ exp(sharpness·(z - shift)): the normalizer at a second temperature
 )
 PLACES = {name: place for place, name in enumerate(PACKED)}
-# Fields with one value per index. Both are returned in the same tensor, so at most one of them can be requested. (So
-# can `expected_logit` and `entropy`, whose gradients share an argument.) Computing log-probs in the kernel saves most
-# losses two small kernels in the forward and two in the backward, which matters if the host is the bottleneck.
+# Fields with one value per index. Both are returned in the same tensor, so at most one of them can be requested. (The
+# same holds for `expected_logit` and `entropy`, whose gradients share an argument.) Computing log-probs in the kernel
+# saves most losses two small kernels in the forward and two in the backward, which matters if the host is the
+# bottleneck.
 PER_INDEX = ("selected", "log_probs")
 NOT_DIFFERENTIABLE = frozenset(("shift", "log_sum_sq_probs", "mean_logit", "is_top1"))
 
@@ -100,7 +101,7 @@ class FieldGradients(NamedTuple):
 
 @lru_cache
 def _gradient_places(fields: str) -> tuple[int | None, ...]:
-    """For each of the `FieldGradients`, the position among the fields of the one that it is the gradient of."""
+    """For each of the `FieldGradients`, the position of its field in ``fields``; None if that is not requested."""
     places = {name: n for n, name in enumerate(_names(fields))}
     instead = {"expected_logit": "entropy", "selected": "log_probs"}
     return tuple(places.get(instead.get(name, name), places.get(name)) for name in FieldGradients._fields)

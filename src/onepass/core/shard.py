@@ -58,9 +58,9 @@ def per_row(index: Tensor | None, dim: int) -> int:
 def state_fields(options: Options, K: int) -> tuple[str, ...]:
     """The numbers of a row's state, in order.
 
-    ``max`` of the logits, relative to which all others are; ``sum`` of exp(); ``expected``, their sum weighted by
-    exp(); ``weighted``, their sum weighted by the class weights, and the sum of these, ``weights``; ``tempered``, the
-    sum of exp() at the second temperature; ``total``, the sum of the logits, not relative. Then ``selected``, K times:
+    ``max``, the largest logit, which is subtracted in all others; ``sum`` of exp(); ``expected``, the logits' sum
+    weighted by exp(); ``weighted``, their sum weighted by class weights; ``weights``, the sum of these; ``tempered``,
+    the sum of exp() at the second temperature; ``total``, the sum of the logits themselves. Then ``selected``, K times:
     +inf where another rank holds the class; and K times ``top1``: 1 if the class is the first maximum of the shard.
     """
     fields = ["max", "sum"]

@@ -11,7 +11,12 @@ from importlib.util import find_spec
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple, TypeVar
 
+from torch.torch_version import TorchVersion
+
 LIBRARIES = ("transformers", "trl")
+SHARDED = ("torch", "megatron", "verl")  # their losses of sharded vocabularies, patched if they are named
+NAMES = (*LIBRARIES, *SHARDED)
+PACKAGES = {"megatron": "megatron.core"}  # where a library keeps its version, if not in its first package
 
 
 class Target(NamedTuple):
@@ -156,7 +161,8 @@ def patch(*libraries: str) -> Patch:
     restored with the last `Patch.restore`. If an error is raised, nothing has been replaced.
 
     Args:
-        libraries: ``"transformers"``, ``"trl"``; without any, all that are installed.
+        libraries: ``"transformers"``, ``"trl"``; without any, those of them that are installed. For losses of logits
+            whose vocabulary is sharded, ``"torch"`` (cross-entropy of a DTensor), ``"megatron"`` and ``"verl"``.
 
     Raises:
         ValueError: another name.
@@ -192,12 +198,27 @@ def plan(*libraries: str) -> Plan:
 
 def _integrations(libraries: Sequence[str]) -> list[ModuleType]:
     for name in libraries:
-        if name not in LIBRARIES:
-            raise ValueError(f"libraries: expected any of {', '.join(map(repr, LIBRARIES))}, got {name!r}")
-        if find_spec(name) is None:
-            raise ModuleNotFoundError(f"libraries: {name} is not installed; pip install 'onepass[{name}]'", name=name)
-    chosen = libraries or [name for name in LIBRARIES if find_spec(name) is not None]
+        if name not in NAMES:
+            raise ValueError(f"libraries: expected any of {', '.join(map(repr, NAMES))}, got {name!r}")
+        if not is_installed(name):
+            how = f"; pip install 'onepass[{name}]'" if name in LIBRARIES else ""
+            raise ModuleNotFoundError(f"libraries: {name} is not installed{how}", name=name)
+    chosen = libraries or [name for name in LIBRARIES if is_installed(name)]
     return [import_module(f"onepass.integrations.{name}") for name in chosen]
+
+
+def is_installed(library: str) -> bool:
+    """Whether a library of `NAMES` can be imported."""
+    try:
+        return find_spec(PACKAGES.get(library, library)) is not None
+    except ModuleNotFoundError:  # of its first package
+        return False
+
+
+def version_of(library: str) -> str:
+    """The version of an installed library."""
+    version: str = import_module(PACKAGES.get(library, library)).__version__
+    return version
 
 
 def _targets(integrations: Sequence[ModuleType]) -> list[Target]:
@@ -237,15 +258,12 @@ def _resolved(targets: Sequence[Target]) -> tuple[dict[tuple[str, str], _Active]
 
 def unsupported(module: str, since: str, until: str | None = None) -> str:
     """Why the installed version of the library is not supported; empty if it is."""
-    # `packaging` is a dependency of these libraries but not of onepass, hence the late import.
-    from packaging.version import Version
-
     library = module.partition(".")[0]
-    has = import_module(library).__version__
-    if Version(since) <= Version(has) and (until is None or Version(has) < Version(until)):
+    has = TorchVersion(version_of(library))
+    if has >= since and (until is None or has < until):
         return ""
     versions = f"from {since}" + (f" to before {until}" if until else "")
-    return f"supported {versions}; {library} {has} has it not, or in another form"
+    return f"supported {versions}; {library} {has} has no such name, or another form of it"
 
 
 def _check(t: Target, original: Any) -> None:
@@ -259,7 +277,7 @@ def _check(t: Target, original: Any) -> None:
     found = "no such name" if got is None else f"({got})" + (", which returns something else" if t.returns else "")
     raise RuntimeError(
         f"{t.module}.{name}: onepass {_own_version()} knows it as {known}, but "
-        f"{library} {import_module(library).__version__} has {found}; nothing was patched"
+        f"{library} {version_of(library)} has {found}; nothing was patched"
     )
 
 

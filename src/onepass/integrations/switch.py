@@ -2,9 +2,8 @@
 
 import os
 from collections.abc import Sequence
-from importlib.util import find_spec
 
-from onepass.integrations.patching import LIBRARIES, Patch, patch
+from onepass.integrations.patching import LIBRARIES, NAMES, Patch, is_installed, patch
 
 VARIABLE = "ONEPASS_PATCH"
 
@@ -22,14 +21,15 @@ def libraries_asked_for() -> Sequence[str] | None:
     if value == "0":
         return ()
     if value == "1":
-        return [name for name in LIBRARIES if find_spec(name) is not None]
+        return [name for name in LIBRARIES if is_installed(name)]
     names = [name.strip() for name in value.split(",")]
     for name in names:
-        if name not in LIBRARIES:
-            known = ", ".join(map(repr, LIBRARIES))
+        if name not in NAMES:
+            known = ", ".join(map(repr, NAMES))
             raise ValueError(f"{VARIABLE}: expected 0, 1, or any of {known} separated by commas, got {value!r}")
-        if find_spec(name) is None:
-            raise ModuleNotFoundError(f"{VARIABLE}: {name} is not installed; pip install 'onepass[{name}]'", name=name)
+        if not is_installed(name):
+            how = f"; pip install 'onepass[{name}]'" if name in LIBRARIES else ""
+            raise ModuleNotFoundError(f"{VARIABLE}: {name} is not installed{how}", name=name)
     return names
 
 

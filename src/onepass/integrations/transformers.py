@@ -62,7 +62,7 @@ def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def tuner_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """PEFT's, which does not call its model but the model's ``forward``."""
+    """`BaseTuner.forward` of PEFT, which calls ``forward`` of its model instead of the model."""
     return run(self.model, partial(original(*TUNER), self), args, kwargs)
 
 

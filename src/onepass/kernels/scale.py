@@ -14,7 +14,7 @@ BLOCK = 4096
 
 @triton.jit(do_not_specialize=["n"])
 def scale_kernel(x: "Flat", scale: "Flat", out: "Out", n: tl.int64, INPLACE: tl.constexpr, BLOCK: tl.constexpr):
-    """``out = scale * x``, for ``x`` and ``out`` ``(n,)``, and ``scale`` ``(1,)``. ``out`` is ``x`` if ``INPLACE``.
+    """``out = scale * x``. Inputs: ``x`` ``(n,)`` and ``scale`` ``(1,)``. Output: ``out`` ``(n,)``, ``x`` if INPLACE.
 
     Bytes moved: ``x`` in and ``out`` out; none if it is in place and the scale is 1.
     """

@@ -1,4 +1,4 @@
-"""The logits of selected classes, and the gradient of logits of which nothing else was used. No other logit is read.
+"""Gather the logits of selected classes, and scatter their gradient. No other logit is read.
 
 `softmax.statistics` gathers with it where a loss needs nothing else of a row, as a distillation that is normalized over
 the teacher's tokens.
@@ -46,7 +46,7 @@ def selected_logits_gradient_kernel(
     """Write the gradients of the selected logits into ``out``, which is 0. A class may be selected more than once.
 
     Inputs: ``logits`` ``(rows, V)``; ``index`` and ``grad`` ``(rows, K)``. Output: ``out`` ``(rows, V)``.
-    Bytes moved: the index, the gradients, the selected logits with a soft-cap, and as many numbers of the output.
+    Bytes moved: the index and the gradients in, K elements of each row out; with a soft-cap, the selected logits in.
     """
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)

@@ -82,7 +82,7 @@ def tile_kernel(
     Input: ``ends`` ``(E + 1, blocks)``, as in `place_kernel`.
     Outputs: ``offsets`` ``(E + 1,)``; ``tile_expert`` ``(tiles,)``, E for a tile that is not used; ``tile_row``
     ``(tiles,)``.
-    Bytes moved: 2 E of the counts per program, and the outputs.
+    Bytes moved: 2 E elements of ``ends`` per program in, the outputs out.
     """
     e = tl.arange(0, BLOCK_E)
     begin = tl.load(ends + e * blocks - 1, mask=(e > 0) & (e < E), other=0)

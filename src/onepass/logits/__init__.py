@@ -1,1 +1,1 @@
-"""Sources of logits: a tensor, a linear head whose logits are computed in tiles, and their common interface."""
+"""Sources of logits, through which losses read them: a tensor, a linear head in tiles, or a sharded vocabulary."""

@@ -66,7 +66,7 @@ class LinearLogits(TensorLike):
         max_memory: bytes of workspace, beyond inputs, results and gradients. The default follows from shapes alone, so
             that results do not depend on what else is in memory. On a GPU it is 0.6 GiB. It is 2.5 GiB if this holds
             all logits and either no gradient will be computed or the loss is per row, with a gradient of the weight.
-            Such a loss with more logits takes 1.25 GiB and this gradient in float32.
+            Such a loss with more logits takes 1.1 GiB and this gradient in float32.
         vocab_group: a process group, or a `DeviceMesh` with one dimension, whose processes hold the rows of weight and
             bias: contiguous ranges in the order of their ranks, not necessarily of the same size. ``weight`` and
             ``bias`` are then those of this process (of a DTensor, its local part). All processes pass the same hidden

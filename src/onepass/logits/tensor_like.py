@@ -22,7 +22,7 @@ from onepass.reference.softmax import transformed
 
 
 class MaterializedLogits(UserWarning):
-    """An operation on logits that would otherwise not have been materialized."""
+    """The warning for an operation that computes all logits of `LinearLogits`."""
 
 
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}  # losses of torch, and functions that return None if they cannot
@@ -290,7 +290,7 @@ class TensorLike(LogitsSource):
 LAZY = frozenset(
     ("contiguous", "clone", "detach", "float", "half", "bfloat16", "double", "to", "view", "reshape", "flatten")
     + ("squeeze", "unsqueeze", "mul", "multiply", "div", "divide", "true_divide", "tanh", "add")
-)  # the methods that a function of torch may stand for
+)  # the methods methods that torch also has as functions
 
 
 def _operator(name: str) -> Callable[..., Any]:

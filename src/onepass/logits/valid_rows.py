@@ -1,4 +1,4 @@
-"""The rows of a linear head that are not masked. Their number, which the device computes, determines the tiles."""
+"""The rows of a linear head that are not masked. `tiles` plans by their number, which is read from the device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

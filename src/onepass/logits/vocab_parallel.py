@@ -31,10 +31,10 @@ class VocabParallelLogits(LogitsSource):
     Args:
         local_logits: ``(..., columns)``, those of this process; float16, bfloat16, float32 or float64, any strides.
         group: a `torch.distributed.ProcessGroup`, or a `DeviceMesh` with one dimension.
-        vocab_size: V. The columns from V on, which the last processes hold, are padding: they belong to no token and
-            their gradient is 0. Default: all columns.
+        vocab_size: V. The columns from V on, which the last processes hold, are padding: their
+            gradient is 0. Default: all columns.
 
-    Class weights are those of all tokens, or of the tokens of this process.
+    Class weights are given for all classes, or for the classes of this process.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or shape, or the processes do not agree on rows, dtype and
@@ -118,7 +118,7 @@ def group_of(group: Any, name: str = "group") -> Any:
     return group
 
 
-NUMBERS = 32  # that processes send to agree, which is enough for 27 dimensions
+NUMBERS = 32  # that processes exchange for the check; enough for 27 dimensions
 _agreed: "WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[int, Shard]]]" = WeakKeyDictionary()
 
 
@@ -126,7 +126,7 @@ def agreed(
     rows: Sequence[int], columns: int, dtype: torch.dtype, device: torch.device, group: Any, vocab_size: int | None
 ) -> Shard:
     """The columns that each process holds, after a check that the processes agree on everything else."""
-    # Of what is the same on all processes, so that all of them look it up, or none.
+    # The key has only values that must agree, so that all processes find it or none does.
     about = (len(rows), *rows, -1 if vocab_size is None else vocab_size, FLOATS.index(dtype))
     known = _agreed.setdefault(group, {})
     if about in known and not is_debugging():

@@ -194,7 +194,7 @@ def torch_cross_entropy(
 ) -> Tensor | None:
     """`torch.nn.functional.cross_entropy` of logits that are not a tensor; None if it must be computed from a tensor.
 
-    These are targets that are probabilities, classes in another dimension than the last, and deprecated arguments.
+    It must be for targets that are probabilities, classes in another dimension than the last, and deprecated arguments.
     """
     rows = input.shape[:-1]
     is_index = isinstance(target, Tensor) and target.dtype in (torch.int32, torch.int64) and target.shape == rows

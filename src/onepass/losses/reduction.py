@@ -1,4 +1,4 @@
-"""The reduction of the losses of all rows to a mean or a sum."""
+"""The reduction of the losses of all rows to a mean or a sum, which all loss functions call."""
 
 from torch import Tensor
 

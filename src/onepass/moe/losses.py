@@ -48,7 +48,7 @@ def _layers(routing: Routing | Sequence[Routing]) -> Sequence[Routing]:
     if not layers or any(getattr(r, "prob_sums", None) is None for r in layers):
         raise ValueError("routing: expected one or more from route(..., losses=True), got none or one without")
     if len({getattr(r.experts, "shape", (0,))[-1] for r in layers}) > 1:
-        raise ValueError("routing: expected layers of which a token takes as many experts, got different ones")
+        raise ValueError("routing: expected the same number of experts per token in all layers, got different numbers")
     E = layers[0].counts.shape if isinstance(layers[0].counts, Tensor) else ()
     for r in layers:
         of_tokens = r.experts.shape[:-1] if isinstance(r.experts, Tensor) else ()

@@ -81,7 +81,7 @@ def route_block(
     Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, OLMoE, DeepSeek-V2, DeepSeek-V3, GLM-4-MoE, MiniMax, MiniMax-M2, gpt-oss,
     ERNIE-4.5-MoE, Hunyuan-MoE and dots1 are recognized by class. Logits are computed in the precision of the
     family, scores and weights in float32. A PEFT LoRA on the gate is a GEMM of its own,
-    ``x Wᵀ + scaling (x Aᵀ) Bᵀ``, so that a plain delta is never added to a sharded ``W``.
+    ``x Wᵀ + scaling (x Aᵀ) Bᵀ``, so that ``B A`` is never added to a sharded ``W``.
 
     Args:
         block: the block, or its router if that has all settings. Any other class must have the attributes of

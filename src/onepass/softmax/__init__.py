@@ -1,1 +1,1 @@
-"""Softmax statistics of rows of logits and the divergence between two rows, with autograd and registered with torch."""
+"""Softmax statistics of rows of logits and the divergence of two rows, differentiable; sources of logits use them."""

@@ -1,4 +1,4 @@
-"""Logits that were overwritten with their gradient: every later use raises an error instead of being wrong."""
+"""Logits that were overwritten with their gradient. `statistics` marks them, and every later use raises an error."""
 
 from typing import Any
 

@@ -135,7 +135,7 @@ class GatheredRows(torch.autograd.Function):
 
 
 class GatheredColumns(torch.autograd.Function):
-    """All columns; the gradient of those of this process. All processes compute the same loss of them."""
+    """All-gather of the columns. All ranks compute the same loss, so the backward takes the columns of this rank."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, shard: Shard) -> Tensor:
