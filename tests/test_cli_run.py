@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import onepass
 from onepass.cli.app import app
 from onepass.cli.script import is_script
+from onepass.integrations import patching
 from onepass.integrations.switch import libraries_asked_for
 
 SOURCE = Path(onepass.__file__).parents[1]
@@ -205,7 +206,8 @@ def test_the_values_of_the_variable(monkeypatch, value):
     assert libraries_asked_for() == VALUES[value]
 
 
-EXPECTED = "ONEPASS_PATCH: expected 0, 1, or any of 'transformers', 'trl', 'torch', 'megatron', 'verl' separated by commas, got "
+NAMES = ", ".join(map(repr, patching.NAMES))
+EXPECTED = f"ONEPASS_PATCH: expected 0, 1, or any of {NAMES} separated by commas, got "
 
 
 @pytest.mark.parametrize("value", ["yes", "transformers,", "1,trl", "Transformers"])

@@ -161,9 +161,7 @@ def test_a_failure_half_way_is_undone(monkeypatch, module):
 
 
 def test_versions_and_names(monkeypatch):
-    with pytest.raises(
-        ValueError, match="libraries: expected any of 'transformers', 'trl', 'torch', 'megatron', 'verl', got 'TRL'"
-    ):
+    with pytest.raises(ValueError, match=r"libraries: expected any of 'transformers', 'trl', .*, got 'TRL'"):
         onepass.patch("TRL")
     monkeypatch.setattr(trl, "__version__", "0.20.0")
     with onepass.patch("trl") as patched:
