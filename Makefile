@@ -11,12 +11,15 @@ EARLIER_TRL := 0.29.1 1.10.0
 EARLIER_TRANSFORMERS := 4.56.0 5.0.0 5.6.0 5.7.0 5.13.0
 EARLIER_PEFT := 0.21.0
 
-.PHONY: demo test test-trl test-transformers test-peft lint bench clean
+.PHONY: demo test pytest test-trl test-transformers test-peft lint bench clean
 
 demo: $(READY)
 	$(BIN)/onepass demo
 
-test: lint
+test: $(READY)  # at once, since mypy takes one core for half a minute
+	$(MAKE) --jobs 2 lint pytest
+
+pytest: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 test-trl: $(EARLIER_TRL:%=test-trl-%)

@@ -1,5 +1,6 @@
 """Which of the paths a test runs on."""
 
+import inspect
 import os
 from typing import Any
 
@@ -13,7 +14,7 @@ def quick_interpreter(monkeypatch: Any) -> None:
     """Have Triton's interpreter do twice as much in the same time.
 
     It patches the language anew for every call of a function within a kernel, where once a launch is enough, checks
-    every sum of integers for an overflow, and builds the same types and shapes for every value.
+    every sum of integers for an overflow, and every value for its size, and builds the same types and shapes again.
     """
     from triton.language import core
     from triton.runtime import interpreter
@@ -64,6 +65,26 @@ def quick_interpreter(monkeypatch: Any) -> None:
             shapes[type.name] = {"shape": self.shape, "numel": self.numel}
         self.__dict__.update(shapes[type.name], handle=handle, type=type, dtype=type.scalar)
 
+    members: dict[int, list[tuple[str, Any]]] = {}
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        if id(package) not in members:
+            found = [(name, member) for name, member in inspect.getmembers(package) if core.is_builtin(member)]
+            members[id(package)] = [(name, with_semantic(member)) for name, member in found]
+        for name, member in members[id(package)]:
+            scope.set_attr(package, name, member)
+
+    def with_semantic(member: Any) -> Any:
+        function, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(interpreter, "_patch_builtin", patch_builtin)
+    monkeypatch.setattr(interpreter, "_validate_np_data_size", lambda array, dtype: True)
     monkeypatch.setattr(interpreter, "_get_np_dtype", np_dtype)
     monkeypatch.setattr(core.block_type, "__init__", block_type)
     monkeypatch.setattr(core.tensor, "__init__", tensor)

@@ -419,5 +419,5 @@ def test_what_is_shipped_is_of_the_gpu_that_its_name_says_and_of_the_versions_of
 def test_run_needs_a_gpu(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(AssertionError, match="expected a GPU"):
+    with pytest.raises(AssertionError, match="expected a CUDA or ROCm GPU"):
         command("run", "--out", tmp_path / "store.json")

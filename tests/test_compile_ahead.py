@@ -84,22 +84,15 @@ CASES = {
         Options("log_probs entropy"),
         mlp=ExpertOptions(gate_up_scaling=2.0, down_scaling=2.0),
     ),
-    "unaligned_rows": Case(
-        4096,
-        50257,
-        Options("log_probs entropy"),
-        pair=PairOptions("jsd", 0.5),
-        experts=10,
-        router=RouterOptions(4, "softmax", renormalize=False, score_after_topk=True),
-    ),
-    # Cross-entropy with label smoothing; one warp.
+    # Cross-entropy with label smoothing; one warp; rows that are not aligned.
     "short_rows": Case(
         4096,
-        256,
+        257,
         Options("log_probs log_normalizer weighted_logit", class_weight=0.1),
         row_mask=True,
         pair=PairOptions("reverse", 0.5, Transform(softcap=30.0)),
-        router=RouterOptions(8, "sigmoid", 8, 4),
+        experts=10,
+        router=RouterOptions(4, "softmax", renormalize=False, score_after_topk=True),
     ),
     # Too few rows for the card, so that they are split; the gradient's rows lie otherwise than the logits'.
     "few_rows": Case(

@@ -14,6 +14,7 @@ from definition import assert_close, assert_gradient_close, divergence, topk_div
 from inputs import HARD, INF, moved, split_rows
 from onepass import reference
 from onepass.softmax.teacher_tokens import teacher_tokens
+from paths import interpreted
 
 DIRECTIONS = ("forward", "reverse", "jsd")
 ROWS, VOCAB = 5, 301
@@ -101,6 +102,8 @@ def judged(direction, beta):
 @pytest.mark.parametrize("renormalize", [False, True], ids=["whole", "renormalized"])
 @pytest.mark.parametrize("K", [1, 5, 64, 128])
 def test_topk_against_the_definition(device, K, renormalize, masks, temperature):
+    if interpreted(device) and temperature == 1.0:
+        pytest.skip("once is enough for the interpreter")
     for direction, dtype in itertools.product(DIRECTIONS, (torch.float32, torch.bfloat16, torch.float64)):
         x, ids, log_t, mask = topk_batch(device, K, dtype, masks)
         options = judged(direction, 0.3) | {"renormalize": renormalize, "temperature": temperature}
