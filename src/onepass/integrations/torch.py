@@ -5,6 +5,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from onepass.integrations.patching import Target, original
@@ -36,8 +37,8 @@ def cross_entropy(
 
 
 def is_sharded(logits: Any) -> bool:
-    """Whether the logits are a DTensor ``(rows, V)`` that is sharded over V alone."""
-    if not hasattr(logits, "placements") or logits.dim() != 2:
+    """Whether the logits are a DTensor ``(rows, V)`` that is sharded over V alone, outside of a compiled function."""
+    if not hasattr(logits, "placements") or logits.dim() != 2 or torch.compiler.is_compiling():
         return False
     sharded = [p for p in logits.placements if not p.is_replicate()]
     return len(sharded) == 1 and sharded[0].is_shard(1)
