@@ -53,10 +53,13 @@ bench: $(READY)
 
 $(READY): requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -e .
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(AXOLOTL)
+	$(BIN)/python -m pip $(QUIETLY) $(TORCH)
+	$(BIN)/python -m pip $(QUIETLY) -r requirements-dev.txt -e .
+	$(BIN)/python -m pip $(QUIETLY) --no-deps $(AXOLOTL)
 	touch $@
+
+# Modules are compiled when they are imported, which few of them are.
+QUIETLY := install --quiet --disable-pip-version-check --no-compile
 
 # Asked for first and alone: a CPU build of this version satisfies every later requirement.
 TORCH := $(shell grep '^torch==' requirements-dev.txt)
