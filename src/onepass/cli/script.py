@@ -6,13 +6,12 @@ import runpy
 import sys
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
-from importlib.util import find_spec
 from pkgutil import get_importer
 from types import ModuleType, TracebackType
 from typing import Any
 
 import onepass
-from onepass.integrations.patching import LIBRARIES
+from onepass.integrations.patching import LIBRARIES, is_installed
 from onepass.integrations.switch import VARIABLE, libraries_asked_for
 
 # What Python itself calls for -m and for folders. The public functions restore __main__ and sys.argv when they return.
@@ -57,7 +56,7 @@ def patch_libraries() -> str:
     """Patch, and say what was patched in one line."""
     names = libraries_asked_for()
     if names is None:
-        names = [name for name in LIBRARIES if find_spec(name) is not None]
+        names = [name for name in LIBRARIES if is_installed(name)]
         if not names:
             return f"nothing patched, because none of {', '.join(LIBRARIES)} is installed"
     elif not names:

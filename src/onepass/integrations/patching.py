@@ -200,9 +200,7 @@ def _integrations(libraries: Sequence[str]) -> list[ModuleType]:
     for name in libraries:
         if name not in NAMES:
             raise ValueError(f"libraries: expected any of {', '.join(map(repr, NAMES))}, got {name!r}")
-        if not is_installed(name):
-            how = f"; pip install 'onepass[{name}]'" if name in LIBRARIES else ""
-            raise ModuleNotFoundError(f"libraries: {name} is not installed{how}", name=name)
+        check_installed(name, "libraries")
     chosen = libraries or [name for name in LIBRARIES if is_installed(name)]
     return [import_module(f"onepass.integrations.{name}") for name in chosen]
 
@@ -213,6 +211,13 @@ def is_installed(library: str) -> bool:
         return find_spec(PACKAGES.get(library, library)) is not None
     except ModuleNotFoundError:  # of its first package
         return False
+
+
+def check_installed(library: str, argument: str) -> None:
+    """Raise, naming the argument that asked for it, unless the library can be imported."""
+    if not is_installed(library):
+        how = f"; pip install 'onepass[{library}]'" if library in LIBRARIES else ""
+        raise ModuleNotFoundError(f"{argument}: {library} is not installed{how}", name=library)
 
 
 def version_of(library: str) -> str:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 
-from onepass.integrations.patching import LIBRARIES, NAMES, Patch, is_installed, patch
+from onepass.integrations.patching import LIBRARIES, NAMES, Patch, check_installed, is_installed, patch
 
 VARIABLE = "ONEPASS_PATCH"
 
@@ -27,9 +27,7 @@ def libraries_asked_for() -> Sequence[str] | None:
         if name not in NAMES:
             known = ", ".join(map(repr, NAMES))
             raise ValueError(f"{VARIABLE}: expected 0, 1, or any of {known} separated by commas, got {value!r}")
-        if not is_installed(name):
-            how = f"; pip install 'onepass[{name}]'" if name in LIBRARIES else ""
-            raise ModuleNotFoundError(f"{VARIABLE}: {name} is not installed{how}", name=name)
+        check_installed(name, VARIABLE)
     return names
 
 
