@@ -84,6 +84,16 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         for after in (True, False)
         for score in ("softmax", "sigmoid")
     },
+    **{
+        f"all scores of a router are tiny, {score}": [
+            {"function": "route", "k": 2, "vocab": 8, "hard": "1e4", "weights": weights, "dtype": dtype,
+             "options": {"score": score, "eps": eps}}
+            for dtype in ("float32", "float64")
+            for weights in (False, True)
+            for eps in (0, 1e-20)
+        ]
+        for score in ("softmax", "sigmoid", "sqrtsoftplus")
+    },
     "a label of more than 32 bits": [
         {"function": "distillation_loss", "k": 2, "int32": False, "label": 2**32 + 5, "head": head,
          "ids_of_32_bits": True, "options": {"reduction": reduction}}

@@ -554,6 +554,20 @@ def of_route(spec: Spec) -> Problem:
             found = torch.where(z > 30, z.clamp(min=1).sqrt(), found)
         return found.masked_fill(off, 0.0)
 
+    def renormalized(chosen: Tensor, z: Tensor, eps: float) -> Tensor:
+        """The scores over their sum and eps, from their logarithms: float64 has no scores below exp(-745) either."""
+        if score == "softmax":
+            log = chosen - chosen.logsumexp(-1, keepdim=True) if after else chosen - z.logsumexp(-1, keepdim=True)
+        elif score == "sigmoid":
+            log = torch.nn.functional.logsigmoid(chosen)
+        else:
+            far = chosen < -40
+            log = torch.where(far, chosen, scores(chosen.masked_fill(far, 0.0)).log() * 2) / 2
+        top = log.detach().amax(-1, keepdim=True)
+        top = top.masked_fill(top == -INF, 0.0)
+        share = (log - top).exp()
+        return share / (share.sum(-1, keepdim=True) + (eps * (-top).exp() if eps else 0.0))
+
     def define(t: dict[str, Any]) -> dict[str, Tensor]:
         kept = t["token_mask"] != 0 if "token_mask" in t else torch.ones(s.rows, dtype=torch.bool)
         x, experts = masked(t["router_logits"], kept), chosen["experts"]
@@ -570,7 +584,7 @@ def of_route(spec: Spec) -> Problem:
         check_choice(x, z.detach(), experts, t, kept & ~bad)
         w = scores(z.gather(-1, experts)) if after else scores(z).gather(-1, experts)
         if options.get("renormalize", True):
-            w = w / (w.sum(-1, keepdim=True) + options.get("eps", 1e-20))
+            w = renormalized(z.gather(-1, experts), z, options.get("eps", 1e-20))
         w = torch.where(bad.unsqueeze(-1), NAN, w * options.get("scale", 1.0))
         p = torch.where(kept.unsqueeze(-1), z.softmax(-1), 0.0).reshape(-1, E).sum(0)
         lse = torch.where((z == INF).any(-1), NAN, lse)

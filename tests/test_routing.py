@@ -101,6 +101,33 @@ def test_dtypes(device, dtype):
                                atol=1e-6)  # fmt: skip
 
 
+@pytest.mark.parametrize("eps", [0, 1e-30])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_scores_that_underflow_are_renormalized(device, score, eps):
+    """All selected scores are so small that float32 has no such numbers, since the bias selects these experts."""
+    low = torch.tensor([-900.0, -300.0, -210.0, -88.0, -50.0, -39.0, -3.0]).double()
+    x = torch.cat([low.view(-1, 1) + torch.linspace(-2, 2, 28).view(7, 4), torch.zeros(7, 4)], -1)
+    if score != "softmax":
+        x[:, 4:] = x[:, :4] - 5.0
+    bias = torch.tensor([2.0] * 4 + [0.0] * 4)
+    given, upstream = x.float().to(device).requires_grad_(), torch.rand(7, 3).double()
+    routing = route(given, 3, score=score, selection_bias=bias.to(device), eps=eps)
+    assert (routing.experts < 4).all()
+    exact = x.float().double().requires_grad_()
+    log = {
+        "softmax": lambda z: z.log_softmax(-1),
+        "sigmoid": torch.nn.functional.logsigmoid,
+        "sqrtsoftplus": lambda z: torch.where(z < -40, z, torch.log1p(z.clamp(min=-60).exp()).log()) / 2,
+    }[score](exact)
+    log = log.gather(-1, routing.experts.cpu())
+    of_eps = torch.full((7, 1), math.log(eps) if eps else -INF)
+    weights = torch.cat([log, of_eps], -1).softmax(-1)[:, :3]
+    weights.backward(upstream)
+    routing.weights.backward(upstream.float().to(device))
+    torch.testing.assert_close(routing.weights.detach().cpu().double(), weights.detach(), rtol=1e-4, atol=1e-12)
+    torch.testing.assert_close(given.grad.cpu().double(), exact.grad, rtol=2e-4, atol=1e-6)
+
+
 def test_ties_go_to_the_lower_id(device):
     x = torch.zeros(3, 48, device=device)
     x[1, 20:] = 1.0

@@ -7,7 +7,8 @@ between the two.
 from onepass.kernels.divergence import divergence, divergence_gradient
 from onepass.kernels.expert_mlp import expert_mlp, expert_mlp_gradient
 from onepass.kernels.merge_shards import merge_shards
-from onepass.kernels.router import route, route_gradient
+from onepass.kernels.router import route
+from onepass.kernels.router_gradient import route_gradient
 from onepass.kernels.row_mean import row_mean
 from onepass.kernels.scale import scale
 from onepass.kernels.scattered_linear import scattered_linear, scattered_linear_gradient

@@ -1,9 +1,9 @@
-"""Routing kernels for `moe.route`, forward and backward, each with one read of the logits.
+"""The kernel of `moe.route`, with one read of the logits.
 
-The forward computes scores, the top-k experts, their weights and the number of tokens of every expert. Bytes moved:
-``T·E`` logits in, ``O(T·K)`` out; backward, the logits in and their gradient out. A program holds all logits of some
-tokens. The forward is bound by the instructions of k searches for a maximum. Experts are therefore divided into chunks,
-each a tensor of its own. Every lane keeps its values sorted over the chunks, so that a search looks at one chunk only.
+It computes scores, the top-k experts, their weights and the number of tokens of every expert. Bytes moved: ``T·E``
+logits in, ``O(T·K)`` out. A program holds all logits of some tokens. The kernel is bound by the instructions of k
+searches for a maximum. Experts are therefore divided into chunks, each a tensor of its own. Every lane keeps its values
+sorted over the chunks, so that a search looks at one chunk only.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
@@ -16,34 +16,26 @@ import torch
 import triton
 import triton.language as tl
 
-from onepass.core.moe_options import RouterOptions, RoutingGradients, RoutingResults, empty_routing
-from onepass.kernels import layout
-from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
+from onepass.core.moe_options import RouterOptions, RoutingResults, empty_routing
+from onepass.kernels.launch import Flat, Out, Plan, Rows, launch
 from onepass.kernels.layout import power_of_two
-from onepass.kernels.online_softmax import LOG2E, LOWEST, transform, transform_and_slope
+from onepass.kernels.online_softmax import LOG2E, LOWEST, transform
+from onepass.kernels.router_scores import (
+    SIGMOID,
+    SOFTMAX,
+    has_no_score,
+    raw_scores,
+    relative,
+    sigmoid,
+    sqrtsoftplus,
+    undefined,
+    warps_of,
+)
 
-SOFTMAX, SIGMOID = tl.constexpr("softmax"), tl.constexpr("sigmoid")
-TILE, VECTORS = 1024, 4  # of the backward: logits per program; vectors per thread, which holds several tokens
 ONE_TILE = 16384  # the most logits that a single program reads; it needs no atomics for the counts
 # The forward has THREADS threads per program, at least CHUNK experts per chunk and at most MOST_CHUNKS chunks.
 THREADS, CHUNK, MOST_CHUNKS = 128, 16, 4
 VALUES = 8  # adjacent logits per thread
-MOST_THREADS = 1024
-
-
-@triton.jit
-def sigmoid(z):
-    """``1 / (1 + exp(-z))``."""
-    return 1.0 / (1.0 + tl.exp2(-z * LOG2E))
-
-
-@triton.jit
-def sqrtsoftplus(z):
-    """``sqrt(log(1 + exp(z)))``, accurate even if ``exp(z)`` is lost when it is added to 1."""
-    u = tl.exp2(-tl.abs(z) * LOG2E)
-    w = 1.0 + u
-    log1p = tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
-    return tl.sqrt(tl.maximum(z, 0.0) + log1p)
 
 
 @triton.jit
@@ -107,42 +99,6 @@ def popped(v, ids, first, CHUNKS: tl.constexpr):
         left = left + (tl.where(here, v[c], v[c - 1]),)
         left_ids = left_ids + (tl.where(here, ids[c], ids[c - 1]),)
     return left + (tl.where(here, float("-inf"), v[CHUNKS - 1]),), left_ids + (ids[CHUNKS - 1],)
-
-
-@triton.jit
-def has_no_score(z, SCORE: tl.constexpr):
-    """Whether a logit is NaN or its score is infinite. (`undefined` detects the latter for a softmax.)"""
-    odd = z != z
-    if SCORE != SIGMOID:
-        odd = odd | (z == float("inf"))
-    return odd
-
-
-@triton.jit
-def undefined(odd, total, SCORE: tl.constexpr):
-    """Tokens without a valid routing: a logit has no score or, for a softmax, the normalizer is 0 or not finite."""
-    if SCORE == SOFTMAX:
-        bad = ((total > 0) & (total < float("inf"))) == 0
-    else:
-        bad = tl.max(odd.to(tl.int32), axis=1) > 0
-    return bad
-
-
-@triton.jit
-def raw_scores(z, m, total, valid, SCORE: tl.constexpr, AFTER: tl.constexpr):
-    """The scores ``(T, K)`` of the selected logits ``z``; ``m`` and ``total``: maximum and normalizer of all logits."""
-    if SCORE == SOFTMAX:
-        if AFTER:
-            top = tl.max(tl.where(valid, z, float("-inf")), axis=1)
-            e = tl.where(valid, tl.exp2((z - top[:, None]) * LOG2E), 0.0)
-            s = e / tl.sum(e, axis=1)[:, None]
-        else:
-            s = tl.exp2((z - m[:, None]) * LOG2E) / total[:, None]
-    elif SCORE == SIGMOID:
-        s = sigmoid(z)
-    else:
-        s = sqrtsoftplus(z)
-    return tl.where(valid, s, 0.0)
 
 
 @triton.jit(
@@ -273,7 +229,10 @@ def routing_kernel(
     z_selected = transform(tl.load(start[:, None] + selected, mask=counted, other=0.0), inner, outer, SOFTCAP)
     s = raw_scores(z_selected, m, total, k < K, SCORE, AFTER)
     if RENORMALIZE:
-        s = s / (tl.sum(s, axis=1) + eps)[:, None]
+        n = tl.zeros_like(m) + eps
+        if SCORE != SOFTMAX or SCORED:  # else the largest of all scores is selected
+            s, n, _ = relative(s, z_selected, m, total, k < K, n, SCORE, AFTER)
+        s = s / (tl.sum(s, axis=1) + n)[:, None]
     w = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), s * scale), 0.0)
     tl.store(weights + t[:, None] * K + k, w, mask=valid)
     tl.store(experts + t[:, None] * K + k, selected.to(tl.int64), mask=valid)
@@ -283,93 +242,6 @@ def routing_kernel(
         tl.store(counts + bins, count, mask=bins < E)
     else:
         tl.atomic_add(counts + bins, count, mask=(bins < E) & (count > 0), sem="relaxed")
-
-
-@triton.jit(
-    do_not_specialize=["T", "stride", "w_stride", "p_stride", "l_stride"],
-    do_not_specialize_on_alignment=[
-        "experts", "token_mask", "grad_weights", "grad_prob_sums", "grad_logsumexp",
-    ],
-)  # fmt: skip
-def routing_gradient_kernel(
-    logits: "Rows", out: "Out", experts: "Flat", token_mask: "Flat", grad_weights: "Strided", grad_prob_sums: "Strided",
-    grad_logsumexp: "Strided",
-    T: tl.int32, stride: tl.int64, w_stride: tl.int32, p_stride: tl.int32, l_stride: tl.int32, inner: tl.float32,
-    outer: tl.float32, scale: tl.float32, eps: tl.float32,
-    E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, AFTER: tl.constexpr,
-    SOFTCAP: tl.constexpr, VEC: tl.constexpr, OUT_VEC: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """The gradient of the logits.
-
-    Inputs: ``logits`` ``(T, E)``; ``experts`` ``(T, K)``; ``token_mask`` ``(T,)`` or None; the upstream gradients
-    ``grad_weights`` ``(T, K)``, ``grad_prob_sums`` ``(E,)`` and ``grad_logsumexp`` ``(T,)``, each or None.
-    Output: ``out`` ``(T, E)``.
-    Bytes moved: see the module docstring.
-    """
-    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    e = tl.arange(0, BLOCK_E)[None, :]
-    k = tl.arange(0, BLOCK_K)[None, :]
-    start = logits + t * stride // VEC * VEC
-    active = t < T
-    if token_mask is not None:
-        active = active & (tl.load(token_mask + t, mask=t < T, other=0) != 0)
-    there = e < E
-    x = tl.load(start[:, None] + e, mask=active[:, None] & there, other=0.0)
-    z, slope = transform_and_slope(x, inner, outer, SOFTCAP)
-    z = tl.where(there, z, float("-inf"))
-    m = tl.maximum(tl.max(z, axis=1), LOWEST)
-    p = tl.exp2((z - m[:, None]) * LOG2E)
-    total = tl.sum(p, axis=1)
-    bad = undefined(has_no_score(z, SCORE) & there, total, SCORE)
-    inverse = (1.0 / total)[:, None]
-    p = p * inverse
-
-    # The path through the weights: g is the gradient of the selected scores, then of their logits.
-    valid = (t[:, None] < T) & (k < K)
-    selected = tl.load(experts + t[:, None] * K + k, mask=valid, other=0).to(tl.int32)
-    x_selected = tl.load(start[:, None] + selected, mask=valid & active[:, None], other=0.0)
-    z_selected, slope_selected = transform_and_slope(x_selected, inner, outer, SOFTCAP)
-    g = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
-    if grad_weights is not None:
-        g = tl.load(grad_weights + t[:, None] * w_stride + k * (w_stride != 0), mask=valid, other=0.0) * scale
-    s = raw_scores(z_selected, m, total, k < K, SCORE, AFTER)
-    if RENORMALIZE:
-        n = tl.sum(s, axis=1) + eps
-        g = (g - (tl.sum(g * s, axis=1) / n)[:, None]) / n[:, None]
-    a = tl.zeros([BLOCK_T], tl.float32)  # the gradient is p·(a + G), plus g at the selected experts
-    if SCORE == SOFTMAX:
-        g = g * s
-        if AFTER:
-            g -= s * tl.sum(g, axis=1)[:, None]
-        else:
-            a -= tl.sum(g, axis=1)
-    elif SCORE == SIGMOID:
-        g = g * s * (1.0 - s)
-    else:
-        g = tl.where(s > 0.0, g * sigmoid(z_selected) / (2.0 * s), 0.0)
-
-    if grad_logsumexp is not None:
-        a += tl.load(grad_logsumexp + t * l_stride, mask=t < T, other=0.0)
-    dense = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-    of_selected = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
-    if grad_prob_sums is not None:
-        G = tl.load(grad_prob_sums + e * p_stride, mask=there, other=0.0)
-        a -= tl.sum(tl.where(there, G * p, 0.0), axis=1)
-        dense += G
-        of_selected += tl.load(grad_prob_sums + selected * p_stride, mask=valid, other=0.0)
-    p_selected = tl.exp2((z_selected - m[:, None]) * LOG2E) * inverse
-    if (SCORE == SOFTMAX and not AFTER) or grad_logsumexp is not None or grad_prob_sums is not None:
-        dense = p * (dense + a[:, None])
-        g += p_selected * (of_selected + a[:, None])
-    dense = dense * slope
-    g = g * slope_selected
-    dense = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), dense), 0.0)
-    g = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), g), 0.0)
-    base = out + t * E // OUT_VEC * OUT_VEC
-    tl.store(base[:, None] + e, dense.to(out.dtype.element_ty), mask=(t[:, None] < T) & there)
-    tl.debug_barrier()  # the selected experts are written twice
-    tl.store(base[:, None] + selected, g.to(out.dtype.element_ty), mask=valid)
 
 
 def groups_of(E: int, n_group: int) -> tuple[int, int, int]:
@@ -389,11 +261,6 @@ def tokens_of_tile(T: int, E: int, n_group: int) -> int:
     width = groups * power_of_two(size)
     tile = ONE_TILE if T * width <= ONE_TILE else THREADS * VALUES * chunks
     return min(power_of_two(T), max(1, tile // width))
-
-
-def warps_of(elements: int, of_thread: int) -> int:
-    """Warps per program, where a thread has about ``of_thread`` of the ``elements``."""
-    return layout.warps(min(MOST_THREADS, max(1, elements // of_thread)))
 
 
 Shape = tuple[int, int, int]  # tokens, experts, stride of the logits
@@ -436,36 +303,3 @@ def route(
     if parts is not None and programs != 1:
         torch.sum(parts, 0, out=prob_sums)
     return results
-
-
-def gradient_plan_for(shape: Shape, strides: tuple[int, ...], options: RouterOptions) -> Plan:
-    """The launch of `routing_gradient_kernel`; ``strides`` are those of the upstream gradients."""
-    T, E, stride = shape
-    o, width = options, power_of_two(E)
-    rows = min(power_of_two(T), max(1, TILE // width))
-    constexprs = dict(
-        E=E, K=o.k, SCORE=o.score, RENORMALIZE=o.renormalize, AFTER=o.score_after_topk, SOFTCAP=o.softcap is not None,
-        VEC=math.gcd(VALUES, stride), OUT_VEC=math.gcd(VALUES, E), BLOCK_T=rows, BLOCK_E=width,
-        BLOCK_K=power_of_two(o.k),
-    )  # fmt: skip
-    numbers = (T, stride, *strides, *o.factors(), o.scale, o.eps)
-    warps = warps_of(rows * width, VECTORS * math.gcd(VALUES, stride, E))
-    return Plan(routing_gradient_kernel, -(-T // rows), numbers, constexprs, warps)
-
-
-def route_gradient(
-    logits: torch.Tensor, experts: torch.Tensor, token_mask: torch.Tensor | None, grads: RoutingGradients,
-    options: RouterOptions,
-) -> torch.Tensor:  # fmt: skip
-    """The gradient of the logits, in their dtype, from those of the weights, summed probabilities and logsumexp."""
-    grad_weights, *of_sums = grads
-    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    T, E = logits.shape
-    if grad_weights is not None and any(grad_weights.stride()):
-        grad_weights = grad_weights.contiguous()
-    upstream = grad_weights, *of_sums
-    strides = tuple([0 if g is None else g.stride(0) for g in upstream])
-    if T:
-        about = (T, E, logits.stride(0)), strides, options
-        launch(gradient_plan_for, about, (logits, out, experts, token_mask, *upstream))
-    return out

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.core.moe_options import RouterOptions, RoutingGradients, RoutingResults
+from onepass.core.moe_options import SMALLEST, RouterOptions, RoutingGradients, RoutingResults
 
 
 def route(
@@ -15,7 +15,8 @@ def route(
     experts = select(logits, z, selection_bias, token_mask, options)
     selected = raw_scores(z, experts, options)
     if options.renormalize:
-        selected = selected / (selected.sum(-1, keepdim=True) + options.eps)
+        selected, eps, _ = relative(selected, z, experts, options)
+        selected = selected / (selected.sum(-1, keepdim=True) + eps)
     weights = (selected * options.scale).masked_fill(undefined(z, options), float("nan"))
     prob_sums = logsumexp = None
     if options.sums:
@@ -43,19 +44,22 @@ def route_gradient(
     p, selected = z.softmax(-1), z.gather(-1, experts)
     # Through the weights: g is the gradient of the selected scores, then of their logits.
     g = torch.zeros_like(selected) if grad_weights is None else grad_weights * options.scale
-    s = raw_scores(z, experts, options)
+    r = s = raw_scores(z, experts, options)
+    tiny = torch.zeros_like(s[:, :1], dtype=torch.bool)
     if options.renormalize:
-        n = s.sum(-1, keepdim=True) + options.eps
-        g = (g - (g * s).sum(-1, keepdim=True) / n) / n
+        r, eps, tiny = relative(s, z, experts, options)
+        n = r.sum(-1, keepdim=True) + eps
+        g = (g - (g * r).sum(-1, keepdim=True) / n) / n
     a = z.new_zeros(len(z), 1)  # the gradient is p·(a + grad_prob_sums), plus g at the selected experts
     if options.score == "softmax":
-        g = g * s
+        g = g * r
         total = g.sum(-1, keepdim=True)
-        g, a = (g - s * total, a) if options.score_after_topk else (g, a - total)
+        g, a = (g - r * total, a) if options.score_after_topk else (g, a - total)
     elif options.score == "sigmoid":
-        g = g * s * (1 - s)
+        g = g * r * (1 - s)
     else:
-        g = torch.where(s > 0, g * selected.sigmoid() / (2 * s), 0.0)
+        slope = torch.where(s > 0, selected.sigmoid() / (2 * s), 0.0)
+        g = g * torch.where(tiny, 0.5 * r, slope)
     if grad_logsumexp is not None:
         a = a + grad_logsumexp.unsqueeze(-1)
     of_sums = 0 if grad_prob_sums is None else grad_prob_sums - (p * grad_prob_sums).sum(-1, keepdim=True)
@@ -131,3 +135,20 @@ def raw_scores(z: Tensor, experts: Tensor, options: RouterOptions) -> Tensor:
     if options.score_after_topk:
         return score(z.gather(-1, experts), options)
     return score(z, options).gather(-1, experts)
+
+
+def relative(s: Tensor, z: Tensor, experts: Tensor, options: RouterOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """The selected scores ``s`` and ``eps``, both relative to the largest score in tokens where all scores are tiny.
+
+    Their quotients are the same, but tiny scores would underflow. Also returned: which tokens are such, ``(T, 1)``.
+    """
+    selected = z.gather(-1, experts)
+    top = selected.amax(-1, keepdim=True)
+    if options.score_after_topk:  # the largest score is at least 1 / K
+        return s, torch.full_like(top, options.eps), torch.zeros_like(top, dtype=torch.bool)
+    power = 0.5 if options.score == "sqrtsoftplus" else 1.0  # a tiny score is exp(power·(z - offset))
+    offset = z.logsumexp(-1, keepdim=True) if options.score == "softmax" else torch.zeros_like(top)
+    tiny = (top - offset < SMALLEST) & top.isfinite()
+    eps = torch.full_like(top, options.eps)
+    larger = (eps.log() + (offset - top) * power).exp()
+    return s.where(~tiny, ((selected - top) * power).exp()), torch.where(tiny, larger, eps), tiny

@@ -1,0 +1,150 @@
+"""The routing kernel of the backward of `moe.route`: one read of the logits, one write of their gradient."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from onepass.core.moe_options import RouterOptions, RoutingGradients
+from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
+from onepass.kernels.layout import power_of_two
+from onepass.kernels.online_softmax import LOG2E, LOWEST, transform_and_slope
+from onepass.kernels.router_scores import (
+    SIGMOID,
+    SOFTMAX,
+    has_no_score,
+    raw_scores,
+    relative,
+    sigmoid,
+    undefined,
+    warps_of,
+)
+
+TILE, VECTORS, VALUES = 1024, 4, 8  # logits per program; vectors per thread, which holds several tokens; of a vector
+
+
+@triton.jit(
+    do_not_specialize=["T", "stride", "w_stride", "p_stride", "l_stride"],
+    do_not_specialize_on_alignment=[
+        "experts", "token_mask", "grad_weights", "grad_prob_sums", "grad_logsumexp",
+    ],
+)  # fmt: skip
+def routing_gradient_kernel(
+    logits: "Rows", out: "Out", experts: "Flat", token_mask: "Flat", grad_weights: "Strided", grad_prob_sums: "Strided",
+    grad_logsumexp: "Strided",
+    T: tl.int32, stride: tl.int64, w_stride: tl.int32, p_stride: tl.int32, l_stride: tl.int32, inner: tl.float32,
+    outer: tl.float32, scale: tl.float32, eps: tl.float32,
+    E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, AFTER: tl.constexpr,
+    SOFTCAP: tl.constexpr, VEC: tl.constexpr, OUT_VEC: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the logits.
+
+    Inputs: ``logits`` ``(T, E)``; ``experts`` ``(T, K)``; ``token_mask`` ``(T,)`` or None; the upstream gradients
+    ``grad_weights`` ``(T, K)``, ``grad_prob_sums`` ``(E,)`` and ``grad_logsumexp`` ``(T,)``, each or None.
+    Output: ``out`` ``(T, E)``.
+    Bytes moved: the logits in, their gradient out.
+    """
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_E)[None, :]
+    k = tl.arange(0, BLOCK_K)[None, :]
+    start = logits + t * stride // VEC * VEC
+    active = t < T
+    if token_mask is not None:
+        active = active & (tl.load(token_mask + t, mask=t < T, other=0) != 0)
+    there = e < E
+    x = tl.load(start[:, None] + e, mask=active[:, None] & there, other=0.0)
+    z, slope = transform_and_slope(x, inner, outer, SOFTCAP)
+    z = tl.where(there, z, float("-inf"))
+    m = tl.maximum(tl.max(z, axis=1), LOWEST)
+    p = tl.exp2((z - m[:, None]) * LOG2E)
+    total = tl.sum(p, axis=1)
+    bad = undefined(has_no_score(z, SCORE) & there, total, SCORE)
+    inverse = (1.0 / total)[:, None]
+    p = p * inverse
+
+    # The path through the weights: g is the gradient of the selected scores, then of their logits.
+    valid = (t[:, None] < T) & (k < K)
+    selected = tl.load(experts + t[:, None] * K + k, mask=valid, other=0).to(tl.int32)
+    x_selected = tl.load(start[:, None] + selected, mask=valid & active[:, None], other=0.0)
+    z_selected, slope_selected = transform_and_slope(x_selected, inner, outer, SOFTCAP)
+    g = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
+    if grad_weights is not None:
+        g = tl.load(grad_weights + t[:, None] * w_stride + k * (w_stride != 0), mask=valid, other=0.0) * scale
+    s = raw_scores(z_selected, m, total, k < K, SCORE, AFTER)
+    r, tiny = s, m != m
+    if RENORMALIZE:
+        r, n, tiny = relative(s, z_selected, m, total, k < K, tl.zeros_like(m) + eps, SCORE, AFTER)
+        n += tl.sum(r, axis=1)
+        g = (g - (tl.sum(g * r, axis=1) / n)[:, None]) / n[:, None]
+    a = tl.zeros([BLOCK_T], tl.float32)  # the gradient is p·(a + G), plus g at the selected experts
+    if SCORE == SOFTMAX:
+        g = g * r
+        if AFTER:
+            g -= r * tl.sum(g, axis=1)[:, None]
+        else:
+            a -= tl.sum(g, axis=1)
+    elif SCORE == SIGMOID:
+        g = g * r * (1.0 - s)
+    else:
+        slope_of_score = tl.where(s > 0.0, sigmoid(z_selected) / (2.0 * s), 0.0)
+        g = g * tl.where(tiny[:, None], 0.5 * r, slope_of_score)
+
+    if grad_logsumexp is not None:
+        a += tl.load(grad_logsumexp + t * l_stride, mask=t < T, other=0.0)
+    dense = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    of_selected = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
+    if grad_prob_sums is not None:
+        G = tl.load(grad_prob_sums + e * p_stride, mask=there, other=0.0)
+        a -= tl.sum(tl.where(there, G * p, 0.0), axis=1)
+        dense += G
+        of_selected += tl.load(grad_prob_sums + selected * p_stride, mask=valid, other=0.0)
+    p_selected = tl.exp2((z_selected - m[:, None]) * LOG2E) * inverse
+    if (SCORE == SOFTMAX and not AFTER) or grad_logsumexp is not None or grad_prob_sums is not None:
+        dense = p * (dense + a[:, None])
+        g += p_selected * (of_selected + a[:, None])
+    dense = dense * slope
+    g = g * slope_selected
+    dense = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), dense), 0.0)
+    g = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), g), 0.0)
+    base = out + t * E // OUT_VEC * OUT_VEC
+    tl.store(base[:, None] + e, dense.to(out.dtype.element_ty), mask=(t[:, None] < T) & there)
+    tl.debug_barrier()  # the selected experts are written twice
+    tl.store(base[:, None] + selected, g.to(out.dtype.element_ty), mask=valid)
+
+
+Shape = tuple[int, int, int]  # tokens, experts, stride of the logits
+
+
+def gradient_plan_for(shape: Shape, strides: tuple[int, ...], options: RouterOptions) -> Plan:
+    """The launch of `routing_gradient_kernel`; ``strides`` are those of the upstream gradients."""
+    T, E, stride = shape
+    o, width = options, power_of_two(E)
+    rows = min(power_of_two(T), max(1, TILE // width))
+    constexprs = dict(
+        E=E, K=o.k, SCORE=o.score, RENORMALIZE=o.renormalize, AFTER=o.score_after_topk, SOFTCAP=o.softcap is not None,
+        VEC=math.gcd(VALUES, stride), OUT_VEC=math.gcd(VALUES, E), BLOCK_T=rows, BLOCK_E=width,
+        BLOCK_K=power_of_two(o.k),
+    )  # fmt: skip
+    numbers = (T, stride, *strides, *o.factors(), o.scale, o.eps)
+    warps = warps_of(rows * width, VECTORS * math.gcd(VALUES, stride, E))
+    return Plan(routing_gradient_kernel, -(-T // rows), numbers, constexprs, warps)
+
+
+def route_gradient(
+    logits: torch.Tensor, experts: torch.Tensor, token_mask: torch.Tensor | None, grads: RoutingGradients,
+    options: RouterOptions,
+) -> torch.Tensor:  # fmt: skip
+    """The gradient of the logits, in their dtype, from those of the weights, summed probabilities and logsumexp."""
+    grad_weights, *of_sums = grads
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    T, E = logits.shape
+    if grad_weights is not None and any(grad_weights.stride()):
+        grad_weights = grad_weights.contiguous()
+    upstream = grad_weights, *of_sums
+    strides = tuple([0 if g is None else g.stride(0) for g in upstream])
+    if T:
+        about = (T, E, logits.stride(0)), strides, options
+        launch(gradient_plan_for, about, (logits, out, experts, token_mask, *upstream))
+    return out

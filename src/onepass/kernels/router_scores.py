@@ -1,0 +1,85 @@
+"""The scores of experts, on which the forward and the backward of a router agree, for Triton kernels."""
+
+import triton
+import triton.language as tl
+
+from onepass.core.moe_options import SMALLEST
+from onepass.kernels import layout
+from onepass.kernels.online_softmax import LOG2E
+
+SOFTMAX, SIGMOID, SQRTSOFTPLUS = tl.constexpr("softmax"), tl.constexpr("sigmoid"), tl.constexpr("sqrtsoftplus")
+TINY = tl.constexpr(SMALLEST)
+MOST_THREADS = 1024
+
+
+@triton.jit
+def sigmoid(z):
+    """``1 / (1 + exp(-z))``."""
+    return 1.0 / (1.0 + tl.exp2(-z * LOG2E))
+
+
+@triton.jit
+def sqrtsoftplus(z):
+    """``sqrt(log(1 + exp(z)))``, accurate even if ``exp(z)`` is lost when it is added to 1."""
+    u = tl.exp2(-tl.abs(z) * LOG2E)
+    w = 1.0 + u
+    log1p = tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
+    return tl.sqrt(tl.maximum(z, 0.0) + log1p)
+
+
+@triton.jit
+def has_no_score(z, SCORE: tl.constexpr):
+    """Whether a logit is NaN or its score is infinite. (`undefined` detects the latter for a softmax.)"""
+    odd = z != z
+    if SCORE != SIGMOID:
+        odd = odd | (z == float("inf"))
+    return odd
+
+
+@triton.jit
+def undefined(odd, total, SCORE: tl.constexpr):
+    """Tokens without a valid routing: a logit has no score or, for a softmax, the normalizer is 0 or not finite."""
+    if SCORE == SOFTMAX:
+        bad = ((total > 0) & (total < float("inf"))) == 0
+    else:
+        bad = tl.max(odd.to(tl.int32), axis=1) > 0
+    return bad
+
+
+@triton.jit
+def raw_scores(z, m, total, valid, SCORE: tl.constexpr, AFTER: tl.constexpr):
+    """The scores ``(T, K)`` of the selected logits ``z``; ``m`` and ``total``: maximum and normalizer of all logits."""
+    if SCORE == SOFTMAX:
+        if AFTER:
+            top = tl.max(tl.where(valid, z, float("-inf")), axis=1)
+            e = tl.where(valid, tl.exp2((z - top[:, None]) * LOG2E), 0.0)
+            s = e / tl.sum(e, axis=1)[:, None]
+        else:
+            s = tl.exp2((z - m[:, None]) * LOG2E) / total[:, None]
+    elif SCORE == SIGMOID:
+        s = sigmoid(z)
+    else:
+        s = sqrtsoftplus(z)
+    return tl.where(valid, s, 0.0)
+
+
+@triton.jit
+def relative(s, z, m, total, valid, eps, SCORE: tl.constexpr, AFTER: tl.constexpr):
+    """The scores and ``eps``, both relative to the largest selected score in tokens where all scores are tiny.
+
+    Their quotients are the same, but tiny scores would underflow. Also returned: which tokens are such.
+    """
+    POWER: tl.constexpr = 0.5 if SCORE == SQRTSOFTPLUS else 1.0  # a tiny score is exp(POWER·(z - offset))
+    offset = m + tl.log(total) if SCORE == SOFTMAX else tl.zeros_like(m)
+    top = tl.max(tl.where(valid, z, float("-inf")), axis=1)
+    tiny = (top - offset < TINY) & (top > float("-inf"))
+    if AFTER:
+        tiny = top != top  # the largest score is at least 1 / K
+    s = tl.where(tiny[:, None] & valid, tl.exp2((z - top[:, None]) * (POWER * LOG2E)), s)
+    larger = tl.exp2(tl.log2(eps) + (offset - top) * (POWER * LOG2E))
+    return s, tl.where(tiny, larger, eps), tiny
+
+
+def warps_of(elements: int, of_thread: int) -> int:
+    """Warps per program, where a thread has about ``of_thread`` of the ``elements``."""
+    return layout.warps(min(MOST_THREADS, max(1, elements // of_thread)))
