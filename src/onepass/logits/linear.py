@@ -302,7 +302,9 @@ class LinearLogits(TensorLike):
         if self.tensor is not None or of_student is None or is_sharded:
             return TensorLogits(self.materialize()).divergence(teacher, row_mask, options, divisor)
         if torch.is_grad_enabled() and teacher.requires_grad:
-            raise ValueError("teacher_logits: expected no gradient for a student that is a linear head; detach them")
+            raise ValueError(
+                "teacher_logits: expected logits that require no gradient, as the student is a linear head; detach them"
+            )
         options = options._replace(student=of_student)
         if isinstance(teacher, LinearLogits) and teacher.tensor is None:
             of_teacher = compose(teacher.transform, options.teacher)

@@ -112,8 +112,8 @@ class _TiledLoss(torch.autograd.Function):
             found = gradients.scaled(None)  # type: ignore[union-attr]
         elif ctx.gradients is None:
             raise RuntimeError(
-                "onepass: a second backward through a reduced loss of a linear head, whose gradient is given away; "
-                "compute it again, or take reduction='none'"
+                "onepass: a second backward through a reduced loss of a linear head, which keeps its gradient for one "
+                "backward only; compute the loss again, or pass reduction='none'"
             )
         else:
             divisor, *of_inputs = ctx.saved_tensors

@@ -230,7 +230,9 @@ class _Statistics(torch.autograd.Function):
         upstream = FieldGradients.of(ctx.options.fields, grads)
         if ctx.inplace and not torch.compiler.is_compiling():
             if ctx.written:  # autograd does not detect this if hooks have packed the logits
-                raise RuntimeError("inplace_backward: a second backward, whose logits are their gradient already")
+                raise RuntimeError(
+                    "inplace_backward: a second backward, after the first has written the gradient over the logits"
+                )
             ctx.written = True
             grad = logits.detach()
             backend_of(logits).softmax_gradient(logits, inputs, packed, upstream, ctx.options, grad)
