@@ -128,6 +128,7 @@ OF_ONE_WIDTH = {
     "row_mean_kernel",
     "selected_logits_kernel",
     "teacher_tokens_kernel",
+    "merge_divergences_kernel",
     "merge_shards_kernel",
 }
 TUNED = {"STAGES", "num_warps", "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_R", "BLOCK_T"}  # of experts
@@ -157,6 +158,9 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     states = kernels.shard_statistics(logits, inputs, options)
     shard = Shard(0, (case.vocab, case.vocab) if case.K > 1 else (case.vocab,) * 3)
     kernels.merge_shards(torch.empty_like(states).expand(shard.ranks, *states.shape), logits, inputs, shard, options)
+    of_shards = case.pair._replace(direction="reverse" if case.pair.direction == "reverse" else "forward")
+    pairs = kernels.divergence_states(logits, out, of_shards)
+    kernels.merge_divergences(pairs.expand(shard.ranks, *pairs.shape), logits, out, row_mask, of_shards)
     grad = empty(case.rows)
     upstream = FieldGradients(
         grad,

@@ -13,6 +13,8 @@ import onepass
 from definition import assert_close, assert_gradient_close, divergence, topk_divergence, transform
 from inputs import HARD, INF, moved, split_rows
 from onepass import reference
+from onepass.backend import backend_of
+from onepass.core.options import PairOptions, Transform
 from onepass.softmax.teacher_tokens import teacher_tokens
 from paths import interpreted
 
@@ -384,6 +386,36 @@ def test_pair_hard_inputs(device, monkeypatch, hard, direction, vocab, splits):
         assert got.isfinite().all(), "what neither can produce contributes nothing"
         for gradient, logits in zip(gradients, (hard_x, hard_y)):
             assert (gradient[logits.to(device) == -INF] == 0).all()
+
+
+@pytest.mark.parametrize("vocab", (VOCAB, 9000))
+@pytest.mark.parametrize("direction", ("forward", "reverse"))
+def test_states_of_columns_merge(device, direction, vocab):
+    """The states of parts of the vocabulary, as the processes of a group exchange them, against all columns at once."""
+    generator = torch.Generator().manual_seed(0)
+    pair = [torch.randn(8, vocab, generator=generator).mul(3) for _ in range(2)]
+    cut = (0, vocab // 3, vocab // 2, vocab)
+    for x, row in zip(pair, (0, 4)):
+        x[row, : cut[1]] = -INF  # a whole part
+        x[row + 1] *= 1e4
+        x[row + 2, cut[1] + 1] = math.nan
+        x[row + 3, ::3] = -INF
+    student, teacher = (x.to(device) for x in pair)
+    row_mask = torch.tensor([1, 1, 1, 1, 1, 1, 1, 0], device=device)
+    options = PairOptions(direction, 0.5, Transform(0.7), Transform(softcap=30.0))
+    backend = backend_of(student, teacher)
+    states = torch.stack(
+        [backend.divergence_states(student[:, a:b], teacher[:, a:b], options) for a, b in itertools.pairwise(cut)]
+    )
+    found = backend.merge_divergences(states, student, teacher, row_mask, options).cpu()
+    expected = reference.divergence(*(x.double() for x in pair), row_mask.cpu(), options)
+    assert torch.equal(found.isfinite().all(0), expected.isfinite().all(0))
+    for got, wanted in zip(found.T, expected.T):
+        if wanted.isfinite().all():
+            assert_close(got, wanted, scale=max(1.0, wanted.abs().max().item()))
+        else:
+            infinite, nothing = wanted[6] == INF, wanted[6].isnan()
+            assert (got[6] == INF) == infinite and got[6].isnan() == nothing
 
 
 def test_a_teacher_that_cannot_produce_what_the_student_does(device):

@@ -29,6 +29,9 @@ TILED, IN_DOUBLE, IN_HALF = ("float32", True, True, False), (*DOUBLE[:2], False,
 SEQUENCE = ("float32", True, True, True)  # ranks that have equal parts of the rows
 
 
+PATCHED = ["patched_torch", "patched_megatron"]
+
+
 def test_every_loss(tmp_path):
     failed, printed = run(
         tmp_path,
@@ -37,9 +40,9 @@ def test_every_loss(tmp_path):
             2,
             [HARD, DOUBLE],
             [TILED, IN_DOUBLE],
-            functions=["merge_gradcheck", "disagreement", "dtensor", "mesh", "patched_torch", "patched_megatron"],
+            functions=["merge_gradcheck", "hard_pairs", "disagreement", "dtensor", "mesh", *PATCHED],
         ),
-        job(3, [HARD, HALF], [TILED, IN_HALF, SEQUENCE, ("float64", False, False, True)]),
+        job(3, [HARD, HALF], [TILED, IN_HALF, SEQUENCE, ("float64", False, False, True)], functions=["hard_pairs"]),
         job(4, [HARD], [TILED]),
     )
     assert not failed, printed
@@ -48,11 +51,13 @@ def test_every_loss(tmp_path):
 def test_the_kernels(tmp_path):
     """In the interpreter, on two processes."""
     cases = ["statistics 1", "statistics of K 0", "topk renormalized"]
+    pairs = ["kl_div sharded 3", "kl_div sharded 4", "kl_div head 6"]
     failed, printed = run(
         tmp_path,
         job(2, [HARD], cases=cases),
         job(2, [HALF], cases=cases[:1]),
-        job(2, linear=[TILED], cases=cases[2:]),
+        job(2, linear=[TILED], cases=[*cases[2:], pairs[2]]),
+        job(2, [HARD], cases=pairs[:2], functions=["hard_pairs"]),
         interpreter=True,
     )
     assert not failed, printed

@@ -1,6 +1,7 @@
 """What every process of test_vocab_parallel.py runs: losses of sharded logits against those of all logits."""
 
 import datetime
+import itertools
 import math
 import os
 import sys
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import onepass
+from onepass.core.shard import NOT_SHARDED
 from onepass.logits.vocab_parallel import VocabParallelLogits, _agreed
 
 INF = math.inf
@@ -88,8 +90,36 @@ CASES |= {
     "cross_entropy weighted": lambda x, t, m: onepass.cross_entropy(x, t, class_weights=weights(), reduction="sum"),
     "topk reverse": lambda x, t, m: onepass.topk_kl_div(x, *ids_of(t), direction="reverse", reduction="none"),
     "topk renormalized": lambda x, t, m: onepass.topk_kl_div(x, *ids_of(t), direction="jsd", renormalize=True),
-    "kl_div": lambda x, t, m: onepass.kl_div(x, finite_rows(torch.float64)[0].flip(0).to(x.dtype), row_mask=m),
 }
+
+
+def teacher_like(x, kind):
+    """Logits of a teacher: all of them, those of this process, or a head that is sharded like that of the student."""
+    logits = finite_rows(torch.float64)[0].flip(0).to(x.dtype)
+    if kind == "whole" or not getattr(x, "shard", NOT_SHARDED).sizes:
+        return logits
+    ranks, first = x.shard.ranks, x.shard.first
+    mine = logits[..., first : first + SPLITS[ranks][x.shard.rank]]
+    if kind == "sharded":  # without padding, which the student may have
+        return VocabParallelLogits(mine.contiguous(), dist.group.WORLD)
+    # logits = I @ logits: the weight's rows are columns of the logits
+    states = torch.eye(math.prod(ROWS), dtype=x.dtype).view(*ROWS, -1)
+    weight = mine.flatten(0, 1).T.contiguous()
+    return onepass.LinearLogits(states, weight, vocab_group=dist.group.WORLD)
+
+
+def kl_div_case(kind, options):
+    return lambda x, t, m: onepass.kl_div(x, teacher_like(x, kind), row_mask=m, **options)
+
+
+KL = [
+    ("whole", {}), ("whole", dict(direction="jsd", beta=0.3, reduction="none")),
+    ("sharded", dict(vocab_size=30)), ("sharded", dict(direction="reverse", **TRANSFORMS[1])),
+    ("sharded", dict(direction="jsd", beta=0.7, vocab_size=11, teacher_temperature=2.0, reduction="sum")),
+    ("head", dict(temperature=2.0, teacher_logit_scale=0.5)), ("head", dict(direction="jsd", reduction="none")),
+    ("head", dict(direction="reverse", num_items=5)),
+]  # fmt: skip
+CASES |= {f"kl_div {kind} {n}": kl_div_case(kind, options) for n, (kind, options) in enumerate(KL)}
 
 
 def close(found, expected, tolerance, what):
@@ -148,7 +178,7 @@ def compare(case, rank, ranks, dtype, padding, hard):
 
 
 WIDTH = 6
-LINEAR = {name: case for name, case in CASES.items() if not name.startswith("kl_div")}
+LINEAR = CASES
 
 
 def policy(s, advantages, old):
@@ -242,6 +272,34 @@ def merge_gradcheck(rank, ranks):
         delta[row, first + column] = step
         numeric = (value(x + delta.view_as(x)) - value(x - delta.view_as(x))) / (2 * step)
         assert abs(numeric - grad.view(-1, size)[row, column]) < 1e-6, (row, column)
+
+
+def hard_pairs(rank, ranks):
+    """Both sides have hard rows and need a gradient; one of them may have all columns, or be sharded in another way."""
+    groups, shares = [dist.new_group(range(ranks)) for _ in range(2)], (SPLITS[ranks], SPLITS[ranks][::-1])
+    sides = list(itertools.product((None, 0, 1), (None, 0)))
+    if os.environ["TRITON_INTERPRET"] == "1":
+        sides = [(0, 0)]
+    for dtype, tolerance in ((torch.float32, 8e-6), (torch.float64, 1e-12)):
+        x, _target, mask = rows_of(dtype)
+        y = rows_of(dtype, seed=7)[0].flip(0).roll(1, 1)
+        for direction, splits in itertools.product(("forward", "reverse", "jsd"), sides):
+            whole = [t.clone().requires_grad_() for t in (x, y)]
+            expected = onepass.kl_div(*whole, row_mask=mask, direction=direction, reduction="none")
+            finite = expected.detach().isfinite() & (mask != 0)
+            expected[finite].sum().backward()
+            parts, slices = [], []
+            for t, split in zip((x, y), splits):
+                sizes = None if split is None else shares[split]
+                columns = slice(None) if sizes is None else slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+                parts.append(t[..., columns].clone().requires_grad_())
+                slices.append(columns)
+            pair = [p if s is None else VocabParallelLogits(p, groups[s]) for p, s in zip(parts, splits)]
+            found = onepass.kl_div(*pair, row_mask=mask, direction=direction, reduction="none")
+            close(found.detach(), expected.detach(), tolerance, f"{direction}, {splits}")
+            found[finite].sum().backward()
+            for p, w, columns in zip(parts, whole, slices):
+                close(p.grad[finite], w.grad[finite][..., columns], tolerance, f"{direction}, {splits}, gradient")
 
 
 def disagreement(rank, ranks):

@@ -47,6 +47,23 @@ class Shard(NamedTuple):
         return len(self.sizes)
 
 
+NOT_SHARDED = Shard()
+
+
+def shared_columns(first: Shard, second: Shard, columns: int | None) -> Shard | None:
+    """The shard of the leading ``columns`` (None for all) of two sources of logits, one of which may have all columns.
+
+    None if neither is sharded, or if both are, but not in the same way.
+    """
+    cut = []
+    for shard in (first, second):
+        if shard.sizes:
+            most = shard.vocab if columns is None else columns
+            sizes = [max(0, min(size, most - sum(shard.sizes[:n]))) for n, size in enumerate(shard.sizes)]
+            cut.append(shard._replace(sizes=tuple(sizes)))
+    return cut[0] if cut and cut[0] == cut[-1] else None
+
+
 def per_row(index: Tensor | None, dim: int) -> int:
     """K for an index ``(..., K)`` of logits with ``dim`` dimensions, 1 for ``(...)``, 0 for None."""
     if index is None:
@@ -74,3 +91,8 @@ def state_fields(options: Options, K: int) -> tuple[str, ...]:
         fields.append("total")
     fields += ["selected"] * K
     return tuple(fields + (["top1"] * K if options.wants("is_top1") else []))
+
+
+# The state of a row of some columns of P and Q, for KL(P ‖ Q): of each, the largest logit, which is subtracted in the
+# others, and the sum of exp(); and the sum of the logits' differences, weighted by exp() of those of P.
+PAIR_STATE = ("p_max", "p_sum", "q_max", "q_sum", "difference")

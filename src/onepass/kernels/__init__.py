@@ -4,9 +4,10 @@
 between the two.
 """
 
-from onepass.kernels.divergence import divergence, divergence_gradient
+from onepass.kernels.divergence import add_means, divergence, divergence_states
+from onepass.kernels.divergence_gradient import divergence_gradient
 from onepass.kernels.expert_mlp import expert_mlp, expert_mlp_gradient
-from onepass.kernels.merge_shards import merge_shards
+from onepass.kernels.merge_shards import merge_divergences, merge_shards
 from onepass.kernels.router import route
 from onepass.kernels.router_gradient import route_gradient
 from onepass.kernels.row_mean import row_mean
@@ -20,11 +21,14 @@ from onepass.kernels.teacher_tokens import teacher_tokens
 from onepass.kernels.token_sort import count_tiles, sort_by_expert
 
 __all__ = [
+    "add_means",
     "count_tiles",
     "divergence",
     "divergence_gradient",
+    "divergence_states",
     "expert_mlp",
     "expert_mlp_gradient",
+    "merge_divergences",
     "merge_shards",
     "route",
     "route_gradient",

@@ -1,6 +1,6 @@
-"""Divergences between two rows of logits: a forward kernel that returns a few numbers per row, and a gradient kernel.
+"""Divergences between two rows of logits: a few numbers per row.
 
-`softmax.divergence` calls them on tensors, `logits.row_loss` on tiles of logits.
+`softmax.divergence` calls it on tensors and on tiles of logits.
 
 KL(P ‖ Q) takes one read of both tensors. With the transformed logits ``p, q`` and their maxima ``m_p, m_q``, the online
 state is
@@ -12,10 +12,7 @@ first term. `softmax_statistics` computes them in a first read, and this kernel 
 
     mean_p = Σ P·log(P / M),  mean_q = Σ Q·log(Q / M),  M = w_p·P + w_q·Q,  JSD = w_p·mean_p + w_q·mean_q.
 
-The gradient of KL is ``P·(log P - log Q - KL)`` with respect to p, and ``Q - P`` with respect to q. The gradient of JSD
-with respect to p is ``w_p·P·(log(P/M) - mean_p)``. Terms of probability 0 are 0.
-
-Bytes moved: forward, both tensors in (twice for JSD); backward, both tensors in and one gradient out.
+Terms of probability 0 are 0. Bytes moved: both tensors in, twice for JSD.
 """
 
 import torch
@@ -24,17 +21,17 @@ import triton.language as tl
 
 from onepass.autotune.own import choose
 from onepass.core.options import Inputs, Options, PairOptions, empty_pair_numbers
+from onepass.core.shard import PAIR_STATE
 from onepass.kernels import layout
-from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
+from onepass.kernels.launch import Flat, Out, Plan, Rows, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, row_groups, workspace
-from onepass.kernels.online_softmax import LOG2E, LOWEST, transform, transform_and_slope
-from onepass.kernels.row_programs import arrives_last, row_start, write_zeros
+from onepass.kernels.online_softmax import LOG2E, LOWEST, transform
+from onepass.kernels.row_programs import arrives_last, row_start
 from onepass.kernels.softmax_statistics import softmax_statistics
 
-STATE = tl.constexpr(5)  # numbers per state
+STATE = tl.constexpr(len(PAIR_STATE))  # numbers per state
 SHIFT, LOG_NORMALIZER, MEAN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # rows of p_numbers and q_numbers
 LANES_OF_MANY_ROWS = 512  # twice that of kernels of one tensor: a tile has two loads, and the state is larger
-TILES = 4  # tiles that a program of the gradient kernel writes
 
 
 @triton.jit
@@ -152,7 +149,7 @@ def divergence_kernel(
     q_outer_stride: tl.int64, q_inner_stride: tl.int64, p_inner: tl.float32, p_outer: tl.float32,
     q_inner: tl.float32, q_outer: tl.float32, w_p: tl.float32, w_q: tl.float32,
     MIXTURE: tl.constexpr, P_SOFTCAP: tl.constexpr, Q_SOFTCAP: tl.constexpr, ALIGN: tl.constexpr,
-    SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr,
+    SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr, SHARD: tl.constexpr,
 ):  # fmt: skip
     """The divergence between each row of ``p`` and the same row of ``q``: KL(P ‖ Q), or JSD if MIXTURE.
 
@@ -160,6 +157,8 @@ def divergence_kernel(
     log-normalizers in ``p_numbers`` and ``q_numbers``.
     Outputs: ``loss`` ``(rows,)``; ``p_numbers`` and ``q_numbers`` ``(3, rows)``: shift, log-normalizer and mean of each
     row (only the mean if MIXTURE). All are 0 for masked rows. ``pieces`` is the `layout.workspace`.
+    If SHARD, the logits are some columns of the vocabulary, and ``p_numbers`` ``(5, rows)`` is the only output: the
+    state of every row, see `core.shard.PAIR_STATE`. `merge_divergences` merges the states.
     Bytes moved: see the module docstring.
     """
     TILE: tl.constexpr = LANES * VEC
@@ -226,6 +225,14 @@ def divergence_kernel(
                     tl.load(others + SPLITS * 4, volatile=True), MIXTURE)  # fmt: skip
         if MIXTURE:
             p_mean, q_mean, kl = sp, sq, w_p * sp + w_q * sq
+        elif SHARD:
+            if last:
+                state = p_numbers + row
+                tl.store(state, mp)
+                tl.store(state + rows, sp)
+                tl.store(state + 2 * rows, mq)
+                tl.store(state + 3 * rows, sq)
+                tl.store(state + 4 * rows, d)
         else:
             # As in softmax_statistics, a sum of 0 or NaN means that the row defines no distribution.
             sp = tl.where(sp > 0, sp, float("nan"))
@@ -234,7 +241,7 @@ def divergence_kernel(
             p_mean = kl
     else:
         sp, sq = 1.0, 1.0
-    if last:
+    if last and not SHARD:
         if not MIXTURE:
             tl.store(p_numbers + SHIFT * rows + row, mp)
             tl.store(p_numbers + LOG_NORMALIZER * rows + row, tl.log(sp))
@@ -245,91 +252,7 @@ def divergence_kernel(
         tl.store(loss + row, kl)
 
 
-@triton.jit
-def write_tile(x, y, out, col0, low, high, x_shift, x_norm, y_shift, y_norm, mean, g, w_x, w_y,
-               x_inner, x_outer, y_inner, y_outer, MIXTURE: tl.constexpr, FIRST: tl.constexpr,
-               X_SOFTCAP: tl.constexpr, Y_SOFTCAP: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
-               MASKED: tl.constexpr):  # fmt: skip
-    """Write one tile of the gradient with respect to ``x``.
-
-    ``x`` defines a distribution of the mixture (MIXTURE), or P (FIRST) or Q of KL(P ‖ Q).
-    """
-    col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
-    valid = (col >= low) & (col < high) if MASKED else None
-    zx, slope = transform_and_slope(tl.load(x + col, mask=valid), x_inner, x_outer, X_SOFTCAP)
-    log_x = (zx - x_shift) - x_norm
-    log_y = (transform(tl.load(y + col, mask=valid), y_inner, y_outer, Y_SOFTCAP) - y_shift) - y_norm
-    if MIXTURE:
-        px, ratio, _, _ = log_ratios(log_x, log_y, w_x, w_y)
-        dz = w_x * px * (ratio - mean)
-    elif FIRST:
-        px = tl.exp2(log_x * LOG2E)
-        dz = px * (tl.where(px > 0, log_x - log_y, 0.0) - mean)
-    else:
-        dz = tl.exp2(log_x * LOG2E) - tl.exp2(log_y * LOG2E)
-    tl.store(out + col, (dz * g * slope).to(out.dtype.element_ty), mask=valid)
-
-
-@triton.jit(
-    do_not_specialize=["rows", "V", "inner_rows", "x_outer_stride", "x_inner_stride", "y_outer_stride",
-                       "y_inner_stride", "out_outer_stride", "out_inner_stride", "g_stride"],
-    do_not_specialize_on_alignment=["row_mask", "x_numbers", "y_numbers", "grad"],
-)  # fmt: skip
-def divergence_gradient_kernel(
-    x: "Rows", y: "Rows", out: "Rows", row_mask: "Flat", x_numbers: "Flat", y_numbers: "Flat", grad: "Strided",
-    rows: tl.int32, V: tl.int32, inner_rows: tl.int32, x_outer_stride: tl.int64, x_inner_stride: tl.int64,
-    y_outer_stride: tl.int64, y_inner_stride: tl.int64, out_outer_stride: tl.int64, out_inner_stride: tl.int64,
-    g_stride: tl.int32, x_inner: tl.float32, x_outer: tl.float32, y_inner: tl.float32, y_outer: tl.float32,
-    w_x: tl.float32, w_y: tl.float32,
-    MIXTURE: tl.constexpr, FIRST: tl.constexpr, X_SOFTCAP: tl.constexpr, Y_SOFTCAP: tl.constexpr,
-    ALIGN: tl.constexpr, SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """The gradient of the divergence with respect to one of the two tensors.
-
-    Inputs: logits ``x``, with respect to which the gradient is taken, and ``y``, the other ones, ``(rows, V)``;
-    ``row_mask`` ``(rows,)`` or None; ``x_numbers``, ``y_numbers`` ``(3, rows)`` of `divergence_kernel`; the upstream
-    gradient ``grad`` ``(rows,)``.
-    Output: ``out`` ``(rows, V)``, which may be ``x`` itself. Rows that are masked or have an upstream gradient of 0 are
-    written but not read.
-    Bytes moved: see the module docstring.
-    """
-    TILE: tl.constexpr = LANES * VEC
-    pieces = tl.cdiv(V + VEC - 1 if ALIGN else V, TILE * TILES)
-    row = (tl.program_id(0) // pieces).to(tl.int64)
-    low = tl.program_id(0) % pieces * (TILE * TILES)
-    start = row_start(row, inner_rows, x_outer_stride, x_inner_stride)
-    y_start = row_start(row, inner_rows, y_outer_stride, y_inner_stride)
-    out_start = row_start(row, inner_rows, out_outer_stride, out_inner_stride)
-    head = (start % VEC).to(tl.int32) if ALIGN else 0
-    x_base = x + start // VEC * VEC
-    y_base = y + (y_start // VEC * VEC if SAME_PHASE else y_start - head)
-    out_base = out + (out_start // VEC * VEC if SAME_PHASE else out_start - head)
-    high = tl.minimum(head + V, low + TILE * TILES)
-
-    g = 0.0
-    active = True
-    if row_mask is not None:
-        active = tl.load(row_mask + row) != 0
-    if active:
-        g = tl.load(grad + row * g_stride)
-    if g != 0.0:
-        x_shift, x_norm = read_normalizer(x_numbers, rows, row)
-        y_shift, y_norm = read_normalizer(y_numbers, rows, row)
-        mean = tl.load(x_numbers + MEAN * rows + row)
-        for col in range(low, high, TILE):
-            if (col >= head) & (col + TILE <= high):
-                write_tile(x_base, y_base, out_base, col, head, high, x_shift, x_norm, y_shift, y_norm, mean, g,
-                           w_x, w_y, x_inner, x_outer, y_inner, y_outer, MIXTURE, FIRST, X_SOFTCAP, Y_SOFTCAP,
-                           LANES, VEC, False)  # fmt: skip
-            else:
-                write_tile(x_base, y_base, out_base, col, head, high, x_shift, x_norm, y_shift, y_norm, mean, g,
-                           w_x, w_y, x_inner, x_outer, y_inner, y_outer, MIXTURE, FIRST, X_SOFTCAP, Y_SOFTCAP,
-                           LANES, VEC, True)  # fmt: skip
-    else:
-        write_zeros(out_base, low, high, head, LANES, VEC)
-
-
-def plan_for(p: Layout, q: Layout, device: torch.device, rows: int, options: PairOptions) -> Plan:
+def plan_for(p: Layout, q: Layout, device: torch.device, rows: int, options: PairOptions, shard: bool) -> Plan:
     """The launch of `divergence_kernel` for one group of rows; ``rows`` counts those of all groups."""
     g = Geometry(p, q)
     lanes, splits = layout.programs_for(g.rows, g.V, g.VEC, device, LANES_OF_MANY_ROWS)
@@ -337,7 +260,7 @@ def plan_for(p: Layout, q: Layout, device: torch.device, rows: int, options: Pai
     of_p, of_q = options.ordered(options.student, options.teacher)
     constexprs = dict(
         MIXTURE=options.direction == "jsd", P_SOFTCAP=of_p.softcap is not None, Q_SOFTCAP=of_q.softcap is not None,
-        **g.constexprs, LANES=LANES, SPLITS=SPLITS,
+        **g.constexprs, LANES=LANES, SPLITS=SPLITS, SHARD=shard,
     )  # fmt: skip
     numbers = (rows, g.V, *g.strides, *of_p.factors(), *of_q.factors(), *options.weights)
     return Plan(
@@ -351,57 +274,40 @@ def divergence(
 ) -> torch.Tensor:
     """`PAIR_NUMBERS` of every row, ``(len(PAIR_NUMBERS), ...)``."""
     packed = empty_pair_numbers(student, teacher)
-    rows = packed[0].numel()
-    if rows and options.direction == "jsd":
+    if packed[0].numel() and options.direction == "jsd":
         for x, numbers, of_x in zip((student, teacher), (packed[:2], packed[3:5]), (options.student, options.teacher)):
             read = Options("shift log_normalizer", of_x)
             numbers.copy_(softmax_statistics(x, Inputs(row_mask=row_mask), read)[0][:2])
-    p_numbers, q_numbers = options.ordered(packed[:3], packed[3:6])
-    for first, pair in row_groups(student, teacher) if rows else ():
-        p, q = options.ordered(*pair)
-        tensors = flat_rows(first, (row_mask, p_numbers, q_numbers, packed[6]))
-        launch(plan_for, (layout_of(p), layout_of(q), p.device, rows, options), (p, q, *tensors))
+    add_means(student, teacher, row_mask, packed, options)
     return packed
 
 
-def gradient_plan_for(
-    x: Layout, y: Layout, out: Layout, g_stride: int, rows: int, of_teacher: bool, options: PairOptions
-) -> Plan:
-    """The launch of `divergence_gradient_kernel` for one group of rows; ``rows`` counts those of all groups."""
-    g = Geometry(x, y, out)
-    rule = dict(LANES=layout.lanes_for(g.V, g.VEC), TILES=TILES)
-    LANES, tiles = choose(divergence_gradient_kernel, g.key(options.direction), rule).values()
-    of_x, of_y = (options.teacher, options.student) if of_teacher else (options.student, options.teacher)
-    w_x, w_y = options.weights if of_teacher else options.weights[::-1]
-    constexprs = dict(
-        MIXTURE=options.direction == "jsd", FIRST=of_teacher == (options.direction == "forward"),
-        X_SOFTCAP=of_x.softcap is not None, Y_SOFTCAP=of_y.softcap is not None, **g.constexprs,
-        LANES=LANES, TILES=tiles,
-    )  # fmt: skip
-    numbers = (rows, g.V, *g.strides, g_stride, *of_x.factors(), *of_y.factors(), w_x, w_y)
-    programs = g.rows * g.pieces(LANES * tiles)
-    return Plan(divergence_gradient_kernel, programs, numbers, constexprs, layout.warps(LANES))
-
-
-def divergence_gradient(
-    student: torch.Tensor,
-    teacher: torch.Tensor,
-    row_mask: torch.Tensor | None,
-    packed: torch.Tensor,
-    grad: torch.Tensor,
-    of_teacher: bool,
+def add_means(
+    student: torch.Tensor, teacher: torch.Tensor, row_mask: torch.Tensor | None, packed: torch.Tensor,
     options: PairOptions,
-    out: torch.Tensor,
-) -> None:
-    """Write the gradient with respect to the student's logits, or the teacher's if ``of_teacher``, into ``out``.
+) -> None:  # fmt: skip
+    """Write the means and the divergence into ``packed`` and, except for JSD, which reads them there, the normalizers.
 
-    ``out`` has the shape and dtype of these logits and may be these logits themselves.
+    If the logits are some columns of the vocabulary, those of JSD are sums over these columns.
     """
-    rows = packed[0].numel()
-    grad = grad if grad.dim() == 1 else grad.reshape(-1)
-    numbers = (packed[3:6], packed[:3]) if of_teacher else (packed[:3], packed[3:6])
-    for first, (s, t, g) in row_groups(student, teacher, out) if rows else ():
-        x, y = (t, s) if of_teacher else (s, t)
-        about = layout_of(x), layout_of(y), layout_of(g), grad.stride(0), rows, of_teacher, options
-        tensors = flat_rows(first, (row_mask, *numbers, grad))
-        launch(gradient_plan_for, about, (x, y, g, *tensors))
+    p_numbers, q_numbers = options.ordered(packed[:3], packed[3:6])
+    read_pairs(student, teacher, (row_mask, p_numbers, q_numbers, packed[6]), options)
+
+
+def divergence_states(student: torch.Tensor, teacher: torch.Tensor, options: PairOptions) -> torch.Tensor:
+    """The state of every row of some columns of the vocabulary, ``(len(PAIR_STATE), rows)``, for KL(P ‖ Q)."""
+    states = student.new_empty((STATE.value, student.shape[:-1].numel()), dtype=torch.float32)
+    read_pairs(student, teacher, (None, states, None, None), options, True)
+    return states
+
+
+def read_pairs(
+    student: torch.Tensor, teacher: torch.Tensor, of_rows: tuple[torch.Tensor | None, ...], options: PairOptions,
+    shard: bool = False,
+) -> None:  # fmt: skip
+    """Launch `divergence_kernel`; ``of_rows`` are the tensors that have numbers of every row."""
+    rows = student.shape[:-1].numel()
+    for first, pair in row_groups(student, teacher) if rows else ():
+        p, q = options.ordered(*pair)
+        about = layout_of(p), layout_of(q), p.device, rows, options, shard
+        launch(plan_for, about, (p, q, *flat_rows(first, of_rows)))

@@ -1,14 +1,15 @@
-"""The statistics of rows whose logits are sharded over the vocabulary, from the states that all ranks have sent.
+"""Statistics and divergences of rows whose logits are sharded over the vocabulary, from the states of all ranks.
 
-`softmax.shards` calls it after the exchange.
+`softmax.shards` and `softmax.divergence` call them after the exchange.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from onepass.core.options import Inputs, Options, Results, empty_results
+from onepass.core.options import Inputs, Options, PairOptions, Results, empty_pair_numbers, empty_results
 from onepass.core.shard import Shard, per_row, state_fields
+from onepass.kernels.divergence import MEAN, STATE, merge_kl
 from onepass.kernels.launch import Flat, Out, Plan, launch
 from onepass.kernels.layout import power_of_two
 from onepass.kernels.online_softmax import LOWEST, merge
@@ -125,3 +126,58 @@ def merge_shards(states: torch.Tensor, logits: torch.Tensor, inputs: Inputs, sha
     if rows:
         launch(plan_for, (rows, K, shard, options), (states, row_mask, *results))
     return results
+
+
+@triton.jit(do_not_specialize=["rows", "ranks"])
+def merge_divergences_kernel(
+    states: "Flat", row_mask: "Flat", p_numbers: "Out", q_numbers: "Out", loss: "Out",
+    rows: tl.int32, ranks: tl.int32,
+    RANKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """KL(P ‖ Q) of every row.
+
+    Inputs: ``states`` ``(ranks, STATE, rows)``, see `core.shard.PAIR_STATE`; ``row_mask`` ``(rows,)`` or None.
+    Outputs: as of `divergence_kernel`. Bytes moved: inputs and outputs.
+    """
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rank = tl.arange(0, RANKS)
+    present = row < rows
+    active = present
+    if row_mask is not None:
+        active = active & (tl.load(row_mask + row, mask=present, other=0) != 0)
+    inside = (rank < ranks)[:, None] & active[None, :]
+    mp = load_state(states, STATE, rows, rank, row, inside, 0, LOWEST)
+    sp = load_state(states, STATE, rows, rank, row, inside, 1, 0.0)
+    mq = load_state(states, STATE, rows, rank, row, inside, 2, LOWEST)
+    sq = load_state(states, STATE, rows, rank, row, inside, 3, 0.0)
+    d = load_state(states, STATE, rows, rank, row, inside, 4, 0.0)
+    mp, sp, mq, sq, d = merge_kl(mp, sp, mq, sq, d)
+    log_p = tl.log(tl.where(sp > 0, sp, float("nan")))
+    log_q = tl.log(tl.where(sq > 0, sq, float("nan")))
+    kl = tl.where(active, d / sp - log_p + log_q, 0.0)
+    tl.store(p_numbers + SHIFT * rows + row, tl.where(active, mp, 0.0), mask=present)
+    tl.store(p_numbers + LOG_NORMALIZER * rows + row, tl.where(active, log_p, 0.0), mask=present)
+    tl.store(p_numbers + MEAN * rows + row, kl, mask=present)
+    tl.store(q_numbers + SHIFT * rows + row, tl.where(active, mq, 0.0), mask=present)
+    tl.store(q_numbers + LOG_NORMALIZER * rows + row, tl.where(active, log_q, 0.0), mask=present)
+    tl.store(q_numbers + MEAN * rows + row, kl * 0.0, mask=present)
+    tl.store(loss + row, kl, mask=present)
+
+
+def divergence_plan_for(rows: int, ranks: int) -> Plan:
+    """The launch of `merge_divergences_kernel`."""
+    constexprs = dict(RANKS=power_of_two(ranks), BLOCK=BLOCK)
+    return Plan(merge_divergences_kernel, triton.cdiv(rows, BLOCK), (rows, ranks), constexprs, 4)
+
+
+def merge_divergences(
+    states: torch.Tensor, student: torch.Tensor, teacher: torch.Tensor, row_mask: torch.Tensor | None,
+    options: PairOptions,
+) -> torch.Tensor:  # fmt: skip
+    """`PAIR_NUMBERS` of every row from the states ``(ranks, numbers, rows)``; the logits are those of one shard."""
+    packed = empty_pair_numbers(student, teacher)
+    rows = packed[0].numel()
+    p_numbers, q_numbers = options.ordered(packed[:3], packed[3:6])
+    if rows:
+        launch(divergence_plan_for, (rows, len(states)), (states, row_mask, p_numbers, q_numbers, packed[6]))
+    return packed

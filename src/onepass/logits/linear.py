@@ -12,7 +12,7 @@ from torch import Tensor
 from onepass.core.checks import FLOATS, check_integer, described
 from onepass.core.dispatch import autocast_dtype, is_autocast_enabled, is_untraced
 from onepass.core.options import Inputs, Options, PairOptions
-from onepass.core.shard import Group, Shard
+from onepass.core.shard import NOT_SHARDED, Group, Shard, shared_columns
 from onepass.logits.partitioned import gathered, local, whole
 from onepass.logits.row_loss import RowLoss, StatisticsLoss
 from onepass.logits.source import Count, Divisor, Fields, LogitsSource, LossFunction, TensorLogits, divided
@@ -96,7 +96,6 @@ class LinearLogits(TensorLike):
     observer: Observer | None = None
     round_before_bias = False  # whether the bias is added to the rounded product, which rounds twice
 
-    shard = Shard()
     sums_hidden = False  # whether the gradient of the hidden states is summed over the processes
 
     def __init__(
@@ -238,17 +237,20 @@ class LinearLogits(TensorLike):
 
     def untransformed(self) -> Tensor:
         """All logits, computed by an ordinary linear layer."""
+        logits = self.untransformed_columns()
+        gathered_logits: Tensor = GatheredColumns.apply(logits, self.shard) if self.shard.sizes else logits
+        return gathered_logits
+
+    def untransformed_columns(self) -> Tensor:
+        """`untransformed`, but only the columns that this process holds."""
         self.check_unchanged()
         with gathered(self.weight, self.bias), torch.autocast(self.device.type, enabled=False):
             hidden, weight, bias = (
                 None if t is None else t.to(self.gemm_dtype) for t in (self.hidden, self.weight, self.bias)
             )
-            if not self.shard.sizes:
-                return torch.nn.functional.linear(hidden, weight, bias)  # type: ignore[arg-type]
-            if self.sums_hidden:
+            if self.shard.sizes and self.sums_hidden:
                 hidden = Replicated.apply(hidden, group_named(self.shard.group))
-            columns: Tensor = GatheredColumns.apply(torch.nn.functional.linear(hidden, weight, bias), self.shard)  # type: ignore[arg-type]
-            return columns
+            return torch.nn.functional.linear(hidden, weight, bias)  # type: ignore[arg-type]
 
     def transformed_by(self, options: Options) -> "Options | None":
         """The options of a loss, after the transform of these logits; None if their composition is no transform."""
@@ -298,34 +300,42 @@ class LinearLogits(TensorLike):
     ) -> Tensor:
         """See `LogitsSource.divergence`. The teacher is a constant, and may be a linear head too."""
         of_student = compose(self.transform, options.student)
-        is_sharded = self.shard.sizes or (isinstance(teacher, LinearLogits) and teacher.shard.sizes)
-        if self.tensor is not None or of_student is None or is_sharded:
-            return TensorLogits(self.materialize()).divergence(teacher, row_mask, options, divisor)
+        shard = shared_columns(self.shard, teacher.shard, options.columns)
+        is_tiled = not (self.shard.sizes or teacher.shard.sizes)
+        if shard is not None:
+            is_tiled = bool(self.shard.sizes) and self.is_eager
+        if self.tensor is not None or of_student is None or not is_tiled:
+            return super().divergence(teacher, row_mask, options, divisor)
         if torch.is_grad_enabled() and teacher.requires_grad:
             raise ValueError(
                 "teacher_logits: expected logits that require no gradient, as the student is a linear head; detach them"
             )
         options = options._replace(student=of_student)
-        if isinstance(teacher, LinearLogits) and teacher.tensor is None:
-            of_teacher = compose(teacher.transform, options.teacher)
-            if of_teacher is None:
-                teacher = TensorLogits(teacher.materialize())
-            else:
-                options = options._replace(teacher=of_teacher)
-        of = teacher.dtype
-        if isinstance(teacher, LinearLogits) and teacher.tensor is None:
-            tensors, of = TeacherTensors(*teacher.tensors), teacher.gemm_dtype
-            if not self.is_eager:  # Dynamo refuses a weight that student and teacher share
-                tensors = TeacherTensors(*[None if t is None else t.detach() for t in tensors])  # type: ignore[arg-type]
-        else:
-            logits = teacher.materialize().detach().reshape(-1, teacher.shape[-1])
-            tensors = TeacherTensors(logits if logits.stride(-1) == 1 else logits.contiguous())
+        if shard is not None:
+            options = options._replace(columns=shard.size)
         row_mask = None if row_mask is None else row_mask.reshape(-1)
+        head = teacher if isinstance(teacher, LinearLogits) and teacher.tensor is None else None
+        of_head = None if head is None or head.shard != self.shard else compose(head.transform, options.teacher)
+        if head is not None and of_head is not None:
+            options = options._replace(teacher=of_head)
+            of, of_teacher = head.gemm_dtype, TeacherTensors(*head.tensors)
+        else:
+            logits = (teacher.materialize() if shard is None else teacher.local_columns(shard)).detach()
+            logits = logits.reshape(-1, logits.shape[-1])
+            of, of_teacher = teacher.dtype, TeacherTensors(logits if logits.stride(-1) == 1 else logits.contiguous())
         if self.is_eager:
-            return self.tiled(row_divergence(self.gemm_dtype, tensors, of, options), row_mask, divisor)
+            row_loss = row_divergence(self.gemm_dtype, of_teacher, of, options, self.shard, shard or NOT_SHARDED)
+            return self.tiled(row_loss, row_mask, divisor)
         row_mask = None if row_mask is None else row_mask != 0
-        loss = tiled_divergence(self.tensors, tensors, row_mask, of, self.settings, options)
+        # Dynamo refuses a weight that student and teacher share.
+        of_teacher = TeacherTensors(*[None if t is None else t.detach() for t in of_teacher])  # type: ignore[arg-type]
+        loss = tiled_divergence(self.tensors, of_teacher, row_mask, of, self.settings, options)
         return divided(loss.reshape(self.shape[:-1]), divisor, self.dim() - 1)
+
+    def local_columns(self, shard: Shard) -> Tensor:
+        if self.tensor is not None or not self.shard.sizes:
+            return super().local_columns(shard)
+        return self.transformed(self.untransformed_columns())
 
     def flat(self, inputs: Inputs) -> Inputs:
         """The inputs with all rows in one dimension; index and class weights are those of this process's columns."""

@@ -13,11 +13,11 @@ from torch import Tensor
 from onepass.backend import backend_of, is_debugging
 from onepass.core.checks import described
 from onepass.core.options import DIVERGENCE, NOT_DIFFERENTIABLE, FieldGradients, Inputs, Options, PairOptions, pick
-from onepass.core.shard import Shard
+from onepass.core.shard import NOT_SHARDED, Shard
 from onepass.logits.tiles import INDEX, ROW, HeadTensors, Rows, Settings
+from onepass.softmax.divergence import pair_numbers
 from onepass.softmax.shards import results_of
 
-SHARD = Shard()
 Found = tuple[Tensor, Sequence[Tensor | None]]
 
 
@@ -72,7 +72,7 @@ class StatisticsLoss:
         class_weights: Tensor | None = None,
         row_inputs: Sequence[Tensor] = (),
         linear: bool = False,
-        shard: Shard = SHARD,
+        shard: Shard = NOT_SHARDED,
     ) -> None:
         self.loss_fn, self.options, self.index, self.linear, self.shard = loss_fn, options, index, linear, shard
         self.class_weights, self.row_inputs = class_weights, row_inputs
@@ -186,19 +186,21 @@ class DivergenceLoss:
 
     Args:
         teacher: logits ``(N, V)``, or a linear head.
+        shard: the columns of a tile and of the teacher that are compared, if the vocabulary is sharded.
     """
 
     row_inputs: Sequence[Tensor] = ()
 
     def __init__(
-        self, dtype: torch.dtype, teacher: Tensor | tuple[HeadTensors, Settings], options: PairOptions
+        self, dtype: torch.dtype, teacher: Tensor | tuple[HeadTensors, Settings], options: PairOptions, shard: Shard
     ) -> None:
-        self.options, self.row_bytes = options, ROW
+        self.options, self.row_bytes, self.shard = options, ROW, shard
         self.teacher: Tensor | None = None
         self.heads: Sequence[tuple[HeadTensors, Settings]] = ()
         if isinstance(teacher, Tensor):
             self.teacher, teacher_dtype = teacher, teacher.dtype
-            self.row_bytes += teacher.shape[-1] * teacher.element_size()  # of a copy, if some rows are masked
+            most = max(shard.sizes, default=teacher.shape[-1])  # the same on all processes, as plans are
+            self.row_bytes += most * teacher.element_size()  # of a copy, if some rows are masked
         else:
             self.heads, teacher_dtype = (teacher,), teacher[1].dtype
         self.dtype = torch.promote_types(torch.promote_types(dtype, teacher_dtype), torch.float32)
@@ -220,11 +222,11 @@ class DivergenceLoss:
         x, columns = logits[0], slice(self.options.columns)
         teacher = logits[1] if self.teacher is None else rows.take(self.teacher)
         pair = x[:, columns], teacher[:, columns]
-        backend = backend_of(*pair)
-        packed = backend.divergence(*pair, row_mask, self.options)
+        packed = pair_numbers(*pair, row_mask, self.shard, self.options)
         if scale is not None:
             grad = scale.expand(rows.n)
-            backend.divergence_gradient(*pair, row_mask, packed, grad, False, self.options, pair[0])
+            if self.options.columns != 0:  # as on a rank that holds none of the columns that are compared
+                backend_of(*pair).divergence_gradient(*pair, row_mask, packed, grad, False, self.options, pair[0])
             if self.options.columns is not None:
                 x[:, self.options.columns :] = 0
         return packed[DIVERGENCE], ()

@@ -21,7 +21,9 @@ from onepass.core.checks import (
 )
 from onepass.core.dispatch import is_plain
 from onepass.core.options import Inputs, Options, PairOptions, Transform
+from onepass.core.shard import NOT_SHARDED, Shard, shared_columns
 from onepass.softmax.divergence import divergence_of
+from onepass.softmax.shards import Replicated, group_named
 from onepass.softmax.statistics import check_range, gather_logits, statistics_of
 
 MOST_ROWS_OF_MEAN = 2**17  # one program reduces them
@@ -49,7 +51,10 @@ class LogitsSource:
     Attributes:
         shape: ``(..., V)``.
         dtype, device: of the logits.
+        shard: the columns that this process holds, if the vocabulary is sharded.
     """
+
+    shard = NOT_SHARDED
 
     shape: torch.Size
     dtype: torch.dtype
@@ -136,7 +141,18 @@ class LogitsSource:
         self, teacher: "LogitsSource", row_mask: Tensor | None, options: PairOptions, divisor: Divisor
     ) -> Tensor:
         """The divergence of every row from the ``teacher``, summed and divided as in `loss`."""
-        return TensorLogits(self.materialize()).divergence(teacher, row_mask, options, divisor)
+        shard = shared_columns(self.shard, teacher.shard, options.columns)
+        if shard is None:
+            loss = divergence_of(self.materialize(), teacher.materialize(), row_mask, options)
+        else:
+            pair = self.local_columns(shard), teacher.local_columns(shard)
+            loss = divergence_of(*pair, row_mask, options._replace(columns=shard.size), shard)
+        return divided(loss, divisor, loss.dim())
+
+    def local_columns(self, shard: Shard) -> Tensor:
+        """The logits of this process's columns, at least those of ``shard``, which are compared; differentiable."""
+        logits: Tensor = Replicated.apply(self.materialize(), group_named(shard.group))
+        return logits[..., shard.first : shard.first + shard.size]
 
 
 class TensorLogits(LogitsSource):
@@ -178,12 +194,6 @@ class TensorLogits(LogitsSource):
 
     def rows_with(self, selected: Tensor) -> Tensor | None:
         return None  # without a mask, hardly any row has no token
-
-    def divergence(
-        self, teacher: LogitsSource, row_mask: Tensor | None, options: PairOptions, divisor: Divisor
-    ) -> Tensor:
-        loss = divergence_of(self.logits, teacher.materialize(), row_mask, options)
-        return divided(loss, divisor, loss.dim())
 
 
 Logits = Tensor | LogitsSource

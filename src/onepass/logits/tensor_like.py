@@ -73,11 +73,14 @@ class TensorLike(LogitsSource):
         if self.tensor is None:
             # With their graph also where gradients are disabled: they may be used again where they are not.
             with torch.inference_mode(False), torch.enable_grad():
-                z = self.untransformed()
-                if self.transform != IDENTITY:
-                    z = transformed(z, self.transform, torch.promote_types(z.dtype, torch.float32))[0]
-                self.tensor = z.to(self.dtype)
+                self.tensor = self.transformed(self.untransformed())
         return self.tensor
+
+    def transformed(self, logits: Tensor) -> Tensor:
+        """The logits after the transform, in the dtype of this object."""
+        if self.transform != IDENTITY:
+            logits = transformed(logits, self.transform, torch.promote_types(logits.dtype, torch.float32))[0]
+        return logits.to(self.dtype)
 
     def materialize_for(self, name: str) -> Tensor:
         """`materialize`, with a warning that names the operation."""

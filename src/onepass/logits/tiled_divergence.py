@@ -10,6 +10,7 @@ from torch import Tensor
 
 from onepass.core.dispatch import empty_gradients, operation, refuse_second_derivatives
 from onepass.core.options import PairOptions
+from onepass.core.shard import NOT_SHARDED, Shard
 from onepass.logits.row_loss import DivergenceLoss
 from onepass.logits.tiled_loss import walk
 from onepass.logits.tiles import HeadTensors, Settings
@@ -24,12 +25,20 @@ class TeacherTensors(NamedTuple):
 
 
 def row_divergence(
-    dtype: torch.dtype, tensors: TeacherTensors, of: torch.dtype, options: PairOptions
+    dtype: torch.dtype,
+    tensors: TeacherTensors,
+    of: torch.dtype,
+    options: PairOptions,
+    held: Shard = NOT_SHARDED,
+    compared: Shard = NOT_SHARDED,
 ) -> DivergenceLoss:
-    """The divergence as a `RowLoss`, for student logits of ``dtype`` and teacher logits of dtype ``of``."""
+    """The divergence as a `RowLoss`, for student logits of ``dtype`` and teacher logits of dtype ``of``.
+
+    If the vocabulary is sharded, ``held`` are the columns of this process, of which ``compared`` are compared.
+    """
     teacher, weight, bias = tensors
-    head = teacher if weight is None else (HeadTensors(teacher, weight, bias), Settings(of))
-    return DivergenceLoss(dtype, head, options)
+    head = teacher if weight is None else (HeadTensors(teacher, weight, bias), Settings(of, shard=held))
+    return DivergenceLoss(dtype, head, options, compared)
 
 
 def tiled_divergence(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.core.shard import Shard
+from onepass.core.shard import NOT_SHARDED, Shard
 from onepass.logits.valid_rows import valid_rows
 
 GIB = 1 << 30
@@ -35,7 +35,7 @@ class Settings(NamedTuple):
     dtype: torch.dtype  # of the GEMMs and of the logits
     max_memory: int | None = None  # bytes of workspace; None for `default_memory`
     round_before_bias: bool = False  # whether the bias is added to the rounded product, which rounds twice
-    shard: Shard = Shard()  # the columns that this process holds, if the vocabulary is sharded
+    shard: Shard = NOT_SHARDED  # the columns that this process holds, if the vocabulary is sharded
     sums_hidden: bool = False  # whether the gradient of the hidden states is summed over the processes
 
 

@@ -78,6 +78,9 @@ class VocabParallelLogits(LogitsSource):
         full: Tensor = GatheredColumns.apply(self.local_logits, self.shard)
         return full
 
+    def local_columns(self, shard: Shard) -> Tensor:
+        return self.local_logits
+
     def all_class_weights(self, weights: Tensor) -> Tensor:
         return all_weights(weights, self.local_logits.shape[-1:], self.shard)
 

@@ -45,7 +45,8 @@ def kl_div(
     Args:
         student_logits: ``(..., V)``, float16, bfloat16, float32 or float64, any strides. Or `onepass.LinearLogits`.
         teacher_logits: likewise, and differentiable too; a gradient that is not required costs nothing. It must be a
-            constant if the student is `LinearLogits`; `LinearLogits` are materialized if the student is a tensor.
+            constant if the student is `LinearLogits`; `LinearLogits` are materialized if the student is a tensor. With
+            a sharded vocabulary, it may be sharded like the student, or have all columns.
         row_mask: ``(...)``, bool or 0/1. Rows where it is 0 are not read; their loss and gradient are 0.
         direction: ``"forward"``, ``"reverse"`` or ``"jsd"``.
         beta: weight of the teacher in ``"jsd"``, in [0, 1]; an error with another direction.

@@ -3,7 +3,7 @@
 They run on CPUs and for float64, and define the results that the kernels are tested against.
 """
 
-from onepass.reference.divergence import divergence, divergence_gradient
+from onepass.reference.divergence import add_means, divergence, divergence_gradient, divergence_states
 from onepass.reference.experts import (
     count_tiles,
     expert_mlp,
@@ -13,7 +13,7 @@ from onepass.reference.experts import (
     sort_by_expert,
 )
 from onepass.reference.router import route, route_gradient
-from onepass.reference.shards import merge_shards, shard_statistics
+from onepass.reference.shards import merge_divergences, merge_shards, shard_statistics
 from onepass.reference.softmax import (
     row_mean,
     scale,
@@ -27,11 +27,14 @@ from onepass.reference.softmax import (
 )
 
 __all__ = [
+    "add_means",
     "count_tiles",
     "divergence",
     "divergence_gradient",
+    "divergence_states",
     "expert_mlp",
     "expert_mlp_gradient",
+    "merge_divergences",
     "merge_shards",
     "route",
     "route_gradient",

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.options import PAIR_NUMBERS, PairOptions, empty_pair_numbers
+from onepass.core.shard import PAIR_STATE
 from onepass.reference.softmax import row_blocks, transformed
 
 
@@ -22,17 +23,38 @@ def mixture(log_p: Tensor, log_q: Tensor, w_p: float, w_q: float) -> tuple[Tenso
 def divergence(student: Tensor, teacher: Tensor, row_mask: Tensor | None, options: PairOptions) -> Tensor:
     """`PAIR_NUMBERS` of every row, ``(len(PAIR_NUMBERS), ...)``, as `kernels.divergence` defines them."""
     packed = empty_pair_numbers(student, teacher)
+    _divergence(student, teacher, row_mask, packed, options, known=False)
+    return packed
+
+
+def add_means(student: Tensor, teacher: Tensor, row_mask: Tensor | None, packed: Tensor, options: PairOptions) -> None:
+    """Write the means of JSD and the divergence into ``packed``, which has the normalizers.
+
+    If the logits are some columns of the vocabulary, they are sums over these columns.
+    """
+    _divergence(student, teacher, row_mask, packed, options, known=True)
+
+
+def _divergence(
+    student: Tensor, teacher: Tensor, row_mask: Tensor | None, packed: Tensor, options: PairOptions, known: bool
+) -> None:
+    """Write `PAIR_NUMBERS`. If ``known``, the normalizers are there already."""
     rows = student.shape[:-1].numel()
     out = dict(zip(PAIR_NUMBERS, packed.view(len(PAIR_NUMBERS), rows)))
+    if not student.shape[-1]:  # of a rank that has none of the columns
+        for name in ("student_mean", "teacher_mean", "divergence"):
+            out[name].zero_()
+        return
     for group, pair in row_blocks(student, teacher) if rows else ():
         logs = {}
         for name, x, of_x in zip(("student", "teacher"), pair, (options.student, options.teacher)):
             z, _ = transformed(x, of_x, packed.dtype)
-            shift = z.amax(-1, keepdim=True)
-            log_normalizer = (z - shift).logsumexp(-1, keepdim=True)
-            logs[name] = z - shift - log_normalizer
-            out[f"{name}_shift"][group] = shift[:, 0]
-            out[f"{name}_log_normalizer"][group] = log_normalizer[:, 0]
+            if not known:
+                shift = z.amax(-1)
+                out[f"{name}_shift"][group] = shift
+                out[f"{name}_log_normalizer"][group] = (z - shift.unsqueeze(-1)).logsumexp(-1)
+            shift, normalizer = (out[f"{name}_{n}"][group].unsqueeze(-1) for n in ("shift", "log_normalizer"))
+            logs[name] = z - shift - normalizer
         log_p, log_q = options.ordered(logs["student"], logs["teacher"])
         p_mean, q_mean = options.ordered(out["student_mean"], out["teacher_mean"])
         if options.direction == "jsd":
@@ -47,7 +69,27 @@ def divergence(student: Tensor, teacher: Tensor, row_mask: Tensor | None, option
             q_mean[group] = 0.0
     if row_mask is not None:
         packed.masked_fill_(~row_mask.bool(), 0.0)
-    return packed
+
+
+def divergence_states(student: Tensor, teacher: Tensor, options: PairOptions) -> Tensor:
+    """The state of every row of some columns of the vocabulary, ``(len(PAIR_STATE), rows)``, for KL(P ‖ Q)."""
+    rows, vocab = student.shape[:-1].numel(), student.shape[-1]
+    dtype = empty_pair_numbers(student[:0], teacher[:0]).dtype
+    states = student.new_zeros((len(PAIR_STATE), rows), dtype=dtype)
+    out = dict(zip(PAIR_STATE, states))
+    lowest = torch.finfo(dtype).min
+    out["p_max"].fill_(lowest)
+    out["q_max"].fill_(lowest)
+    for group, pair in row_blocks(student, teacher) if rows and vocab else ():
+        zs = [transformed(x, of_x, dtype)[0] for x, of_x in zip(pair, (options.student, options.teacher))]
+        difference = {}
+        for name, z in zip("pq", options.ordered(*zs)):
+            largest = z.amax(-1).clamp(min=lowest)  # finite, if all logits are -inf
+            difference[name] = z - largest.unsqueeze(-1)
+            out[f"{name}_max"][group], out[f"{name}_sum"][group] = largest, difference[name].exp().sum(-1)
+        p = difference["p"].exp()
+        out["difference"][group] = (p * log_ratio(p, difference["p"], difference["q"])).sum(-1)
+    return states
 
 
 def divergence_gradient(

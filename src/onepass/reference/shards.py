@@ -3,8 +3,17 @@
 import torch
 from torch import Tensor
 
-from onepass.core.options import PACKED, Inputs, Options, Results, empty_results
-from onepass.core.shard import Shard, per_row, state_fields
+from onepass.core.options import (
+    PACKED,
+    PAIR_NUMBERS,
+    Inputs,
+    Options,
+    PairOptions,
+    Results,
+    empty_pair_numbers,
+    empty_results,
+)
+from onepass.core.shard import PAIR_STATE, Shard, per_row, state_fields
 from onepass.reference.softmax import FLOOR, active_rows, row_blocks, transformed, weights_of
 
 
@@ -101,3 +110,29 @@ def merge_shards(states: Tensor, logits: Tensor, inputs: Inputs, shard: Shard, o
             if field is not None:
                 field.view(rows, K).masked_fill_(~active.unsqueeze(-1), 0)
     return results
+
+
+def merge_divergences(
+    states: Tensor, student: Tensor, teacher: Tensor, row_mask: Tensor | None, options: PairOptions
+) -> Tensor:
+    """`PAIR_NUMBERS` of every row from the states ``(ranks, numbers, rows)``; the logits are those of one shard."""
+    packed = empty_pair_numbers(student, teacher)
+    of = dict(zip(PAIR_STATE, states.unbind(1)))
+    out = dict(zip(PAIR_NUMBERS, packed.view(len(PAIR_NUMBERS), -1)))
+    back, sums, names = {}, {}, dict(zip("pq", options.ordered("student", "teacher")))
+    for p, name in names.items():
+        shift = of[f"{p}_max"].amax(0)
+        back[p] = (of[f"{p}_max"] - shift).clamp(min=FLOOR)
+        total = (back[p].exp() * of[f"{p}_sum"]).sum(0)
+        sums[p] = total.where(total > 0, torch.nan)
+        out[f"{name}_shift"].copy_(shift)
+        out[f"{name}_log_normalizer"].copy_(sums[p].log())
+    alpha = back["p"].exp()
+    moved = alpha * (of["difference"] + of["p_sum"] * (back["p"] - back["q"]))
+    kl = moved.masked_fill(alpha == 0, 0.0).sum(0) / sums["p"] - sums["p"].log() + sums["q"].log()
+    out["divergence"].copy_(kl)
+    out[f"{names['p']}_mean"].copy_(kl)
+    out[f"{names['q']}_mean"].zero_()
+    if row_mask is not None:
+        packed.masked_fill_(~row_mask.bool(), 0.0)
+    return packed
