@@ -165,6 +165,11 @@ CASES = {
         ValueError,
         "num_items: expected None with reduction='none', got 3",
     ),
+    "mean_group": (
+        lambda: topk(mean_group="data"),
+        TypeError,
+        r"mean_group: expected a ProcessGroup or a DeviceMesh, got 'data' \(str\)",
+    ),
     "alpha": (
         lambda: onepass.distillation_loss(X, I, IDS, LOG_T, alpha=-0.1),
         ValueError,

@@ -63,7 +63,8 @@ def test_every_public_function_has_a_case():
     assert not {c.function for c in CASES} & set(EXEMPT)
 
 
-OF_PROCESSES = {"vocab_group", "vocab_size", "sequence_parallel"}  # which test_vocab_parallel.py gives values
+# To which test_vocab_parallel.py and test_mean_group.py give values.
+OF_PROCESSES = {"vocab_group", "vocab_size", "sequence_parallel", "mean_group"}
 
 
 @pytest.mark.parametrize("name", sorted({c.function for c in CASES}))

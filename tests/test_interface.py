@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import onepass
-from border_cases import public_names, resolve
+from border_cases import EXEMPT, parameters, public_names, resolve
 
 EMPTY, KEYWORD = inspect.Parameter.empty, inspect.Parameter.KEYWORD_ONLY
 LOSSES = (
@@ -29,8 +29,8 @@ ORDER = (
     "self", "router_logits", "block", "hidden_states", "student_logits", "logits", "hidden", "weight", "target",
     "index", "loss_fn", "row_inputs", "teacher_logits", "teacher_ids", "teacher_log_probs", "bias", "class_weights",
     "ignore_index", "row_mask", "teacher_mask", "metrics", "expected_logit", "alpha", "direction", "beta",
-    "renormalize", "label_smoothing", "z_loss_weight", "vocab_size", "reduction", "num_items", "temperature",
-    "softcap", "logit_scale", "teacher_temperature", "teacher_softcap", "teacher_logit_scale",
+    "renormalize", "label_smoothing", "z_loss_weight", "vocab_size", "reduction", "num_items", "mean_group",
+    "temperature", "softcap", "logit_scale", "teacher_temperature", "teacher_softcap", "teacher_logit_scale",
     "inplace_backward", "max_memory", "vocab_group", "sequence_parallel",
 )  # fmt: skip
 MODULES = ("CrossEntropyLoss", "LinearCrossEntropyLoss", "KLDivLoss", "TopKKLDivLoss")
@@ -78,8 +78,15 @@ def test_an_option_has_one_kind_default_and_type(option):
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_has_a_mean_and_the_same_transform(name):
     options = OF_LOGITS[name]
-    assert options["reduction"].default == "mean" and options["num_items"].default is None
+    assert options["reduction"].default == "mean"
+    assert options["num_items"].default is options["mean_group"].default is None
     assert {"temperature", "softcap", "logit_scale", "row_mask"} <= options.keys()
+
+
+def test_every_reduction_may_be_a_mean_over_a_group():
+    taken = [set(parameters(n)) for n in public_names() if n not in EXEMPT]
+    assert [p for p in taken if len({"reduction", "num_items", "mean_group"} & p) in (1, 2)] == []
+    assert sum("mean_group" in p for p in taken) == len(LOSSES) + len(MODULES)
 
 
 @pytest.mark.parametrize("name", MODULES)

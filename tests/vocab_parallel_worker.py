@@ -2,6 +2,7 @@
 
 import datetime
 import itertools
+import importlib
 import math
 import os
 import sys
@@ -443,7 +444,6 @@ def patched_megatron(rank, ranks):
 
 def patched_verl(x, local, target):
     """verl's functions, from the folder ``VERL`` if that is set; else stand-ins of the same names and parameters."""
-    import importlib
     import types
 
     real = os.environ.get("VERL")
@@ -514,9 +514,10 @@ def main(rank, ranks, path, what):
                 failures.append(f"{case} {dtype_name} {padding=} {tiled=} {sequence=}\n{traceback.format_exc()}")
                 if len(failures) > 2:
                     break
+    module = importlib.import_module(what.get("module", __name__))
     for name in what.get("functions", ()):
         try:
-            globals()[name](rank, ranks)
+            getattr(module, name)(rank, ranks)
         except Exception:
             failures.append(f"{name}\n{traceback.format_exc()}")
     if failures:

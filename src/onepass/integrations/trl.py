@@ -145,11 +145,12 @@ def chunked_cross_entropy_loss(
             raise ValueError("At least one of labels and shift_labels is expected, got neither")
         hidden_states, target = hidden_states[..., :-1, :], labels[..., 1:]
     valid = target != -100
+    logits = _head(hidden_states, lm_head_weight, lm_head_bias)
     s = softmax_statistics(
-        _head(hidden_states, lm_head_weight, lm_head_bias), target.where(valid, 0), row_mask=valid, metrics=["is_top1"],
+        logits, target.where(valid, 0), row_mask=valid, metrics=["is_top1"],
         softcap=final_logit_softcapping, logit_scale=float(logit_scale),
     )  # fmt: skip
-    loss = reduced(-s.log_probs, valid, "mean", num_items_in_batch)
+    loss = reduced(logits, -s.log_probs, valid, "mean", num_items_in_batch)
     return loss, s.is_top1.sum().float(), s.entropy.detach().sum(), valid.sum()  # type: ignore[union-attr]
 
 

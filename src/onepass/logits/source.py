@@ -54,11 +54,10 @@ class LogitsSource:
         shard: the columns that this process holds, if the vocabulary is sharded.
     """
 
-    shard = NOT_SHARDED
-
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    shard = NOT_SHARDED
 
     def dim(self) -> int:
         """The number of dimensions."""

@@ -112,13 +112,13 @@ class VocabParallelLogits(LogitsSource):
 
 def group_of(group: Any, name: str = "group") -> Any:
     """The process group of a group, or of a `DeviceMesh` with one dimension."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
     if hasattr(group, "get_group") and hasattr(group, "ndim"):
         if group.ndim != 1:
             raise ValueError(f"{name}: expected a device mesh of one dimension, got one of {group.ndim}")
         return group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"{name}: expected a ProcessGroup or a DeviceMesh, got {described(group)}")
-    return group
+    raise TypeError(f"{name}: expected a ProcessGroup or a DeviceMesh, got {described(group)}")
 
 
 NUMBERS = 32  # that processes exchange for the check; enough for 27 dimensions

@@ -15,9 +15,10 @@ from onepass.core.checks import (
 )
 from onepass.core.deprecated import renamed
 from onepass.core.options import REDUCTIONS, Reduction
+from onepass.core.shard import Group
 from onepass.logits.source import Count, Divisor, Logits, as_source, inputs_for, options_for
 from onepass.logits.tensor_like import TORCH_FUNCTIONS
-from onepass.losses.reduction import divisor_of
+from onepass.losses.reduction import divisor_of, group_of_mean, summed
 
 POSITIONAL = ("weight", "ignore_index", "reduction", "label_smoothing")  # torch's order, in earlier versions
 
@@ -34,6 +35,7 @@ def cross_entropy(
     z_loss_weight: float = 0.0,
     reduction: Reduction = "mean",
     num_items: float | Tensor | None = None,
+    mean_group: Group | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -60,6 +62,11 @@ def cross_entropy(
             is averaged over the valid rows), ``"sum"`` or ``"none"``.
         num_items: the number of items in the whole batch, a number or a tensor of one element. The sum is divided by it
             instead of being reduced by ``reduction``, so that gradient accumulation does not change the average.
+        mean_group: a process group, or a `DeviceMesh` with one dimension, whose processes hold different rows of one
+            batch (data or context parallel). A mean then divides this process's sum by the count of all processes: the
+            losses of the processes, and their gradients, add up to those of the whole batch. Multiply the loss by the
+            number of processes if gradients are averaged over them, as in DDP and FSDP. An error with another
+            reduction or ``num_items``.
         temperature, softcap, logit_scale: the transform of the logits, see `onepass.softmax_statistics`.
         inplace_backward: see `onepass.selective_log_softmax`.
 
@@ -101,15 +108,16 @@ def cross_entropy(
     of_z: float | Tensor = z_loss_weight
     divisor: Divisor = None
     # The divisor changes the sign, once, instead of every row.
-    if reduction == "mean" and num_items is None and weights is None:
+    group = group_of_mean(source, reduction, num_items, mean_group)
+    if reduction == "mean" and num_items is None and weights is None and group is None:
         divisor = Count(valid, -1.0)
     elif reduction == "mean" and num_items is None:
-        total_weight = count.sum()
+        total_weight = summed(count, group)
         divisor = -total_weight
-        if z_loss_weight:
-            of_z = z_loss_weight * (total_weight / valid.sum())
+        if z_loss_weight and weights is not None:
+            of_z = z_loss_weight * (total_weight / summed(valid, group))
     else:
-        number = divisor_of(0, reduction, num_items)
+        number = divisor_of(source, None, reduction, num_items)
         divisor = None if number is None else -number  # type: ignore[operator]
 
     def score_of(s: dict[str, Tensor], *counts: Tensor) -> Tensor:
@@ -143,6 +151,7 @@ class CrossEntropyLoss(torch.nn.Module):
         label_smoothing: float = 0.0,
         z_loss_weight: float = 0.0,
         reduction: Reduction = "mean",
+        mean_group: Group | None = None,
         temperature: float = 1.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
@@ -154,6 +163,7 @@ class CrossEntropyLoss(torch.nn.Module):
         self.label_smoothing = label_smoothing
         self.z_loss_weight = z_loss_weight
         self.reduction: Reduction = reduction
+        self.mean_group = mean_group
         self.temperature, self.softcap, self.logit_scale = temperature, softcap, logit_scale
         self.inplace_backward = inplace_backward
 
@@ -168,8 +178,8 @@ class CrossEntropyLoss(torch.nn.Module):
         return cross_entropy(
             logits, target, class_weights=self.class_weights, ignore_index=self.ignore_index, row_mask=row_mask,
             label_smoothing=self.label_smoothing, z_loss_weight=self.z_loss_weight, reduction=self.reduction,
-            num_items=num_items, temperature=self.temperature, softcap=self.softcap, logit_scale=self.logit_scale,
-            inplace_backward=self.inplace_backward,
+            num_items=num_items, mean_group=self.mean_group, temperature=self.temperature, softcap=self.softcap,
+            logit_scale=self.logit_scale, inplace_backward=self.inplace_backward,
         )  # fmt: skip
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -6,6 +6,7 @@ from torch import Tensor
 from onepass.core.checks import check_pair, check_row_mask, check_transform
 from onepass.core.deprecated import renamed
 from onepass.core.options import Direction, PairOptions, Reduction, Transform
+from onepass.core.shard import Group
 from onepass.logits.source import Logits, as_source
 from onepass.losses.directions import BETA, resolved
 from onepass.losses.reduction import divisor_of
@@ -22,6 +23,7 @@ def kl_div(
     vocab_size: int | None = None,
     reduction: Reduction = "mean",
     num_items: float | Tensor | None = None,
+    mean_group: Group | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -53,7 +55,7 @@ def kl_div(
         vocab_size: compare only the first ``vocab_size`` columns of both, for models of one tokenizer that pad their
             vocabularies differently. Gradients of the other columns are 0.
         reduction: ``"mean"`` (over the rows that are not masked; 0 if there are none), ``"sum"`` or ``"none"``.
-        num_items: divides the sum instead of ``reduction``, see `cross_entropy`.
+        num_items, mean_group: divide the sum by another number than that of the rows, see `cross_entropy`.
         temperature, softcap, logit_scale: the transform of the student's logits, see `onepass.softmax_statistics`.
         teacher_temperature, teacher_softcap, teacher_logit_scale: the transform of the teacher's logits; its default
             temperature is the student's.
@@ -79,8 +81,9 @@ def kl_div(
     teacher_temperature = of_student.temperature if teacher_temperature is None else teacher_temperature
     of_teacher = check_transform(teacher_temperature, teacher_softcap, teacher_logit_scale, prefix="teacher_")
     options = PairOptions(direction, beta, of_student, Transform(*of_teacher), columns)
-    rows = student.shape[:-1].numel() if row_mask is None else row_mask != 0
-    return student.divergence(teacher, row_mask, options, divisor_of(rows, reduction, num_items))
+    rows = None if row_mask is None else row_mask != 0
+    divisor = divisor_of(student, rows, reduction, num_items, mean_group)
+    return student.divergence(teacher, row_mask, options, divisor)
 
 
 class KLDivLoss(torch.nn.Module):
@@ -93,6 +96,7 @@ class KLDivLoss(torch.nn.Module):
         beta: float = BETA,
         vocab_size: int | None = None,
         reduction: Reduction = "mean",
+        mean_group: Group | None = None,
         temperature: float = 1.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
@@ -103,6 +107,7 @@ class KLDivLoss(torch.nn.Module):
         super().__init__()
         self.direction, self.beta, self.vocab_size = direction, beta, vocab_size
         self.reduction: Reduction = reduction
+        self.mean_group = mean_group
         self.temperature, self.softcap, self.logit_scale = temperature, softcap, logit_scale
         self.teacher_temperature, self.teacher_softcap = teacher_temperature, teacher_softcap
         self.teacher_logit_scale = teacher_logit_scale
@@ -118,9 +123,10 @@ class KLDivLoss(torch.nn.Module):
     ) -> Tensor:
         return kl_div(
             student_logits, teacher_logits, row_mask=row_mask, direction=self.direction, beta=self.beta,
-            vocab_size=self.vocab_size, reduction=self.reduction, num_items=num_items, temperature=self.temperature,
-            softcap=self.softcap, logit_scale=self.logit_scale, teacher_temperature=self.teacher_temperature,
-            teacher_softcap=self.teacher_softcap, teacher_logit_scale=self.teacher_logit_scale,
+            vocab_size=self.vocab_size, reduction=self.reduction, num_items=num_items, mean_group=self.mean_group,
+            temperature=self.temperature, softcap=self.softcap, logit_scale=self.logit_scale,
+            teacher_temperature=self.teacher_temperature, teacher_softcap=self.teacher_softcap,
+            teacher_logit_scale=self.teacher_logit_scale,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

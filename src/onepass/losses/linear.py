@@ -99,6 +99,7 @@ def linear_cross_entropy(
     z_loss_weight: float = 0.0,
     reduction: Reduction = "mean",
     num_items: float | Tensor | None = None,
+    mean_group: Group | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -123,7 +124,8 @@ def linear_cross_entropy(
     return cross_entropy(
         logits, target, class_weights=class_weights,
         ignore_index=ignore_index, row_mask=row_mask, label_smoothing=label_smoothing, z_loss_weight=z_loss_weight,
-        reduction=reduction, num_items=num_items, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
+        reduction=reduction, num_items=num_items, mean_group=mean_group, temperature=temperature, softcap=softcap,
+        logit_scale=logit_scale,
     )  # fmt: skip
 
 
@@ -142,6 +144,7 @@ def linear_topk_kl_div(
     renormalize: bool = False,
     reduction: Reduction = "mean",
     num_items: float | Tensor | None = None,
+    mean_group: Group | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -163,7 +166,7 @@ def linear_topk_kl_div(
     return topk_kl_div(
         logits, teacher_ids, teacher_log_probs, row_mask=row_mask,
         teacher_mask=teacher_mask, direction=direction, beta=beta, renormalize=renormalize, reduction=reduction,
-        num_items=num_items, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
+        num_items=num_items, mean_group=mean_group, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
     )  # fmt: skip
 
 
@@ -180,6 +183,7 @@ def linear_kl_div(
     vocab_size: int | None = None,
     reduction: Reduction = "mean",
     num_items: float | Tensor | None = None,
+    mean_group: Group | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -206,8 +210,9 @@ def linear_kl_div(
     return kl_div(
         logits, teacher_logits, row_mask=row_mask,
         direction=direction, beta=beta, vocab_size=vocab_size, reduction=reduction, num_items=num_items,
-        temperature=temperature, softcap=softcap, logit_scale=logit_scale, teacher_temperature=teacher_temperature,
-        teacher_softcap=teacher_softcap, teacher_logit_scale=teacher_logit_scale,
+        mean_group=mean_group, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
+        teacher_temperature=teacher_temperature, teacher_softcap=teacher_softcap,
+        teacher_logit_scale=teacher_logit_scale,
     )  # fmt: skip
 
 
@@ -224,6 +229,7 @@ def linear_loss(
     expected_logit: bool = True,
     reduction: Reduction = "mean",
     num_items: float | Tensor | None = None,
+    mean_group: Group | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -248,7 +254,7 @@ def linear_loss(
         row_mask: ``(...)``, bool or 0/1; rows where it is False are left out of all GEMMs. Their loss is 0.
         reduction: ``"mean"`` (over the rows that are not masked; 0 if there are none), ``"sum"`` or ``"none"``, which
             takes four GEMMs in all.
-        num_items: divides the sum instead of ``reduction``, see `cross_entropy`.
+        num_items, mean_group: divide the sum by another number than that of the rows, see `cross_entropy`.
 
     Returns:
         float32 (float64 for float64 inputs). The gradient of a sum or mean is computed in the forward pass: a second
@@ -297,8 +303,9 @@ def linear_loss(
                              f"got {described(loss)}")  # fmt: skip
         return loss if row_mask is None else loss.where(parts[count], 0.0)
 
-    rows = shape.numel() if row_mask is None else row_mask != 0
-    return logits.loss(loss_of_rows, inputs, options, masked_inputs, divisor_of(rows, reduction, num_items))
+    rows = None if row_mask is None else row_mask != 0
+    divisor = divisor_of(logits, rows, reduction, num_items, mean_group)
+    return logits.loss(loss_of_rows, inputs, options, masked_inputs, divisor)
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
@@ -315,6 +322,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         label_smoothing: float = 0.0,
         z_loss_weight: float = 0.0,
         reduction: Reduction = "mean",
+        mean_group: Group | None = None,
         temperature: float = 1.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
@@ -328,6 +336,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         self.label_smoothing = label_smoothing
         self.z_loss_weight = z_loss_weight
         self.reduction: Reduction = reduction
+        self.mean_group = mean_group
         self.temperature, self.softcap, self.logit_scale = temperature, softcap, logit_scale
         self.max_memory, self.vocab_group, self.sequence_parallel = max_memory, vocab_group, sequence_parallel
 
@@ -345,9 +354,9 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         return linear_cross_entropy(
             hidden, weight, target, bias=bias, class_weights=self.class_weights, ignore_index=self.ignore_index,
             row_mask=row_mask, label_smoothing=self.label_smoothing, z_loss_weight=self.z_loss_weight,
-            reduction=self.reduction, num_items=num_items, temperature=self.temperature, softcap=self.softcap,
-            logit_scale=self.logit_scale, max_memory=self.max_memory, vocab_group=self.vocab_group,
-            sequence_parallel=self.sequence_parallel,
+            reduction=self.reduction, num_items=num_items, mean_group=self.mean_group,
+            temperature=self.temperature, softcap=self.softcap, logit_scale=self.logit_scale,
+            max_memory=self.max_memory, vocab_group=self.vocab_group, sequence_parallel=self.sequence_parallel,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

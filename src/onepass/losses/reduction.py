@@ -1,17 +1,32 @@
 """The reduction of the losses of all rows to a mean or a sum, which all loss functions call."""
 
+from typing import Any
+
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from onepass.core.checks import check_choice, check_number, described, short
 from onepass.core.dispatch import is_plain
 from onepass.core.options import REDUCTIONS, Reduction
-from onepass.logits.source import Divisor, divided
+from onepass.core.shard import Group
+from onepass.logits.source import Divisor, LogitsSource, divided
+from onepass.logits.vocab_parallel import group_of
+from onepass.softmax.shards import group_named
 
 
-def divisor_of(rows: Tensor | int, reduction: Reduction, num_items: float | Tensor | None) -> Divisor:
-    """The divisor of the sum over rows: ``num_items``, or for a mean the number of ``rows`` (given as a mask or a
-    number; at least 1). None for ``"none"``. A number on the CPU becomes a float, so that no copy synchronizes."""
+def divisor_of(
+    source: LogitsSource,
+    rows: Tensor | None,
+    reduction: Reduction,
+    num_items: float | Tensor | None,
+    mean_group: Group | None = None,
+) -> Divisor:
+    """The divisor of the sum over rows: ``num_items``, or for a mean the number of ``rows`` (a mask; None for all rows
+    of the source; at least 1). None for ``"none"``. A number on the CPU becomes a float, so that no copy synchronizes.
+    """
     check_choice(reduction, "reduction", REDUCTIONS)
+    group = group_of_mean(source, reduction, num_items, mean_group)
     if num_items is not None:
         if reduction == "none":
             raise ValueError(f"num_items: expected None with reduction='none', got {short(num_items)}")
@@ -23,10 +38,50 @@ def divisor_of(rows: Tensor | int, reduction: Reduction, num_items: float | Tens
             return num_items.reshape(())
         return check_number(num_items, "num_items", 0)
     if reduction == "mean":
-        return rows.sum().clamp(min=1) if isinstance(rows, Tensor) else max(rows, 1)
+        if rows is None:
+            count = source.shape[:-1].numel()
+            if group is None:
+                return max(count, 1)
+            rows = torch.full((), count, device=source.device)
+        return summed(rows, group).clamp(min=1)
     return 1 if reduction == "sum" else None
 
 
-def reduced(loss: Tensor, rows: Tensor | int, reduction: Reduction, num_items: float | Tensor | None) -> Tensor:
-    """The sum over ``num_items``, the mean over ``rows`` (a mask or a number; 0 if none), the sum, or the loss."""
-    return divided(loss, divisor_of(rows, reduction, num_items), loss.dim())
+def reduced(
+    source: LogitsSource,
+    loss: Tensor,
+    rows: Tensor | None,
+    reduction: Reduction,
+    num_items: float | Tensor | None,
+    mean_group: Group | None = None,
+) -> Tensor:
+    """The sum over ``num_items``, the mean over ``rows`` (a mask; 0 if none), the sum, or the loss."""
+    return divided(loss, divisor_of(source, rows, reduction, num_items, mean_group), loss.dim())
+
+
+def group_of_mean(
+    source: LogitsSource, reduction: Reduction, num_items: float | Tensor | None, mean_group: Group | None
+) -> Any:
+    """The process group over whose ranks the rows of a mean are counted; None to count those of this process."""
+    if mean_group is None:
+        return None
+    group = group_of(mean_group, "mean_group")
+    if reduction != "mean" or num_items is not None:
+        got = f"num_items={short(num_items)}" if reduction == "mean" else f"reduction={reduction!r}"
+        raise ValueError(f"mean_group: expected reduction='mean' without num_items, got {got}")
+    if source.shard.sizes:
+        ranks, of_vocab = (dist.get_process_group_ranks(g) for g in (group, group_named(source.shard.group)))
+        if len(set(ranks) & set(of_vocab)) > 1:
+            raise ValueError(
+                f"mean_group: expected this process alone of the ranks {of_vocab} of vocab_group, which have the same "
+                f"rows, got the ranks {ranks}"
+            )
+    return group
+
+
+def summed(counts: Tensor, group: Any) -> Tensor:
+    """The sum of the counts of all rows of this process or, with a group, of all its ranks; it stays on the device."""
+    total = counts.sum()
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total

@@ -21,7 +21,8 @@ from onepass.core.checks import (
 from onepass.core.deprecated import renamed
 from onepass.core.dispatch import is_plain
 from onepass.core.options import Direction, Reduction
-from onepass.logits.source import Divisor, Logits, LogitsSource, as_source, divided, inputs_for, options_for
+from onepass.core.shard import Group
+from onepass.logits.source import Logits, LogitsSource, as_source, divided, inputs_for, options_for
 from onepass.losses.directions import BETA, resolved
 from onepass.losses.reduction import divisor_of, reduced
 from onepass.softmax.teacher_tokens import teacher_tokens
@@ -56,6 +57,7 @@ def topk_kl_div(
     renormalize: bool = False,
     reduction: Reduction = "mean",
     num_items: float | Tensor | None = None,
+    mean_group: Group | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -85,7 +87,7 @@ def topk_kl_div(
             True: both are normalized over the row's tokens that are not masked; only those logits are read.
         reduction: ``"mean"`` (over the rows in which the masks leave a token; 0 if there are none), ``"sum"`` or
             ``"none"`` (the shape of the rows).
-        num_items: divides the sum instead of ``reduction``, see `cross_entropy`.
+        num_items, mean_group: divide the sum by another number than that of the rows, see `cross_entropy`.
         temperature, softcap, logit_scale: the transform of the student's logits, see `onepass.softmax_statistics`.
             (The result is not multiplied by Hinton's factor :math:`T^2`.)
 
@@ -108,7 +110,8 @@ def topk_kl_div(
         return terms(of_teacher, of_student, direction, beta)
 
     inputs, options = inputs_for(student, options, teacher.ids, teacher.to_read, index_name="teacher_ids")
-    return student.loss(terms_of, inputs, options, teacher.tensors, teacher.divisor(reduction, num_items))
+    divisor = divisor_of(student, teacher.rows, reduction, num_items, mean_group)
+    return student.loss(terms_of, inputs, options, teacher.tensors, divisor)
 
 
 @renamed(positional=("mask",), labels="target", mask=mask_of_divergence)
@@ -127,6 +130,7 @@ def distillation_loss(
     renormalize: bool = False,
     reduction: Reduction = "mean",
     num_items: float | Tensor | None = None,
+    mean_group: Group | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -142,7 +146,7 @@ def distillation_loss(
         row_mask: ``(...)``, bool or 0/1; rows where it is False have neither.
         alpha: weight of the divergence, in [0, 1].
         reduction: ``"mean"`` (of each part over its own rows), ``"sum"`` or ``"none"``.
-        num_items: divides the sums of both parts, see `topk_kl_div`.
+        num_items, mean_group: divide the sums of both parts, see `topk_kl_div`.
 
     The other arguments, and what is raised, are those of `topk_kl_div`.
     """
@@ -172,8 +176,9 @@ def distillation_loss(
         normalizer = s["log_normalizer" if one_normalizer else "tempered_log_normalizer"]
         log_probs = selected[..., 1:] - normalizer.unsqueeze(-1)
     of_rows = terms(teacher.tensors, log_probs, direction, beta)
-    soft = divided(of_rows, teacher.divisor(reduction, num_items), student.dim() - 1)
-    hard = reduced((s["log_normalizer"] - s["selected"][..., 0]).where(valid, 0.0), valid, reduction, num_items)
+    soft = divided(of_rows, divisor_of(student, teacher.rows, reduction, num_items, mean_group), student.dim() - 1)
+    of_target = (s["log_normalizer"] - s["selected"][..., 0]).where(valid, 0.0)
+    hard = reduced(student, of_target, valid, reduction, num_items, mean_group)
     return alpha * soft + (1 - alpha) * hard
 
 
@@ -228,10 +233,6 @@ class Teacher:
         # The loss and the gradient of a row without any token are 0, even if it is read.
         self.to_read = given.any(-1) if masked else student.rows_with(given)
 
-    def divisor(self, reduction: Reduction, num_items: float | Tensor | None) -> Divisor:
-        rows = self.ids.shape[:-1].numel() if self.rows is None else self.rows
-        return divisor_of(rows, reduction, num_items)
-
 
 def normalized(z: Tensor, teacher: Tensor, given: Tensor) -> Tensor:
     """The student's log-probs from its logits ``z`` of the teacher's tokens; those of masked tokens may be NaN."""
@@ -266,6 +267,7 @@ class TopKKLDivLoss(torch.nn.Module):
         beta: float = BETA,
         renormalize: bool = False,
         reduction: Reduction = "mean",
+        mean_group: Group | None = None,
         temperature: float = 1.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
@@ -273,6 +275,7 @@ class TopKKLDivLoss(torch.nn.Module):
         super().__init__()
         self.direction, self.beta, self.renormalize = direction, beta, renormalize
         self.reduction: Reduction = reduction
+        self.mean_group = mean_group
         self.temperature, self.softcap, self.logit_scale = temperature, softcap, logit_scale
 
     @renamed(positional=("mask", "num_items"), mask=mask_of_rows_or_tokens)
@@ -289,7 +292,8 @@ class TopKKLDivLoss(torch.nn.Module):
         return topk_kl_div(
             student_logits, teacher_ids, teacher_log_probs, row_mask=row_mask, teacher_mask=teacher_mask,
             direction=self.direction, beta=self.beta, renormalize=self.renormalize, reduction=self.reduction,
-            num_items=num_items, temperature=self.temperature, softcap=self.softcap, logit_scale=self.logit_scale,
+            num_items=num_items, mean_group=self.mean_group, temperature=self.temperature, softcap=self.softcap,
+            logit_scale=self.logit_scale,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
