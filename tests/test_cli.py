@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from onepass.autotune import AutotuneRecord
-from onepass.cli import distill, doctor
+from onepass.cli import demo_curve, distill, doctor
 from onepass.cli.app import app
 
 
@@ -68,6 +68,51 @@ def test_demo_trains_the_same_curves_from_hidden_states(tmp_path, monkeypatch):
         verdict = rf"largest difference of the {series} \S+ over 3 steps \(below 1e-03\)"
         assert re.search(verdict, result.output), result.output
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("head, bound", [("logits", "1e-04"), ("linear", "1e-03")])
+def test_demo_trains_the_same_curve_with_a_sharded_head(tmp_path, monkeypatch, head, bound):
+    monkeypatch.setenv("TRITON_INTERPRET", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    arguments = "--head", head, "--steps", 3, "--vocab", 257, "--device", "cpu", "--processes", 2
+    result = run("demo", *arguments, "--out", tmp_path / "curves.png")
+    assert result.exit_code == 0, result.output
+    assert "2 processes, each with some of the 257 rows" in result.output
+    assert result.output.count(f"over 3 steps (below {bound})") == (1 if head == "logits" else 2), result.output
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_demo_fails_if_the_curves_of_a_sharded_head_differ(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "")
+
+    def other(head, size, seed, windows, processes):
+        loss = torch.full((len(windows),), 7.0, dtype=torch.float64)
+        return demo_curve.Curve("onepass", {"training loss": loss}, 1.0, 1)
+
+    monkeypatch.setattr("onepass.cli.demo.train_sharded", other)
+    arguments = "--steps", 2, "--vocab", 257, "--device", "cpu", "--processes", 2, "--out", tmp_path / "curves.png"
+    result = run("demo", *arguments)
+    assert result.exit_code == 1 and "(not below 1e-04)" in result.output, result.output
+
+
+@pytest.mark.parametrize("wrong, told", [
+    (("--processes", 0), "expected 1 to 4096, the number of tokens of the vocabulary, got 0"),
+    (("--processes", 300, "--vocab", 299), "expected 1 to 299, the number of tokens of the vocabulary, got 300"),
+    (("--processes", 2, "--distill"), "expected 1 with --distill, got 2"),
+    (("--processes", 2, "--autotune-report", "a.jsonl"), "expected 1 with --autotune-report, got 2"),
+])  # fmt: skip
+def test_demo_refuses_processes(wrong, told):
+    result = run("demo", "--device", "cpu", *wrong)
+    printed = " ".join(result.output.replace("│", " ").split())
+    assert result.exit_code == 2 and told in printed and "--processes" in printed, result.output
+
+
+def test_demo_takes_one_process_for_each_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    result = run("demo", "--device", "cuda", "--processes", 2)
+    printed = " ".join(result.output.replace("│", " ").split())
+    assert result.exit_code == 2 and "expected 1 to 1, the number of GPUs, got 2" in printed, result.output
 
 
 @pytest.mark.parametrize("taught", [True, False])

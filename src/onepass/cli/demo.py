@@ -1,26 +1,23 @@
 """`onepass demo`: train a small decoder with torch's loss and with that of onepass, and compare the curves."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
-from torch import Tensor
 
-from onepass.cli.demo_head import HEADS, Head, Loss, mixed_precision
+from onepass.cli.demo_curve import Curve, train
+from onepass.cli.demo_head import HEADS, Head
 from onepass.cli.demo_model import Size, build_model, load_text, sample_windows, train_tokenizer
+from onepass.cli.demo_processes import train_sharded
 from onepass.cli.environment import environment
-from onepass.cli.measure import clock, peak_memory
 
-LEARNING_RATE = 1e-3
 ROWS_SHOWN = 10
 
 
@@ -33,55 +30,6 @@ DISTILL_STEPS = 300
 DEFAULT_STEPS = ", ".join(f"{head.steps} with --head {name}" for name, head in HEADS.items())
 DEFAULT_STEPS += f", {DISTILL_STEPS} with --distill"
 DEFAULT_VOCABS = ", ".join(f"{size.vocab} on {device}" for device, size in SIZES.items())
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One training run: what it recorded at each step, and what its head cost apart from the model."""
-
-    name: str
-    series: dict[str, Tensor]
-    milliseconds: float
-    memory: int
-
-
-def loss_and_gradients(loss: Loss, inputs: tuple[Tensor, ...], labels: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The loss and the gradients of its inputs."""
-    inputs = tuple([x.detach().requires_grad_() for x in inputs])
-    value = loss(*inputs, labels)
-    return value.detach(), torch.autograd.grad(value, inputs)
-
-
-def train(
-    name: str, head: Head, model: Any, windows: Tensor, console: Console, after_step: Callable[[], None] | None = None
-) -> Curve:
-    """AdamW over the batches. The loss head runs apart from the model, so that it can be measured alone."""
-    device = windows.device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    losses, entropies, seconds, memory = [], [], 0.0, 0
-    for step, window in enumerate(track(windows, description=f"{name:>8}", total=len(windows), console=console)):
-        labels = window[:, 1:]
-        with mixed_precision(device):
-            # Shifted before the model and not after it: torch's loss would have to copy `logits[:, :-1]`.
-            inputs = head.inputs(model, window[:, :-1])
-        call = partial(loss_and_gradients, head.losses[name], inputs, labels)
-        if step == 0:  # an extra call, which also compiles kernels before anything is timed
-            memory = peak_memory(call, device)
-        start = clock(device)
-        value, gradients = call()
-        seconds += clock(device) - start
-        losses.append(value)
-        if head.entropies:
-            with torch.no_grad():
-                entropies.append(head.entropies[name](*inputs, labels))
-        optimizer.zero_grad()
-        torch.autograd.backward(inputs, gradients)  # the head's weight is the embedding: its gradients add up
-        optimizer.step()
-        if after_step is not None:
-            after_step()
-    recorded = {"training loss": losses, "mean entropy": entropies}
-    series = {title: torch.stack(values).double().cpu() for title, values in recorded.items() if values}
-    return Curve(name, series, 1e3 * seconds / len(losses), memory)
 
 
 def report(head: Head, reference: Curve, curve: Curve, console: Console) -> None:
@@ -143,13 +91,17 @@ def demo(
     out: Annotated[Path, typer.Option(dir_okay=False, help="Where the plot goes (PNG).")] = Path("demo.png"),
     seed: Annotated[int, typer.Option(help="The random seed of the weights and of the data order.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")] = None,
+    processes: Annotated[
+        int, typer.Option(help="Shard the vocabulary of onepass's head over this many processes.")
+    ] = 1,
     autotune_report: Annotated[
         Path | None, typer.Option(help="Write what Triton's autotuner chose in the first steps, as lines of JSON.")
     ] = None,
 ) -> None:
     """Train a small decoder with torch's loss and with onepass's, and compare the curves.
 
-    With --head logits, a transformers Trainer also trains it before and after onepass.patch("transformers").
+    With --head logits and one process, a transformers Trainer also trains it before and after
+    onepass.patch("transformers"). With --processes, torch's loss is that of one process.
     """
     places = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     if device is not None and device not in places:
@@ -159,9 +111,16 @@ def demo(
         raise typer.BadParameter(f"expected {expected}, got {head!r}", param_hint="--head")
     if distill and autotune_report is not None:
         raise typer.BadParameter("expected a run without --distill", param_hint="--autotune-report")
+    if processes > 1 and (distill or autotune_report is not None):
+        other = "--distill" if distill else "--autotune-report"
+        raise typer.BadParameter(f"expected 1 with {other}, got {processes}", param_hint="--processes")
     place, kind = device or places[0], HEADS[head]
     size = TEACHER if distill else SIZES[place]
     size = replace(size, vocab=vocab or size.vocab)
+    most, what = (torch.cuda.device_count(), "GPUs") if place == "cuda" else (size.vocab, "tokens of the vocabulary")
+    if not 1 <= processes <= most:
+        expected = f"expected 1 to {most}, the number of {what}"
+        raise typer.BadParameter(f"{expected}, got {processes}", param_hint="--processes")
     steps = steps or (DISTILL_STEPS if distill else kind.steps)
     out.parent.mkdir(parents=True, exist_ok=True)
     console = Console()
@@ -190,10 +149,15 @@ def demo(
         after_step = partial(AutotuneReportCallback([JSONLSink(autotune_report)]).on_step_end, None, state, None)
 
     def curve(name: str) -> Curve:
-        return train(name, kind, build_model(size, seed).to(place), windows, console, after_step)
+        return train(name, kind, build_model(size, seed, tied=processes == 1).to(place), windows, console, after_step)
 
     console.print(f"model: Llama, {size.layers} layers of {size.hidden}; {steps} steps of {size.batch} x {size.length}")
-    reference, ours = curve("torch"), curve("onepass")
+    reference = curve("torch")
+    if processes > 1:
+        console.print(f"onepass: {processes} processes, each with some of the {size.vocab} rows of the head's weight")
+        ours = train_sharded(head, size, seed, windows, processes)
+    else:
+        ours = curve("onepass")
     report(kind, reference, ours, console)
     plot(kind, reference, ours, out)
     console.print(f"curves: {out}")
@@ -207,7 +171,7 @@ def demo(
         verdict = f"{'' if below else 'not '}below {kind.bound:.0e}" if exact else "bfloat16: not bounded"
         of = f" of the {title}" if len(ours.series) > 1 else ""
         console.print(f"largest difference{of} {largest:.1e} over {steps} steps ({verdict})")
-    if head == "logits":
+    if head == "logits" and processes == 1:
         from onepass.cli.demo_trainer import compare as compare_trainers
 
         passed = compare_trainers(windows, size, seed, console) and passed

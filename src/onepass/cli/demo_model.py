@@ -41,8 +41,8 @@ def sample_windows(tokens: Tensor, steps: int, size: Size, seed: int) -> Tensor:
     return windows[starts]
 
 
-def build_model(size: Size, seed: int) -> Any:
-    """A Llama decoder with random weights."""
+def build_model(size: Size, seed: int, tied: bool = True) -> Any:
+    """A Llama decoder with random weights, whose head has the weight of the embedding if it is ``tied``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -55,7 +55,7 @@ def build_model(size: Size, seed: int) -> Any:
         num_attention_heads=heads,
         num_key_value_heads=heads,
         max_position_embeddings=size.length,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         attn_implementation="eager",  # its backward is deterministic on every device
     )
     return LlamaForCausalLM(config)
