@@ -2,15 +2,17 @@
 
 from test_vocab_parallel import job, run
 
-IN = {"module": "mean_group_cases"}
+
+def of_cases(*names):
+    return [f"mean_group_cases.{name}" for name in names]
 
 
 def test_means_over_a_group(tmp_path):
     failed, printed = run(
         tmp_path,
-        job(1, functions=["every_loss", "every_error"], **IN),
-        job(2, functions=["every_loss", "nothing_to_count", "compiled"], **IN),
-        job(3, functions=["every_loss"], **IN),
-        job(4, functions=["of_a_mesh"], **IN),
+        job(1, functions=of_cases("every_loss", "every_error")),
+        job(2, functions=of_cases("every_loss", "nothing_to_count", "compiled")),
+        job(3, functions=of_cases("every_loss")),
+        job(4, functions=of_cases("of_a_mesh")),
     )
     assert not failed, printed

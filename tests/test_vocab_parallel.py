@@ -48,6 +48,13 @@ def test_every_loss(tmp_path):
     assert not failed, printed
 
 
+def test_meshes(tmp_path):
+    """FSDP2 and a sharded vocabulary together."""
+    names = "linear_heads", "logits_of_a_head", "unsupported"
+    failed, printed = run(tmp_path, job(4, functions=[f"mesh_worker.{name}" for name in names]))
+    assert not failed, printed
+
+
 def test_the_kernels(tmp_path):
     """In the interpreter, on two processes."""
     cases = ["statistics 1", "statistics of K 0", "topk renormalized"]

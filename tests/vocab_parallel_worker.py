@@ -2,11 +2,12 @@
 
 import datetime
 import itertools
-import importlib
 import math
 import os
+import signal
 import sys
 import traceback
+from importlib import import_module
 
 import pytest
 import torch
@@ -459,7 +460,7 @@ def patched_verl(x, local, target):
         sys.modules[names[0]].vocab_parallel_entropy = lambda vocab_parallel_logits: None
         sys.modules[names[0]].vocab_parallel_log_probs_from_logits = lambda logits, labels: None
         sys.modules[names[1]].linear_cross_entropy = lambda *args, **kwargs: None
-    sharded, head = map(importlib.import_module, names)
+    sharded, head = map(import_module, names)
     expected = onepass.selective_log_softmax_and_entropy(x.requires_grad_(), target)
     functions = (sharded.vocab_parallel_log_probs_from_logits, (target,)), (sharded.vocab_parallel_entropy, ())
     theirs = [function(local.clone(), *rest) for function, rest in functions]
@@ -491,6 +492,12 @@ def one_rank_fails(rank, ranks):
     onepass.entropy_from_logits(logits)
 
 
+def function_named(name):
+    """A function of this file, or ``file.function`` of another one."""
+    module, _, function = name.rpartition(".")
+    return getattr(import_module(module), function) if module else globals()[name]
+
+
 def main(rank, ranks, path, what):
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=what.get("timeout", 60))
@@ -514,10 +521,9 @@ def main(rank, ranks, path, what):
                 failures.append(f"{case} {dtype_name} {padding=} {tiled=} {sequence=}\n{traceback.format_exc()}")
                 if len(failures) > 2:
                     break
-    module = importlib.import_module(what.get("module", __name__))
     for name in what.get("functions", ()):
         try:
-            getattr(module, name)(rank, ranks)
+            function_named(name)(rank, ranks)
         except Exception:
             failures.append(f"{name}\n{traceback.format_exc()}")
     if failures:
@@ -528,12 +534,15 @@ def main(rank, ranks, path, what):
 
 def fork(jobs, folder):
     """Run every job in processes of its own, which are forked after everything is imported."""
+    for name in (name for job in jobs for name in job.get("functions", ())):
+        function_named(name)
     failed = 0
     for number, job in enumerate(jobs):
         children = []
         for rank in range(job["ranks"]):
             child = os.fork()
             if child == 0:
+                signal.alarm(200)  # ends it: groups that a mesh makes wait half an hour for a process that has failed
                 try:
                     main(rank, job["ranks"], f"{folder}/store{number}", job)
                 except BaseException:

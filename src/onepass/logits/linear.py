@@ -13,7 +13,7 @@ from onepass.core.checks import FLOATS, check_integer, described
 from onepass.core.dispatch import autocast_dtype, is_autocast_enabled, is_untraced
 from onepass.core.options import Inputs, Options, PairOptions
 from onepass.core.shard import NOT_SHARDED, Group, Shard, shared_columns
-from onepass.logits.partitioned import gathered, local, whole
+from onepass.logits.partitioned import gathered, whole
 from onepass.logits.row_loss import RowLoss, StatisticsLoss
 from onepass.logits.source import Count, Divisor, Fields, LogitsSource, LossFunction, TensorLogits, divided
 from onepass.logits.tensor_like import TensorLike, compose
@@ -114,8 +114,8 @@ class LinearLogits(TensorLike):
         for value, name in ((hidden, "hidden"), (weight, "weight"), (bias, "bias")):
             if (value is not None or name != "bias") and (not isinstance(value, Tensor) or value.dtype not in FLOATS):
                 raise TypeError(f"{name}: expected a floating-point tensor, got {described(value)}")
-        of_parameter = whole if vocab_group is None else local
-        weight, bias = of_parameter(weight), None if bias is None else of_parameter(bias)
+        group = None if vocab_group is None else group_of(vocab_group, "vocab_group")
+        weight, bias = whole(weight, group), None if bias is None else whole(bias, group, "bias")
         shape = tuple(getattr(weight, "ds_shape", weight.shape))  # parameters of ZeRO-3 are empty unless gathered
         if hidden.dim() < 1 or len(shape) != 2 or 0 in shape or hidden.shape[-1] != shape[1]:
             raise ValueError(
@@ -134,8 +134,8 @@ class LinearLogits(TensorLike):
                 raise TypeError(f"{name}: expected {hidden.dtype}, the dtype of hidden, got {value.dtype}")
         self.max_memory = None if max_memory is None else check_integer(max_memory, "max_memory")
         vocab = shape[0]
-        if vocab_group is not None:
-            hidden, weight, bias = self.sharded(hidden, weight, bias, vocab_group, vocab_size, bool(sequence_parallel))
+        if group is not None:
+            hidden, weight, bias = self.sharded(hidden, weight, bias, group, vocab_size, bool(sequence_parallel))
             vocab = self.shard.vocab
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.shape = torch.Size((*hidden.shape[:-1], vocab))
@@ -143,12 +143,16 @@ class LinearLogits(TensorLike):
         self.versions = _versions(hidden, weight, bias)
 
     def sharded(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_group: Group, vocab_size: int | None,
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, group: Any, vocab_size: int | None,
         sequence_parallel: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """Set the columns of this process. Returns all hidden states, and weight and bias without padding."""
-        group = group_of(vocab_group, "vocab_group")
         vocab_size = None if vocab_size is None else check_integer(vocab_size, "vocab_size")
+        if hasattr(hidden, "full_tensor"):
+            raise TypeError(
+                "hidden: expected a plain tensor with vocab_group, got a DTensor; pass hidden.to_local(), "
+                "and sequence_parallel=True if its rows are sharded over vocab_group"
+            )
         if hasattr(weight, "ds_shape") or hasattr(bias, "ds_shape"):
             raise ValueError("vocab_group: expected parameters that are not partitioned again, got those of ZeRO-3")
         if sequence_parallel and hidden.dim() < 2:

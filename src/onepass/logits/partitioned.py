@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 Gather = Callable[[Sequence[Tensor]], AbstractContextManager[Any]]
@@ -36,25 +37,45 @@ def gathered(*parameters: Tensor | None) -> AbstractContextManager[Any]:
     return gather
 
 
-def whole(parameter: Tensor) -> Tensor:
-    """The full tensor of a DTensor, differentiable. Other tensors are returned unchanged.
+def whole(parameter: Tensor, vocab_group: Any = None, name: str = "weight") -> Tensor:
+    """The full tensor of a DTensor or, with ``vocab_group``, the rows that belong to this process of that group.
 
-    Each process computes the gradient of its own rows; that of the DTensor is their mean, as in FSDP2.
+    It is differentiable. Other tensors are returned unchanged. The processes over which it is gathered each compute the
+    gradient of their own batch; that of the DTensor is the mean, as in FSDP2.
+
+    Raises:
+        ValueError: the processes of ``vocab_group`` are no dimension of the DTensor's mesh, or its rows are not sharded
+            over that dimension.
     """
     if not hasattr(parameter, "full_tensor"):
         return parameter
-    from torch.distributed.tensor import Partial
+    from torch.distributed.tensor import Partial, Replicate, Shard
 
     mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
-    full: Tensor = parameter.full_tensor(grad_placements=[Partial()] * mesh.ndim)
-    if full.requires_grad and mesh.size() > 1:
-        full.register_hook(lambda gradient: gradient / mesh.size())
-    return full
-
-
-def local(parameter: Tensor) -> Tensor:
-    """The part of a DTensor that this process holds, differentiable. Other tensors are returned unchanged."""
-    if not hasattr(parameter, "to_local"):
-        return parameter
-    part: Tensor = parameter.to_local()
+    placements: list[Any] = [Replicate()] * mesh.ndim
+    grad_placements: list[Any] = [Partial()] * mesh.ndim
+    processes = mesh.size()
+    dim = None if vocab_group is None else dimension_of(vocab_group, parameter, name)
+    if dim is not None:
+        placements[dim] = grad_placements[dim] = Shard(0)
+        processes //= mesh.size(dim)
+    part: Tensor = parameter.redistribute(placements=placements).to_local(grad_placements=grad_placements)  # type: ignore[attr-defined]
+    if part.requires_grad and processes > 1:
+        part.register_hook(lambda gradient: gradient / processes)
     return part
+
+
+def dimension_of(vocab_group: Any, parameter: Any, name: str) -> int | None:
+    """The dimension of a DTensor's mesh that ``vocab_group`` is; None if they share no process but this one."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    ranks = set(dist.get_process_group_ranks(vocab_group))
+    for dim in range(mesh.ndim):
+        if ranks == set(dist.get_process_group_ranks(mesh.get_group(dim))):
+            if len(ranks) > 1 and not placements[dim].is_shard(0):
+                raise ValueError(f"{name}: expected a DTensor with rows sharded over vocab_group, got {placements}")
+            return dim
+    if len(ranks.intersection(mesh.mesh.flatten().tolist())) > 1:
+        raise ValueError(
+            f"vocab_group: expected the processes of one dimension of the mesh of {name}, {mesh}, got {sorted(ranks)}"
+        )
+    return None

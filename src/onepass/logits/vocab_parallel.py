@@ -171,9 +171,11 @@ def source_of_dtensor(logits: Any, name: str) -> LogitsSource:
     last = logits.dim() - 1
     if any(p.is_partial() for p in logits.placements):
         raise ValueError(f"{name}: expected a DTensor without partial sums, got placements {logits.placements}")
-    sharded = [n for n, p in enumerate(logits.placements) if p.is_shard(last)]
-    if len(sharded) > 1:
-        raise ValueError(f"{name}: expected a vocabulary sharded over one mesh dimension, got {logits.placements}")
+    sharded = [n for n, p in enumerate(logits.placements) if getattr(p, "dim", None) == last]
+    if len(sharded) > 1 or not all(logits.placements[n].is_shard(last) for n in sharded):  # or strided
+        raise ValueError(
+            f"{name}: expected a vocabulary sharded over one mesh dimension, got placements {logits.placements}"
+        )
     local = logits.to_local()
     return VocabParallelLogits(local, logits.device_mesh.get_group(sharded[0])) if sharded else TensorLogits(local)
 
