@@ -1,8 +1,8 @@
 """Every kernel, compiled for every target ahead of time: it takes no GPU to see that none spills a register.
 
 The launchers themselves run, on tensors without memory, so what is compiled is what they would launch. That happens
-in processes of their own (this file is also their script), because the other tests may have switched Triton to its
-interpreter.
+in a process of its own (this file is also its script), because the other tests may have switched Triton to its
+interpreter. For each target it forks another, since launchers remember what they know of the device.
 """
 
 import json
@@ -11,11 +11,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, NamedTuple
@@ -284,19 +283,14 @@ def compile_all(target: str) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """`compile_all` of every target."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     environment["PYTHONPATH"] = str(Path(onepass.__file__).parents[1])
-
-    def compiled(target: str) -> dict[str, list[dict[str, Any]]]:
-        script = subprocess.run([sys.executable, __file__, target], env=environment, capture_output=True, text=True)
-        assert script.returncode == 0, script.stderr
-        return json.loads(script.stdout)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {target: pool.submit(compiled, target) for target in TARGETS}
+    script = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert script.returncode == 0, script.stderr
+    return json.loads(script.stdout)
 
 
 VARIANTS = [v for v in product(TARGETS, DTYPES, CASES) if is_compiled(*v)]
@@ -304,26 +298,26 @@ VARIANTS = [v for v in product(TARGETS, DTYPES, CASES) if is_compiled(*v)]
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("target, dtype, case", VARIANTS)
-def test_compiles_without_spills(reports: dict[str, Future], target: str, kernel: str, dtype: str, case: str) -> None:
+def test_compiles_without_spills(reports: dict[str, Any], target: str, kernel: str, dtype: str, case: str) -> None:
     if kernel in EXPERTS and (CASES[case].mlp is None or dtype != "bfloat16"):
         pytest.skip("has no experts")
-    for report in reports[target].result()[f"{kernel}-{dtype}-{case}"]:
+    for report in reports[target][f"{kernel}-{dtype}-{case}"]:
         assert "error" not in report, report["error"]
         assert not any(report["spills"].values()), report
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_spills_are_seen(reports: dict[str, Future], target: str) -> None:
-    (report,) = reports[target].result()["spilling_kernel"]
+def test_spills_are_seen(reports: dict[str, Any], target: str) -> None:
+    (report,) = reports[target]["spilling_kernel"]
     assert any(report["spills"].values())
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_cases_cover_the_launcher(reports: dict[str, Future], kernel: str) -> None:
+def test_cases_cover_the_launcher(reports: dict[str, Any], kernel: str) -> None:
     variants = [
         report["constants"]
         for target in TARGETS
-        for name, found in reports[target].result().items()
+        for name, found in reports[target].items()
         for report in found
         if name.startswith(kernel)
     ]
@@ -333,4 +327,6 @@ def test_cases_cover_the_launcher(reports: dict[str, Future], kernel: str) -> No
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_all(sys.argv[1])))
+    import_module("torch._dynamo")  # as operations on tensors without memory do
+    with get_context("fork").Pool(os.cpu_count(), maxtasksperchild=1) as pool:
+        print(json.dumps(dict(zip(TARGETS, pool.map(compile_all, TARGETS, chunksize=1)))))
