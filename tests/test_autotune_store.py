@@ -4,6 +4,7 @@ import contextlib
 import copy
 import json
 import math
+import multiprocessing
 import os
 import signal
 import stat
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -495,8 +497,9 @@ def test_reading_needs_no_filelock(tmp_path):
     kept.add([a_record()])
     kept.save()
     code = """
+import sys
 sys.modules["filelock"] = None
-from onepass.autotune import own, session
+from onepass.autotune import ConfigStore, own, session
 assert own.shipped() is not None and len(ConfigStore(sys.argv[1])) == 1
 try:
     ConfigStore(sys.argv[1]).save()
@@ -589,104 +592,110 @@ def test_the_file_is_for_people_too(tmp_path):
         ConfigStore().save()
 
 
-IN_A_PROCESS = """
-import os, signal, sys
-from onepass.autotune import AutotuneRecord, ConfigStore
-from onepass.autotune.record import here
-
-def record(**key):
-    return AutotuneRecord("k", "local", "0" * 64, key, [], {"BLOCK": 8}, 1.0, **here())
-"""
-
-
 def process(code, *arguments, **environment):
-    command = [sys.executable, "-c", IN_A_PROCESS + code, *map(str, arguments)]
+    """A Python of its own, as what is read at imports needs."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.Popen(
         command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
+def forked(function, *arguments):
+    """A process that calls a function, where warnings are errors; nothing need be imported again."""
+
+    def call():
+        warnings.simplefilter("error")
+        function(*arguments)
+
+    p = multiprocessing.get_context("fork").Process(target=call)
+    p.start()
+    return p
+
+
 def test_processes_that_write_one_store_lose_nothing(tmp_path):
     path, count = tmp_path / "store.json", 20
-    code = f"""
-for n in range({count}):
-    kept = ConfigStore(sys.argv[1])
-    kept.add([record(process=int(sys.argv[2]), n=n)])
-    kept.save()
-"""
-    running = [process(code, path, n) for n in range(3)]
+
+    def save_each(records):
+        for record in records:
+            kept = ConfigStore(path)
+            kept.add([record])
+            kept.save()
+
+    running = [forked(save_each, [a_record(key={"process": p, "n": n}) for n in range(count)]) for p in range(3)]
     for p in running:
-        _, errors = p.communicate(timeout=120)
-        assert p.returncode == 0 and "Warning" not in errors, errors
+        p.join(120)
+        assert p.exitcode == 0
     assert {(r.key["process"], r.key["n"]) for r in ConfigStore(path).records} == {
         (p, n) for p in range(3) for n in range(count)
     }
     assert sorted(p.name for p in tmp_path.iterdir()) == ["store.json", "store.json.lock"]
 
 
-@pytest.mark.parametrize("where", ["json.dump", "os.fsync", "pathlib.Path.replace"])
-def test_a_killed_save_leaves_what_was_there(tmp_path, where):
+@pytest.mark.parametrize("owner, name", [(json, "dump"), (os, "fsync"), (Path, "replace")])
+def test_a_killed_save_leaves_what_was_there(tmp_path, owner, name):
     kept = ConfigStore(tmp_path / "store.json")
     kept.add([a_record()])
     kept.save()
-    code = f"""
-import importlib
-kept = ConfigStore(sys.argv[1])
-kept.add([record(n=n) for n in range(1000)])
-owner, name = {where!r}.rsplit(".", 1)
-owner = importlib.import_module("pathlib").Path if owner == "pathlib.Path" else importlib.import_module(owner)
-real = getattr(owner, name)
-def killed(*arguments, **options):
-    if name == "dump":  # half of it is written
-        arguments[1].write('{{"format": "onepass autotune store", "records": [')
-        arguments[1].flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-setattr(owner, name, killed)
-kept.save()
-"""
-    p = process(code, kept.path)
-    p.communicate(timeout=120)
-    assert p.returncode == -signal.SIGKILL
-    assert ConfigStore(kept.path).records == kept.records
+
+    def killed(*arguments, **options):
+        if name == "dump":  # half of it is written
+            arguments[1].write('{"format": "onepass autotune store", "records": [')
+            arguments[1].flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def save(records):
+        setattr(owner, name, killed)
+        kept.add(records)
+        kept.save()
+
+    p = forked(save, [a_record(key={"n": n}) for n in range(1000)])
+    p.join(120)
+    assert p.exitcode == -signal.SIGKILL
+    assert len(kept) == 1 and ConfigStore(kept.path).records == kept.records
     kept.add([a_record(key={"n": 1})])
     kept.save()  # nor is it locked
     assert len(ConfigStore(kept.path)) == 2
 
 
 def test_processes_killed_at_any_time_leave_a_readable_store(tmp_path):
-    code = """
-kept = ConfigStore(sys.argv[1])
-kept.add([record(n=n, of=os.getpid()) for n in range(200)])
-kept.save()
-print("running", flush=True)
-while True:
-    kept.save()
-"""
     path = tmp_path / "store.json"
-    running = [process(code, path) for _ in range(2)]
-    for p, seconds in zip(running, (0.05, 0.173)):
-        assert p.stdout.readline() == "running\n"
-        with pytest.raises(subprocess.TimeoutExpired):
-            p.wait(seconds)
+
+    def save_again_and_again(records, saved):
+        kept = ConfigStore(path)
+        kept.add(records)
+        kept.save()
+        saved.set()
+        while True:
+            kept.save()
+
+    running = []
+    for of in range(2):
+        saved = multiprocessing.get_context("fork").Event()
+        running.append(
+            (forked(save_again_and_again, [a_record(key={"n": n, "of": of}) for n in range(200)], saved), saved)
+        )
+    for (p, saved), seconds in zip(running, (0.05, 0.173)):
+        assert saved.wait(120)
+        p.join(seconds)
+        assert p.is_alive()
         p.kill()
-        p.communicate()
+        p.join()
         assert len(ConfigStore(path)) in (200, 400)
     assert len(ConfigStore(path)) == 400
 
 
-@pytest.mark.parametrize("end", ["", "raise KeyError"])
-def test_a_whole_process_by_an_environment_variable(tmp_path, end):
+def test_a_whole_process_by_an_environment_variable(tmp_path):
     code = f"""
-import onepass, importlib.util
+import onepass, importlib.util, sys
 spec = importlib.util.spec_from_file_location("library", {str(SOURCE)!r})
 library = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(library)
-assert library.run()
+assert all(library.run(n=int(n)) for n in sys.argv[2:])
 print(len(library.benchmarks))
-{end}
+exec(sys.argv[1])
 """
-    for expected in ("3\n", "0\n"):
-        p = process(code, ONEPASS_AUTOTUNE_STORE=str(tmp_path / "store.json"))
+    for arguments, expected in (("", 40), "3\n"), (("raise KeyError", 40, 80), "3\n"), (("", 40, 80), "0\n"):
+        p = process(code, *arguments, ONEPASS_AUTOTUNE_STORE=str(tmp_path / "store.json"))
         output, errors = p.communicate(timeout=120)
-        assert output == expected, errors
-    assert len(ConfigStore(tmp_path / "store.json")) == 1
+        assert output == expected and (p.returncode != 0) == bool(arguments[0]), errors
+    assert len(ConfigStore(tmp_path / "store.json")) == 2
