@@ -273,6 +273,8 @@ def test_results_are_described_before_they_are_computed(device):
 
 def test_import_brings_torch_and_triton_alone():
     code = "import onepass, sys; print(*(m for m in sys.modules if '.' not in m))"
-    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules = done.stdout.split()
+    assert done.stderr == ""
     assert "onepass" in modules
     assert not {"transformers", "trl", "peft", "matplotlib", "typer", "rich", "tokenizers", "pandas"} & set(modules)
