@@ -1,13 +1,13 @@
 """What every process of test_vocab_parallel.py runs: losses of sharded logits against those of all logits."""
 
 import datetime
+import importlib.machinery
 import itertools
 import math
 import os
 import signal
 import sys
 import traceback
-from importlib import import_module
 
 import pytest
 import torch
@@ -460,7 +460,7 @@ def patched_verl(x, local, target):
         sys.modules[names[0]].vocab_parallel_entropy = lambda vocab_parallel_logits: None
         sys.modules[names[0]].vocab_parallel_log_probs_from_logits = lambda logits, labels: None
         sys.modules[names[1]].linear_cross_entropy = lambda *args, **kwargs: None
-    sharded, head = map(import_module, names)
+    sharded, head = map(importlib.import_module, names)
     expected = onepass.selective_log_softmax_and_entropy(x.requires_grad_(), target)
     functions = (sharded.vocab_parallel_log_probs_from_logits, (target,)), (sharded.vocab_parallel_entropy, ())
     theirs = [function(local.clone(), *rest) for function, rest in functions]
@@ -495,7 +495,7 @@ def one_rank_fails(rank, ranks):
 def function_named(name):
     """A function of this file, or ``file.function`` of another one."""
     module, _, function = name.rpartition(".")
-    return getattr(import_module(module), function) if module else globals()[name]
+    return getattr(importlib.import_module(module), function) if module else globals()[name]
 
 
 def main(rank, ranks, path, what):
