@@ -100,7 +100,7 @@ CASES = {
         Options("log_probs entropy"),
         pair=PairOptions("forward", 0.5, teacher=Transform(softcap=30.0)),
         tokens=64,
-        router=RouterOptions(8, "sqrtsoftplus", 7, 3, "max"),
+        router=RouterOptions(8, "sqrtsoftplus", 7, 3, "max", eps=0.0),
         experts=63,
     ),
     "everything": Case(

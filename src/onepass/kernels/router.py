@@ -24,6 +24,7 @@ from onepass.kernels.router_scores import (
     SIGMOID,
     SOFTMAX,
     has_no_score,
+    is_relative,
     raw_scores,
     relative,
     sigmoid,
@@ -113,8 +114,8 @@ def routing_kernel(
     logsumexp: "Out",
     T: tl.int32, stride: tl.int64, inner: tl.float32, outer: tl.float32, scale: tl.float32, eps: tl.float32,
     E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
-    TOP2: tl.constexpr, RENORMALIZE: tl.constexpr, AFTER: tl.constexpr, SOFTCAP: tl.constexpr, ALONE: tl.constexpr,
-    VEC: tl.constexpr, CHUNKS: tl.constexpr, STEP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
+    TOP2: tl.constexpr, RENORMALIZE: tl.constexpr, RELATIVE: tl.constexpr, AFTER: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALONE: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, STEP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Select K experts for every token, and compute their weights, the counts and the sums for auxiliary losses.
@@ -230,8 +231,8 @@ def routing_kernel(
     s = raw_scores(z_selected, m, total, k < K, SCORE, AFTER)
     if RENORMALIZE:
         n = tl.zeros_like(m) + eps
-        if SCORE != SOFTMAX or SCORED:  # else the largest of all scores is selected
-            s, n, _ = relative(s, z_selected, m, total, k < K, n, SCORE, AFTER)
+        if RELATIVE:
+            s, n, _ = relative(s, z_selected, m, total, k < K, n, SCORE)
         s = s / (tl.sum(s, axis=1) + n)[:, None]
     w = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), s * scale), 0.0)
     tl.store(weights + t[:, None] * K + k, w, mask=valid)
@@ -274,8 +275,8 @@ def plan_for(shape: Shape, options: RouterOptions) -> Plan:
     BLOCK_T, BLOCK_J = tokens_of_tile(T, E, o.n_group), power_of_two(STEP)
     constexprs = dict(
         E=E, K=o.k, SCORE=o.score, GROUPS=o.n_group, TOPK_GROUP=o.topk_group, TOP2=o.group_score == "top2_sum",
-        RENORMALIZE=o.renormalize, AFTER=o.score_after_topk, SOFTCAP=o.softcap is not None, ALONE=BLOCK_T >= T,
-        VEC=math.gcd(VALUES, stride), CHUNKS=CHUNKS, STEP=STEP, BLOCK_T=BLOCK_T, BLOCK_G=BLOCK_G, BLOCK_J=BLOCK_J,
+        RENORMALIZE=o.renormalize, RELATIVE=is_relative(o), AFTER=o.score_after_topk, SOFTCAP=o.softcap is not None,
+        ALONE=BLOCK_T >= T, VEC=math.gcd(VALUES, stride), CHUNKS=CHUNKS, STEP=STEP, BLOCK_T=BLOCK_T, BLOCK_G=BLOCK_G, BLOCK_J=BLOCK_J,
         BLOCK_K=power_of_two(o.k), BINS=max(64, power_of_two(E)),
     )  # fmt: skip
     numbers = (T, stride, *o.factors(), o.scale, o.eps)

@@ -14,6 +14,7 @@ from onepass.kernels.router_scores import (
     SIGMOID,
     SOFTMAX,
     has_no_score,
+    is_relative,
     raw_scores,
     relative,
     sigmoid,
@@ -35,9 +36,9 @@ def routing_gradient_kernel(
     grad_logsumexp: "Strided",
     T: tl.int32, stride: tl.int64, w_stride: tl.int32, p_stride: tl.int32, l_stride: tl.int32, inner: tl.float32,
     outer: tl.float32, scale: tl.float32, eps: tl.float32,
-    E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, AFTER: tl.constexpr,
-    SOFTCAP: tl.constexpr, VEC: tl.constexpr, OUT_VEC: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, RELATIVE: tl.constexpr,
+    AFTER: tl.constexpr, SOFTCAP: tl.constexpr, VEC: tl.constexpr, OUT_VEC: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the logits.
 
@@ -75,7 +76,9 @@ def routing_gradient_kernel(
     s = raw_scores(z_selected, m, total, k < K, SCORE, AFTER)
     r, tiny = s, m != m
     if RENORMALIZE:
-        r, n, tiny = relative(s, z_selected, m, total, k < K, tl.zeros_like(m) + eps, SCORE, AFTER)
+        n = tl.zeros_like(m) + eps
+        if RELATIVE:
+            r, n, tiny = relative(s, z_selected, m, total, k < K, n, SCORE)
         n += tl.sum(r, axis=1)
         g = (g - (tl.sum(g * r, axis=1) / n)[:, None]) / n[:, None]
     a = tl.zeros([BLOCK_T], tl.float32)  # the gradient is p·(a + G), plus g at the selected experts
@@ -123,9 +126,9 @@ def gradient_plan_for(shape: Shape, strides: tuple[int, ...], options: RouterOpt
     o, width = options, power_of_two(E)
     rows = min(power_of_two(T), max(1, TILE // width))
     constexprs = dict(
-        E=E, K=o.k, SCORE=o.score, RENORMALIZE=o.renormalize, AFTER=o.score_after_topk, SOFTCAP=o.softcap is not None,
-        VEC=math.gcd(VALUES, stride), OUT_VEC=math.gcd(VALUES, E), BLOCK_T=rows, BLOCK_E=width,
-        BLOCK_K=power_of_two(o.k),
+        E=E, K=o.k, SCORE=o.score, RENORMALIZE=o.renormalize, RELATIVE=is_relative(o), AFTER=o.score_after_topk,
+        SOFTCAP=o.softcap is not None, VEC=math.gcd(VALUES, stride), OUT_VEC=math.gcd(VALUES, E), BLOCK_T=rows,
+        BLOCK_E=width, BLOCK_K=power_of_two(o.k),
     )  # fmt: skip
     numbers = (T, stride, *strides, *o.factors(), o.scale, o.eps)
     warps = warps_of(rows * width, VECTORS * math.gcd(VALUES, stride, E))

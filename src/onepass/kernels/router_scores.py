@@ -3,13 +3,14 @@
 import triton
 import triton.language as tl
 
-from onepass.core.moe_options import SMALLEST
+from onepass.core.moe_options import SMALLEST, RouterOptions
 from onepass.kernels import layout
 from onepass.kernels.online_softmax import LOG2E
 
 SOFTMAX, SIGMOID, SQRTSOFTPLUS = tl.constexpr("softmax"), tl.constexpr("sigmoid"), tl.constexpr("sqrtsoftplus")
 TINY = tl.constexpr(SMALLEST)
 MOST_THREADS = 1024
+LEAST_EPS = 1e-28  # float32 loses scores below 1e-38
 
 
 @triton.jit
@@ -64,7 +65,7 @@ def raw_scores(z, m, total, valid, SCORE: tl.constexpr, AFTER: tl.constexpr):
 
 
 @triton.jit
-def relative(s, z, m, total, valid, eps, SCORE: tl.constexpr, AFTER: tl.constexpr):
+def relative(s, z, m, total, valid, eps, SCORE: tl.constexpr):
     """The scores and ``eps``, both relative to the largest selected score in tokens where all scores are tiny.
 
     Their quotients are the same, but tiny scores would underflow. Also returned: which tokens are such.
@@ -73,8 +74,6 @@ def relative(s, z, m, total, valid, eps, SCORE: tl.constexpr, AFTER: tl.constexp
     offset = m + tl.log(total) if SCORE == SOFTMAX else tl.zeros_like(m)
     top = tl.max(tl.where(valid, z, float("-inf")), axis=1)
     tiny = (top - offset < TINY) & (top > float("-inf"))
-    if AFTER:
-        tiny = top != top  # the largest score is at least 1 / K
     s = tl.where(tiny[:, None] & valid, tl.exp2((z - top[:, None]) * (POWER * LOG2E)), s)
     larger = tl.exp2(tl.log2(eps) + (offset - top) * (POWER * LOG2E))
     return s, tl.where(tiny, larger, eps), tiny
@@ -83,3 +82,8 @@ def relative(s, z, m, total, valid, eps, SCORE: tl.constexpr, AFTER: tl.constexp
 def warps_of(elements: int, of_thread: int) -> int:
     """Warps per program, where a thread has about ``of_thread`` of the ``elements``."""
     return layout.warps(min(MOST_THREADS, max(1, elements // of_thread)))
+
+
+def is_relative(options: RouterOptions) -> bool:
+    """Whether scores that underflow change the weights: not if they are small against ``eps``."""
+    return options.renormalize and options.eps < LEAST_EPS and not options.score_after_topk
