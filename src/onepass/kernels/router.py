@@ -115,8 +115,8 @@ def routing_kernel(
     T: tl.int32, stride: tl.int64, inner: tl.float32, outer: tl.float32, scale: tl.float32, eps: tl.float32,
     E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
     TOP2: tl.constexpr, RENORMALIZE: tl.constexpr, RELATIVE: tl.constexpr, AFTER: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALONE: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, STEP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, BINS: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALONE: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, STEP: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Select K experts for every token, and compute their weights, the counts and the sums for auxiliary losses.
 
@@ -230,9 +230,9 @@ def routing_kernel(
     z_selected = transform(tl.load(start[:, None] + selected, mask=counted, other=0.0), inner, outer, SOFTCAP)
     s = raw_scores(z_selected, m, total, k < K, SCORE, AFTER)
     if RENORMALIZE:
-        n = tl.zeros_like(m) + eps
+        n = eps
         if RELATIVE:
-            s, n, _ = relative(s, z_selected, m, total, k < K, n, SCORE)
+            s, n, _ = relative(s, z_selected, m, total, k < K, eps, SCORE)
         s = s / (tl.sum(s, axis=1) + n)[:, None]
     w = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), s * scale), 0.0)
     tl.store(weights + t[:, None] * K + k, w, mask=valid)
@@ -276,8 +276,8 @@ def plan_for(shape: Shape, options: RouterOptions) -> Plan:
     constexprs = dict(
         E=E, K=o.k, SCORE=o.score, GROUPS=o.n_group, TOPK_GROUP=o.topk_group, TOP2=o.group_score == "top2_sum",
         RENORMALIZE=o.renormalize, RELATIVE=is_relative(o), AFTER=o.score_after_topk, SOFTCAP=o.softcap is not None,
-        ALONE=BLOCK_T >= T, VEC=math.gcd(VALUES, stride), CHUNKS=CHUNKS, STEP=STEP, BLOCK_T=BLOCK_T, BLOCK_G=BLOCK_G, BLOCK_J=BLOCK_J,
-        BLOCK_K=power_of_two(o.k), BINS=max(64, power_of_two(E)),
+        ALONE=BLOCK_T >= T, VEC=math.gcd(VALUES, stride), CHUNKS=CHUNKS, STEP=STEP, BLOCK_T=BLOCK_T, BLOCK_G=BLOCK_G,
+        BLOCK_J=BLOCK_J, BLOCK_K=power_of_two(o.k), BINS=max(64, power_of_two(E)),
     )  # fmt: skip
     numbers = (T, stride, *o.factors(), o.scale, o.eps)
     warps = warps_of(BLOCK_T * BLOCK_G * BLOCK_J // CHUNKS, VALUES)

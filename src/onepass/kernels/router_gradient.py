@@ -76,10 +76,10 @@ def routing_gradient_kernel(
     s = raw_scores(z_selected, m, total, k < K, SCORE, AFTER)
     r, tiny = s, m != m
     if RENORMALIZE:
-        n = tl.zeros_like(m) + eps
+        n = eps
         if RELATIVE:
-            r, n, tiny = relative(s, z_selected, m, total, k < K, n, SCORE)
-        n += tl.sum(r, axis=1)
+            r, n, tiny = relative(s, z_selected, m, total, k < K, eps, SCORE)
+        n = tl.sum(r, axis=1) + n
         g = (g - (tl.sum(g * r, axis=1) / n)[:, None]) / n[:, None]
     a = tl.zeros([BLOCK_T], tl.float32)  # the gradient is p·(a + G), plus g at the selected experts
     if SCORE == SOFTMAX:
