@@ -330,7 +330,7 @@ BAD_ARGUMENTS = {
     "inplace_backward: expected a tensor of logits, got LinearLogits": lambda: onepass.cross_entropy(
         linear(), torch.zeros(N, dtype=torch.long), inplace_backward=True
     ),
-    "teacher_logits: expected no gradient": lambda: onepass.kl_div(linear(), linear()),
+    "teacher_logits: expected logits that require no gradient": lambda: onepass.kl_div(linear(), linear()),
     "num_items: expected None": lambda: onepass.linear_loss(
         *batch("cpu")[:2], None, policy_loss, reduction="none", num_items=3
     ),
