@@ -193,6 +193,8 @@ def check_range(logits: Any, inputs: Inputs, name: str = "index") -> None:
 
 def returned(ctx: Any, fields: tuple[Tensor, ...], options: Options) -> tuple[Tensor, ...]:
     """The requested fields, as outputs of an autograd function."""
+    if torch.compiler.is_compiling():  # torch 2.11 loses the gradients of outputs that are views of the same tensor
+        fields = tuple([f.clone() for f in fields])
     if silent := not_differentiable(options.fields):
         ctx.mark_non_differentiable(*[fields[n] for n in silent])
     ctx.set_materialize_grads(False)
