@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 WORKER = Path(__file__).parent / "vocab_parallel_worker.py"
 
 
@@ -52,6 +54,14 @@ def test_meshes(tmp_path):
     """FSDP2 and a sharded vocabulary together."""
     names = "linear_heads", "logits_of_a_head", "unsupported"
     failed, printed = run(tmp_path, job(4, functions=[f"mesh_worker.{name}" for name in names]))
+    assert not failed, printed
+
+
+@pytest.mark.parametrize(
+    "names", [("logits", "shapes", "refused"), ("heads", "inductor", "dtensors")], ids=["logits", "heads"]
+)
+def test_compiled(tmp_path, names):
+    failed, printed = run(tmp_path, job(2, functions=[f"compiled_worker.{name}" for name in names]))
     assert not failed, printed
 
 

@@ -33,6 +33,14 @@ def is_plain(*arguments: Any) -> bool:
     return is_untraced(*arguments) and _len_torch_dispatch_stack() == 0
 
 
+def constant_in_trace(function: Callable[..., Any]) -> None:
+    """Have torch call a function while it traces, and take the result for a constant of the graph.
+
+    `torch.compiler.assume_constant_result` does the same after it has imported the compiler, which takes seconds.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def refuse_forward_mode(*arguments: Any) -> None:
     """Raise for a dual tensor: its tangent would silently be lost, since no operation here computes one."""
     if forward_ad._current_level < 0:

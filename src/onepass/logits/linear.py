@@ -148,7 +148,7 @@ class LinearLogits(TensorLike):
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """Set the columns of this process. Returns all hidden states, and weight and bias without padding."""
         vocab_size = None if vocab_size is None else check_integer(vocab_size, "vocab_size")
-        if hasattr(hidden, "full_tensor"):
+        if hasattr(hidden, "device_mesh"):
             raise TypeError(
                 "hidden: expected a plain tensor with vocab_group, got a DTensor; pass hidden.to_local(), "
                 "and sequence_parallel=True if its rows are sharded over vocab_group"
@@ -164,7 +164,9 @@ class LinearLogits(TensorLike):
         self.sums_hidden = not sequence_parallel
         if self.shard.size < len(weight):  # else a slice would copy the gradient
             weight, bias = weight[: self.shard.size], None if bias is None else bias[: self.shard.size]
-        return GatheredRows.apply(hidden, group) if sequence_parallel else hidden, weight, bias
+        if sequence_parallel:
+            hidden = GatheredRows.apply(hidden, group_named(self.shard.group))
+        return hidden, weight, bias
 
     @property
     def requires_grad(self) -> bool:
@@ -178,12 +180,16 @@ class LinearLogits(TensorLike):
     def tensors(self) -> HeadTensors:
         """The tensors of the head, with hidden states ``(N, H)``."""
         self.check_unchanged()
-        return HeadTensors(self.hidden.reshape(-1, self.hidden.shape[-1]), self.weight, self.bias)
+        hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
+        if self.sums_hidden and torch.compiler.is_compiling():  # a registered operation exchanges nothing
+            hidden = Replicated.apply(hidden, group_named(self.shard.group))
+        return HeadTensors(hidden, self.weight, self.bias)
 
     @property
     def settings(self) -> Settings:
         """How the logits are computed."""
-        return Settings(self.gemm_dtype, self.max_memory, self.round_before_bias, self.shard, self.sums_hidden)
+        sums_hidden = self.sums_hidden and not torch.compiler.is_compiling()
+        return Settings(self.gemm_dtype, self.max_memory, self.round_before_bias, self.shard, sums_hidden)
 
     def with_rows(self, of: Callable[[Tensor], Tensor]) -> "LinearLogits":
         hidden = of(self.hidden)

@@ -7,6 +7,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from onepass.core.dispatch import constant_in_trace
+from onepass.softmax.shards import process_group
+
 Gather = Callable[[Sequence[Tensor]], AbstractContextManager[Any]]
 _gather: Gather | None = None
 
@@ -47,28 +50,27 @@ def whole(parameter: Tensor, vocab_group: Any = None, name: str = "weight") -> T
         ValueError: the processes of ``vocab_group`` are no dimension of the DTensor's mesh, or its rows are not sharded
             over that dimension.
     """
-    if not hasattr(parameter, "full_tensor"):
+    if not hasattr(parameter, "device_mesh"):  # of a method, Dynamo says that a DTensor does not have it
         return parameter
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
-    placements: list[Any] = [Replicate()] * mesh.ndim
-    grad_placements: list[Any] = [Partial()] * mesh.ndim
-    processes = mesh.size()
-    dim = None if vocab_group is None else dimension_of(vocab_group, parameter, name)
-    if dim is not None:
-        placements[dim] = grad_placements[dim] = Shard(0)
-        processes //= mesh.size(dim)
+    mesh: Any = parameter.device_mesh
+    dim = None
+    if vocab_group is not None:
+        dim = dimension_of(vocab_group.group_name, mesh, parameter.placements, name)  # type: ignore[attr-defined]
+    gathered = [n for n in range(mesh.ndim) if n != dim]
+    placements = [Replicate() if n in gathered else Shard(0) for n in range(mesh.ndim)]
+    grad_placements = [Partial() if n in gathered else Shard(0) for n in range(mesh.ndim)]
+    processes = mesh.size() if dim is None else mesh.size() // mesh.size(dim)
     part: Tensor = parameter.redistribute(placements=placements).to_local(grad_placements=grad_placements)  # type: ignore[attr-defined]
     if part.requires_grad and processes > 1:
         part.register_hook(lambda gradient: gradient / processes)
     return part
 
 
-def dimension_of(vocab_group: Any, parameter: Any, name: str) -> int | None:
+def dimension_of(vocab_group: str, mesh: Any, placements: Any, name: str) -> int | None:
     """The dimension of a DTensor's mesh that ``vocab_group`` is; None if they share no process but this one."""
-    mesh, placements = parameter.device_mesh, parameter.placements
-    ranks = set(dist.get_process_group_ranks(vocab_group))
+    ranks = set(dist.get_process_group_ranks(process_group(vocab_group)))
     for dim in range(mesh.ndim):
         if ranks == set(dist.get_process_group_ranks(mesh.get_group(dim))):
             if len(ranks) > 1 and not placements[dim].is_shard(0):
@@ -79,3 +81,6 @@ def dimension_of(vocab_group: Any, parameter: Any, name: str) -> int | None:
             f"vocab_group: expected the processes of one dimension of the mesh of {name}, {mesh}, got {sorted(ranks)}"
         )
     return None
+
+
+constant_in_trace(dimension_of)

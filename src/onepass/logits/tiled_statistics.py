@@ -3,6 +3,7 @@
 `LinearLogits.statistics` calls `tiled_statistics`. The backward computes the logits again, which makes four GEMMs.
 """
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,14 @@ from onepass.logits.gradients import Gradients
 from onepass.logits.partitioned import gathered
 from onepass.logits.tiles import ALL, INDEX, ROW, Head, HeadTensors, Settings, Use, plan, tiles
 from onepass.logits.valid_rows import defers
-from onepass.softmax.shards import results_of
+from onepass.softmax.shards import (
+    empty_states,
+    group_named,
+    merge_states,
+    of_all_ranks,
+    results_of,
+    state_of_rows,
+)
 from onepass.softmax.statistics import returned
 
 
@@ -24,17 +32,28 @@ def tiled_statistics(tensors: HeadTensors, inputs: Inputs, settings: Settings, o
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         fields: tuple[Tensor, ...] = _TiledStatistics.apply(*tensors, *inputs, settings, options)
         return fields
-    return pick(_forward(tensors, inputs, True, settings, options), options)
+    return pick(results(tensors, inputs, True, settings, options), options)
+
+
+def results(tensors: HeadTensors, inputs: Inputs, final: bool, settings: Settings, options: Options) -> Results:
+    """The `softmax_statistics` of the logits. ``final`` says that no backward follows."""
+    shard = settings.shard
+    if not (shard.sizes and torch.compiler.is_compiling()):
+        found: Results = _forward(tensors, inputs, final, settings, options)
+        return found
+    states = of_all_ranks(_states(tensors, inputs, final, settings, options), group_named(shard.group))
+    merged: Results = merge_states(states, rows_of(tensors, settings), inputs, shard, options)
+    return merged
 
 
 class _TiledStatistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         *tensors, settings, options = arguments
-        results = _forward(HeadTensors(*tensors[:3]), Inputs(*tensors[3:]), False, settings, options)
-        ctx.save_for_backward(*tensors, results[0])
+        found = results(HeadTensors(*tensors[:3]), Inputs(*tensors[3:]), False, settings, options)
+        ctx.save_for_backward(*tensors, found[0])
         ctx.settings, ctx.options = settings, options
-        return returned(ctx, pick(results, options), options)
+        return returned(ctx, pick(found, options), options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -46,34 +65,63 @@ class _TiledStatistics(torch.autograd.Function):
         return *found, *[None] * 5
 
 
+def rows_of(tensors: HeadTensors, settings: Settings) -> Tensor:
+    """Logits without a column, which have the number of rows, the device and the dtype."""
+    return tensors.hidden.new_empty((tensors.hidden.shape[0], 0), dtype=settings.dtype)
+
+
 def _like_forward(tensors: HeadTensors, inputs: Inputs, settings: Settings, options: Options, **_: Any) -> Results:
-    # Only the number of rows, the device and the dtype are used.
-    rows = tensors.hidden.new_empty((tensors.hidden.shape[0], 0), dtype=settings.dtype)
-    return empty_results(rows, inputs.index, options)
+    return empty_results(rows_of(tensors, settings), inputs.index, options)
 
 
 @operation("onepass::linear_statistics", _like_forward, composite=True)
 def _forward(
     tensors: HeadTensors, inputs: Inputs, final: bool, settings: Settings, options: Options
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The `softmax_statistics` of the logits. ``final`` says that no backward follows."""
+    found = _like_forward(tensors, inputs, settings, options)
+
+    def of_tile(logits: Tensor, read: Inputs) -> Results:
+        return results_of(logits, read, settings.shard, options)
+
+    read_tiles(tensors, inputs, final, settings, of_tile, zip(found, (1, 0, 0)))
+    return found
+
+
+def _like_states(tensors: HeadTensors, inputs: Inputs, settings: Settings, options: Options, **_: Any) -> Tensor:
+    return empty_states(rows_of(tensors, settings), inputs, options)
+
+
+@operation("onepass::linear_shard_statistics", _like_states, composite=True)
+def _states(tensors: HeadTensors, inputs: Inputs, final: bool, settings: Settings, options: Options) -> Tensor:
+    """The states of all rows of this process's columns."""
+    states = _like_states(tensors, inputs, settings, options)
+
+    def of_tile(logits: Tensor, read: Inputs) -> tuple[Tensor]:
+        return (state_of_rows(logits, read, options),)
+
+    read_tiles(tensors, inputs, final, settings, of_tile, [(states, 1)])
+    return states
+
+
+def read_tiles(
+    tensors: HeadTensors, inputs: Inputs, final: bool, settings: Settings,
+    of_tile: Callable[[Tensor, Inputs], Sequence[Tensor | None]], found: Iterable[tuple[Tensor | None, int]],
+) -> None:  # fmt: skip
+    """Write what ``of_tile`` returns to the tensors ``found``, each with the dimension of its rows; 0 where masked."""
     hidden, weight, bias = tensors
+    whole = [(tensor, dim) for tensor, dim in found if tensor is not None]
     with gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
         head = Head(tensors, settings)
-        results = _like_forward(tensors, inputs, settings, options)
         cut = plan([head], inputs.row_mask, Use(row_bytes(inputs.index), final=final))
         row_mask = inputs.row_mask if defers(inputs.row_mask) else None
         if cut.row_ids is not None:
-            for result in results:
-                if result is not None:
-                    result.zero_()
+            for tensor, _ in whole:
+                tensor.zero_()
         for rows, _, _, (logits,) in tiles([head], cut):
             index, mask = (None if t is None else rows.take(t) for t in (inputs.index, row_mask))
-            parts = results_of(logits, Inputs(index, mask, inputs.class_weights), settings.shard, options)
-            for result, part, dim in zip(results, parts, (1, 0, 0)):
-                if result is not None:
-                    rows.put(result, part, dim)  # type: ignore[arg-type]  # both are None, or none
-    return results
+            parts = [p for p in of_tile(logits, Inputs(index, mask, inputs.class_weights)) if p is not None]
+            for (tensor, dim), part in zip(whole, parts):
+                rows.put(tensor, part, dim)
 
 
 def row_bytes(index: Tensor | None) -> int:

@@ -3,6 +3,7 @@
 Users pass it to any function that takes logits, or a DTensor that is sharded over its last dimension.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,14 +11,22 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from onepass.backend import is_debugging
 from onepass.core.checks import FLOATS, check_integer, described
-from onepass.core.dispatch import is_plain
+from onepass.core.dispatch import constant_in_trace, is_plain
 from onepass.core.options import Inputs, Options, Transform
 from onepass.core.shard import Group, Shard
 from onepass.logits.source import WRAPPERS, Fields, LogitsSource, TensorLogits
-from onepass.softmax.shards import GatheredColumns, Sum, gathered_columns, name_of, of_all_ranks, statistics_of_shards
+from onepass.softmax.shards import (
+    GatheredColumns,
+    Sum,
+    gathered_columns,
+    group_named,
+    process_group,
+    statistics_of_shards,
+)
 from onepass.softmax.statistics import gather_logits
 
 
@@ -47,16 +56,16 @@ class VocabParallelLogits(LogitsSource):
     """
 
     def __init__(self, local_logits: Tensor, group: Group, vocab_size: int | None = None) -> None:
-        if not isinstance(local_logits, Tensor) or hasattr(local_logits, "full_tensor"):
+        if not isinstance(local_logits, Tensor) or hasattr(local_logits, "device_mesh"):
             raise TypeError(f"local_logits: expected a tensor, got {described(local_logits)}")
         if local_logits.dtype not in FLOATS or local_logits.dim() < 1:
             raise TypeError(
                 f"local_logits: expected floating-point logits (..., columns), got {described(local_logits)}"
             )
         vocab_size = None if vocab_size is None else check_integer(vocab_size, "vocab_size")
-        self.local_logits, self.group = local_logits, group_of(group)
+        self.local_logits = local_logits
         *rows, columns = local_logits.shape
-        self.shard = agreed(rows, columns, local_logits.dtype, local_logits.device, self.group, vocab_size)
+        self.shard = agreed(rows, columns, local_logits.dtype, local_logits.device, group_of(group), vocab_size)
         self.shape = torch.Size((*local_logits.shape[:-1], self.shard.vocab))
         self.dtype, self.device = local_logits.dtype, local_logits.device
 
@@ -106,15 +115,13 @@ class VocabParallelLogits(LogitsSource):
         else:
             found = local.new_zeros(index.shape, dtype=torch.promote_types(self.dtype, torch.float32))
         outside = (index < 0) | (index >= self.shard.vocab)
-        of_all: Tensor = Sum.apply(found, self.group)
+        of_all: Tensor = Sum.apply(found, group_named(self.shard.group))
         return of_all.masked_fill(outside, torch.nan)
 
 
 def group_of(group: Any, name: str = "group") -> Any:
     """The process group of a group, or of a `DeviceMesh` with one dimension."""
-    if isinstance(group, dist.ProcessGroup):
-        return group
-    if hasattr(group, "get_group") and hasattr(group, "ndim"):
+    if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"{name}: expected a device mesh of one dimension, got one of {group.ndim}")
         return group.get_group()
@@ -122,13 +129,27 @@ def group_of(group: Any, name: str = "group") -> Any:
 
 
 NUMBERS = 32  # that processes exchange for the check; enough for 27 dimensions
-_agreed: "WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[int, Shard]]]" = WeakKeyDictionary()
+_agreed: "WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[int, Any]]]" = WeakKeyDictionary()
 
 
 def agreed(
     rows: Sequence[int], columns: int, dtype: torch.dtype, device: torch.device, group: Any, vocab_size: int | None
 ) -> Shard:
-    """The columns that each process holds, after a check that the processes agree on everything else."""
+    """The columns that each process holds, after a check that the processes agree on everything else.
+
+    In a function that torch compiles, this is known when it is traced, and a constant of it: the rows are not compared.
+    """
+    if torch.compiler.is_compiling():
+        rows, columns = (), operator.index(columns)  # constants, if shapes are dynamic
+        vocab_size = None if vocab_size is None else operator.index(vocab_size)
+    return Shard(*shard_of(rows, columns, dtype, device, group.group_name, vocab_size))
+
+
+def shard_of(
+    rows: Sequence[int], columns: int, dtype: torch.dtype, device: torch.device, name: str, vocab_size: int | None
+) -> tuple[int, tuple[int, ...], str]:
+    """`agreed`, as a function that torch calls while it traces: of numbers and names."""
+    group = process_group(name)
     # The key has only values that must agree, so that all processes find it or none does.
     about = (len(rows), *rows, -1 if vocab_size is None else vocab_size, FLOATS.index(dtype))
     known = _agreed.setdefault(group, {})
@@ -136,12 +157,14 @@ def agreed(
         before, shard = known[about]
         if columns != before:
             raise ValueError(
-                f"vocab_size: expected {before} columns on rank {shard.rank}, as in an earlier call with the same rows "
+                f"vocab_size: expected {before} columns on rank {shard[0]}, as in an earlier call with the same rows "
                 f"and vocab_size={vocab_size}, got {columns}; pass the vocab_size of each head if several share a group"
             )
         return shard
     sent = torch.tensor(((*about, columns) + (0,) * NUMBERS)[:NUMBERS], device=device)
-    received = [r[: len(about) + 1] for r in of_all_ranks(sent, group).tolist()]
+    of_ranks = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(of_ranks, sent, group=group)
+    received = [r[: len(about) + 1] for r in torch.stack(of_ranks).tolist()]
     if any(r[:-1] != received[0][:-1] for r in received):
         text = "; ".join(f"{list(r[1 : 1 + r[0]])}, {r[-3]}, {str(FLOATS[r[-2] % 4])[6:]} on rank {n}"
                          for n, r in enumerate(received))  # fmt: skip
@@ -154,9 +177,12 @@ def agreed(
     if not 0 < vocab <= sum(sizes):
         raise ValueError(f"vocab_size: expected at most {sum(sizes)}, the columns of all ranks, got {vocab_size}")
     valid = [max(0, min(size, vocab - sum(sizes[:n]))) for n, size in enumerate(sizes)]
-    shard = Shard(dist.get_rank(group), tuple(valid), name_of(group))
+    shard = dist.get_rank(group), tuple(valid), name
     known[about] = columns, shard
     return shard
+
+
+constant_in_trace(shard_of)
 
 
 def all_weights(weights: Tensor, of_process: torch.Size, shard: Shard) -> Tensor:
@@ -177,7 +203,9 @@ def source_of_dtensor(logits: Any, name: str) -> LogitsSource:
             f"{name}: expected a vocabulary sharded over one mesh dimension, got placements {logits.placements}"
         )
     local = logits.to_local()
-    return VocabParallelLogits(local, logits.device_mesh.get_group(sharded[0])) if sharded else TensorLogits(local)
+    if not sharded:
+        return TensorLogits(local)
+    return VocabParallelLogits(local, logits.device_mesh.get_group(sharded[0]), logits.shape[-1])
 
 
 WRAPPERS["DTensor"] = source_of_dtensor

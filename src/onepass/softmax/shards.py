@@ -3,20 +3,25 @@
 Every rank reads its own columns, sends the few numbers of each row's state, and merges those of all ranks. The
 backward exchanges nothing: with the merged statistics, the gradient of a column depends on no other rank.
 `logits.vocab_parallel` and the tiles of a linear head call this.
+
+In a function that torch compiles, no registered operation exchanges anything: exchanges are torch's functional
+collectives, which compilers run in the same order on all ranks.
 """
 
+from math import prod
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from onepass import reference
 from onepass.backend import backend_of
-from onepass.core.dispatch import refuse_forward_mode, refuse_second_derivatives
-from onepass.core.options import FieldGradients, Inputs, Options, Results, pick
-from onepass.core.shard import Shard
+from onepass.core.dispatch import operation, refuse_forward_mode, refuse_second_derivatives
+from onepass.core.options import FieldGradients, Inputs, Options, Results, empty_results, pick
+from onepass.core.shard import Shard, per_row, state_fields
 from onepass.softmax.statistics import returned
 
 
@@ -46,39 +51,69 @@ def results_of(logits: Tensor, inputs: Inputs, shard: Shard, options: Options) -
 
 def merged(logits: Tensor, inputs: Inputs, shard: Shard, options: Options) -> Results:
     """The results of `softmax_statistics` for the logits of all ranks, from those of this rank."""
+    states = of_all_ranks(state_of_rows(logits, inputs, options), group_named(shard.group))
+    results: Results = merge_states(states, logits, inputs, shard, options)
+    return results
+
+
+def empty_states(logits: Tensor, inputs: Inputs, options: Options) -> Tensor:
+    """Uninitialized states of the rows of logits."""
+    numbers = len(state_fields(options, per_row(inputs.index, logits.dim())))
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return logits.new_empty((numbers, prod(logits.shape[:-1])), dtype=dtype)  # numel() would make the rows constant
+
+
+@operation("onepass::shard_statistics", empty_states)
+def state_of_rows(logits: Tensor, inputs: Inputs, options: Options) -> Tensor:
+    """The state of every row of this rank's columns, ``(numbers, rows)``; see `state_fields`."""
+    backend = backend_of(logits) if logits.shape[-1] else reference
+    states: Tensor = backend.shard_statistics(logits, inputs, options)
+    return states
+
+
+def _like_results(states: Tensor, logits: Tensor, inputs: Inputs, shard: Shard, options: Options) -> Results:
+    return empty_results(logits, inputs.index, options)
+
+
+@operation("onepass::merge_shards", _like_results)
+def merge_states(
+    states: Tensor, logits: Tensor, inputs: Inputs, shard: Shard, options: Options
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The results of `softmax_statistics` from the states of all ranks. Only shape and dtype of ``logits`` are used."""
     shard = shard._replace(sizes=tuple(shard.sizes))  # a list, from an operation that is registered with torch
-    backend = backend_of(logits) if shard.size else reference
-    states = of_all_ranks(backend.shard_statistics(logits, inputs, options), group_named(shard.group))
     results: Results = backend_of(logits).merge_shards(states, logits, inputs, shard, options)
     return results
 
 
-_groups: "WeakValueDictionary[str, Any]" = WeakValueDictionary()
-
-
-def name_of(group: Any) -> str:
-    """The name of a process group, under which `group_named` finds it.
-
-    Options of an operation that is registered with torch may hold names, but no groups.
-    """
-    name: str = group.group_name
-    _groups[name] = group
-    return name
+def process_group(name: str) -> Any:
+    """The process group of this name. Options of registered operations, and of what torch traces, hold only names."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def group_named(name: str) -> Any:
-    """The process group of this name."""
-    return _groups[name]
+    """The process group of this name or, in a function that torch compiles, the name itself: see `of_all_ranks`."""
+    return name if torch.compiler.is_compiling() else process_group(name)
 
 
 def of_all_ranks(tensor: Tensor, group: Any) -> Tensor:
     """The tensors ``(...)`` of all ranks, ``(ranks, ...)``."""
+    if torch.compiler.is_compiling():
+        return functional.all_gather_tensor(tensor.unsqueeze(0), 0, group)
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return tensor.unsqueeze(0)
     out = tensor.new_empty(ranks * tensor.numel())
     dist.all_gather_into_tensor(out, tensor.reshape(-1), group=group)
     return out.view(ranks, *tensor.shape)
+
+
+def sum_of_all_ranks(tensor: Tensor, group: Any) -> Tensor:
+    """The sum of the tensors of all ranks, contiguous."""
+    if torch.compiler.is_compiling():
+        return functional.all_reduce(tensor.contiguous(), "sum", group)
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def gathered_columns(tensor: Tensor, shard: Shard) -> Tensor:
@@ -94,9 +129,7 @@ class Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
-        total = tensor.clone()
-        dist.all_reduce(total, group=group)
-        return total
+        return sum_of_all_ranks(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -113,9 +146,7 @@ class Replicated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return sum_of_all_ranks(grad, ctx.group), None
 
 
 class GatheredRows(torch.autograd.Function):
@@ -128,6 +159,8 @@ class GatheredRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if torch.compiler.is_compiling():
+            return functional.reduce_scatter_tensor(grad.contiguous(), "sum", 0, ctx.group), None
         ranks = dist.get_world_size(ctx.group)
         mine = grad.new_empty((grad.shape[0] // ranks, *grad.shape[1:]))
         dist.reduce_scatter_tensor(mine, grad.contiguous(), group=ctx.group)
@@ -170,12 +203,23 @@ class _ShardStatistics(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         logits, *inputs, packed = ctx.saved_tensors
-        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        columns = slice(ctx.size)
-        if ctx.size:
-            upstream = FieldGradients.of(ctx.options.fields, grads)
-            read = logits[..., columns], Inputs(*inputs), packed, upstream, ctx.options, out[..., columns]
-            backend_of(logits).softmax_gradient(*read)
-        if ctx.size < logits.shape[-1]:
-            out[..., ctx.size :] = 0
-        return out, *[None] * 5
+        upstream = FieldGradients.of(ctx.options.fields, grads)
+        return gradient_of(logits, Inputs(*inputs), packed, upstream, ctx.size, ctx.options), *[None] * 5
+
+
+def _like_logits(logits: Tensor, **_: Any) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+@operation("onepass::shard_gradient", _like_logits)
+def gradient_of(
+    logits: Tensor, inputs: Inputs, packed: Tensor, grads: FieldGradients, size: int, options: Options
+) -> Tensor:
+    """The gradient of the logits of this rank; 0 in the columns from ``size`` on, which are padding."""
+    out = _like_logits(logits)
+    if size:
+        columns = slice(size)
+        backend_of(logits).softmax_gradient(logits[..., columns], inputs, packed, grads, options, out[..., columns])
+    if size < logits.shape[-1]:
+        out[..., size:] = 0
+    return out
