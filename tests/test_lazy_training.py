@@ -1,5 +1,6 @@
 """Whole trainings of a tiny model with lazy logits and without: the Trainer of transformers, DDP and FSDP2."""
 
+import contextlib
 import os
 import warnings
 from importlib import import_module
@@ -146,6 +147,7 @@ def test_resumed(tmp_path, losses):
 # Several processes.
 
 PROCESSES, DISTRIBUTED_STEPS, RATE = 2, 3, 0.5
+IMPORTED = "torch._dynamo", "torch.distributed.fsdp", "transformers.models.llama", "transformers.trainer"
 
 
 def batches():
@@ -257,7 +259,7 @@ def process(rank, folder):
             wrapped = wrap(model)
             if by == "attach after":
                 onepass.attach(wrapped)
-            with onepass.patch("transformers" if by == "patch" else "trl"):
+            with onepass.patch("transformers") if by == "patch" else contextlib.nullcontext():
                 found[name, by] = steps_of(wrapped, rank, PROCESSES, mean)
         except RuntimeError as error:
             found[name, by] = f"{type(error).__name__}: {error}"
@@ -272,7 +274,9 @@ def distributed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("distributed")
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TRITON_INTERPRET", raising=False)
-        torch.multiprocessing.spawn(process, (str(folder),), PROCESSES)
+        # Forked from one that has imported what takes many seconds.
+        torch.multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, *IMPORTED])
+        torch.multiprocessing.start_processes(process, (str(folder),), PROCESSES, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt") for rank in range(PROCESSES)]
 
 

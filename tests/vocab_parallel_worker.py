@@ -1,6 +1,7 @@
 """What every process of test_vocab_parallel.py runs: losses of sharded logits against those of all logits."""
 
 import datetime
+import gc
 import importlib.machinery
 import itertools
 import math
@@ -532,10 +533,21 @@ def main(rank, ranks, path, what):
     dist.destroy_process_group()
 
 
+# What takes seconds to import, by the function that does.
+IMPORTS = {
+    "dtensor": ["torch._dynamo", "torch.distributed.tensor"],
+    "patched_torch": ["torch.distributed.tensor.parallel"],
+    "patched_megatron": ["megatron.core.parallel_state", "megatron.core.fusions.fused_cross_entropy"],
+}
+
+
 def fork(jobs, folder):
     """Run every job in processes of its own, which are forked after everything is imported."""
-    for name in (name for job in jobs for name in job.get("functions", ())):
+    for name in {name for job in jobs for name in job.get("functions", ())}:
         function_named(name)
+        for module in IMPORTS.get(name, ()):
+            importlib.import_module(module)
+    gc.freeze()
     failed = 0
     for number, job in enumerate(jobs):
         children = []

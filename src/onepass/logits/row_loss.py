@@ -222,7 +222,10 @@ class DivergenceLoss:
         x, columns = logits[0], slice(self.options.columns)
         teacher = logits[1] if self.teacher is None else rows.take(self.teacher)
         pair = x[:, columns], teacher[:, columns]
-        packed = pair_numbers(*pair, row_mask, self.shard, self.options)
+        if self.shard.sizes:
+            packed = pair_numbers(*pair, row_mask, self.shard, self.options)
+        else:
+            packed = backend_of(*pair).divergence(*pair, row_mask, self.options)
         if scale is not None:
             grad = scale.expand(rows.n)
             if self.options.columns != 0:  # as on a rank that holds none of the columns that are compared

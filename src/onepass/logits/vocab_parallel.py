@@ -121,6 +121,8 @@ class VocabParallelLogits(LogitsSource):
 
 def group_of(group: Any, name: str = "group") -> Any:
     """The process group of a group, or of a `DeviceMesh` with one dimension."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"{name}: expected a device mesh of one dimension, got one of {group.ndim}")

@@ -3,6 +3,7 @@
 `logits.source` calls `divergence_of` for tensors of logits, `logits.row_loss` calls `pair_numbers` for tiles.
 """
 
+from math import prod
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from onepass import reference
 from onepass.backend import backend_of
 from onepass.core.dispatch import empty_gradient, operation, refuse_second_derivatives
 from onepass.core.options import DIVERGENCE, PAIR_NUMBERS, Inputs, Options, PairOptions, empty_pair_numbers
-from onepass.core.shard import NOT_SHARDED, Shard
-from onepass.softmax.shards import group_named, of_all_ranks
+from onepass.core.shard import NOT_SHARDED, PAIR_STATE, Shard
+from onepass.softmax.shards import group_named, merge_states, of_all_ranks, state_of_rows
 
 MEANS = [n for n, name in enumerate(PAIR_NUMBERS) if name.endswith("mean") or n == DIVERGENCE]
 
@@ -29,7 +30,7 @@ def divergence_of(
     if torch.is_grad_enabled() and (student.requires_grad or teacher.requires_grad):
         loss: Tensor = _Divergence.apply(student, teacher, row_mask, shard, options)
         return loss
-    return _pair_numbers(student, teacher, row_mask, shard, options)[DIVERGENCE]
+    return pair_numbers(student, teacher, row_mask, shard, options)[DIVERGENCE]
 
 
 def pair_numbers(
@@ -39,37 +40,64 @@ def pair_numbers(
 
     The ranks exchange 5 numbers per row once or, for ``"jsd"``, 4 numbers and then 3.
     """
-    backend = backend_of(student, teacher)
-    if not shard.sizes:
-        packed: Tensor = backend.divergence(student, teacher, row_mask, options)
-        return packed
-    local = backend if student.shape[-1] else reference
-    group = group_named(shard.group)
-    if options.direction != "jsd":
-        states = of_all_ranks(local.divergence_states(student, teacher, options), group)
-        packed = backend.merge_divergences(states, student, teacher, row_mask, options)
-        return packed
-    packed = empty_pair_numbers(student, teacher)
-    read = [
-        (x, Options("shift log_normalizer", of)) for x, of in ((student, options.student), (teacher, options.teacher))
-    ]
-    states = of_all_ranks(torch.cat([local.shard_statistics(x, Inputs(), of_x) for x, of_x in read]), group)
-    for (x, of_x), part, place in zip(read, states.chunk(2, 1), (0, 3)):
-        merged = backend.merge_shards(part.contiguous(), x, Inputs(row_mask=row_mask), shard, of_x)[0]
-        packed[place : place + 2] = merged[:2]
-    local.add_means(student, teacher, row_mask, packed, options)
-    packed[MEANS] = of_all_ranks(packed[MEANS], group).sum(0)
-    return packed
-
-
-def _pair_numbers(
-    student: Tensor, teacher: Tensor, row_mask: Tensor | None, shard: Shard, options: PairOptions
-) -> Tensor:
     if not shard.sizes:
         packed: Tensor = _forward(student, teacher, row_mask, options)
         return packed
-    columns = slice(options.columns)
-    return pair_numbers(student[..., columns], teacher[..., columns], row_mask, shard, options)
+    columns, options = slice(options.columns), options._replace(columns=None)
+    student, teacher = student[..., columns], teacher[..., columns]
+    group = group_named(shard.group)
+    if options.direction != "jsd":
+        states = of_all_ranks(_states(student, teacher, options), group)
+        packed = _merged(states, student, teacher, row_mask, options)
+        return packed
+    inputs = Inputs(row_mask=row_mask)
+    read = [Options("shift log_normalizer", of) for of in (options.student, options.teacher)]
+    parts = [state_of_rows(x, inputs, of_x) for x, of_x in zip((student, teacher), read)]
+    of_both = of_all_ranks(torch.cat(parts), group).chunk(2, 1)
+    wide = max(student, teacher, key=lambda x: x.dtype.itemsize)
+    normalizers = [merge_states(s.contiguous(), wide, inputs, shard, of_x)[0][:2] for s, of_x in zip(of_both, read)]
+    means = of_all_ranks(_means(student, teacher, row_mask, *normalizers, options), group).sum(0)
+    return torch.cat([normalizers[0], means[:1], normalizers[1], means[1:]])
+
+
+def _like_states(student: Tensor, teacher: Tensor, **_: Any) -> Tensor:
+    numbers = empty_pair_numbers(student, teacher)
+    return numbers.new_empty((len(PAIR_STATE), prod(student.shape[:-1])))
+
+
+@operation("onepass::divergence_states", _like_states)
+def _states(student: Tensor, teacher: Tensor, options: PairOptions) -> Tensor:
+    """The state of every row of this rank's columns, ``(len(PAIR_STATE), rows)``."""
+    backend = backend_of(student, teacher) if student.shape[-1] else reference
+    states: Tensor = backend.divergence_states(student, teacher, options)
+    return states
+
+
+@operation("onepass::merge_divergences", lambda student, teacher, **_: empty_pair_numbers(student, teacher))
+def _merged(states: Tensor, student: Tensor, teacher: Tensor, row_mask: Tensor | None, options: PairOptions) -> Tensor:
+    """`PAIR_NUMBERS` of every row, from the states of all ranks."""
+    packed: Tensor = backend_of(student, teacher).merge_divergences(states, student, teacher, row_mask, options)
+    return packed
+
+
+@operation("onepass::divergence_means", lambda student, teacher, **_: empty_pair_numbers(student, teacher)[:3])
+def _means(
+    student: Tensor,
+    teacher: Tensor,
+    row_mask: Tensor | None,
+    of_student: Tensor,
+    of_teacher: Tensor,
+    options: PairOptions,
+) -> Tensor:
+    """The means of student and teacher and the divergence, ``(3, ...)``, summed over this rank's columns.
+
+    ``of_student`` and ``of_teacher`` have the shift and the log-normalizer of all columns.
+    """
+    packed = empty_pair_numbers(student, teacher)
+    packed[:2], packed[3:5] = of_student, of_teacher
+    backend = backend_of(student, teacher) if student.shape[-1] else reference
+    backend.add_means(student, teacher, row_mask, packed, options)
+    return packed[MEANS]
 
 
 class _Divergence(torch.autograd.Function):
@@ -77,7 +105,7 @@ class _Divergence(torch.autograd.Function):
     def forward(
         ctx: Any, student: Tensor, teacher: Tensor, row_mask: Tensor | None, shard: Shard, options: PairOptions
     ) -> Tensor:
-        packed = _pair_numbers(student, teacher, row_mask, shard, options)
+        packed = pair_numbers(student, teacher, row_mask, shard, options)
         ctx.save_for_backward(student, teacher, row_mask, packed)
         ctx.options = options
         return packed[DIVERGENCE]
