@@ -41,6 +41,10 @@ SIZES = {
 LARGE = 12_000_000  # parameters; a model with more was not made small
 
 
+class TooLargeError(ValueError):
+    """A model was not made small, nor will it be by leaving sizes as they are."""
+
+
 def names():
     """``(model type, class name)`` of every architecture, once per class."""
     found = {}
@@ -98,7 +102,7 @@ def build(kind, name, without=()):
         warnings.simplefilter("ignore")
         size = sum(p.numel() for p in cls(copy.deepcopy(config)).parameters())
     if size > LARGE:
-        raise ValueError(f"{size / 1e6:.0f} million parameters")
+        raise TooLargeError(f"{size / 1e6:.0f} million parameters")
     torch.manual_seed(0)
     model = cls(config).float()
     for module in model.modules():
@@ -150,6 +154,8 @@ def first_step(kind, name):
             if out.loss.isfinite():
                 return model, given, out, gradients
             errors.append(ValueError(f"loss {out.loss}"))
+        except TooLargeError:
+            raise
         except Exception as error:  # whatever a configuration that is too small runs into
             errors.append(error)
     raise errors[0]

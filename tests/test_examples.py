@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ import onepass
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 OF_ONE_PROCESS = "sft.py", "distillation.py", "policy_loss.py", "tensor_parallel.py"
+OF_TRL = "trl_grpo.py"
 ALL_OF_THEM = """
 import runpy, sys
-for path in sys.argv[1:]:
+paths, sys.argv[1:] = sys.argv[1:], []
+for path in paths:
     print("example", path, flush=True)
     runpy.run_path(path, run_name="__main__")
 """
@@ -32,12 +35,13 @@ def run(*arguments):
 def printed():
     """What each example prints, all run by one process."""
     pytest.importorskip("transformers")
-    parts = run("-c", ALL_OF_THEM, *[EXAMPLES / name for name in OF_ONE_PROCESS]).split("example ")[1:]
+    names = [*OF_ONE_PROCESS, *[OF_TRL] * (find_spec("trl") is not None)]
+    parts = run("-c", ALL_OF_THEM, *[EXAMPLES / name for name in names]).split("example ")[1:]
     return {Path(path).name: text for path, _, text in (part.partition("\n") for part in parts)}
 
 
 def test_there_is_a_test_for_each():
-    assert {path.name for path in EXAMPLES.iterdir() if path.suffix == ".py"} == {*OF_ONE_PROCESS, "trl_grpo.py"}
+    assert {path.name for path in EXAMPLES.iterdir() if path.suffix == ".py"} == {*OF_ONE_PROCESS, OF_TRL}
 
 
 @pytest.mark.xdist_group("examples")
@@ -50,10 +54,11 @@ def test_it_learns(printed, name, value, factor):
     assert found[-1] < factor * found[0] if factor < 1 else found[-1] > factor * found[0]
 
 
-def test_trl():
+@pytest.mark.xdist_group("examples")
+def test_trl(printed):
     pytest.importorskip("trl")
-    printed = run(EXAMPLES / "trl_grpo.py")
-    assert "-> onepass.integrations.trl." in printed and re.search(r"reward 0\.\d+ after 5 steps", printed)
+    text = printed[OF_TRL]
+    assert "-> onepass.integrations.trl." in text and re.search(r"reward 0\.\d+ after 5 steps", text)
 
 
 @pytest.mark.xdist_group("examples")

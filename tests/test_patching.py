@@ -1,6 +1,5 @@
 """`onepass.patch`: what is replaced, what is refused, and that all of it comes back."""
 
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -30,11 +29,6 @@ def module():
     sys.modules[made.__name__] = made
     yield made
     del sys.modules[made.__name__]
-
-
-def test_importing_onepass_imports_no_library():
-    code = "import onepass, sys; assert not {'trl', 'transformers', 'datasets', 'axolotl'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_names_are_replaced_wherever_they_are_held(module):
