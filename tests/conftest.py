@@ -10,6 +10,7 @@ import torch
 from linear_cases import tiles_of
 from paths import interpreted, quick_interpreter
 
+gc.disable()  # until all tests are imported
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers whose threads wait for each other's cores are several times slower.
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
@@ -37,6 +38,8 @@ def pytest_collection_finish():
     # The millions of objects of the imported libraries stay. Python need not look through them for garbage again.
     gc.collect()
     gc.freeze()
+    gc.enable()
+    gc.set_threshold(20_000, 10, 10)  # 700 in Python 3.11, and what torch compiles is many more
 
 
 def pytest_collection_modifyitems(items):
