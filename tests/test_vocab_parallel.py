@@ -31,9 +31,6 @@ TILED, IN_DOUBLE, IN_HALF = ("float32", True, True, False), (*DOUBLE[:2], False,
 SEQUENCE = ("float32", True, True, True)  # ranks that have equal parts of the rows
 
 
-PATCHED = ["patched_torch", "patched_megatron"]
-
-
 def test_every_loss(tmp_path):
     failed, printed = run(
         tmp_path,
@@ -42,11 +39,18 @@ def test_every_loss(tmp_path):
             2,
             [HARD, DOUBLE],
             [TILED, IN_DOUBLE],
-            functions=["merge_gradcheck", "hard_pairs", "disagreement", "dtensor", "mesh", *PATCHED],
+            functions=["merge_gradcheck", "hard_pairs", "disagreement", "dtensor", "mesh"],
         ),
         job(3, [HARD, HALF], [TILED, IN_HALF, SEQUENCE, ("float64", False, False, True)], functions=["hard_pairs"]),
         job(4, [HARD], [TILED]),
     )
+    assert not failed, printed
+
+
+def test_patches(tmp_path):
+    """Of other libraries."""
+    names = "patched_torch", "patched_torchtitan", "patched_megatron"
+    failed, printed = run(tmp_path, job(2, functions=[f"patched_worker.{name}" for name in names]))
     assert not failed, printed
 
 

@@ -369,123 +369,6 @@ def mesh(rank, ranks):
     close(mine.grad, hidden.grad, 2e-6, "mesh, hidden")
 
 
-def patched_torch(rank, ranks):
-    """`torch.nn.functional.cross_entropy` of a DTensor, under `loss_parallel` and without it, by torch and patched."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    mesh = init_device_mesh("cpu", (ranks,))
-    x, target, _mask = finite_rows(torch.float32)
-    x, target = x.flatten(0, 1), target.flatten()
-
-    def results(placements, **options):
-        logits = distribute_tensor(x.clone(), mesh, placements).requires_grad_()
-        loss = torch.nn.functional.cross_entropy(logits, target, **options)
-        assert isinstance(loss, DTensor) and loss.placements == (Replicate(),)
-        loss.sum().backward()
-        return loss.full_tensor().detach(), logits.grad.full_tensor()
-
-    for reduction in ("mean", "sum", "none"):
-        with loss_parallel():
-            theirs = results([Shard(1)], reduction=reduction)
-            with onepass.patch("torch") as patch:
-                ours = results([Shard(1)], reduction=reduction)
-        assert [r.name for r in patch.replaced if r.module == "torch.nn.functional"] == ["cross_entropy"], patch
-        for a, b in zip(ours, theirs):
-            close(a, b, 2e-6, f"torch, {reduction}")
-    for options in (dict(label_smoothing=0.1), dict(weight=weights()), dict(weight=weights(), label_smoothing=0.2)):
-        plain = x.clone().requires_grad_()
-        expected = torch.nn.functional.cross_entropy(plain, target, **options)
-        expected.backward()
-        with onepass.patch("torch"):
-            ours = results([Shard(1)], **options)
-            assert torch.equal(torch.nn.functional.cross_entropy(plain, target, **options), expected)
-        for a, b in zip(ours, (expected.detach(), plain.grad)):
-            close(a, b, 2e-6, f"torch, {list(options)}")
-
-
-def patched_megatron(rank, ranks):
-    """Megatron-core's two cross-entropies, original and patched, with a target that is no token."""
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.fusions import fused_cross_entropy
-
-    parallel_state.initialize_model_parallel(ranks)
-    group = parallel_state.get_tensor_model_parallel_group()
-    x, target, _mask = finite_rows(torch.float32)
-    x, target = x[..., : VOCAB - VOCAB % ranks], target.clamp(0, VOCAB - ranks)
-    size = x.shape[-1] // ranks
-    local = x[..., rank * size : (rank + 1) * size]
-    weights = torch.rand(ROWS, generator=torch.Generator().manual_seed(7)).index_fill(0, torch.tensor([1]), 0.0)
-
-    def results(function, target, *rest):
-        logits = local.clone().requires_grad_()
-        loss = function(logits, target, *rest)
-        (loss * weights).sum().backward()
-        return loss.detach() * (weights > 0), logits.grad
-
-    def of_all():
-        plain = tensor_parallel.vocab_parallel_cross_entropy
-        found = [results(plain, t) for t in (target, target.index_fill(0, torch.tensor([1]), -100))]
-        found.append(results(plain, target, 0.1))
-        return [*found, results(fused_cross_entropy.fused_vocab_parallel_cross_entropy, target, group)]
-
-    theirs = of_all()
-    with onepass.patch("megatron") as patch:
-        names = {f"{r.module}.{r.name}" for r in patch.replaced}
-        assert "megatron.core.tensor_parallel.vocab_parallel_cross_entropy" in names, names
-        ours = of_all()
-    assert tensor_parallel.vocab_parallel_cross_entropy.__module__.startswith("megatron.")
-    for n, (a, b) in enumerate(zip(ours, theirs)):
-        for what, found, expected in zip(("loss", "gradient"), a, b):
-            # Megatron's fused one rounds its gradient to bfloat16.
-            close(found, expected, 4e-3 if (what, n) == ("gradient", 3) else 4e-6, f"megatron, {what} {n}")
-    patched_verl(x, local, target)
-    parallel_state.destroy_model_parallel()
-
-
-def patched_verl(x, local, target):
-    """verl's functions, from the folder ``VERL`` if that is set; else stand-ins of the same names and parameters."""
-    import types
-
-    real = os.environ.get("VERL")
-    for name in ("verl", "verl.utils"):  # without what these import
-        sys.modules[name] = package = types.ModuleType(name)
-        package.__path__ = [os.path.join(real or "nowhere", *name.split("."))]
-        package.__version__ = "0.9.1"
-        package.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-    names = "verl.utils.megatron.tensor_parallel", "verl.utils.kernel.linear_cross_entropy"
-    if not real:
-        for name in names:
-            sys.modules[name] = types.ModuleType(name)
-        sys.modules[names[0]].vocab_parallel_entropy = lambda vocab_parallel_logits: None
-        sys.modules[names[0]].vocab_parallel_log_probs_from_logits = lambda logits, labels: None
-        sys.modules[names[1]].linear_cross_entropy = lambda *args, **kwargs: None
-    sharded, head = map(importlib.import_module, names)
-    expected = onepass.selective_log_softmax_and_entropy(x.requires_grad_(), target)
-    functions = (sharded.vocab_parallel_log_probs_from_logits, (target,)), (sharded.vocab_parallel_entropy, ())
-    theirs = [function(local.clone(), *rest) for function, rest in functions]
-    with onepass.patch("verl") as patch:
-        assert len([r for r in patch.replaced if r.module in names]) == 3, patch
-        logits = local.detach().clone().requires_grad_()
-        ours = sharded.vocab_parallel_log_probs_from_logits(logits, target), sharded.vocab_parallel_entropy(logits)
-        for found, other, right in zip(ours, theirs, expected):
-            close(found.detach(), right.detach(), 4e-6, "verl")
-            if real:
-                close(found.detach(), other.detach(), 4e-6, "verl, theirs")
-        (ours[0].sum() + ours[1].sum()).backward()
-        (expected[0].sum() + expected[1].sum()).backward()
-        first = dist.get_rank() * logits.shape[-1]
-        close(logits.grad, x.grad[..., first : first + logits.shape[-1]], 8e-6, "verl, gradient")
-        parts = head_of(torch.float32)[0][:2]
-        size = VOCAB // dist.get_world_size() + 1
-        whole = onepass.linear_selective_log_softmax_and_entropy(*parts, target.reshape(ROWS), temperature=0.7)
-        mine = parts[1].detach()[dist.get_rank() * size :][:size].clone()
-        found = head.linear_cross_entropy(parts[0], mine, target, 0.7, "none", dist.group.WORLD)
-        for a, b in zip(found, whole):
-            close(a.detach(), b.detach().flatten(), 4e-6, "verl, head")
-
-
 def one_rank_fails(rank, ranks):
     logits = VocabParallelLogits(torch.zeros(3, 6), dist.group.WORLD)
     if rank == 1:
@@ -533,20 +416,13 @@ def main(rank, ranks, path, what):
     dist.destroy_process_group()
 
 
-# What takes seconds to import, by the function that does.
-IMPORTS = {
-    "dtensor": ["torch._dynamo", "torch.distributed.tensor"],
-    "patched_torch": ["torch.distributed.tensor.parallel"],
-    "patched_megatron": ["megatron.core.parallel_state", "megatron.core.fusions.fused_cross_entropy"],
-}
-
-
 def fork(jobs, folder):
     """Run every job in processes of its own, which are forked after everything is imported."""
     for name in {name for job in jobs for name in job.get("functions", ())}:
         function_named(name)
-        for module in IMPORTS.get(name, ()):
-            importlib.import_module(module)
+        if name == "dtensor":  # which imports both, for seconds
+            importlib.import_module("torch._dynamo")
+            importlib.import_module("torch.distributed.tensor")
     gc.freeze()
     failed = 0
     for number, job in enumerate(jobs):

@@ -6,7 +6,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Sequence
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch.torch_version import TorchVersion
 
 LIBRARIES = ("transformers", "trl")
-SHARDED = ("torch", "megatron", "verl")  # their losses of sharded vocabularies, patched if they are named
+SHARDED = ("torch", "torchtitan", "megatron", "verl")  # their losses of sharded vocabularies, patched if they are named
 NAMES = (*LIBRARIES, *SHARDED)
 PACKAGES = {"megatron": "megatron.core"}  # where a library keeps its version, if not in its first package
 
@@ -162,7 +162,8 @@ def patch(*libraries: str) -> Patch:
 
     Args:
         libraries: ``"transformers"``, ``"trl"``; without any, those of them that are installed. For losses of logits
-            whose vocabulary is sharded, ``"torch"`` (cross-entropy of a DTensor), ``"megatron"`` and ``"verl"``.
+            whose vocabulary is sharded, ``"torch"`` (cross-entropy of a DTensor), ``"torchtitan"``, ``"megatron"``
+            and ``"verl"``.
 
     Raises:
         ValueError: another name.
@@ -222,8 +223,8 @@ def check_installed(library: str, argument: str) -> None:
 
 def version_of(library: str) -> str:
     """The version of an installed library."""
-    version: str = import_module(PACKAGES.get(library, library)).__version__
-    return version
+    package = import_module(PACKAGES.get(library, library))
+    return getattr(package, "__version__", None) or metadata.version(library)
 
 
 def _targets(integrations: Sequence[ModuleType]) -> list[Target]:

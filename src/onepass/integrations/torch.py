@@ -19,29 +19,37 @@ def cross_entropy(
     reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """`torch.nn.functional.cross_entropy`: by onepass for a DTensor with a sharded vocabulary, else the original."""
-    if not is_sharded(input) or size_average is not None or reduce is not None or target.is_floating_point():
+    taken = sharded_over(input, 1) and input.dim() == 2 and not torch.compiler.is_compiling()
+    if not taken or size_average is not None or reduce is not None or target.is_floating_point():
         found: Tensor = original(*CROSS_ENTROPY)(
             input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
         return found
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import DTensor
 
     target, weight = (t.full_tensor() if isinstance(t, DTensor) else t for t in (target, weight))
     loss = losses.cross_entropy(
         input, target, class_weights=weight, ignore_index=ignore_index, label_smoothing=label_smoothing,
         reduction=reduction,  # type: ignore[arg-type]
     )  # fmt: skip
-    replicated = [Replicate()] * input.device_mesh.ndim
-    result: Tensor = DTensor.from_local(loss.to(input.dtype), input.device_mesh, replicated, run_check=False)
+    return replicated(loss.to(input.dtype), input)
+
+
+def replicated(loss: Tensor, logits: Any) -> Tensor:
+    """A loss that is the same on all processes, as a DTensor on the mesh of the logits."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = logits.device_mesh
+    result: Tensor = DTensor.from_local(loss, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return result
 
 
-def is_sharded(logits: Any) -> bool:
-    """Whether the logits are a DTensor ``(rows, V)`` that is sharded over V alone, outside of a compiled function."""
-    if not hasattr(logits, "placements") or logits.dim() != 2 or torch.compiler.is_compiling():
+def sharded_over(logits: Any, dim: int) -> bool:
+    """Whether the logits are a DTensor that is sharded over this dimension alone."""
+    if not hasattr(logits, "device_mesh"):
         return False
     sharded = [p for p in logits.placements if not p.is_replicate()]
-    return len(sharded) == 1 and sharded[0].is_shard(1)
+    return len(sharded) == 1 and sharded[0].is_shard(dim)
 
 
 PARAMETERS = "input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing"
