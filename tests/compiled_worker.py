@@ -20,25 +20,23 @@ IDS, LOG_PROBS = ids_of(TARGET)
 TEACHER = finite_rows(torch.float32)[0].flip(0)
 TRANSFORM = dict(temperature=0.7, softcap=30.0, logit_scale=0.5)
 LOSSES = {
-    "cross_entropy": lambda x, n: onepass.cross_entropy(x, TARGET[:n], row_mask=MASK[:n]),
     "cross_entropy, every option": lambda x, n: onepass.cross_entropy(
         x, TARGET[:n], row_mask=MASK[:n], reduction="none", label_smoothing=0.1, z_loss_weight=1e-3,
         class_weights=CLASS_WEIGHTS, **TRANSFORM,
     ),
     "pair": lambda x, n: onepass.selective_log_softmax_and_entropy(x, LABELS[:n], row_mask=MASK[:n], **TRANSFORM),
-    "metrics": lambda x, n: onepass.softmax_statistics(
+    "statistics": lambda x, n: onepass.softmax_statistics(
         x, LABELS[:n], class_weights=CLASS_WEIGHTS, metrics=["is_top1", "log_sum_sq_probs", "mean_logit"]
     ),
-    "topk_kl_div": lambda x, n: onepass.topk_kl_div(x, IDS[:n], LOG_PROBS[:n], row_mask=MASK[:n]),
     "topk_kl_div, renormalized": lambda x, n: onepass.topk_kl_div(x, IDS[:n], LOG_PROBS[:n], renormalize=True),
     "distillation_loss": lambda x, n: onepass.distillation_loss(x, TARGET[:n], IDS[:n], LOG_PROBS[:n]),
     "kl_div": lambda x, n: onepass.kl_div(x, TEACHER[:n].to(x.dtype), row_mask=MASK[:n]),
 }  # fmt: skip
 
 
-def all_losses(x, n):
-    """All of them, of one source: a single graph is traced much faster than one for each."""
-    return [r for loss in LOSSES.values() for r in listed(loss(x, n))]
+def losses_of(x, *names):
+    """Several losses of one source: a single graph is traced much faster than one for each."""
+    return [r for name in names for r in listed(LOSSES[name](x, 3))]
 
 
 def listed(results):
@@ -97,7 +95,8 @@ def logits(rank, ranks):
     """`VocabParallelLogits` that are made in the compiled function, or before; the group is an argument, or global."""
     x, group = logits_of(rank, ranks), dist.group.WORLD
     padded = torch.nn.functional.pad(x, (0, 3 * (rank == ranks - 1)), value=torch.nan)
-    compare(lambda x: all_losses(onepass.VocabParallelLogits(x, group, VOCAB), 3), [padded], "logits")
+    names = "cross_entropy, every option", "statistics", "topk_kl_div, renormalized", "kl_div"
+    compare(lambda x: losses_of(onepass.VocabParallelLogits(x, group, VOCAB), *names), [padded], "logits")
     call = lambda x, group: onepass.entropy_from_logits(onepass.VocabParallelLogits(x, group))  # noqa: E731
     compare(call, [x], "a group that is an argument", group)
     call = lambda x, of: of(onepass.VocabParallelLogits(x, group), 3)  # noqa: E731
@@ -117,7 +116,8 @@ def heads(rank, ranks):
     group = dist.group.WORLD
 
     def of_head(hidden, weight, bias):
-        return all_losses(onepass.LinearLogits(hidden, weight, bias, vocab_group=group), 3)
+        head = onepass.LinearLogits(hidden, weight, bias, vocab_group=group)
+        return losses_of(head, "cross_entropy, every option", "distillation_loss", "kl_div")
 
     compare(of_head, parts, "head")
     given(lambda *parts: parts[-1](onepass.LinearLogits(*parts[:-1], vocab_group=group), 3), parts)
@@ -149,21 +149,17 @@ def shapes(rank, ranks):
     hidden, weight, _ = head_of_rank(rank, ranks)
     target, group = TARGET.flatten(), dist.group.WORLD
 
-    def of_logits(x, target):
-        return onepass.cross_entropy(onepass.VocabParallelLogits(x, group), target)
+    def call(hidden, weight, x, target):
+        of_head = onepass.linear_cross_entropy(hidden, weight, target, vocab_group=group)
+        return of_head, onepass.cross_entropy(onepass.VocabParallelLogits(x, group), target)
 
-    def of_head(hidden, weight, target):
-        return onepass.linear_cross_entropy(hidden, weight, target, vocab_group=group)
-
-    for call, parts in ((of_logits, [logits_of(rank, ranks)]), (of_head, [hidden, weight])):
-        torch._dynamo.reset()
-        counter = CompileCounterWithBackend("aot_eager")
-        compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
-        graphs = []
-        for n in (12, 7, 5):
-            compare(call, [parts[0].flatten(0, 1)[:n], *parts[1:]], f"{n} rows", target[:n], compiled=compiled)
-            graphs.append(counter.frame_count)
-        assert graphs[0] == graphs[-1], graphs
+    counter, graphs = CompileCounterWithBackend("aot_eager"), []
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+    hidden, x = (t.flatten(0, 1) for t in (hidden, logits_of(rank, ranks)))
+    for n in (12, 7, 5):
+        compare(call, [hidden[:n], weight, x[:n]], f"{n} rows", target[:n], compiled=compiled)
+        graphs.append(counter.frame_count)
+    assert graphs[0] == graphs[-1], graphs
 
 
 def inductor(rank, ranks):

@@ -23,7 +23,7 @@ def cross_entropy_loss(pred: Any, labels: Any, **options: Any) -> Tensor:
     The original computes that of a DTensor which is sharded in another way than over the vocabulary alone, of labels
     that are a DTensor, and while spmd_types checks types.
     """
-    from torchtitan.components import loss as library  # type: ignore[import-not-found]
+    from torchtitan.components import loss as library
 
     logits = source_of(library, pred, labels, options.get("global_vocab_size"))
     if logits is None:
