@@ -5,9 +5,9 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from onepass.core.dispatch import is_plain
 from onepass.integrations.patching import Target, original
 from onepass.losses import cross_entropy as losses
 
@@ -19,7 +19,8 @@ def cross_entropy(
     reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """`torch.nn.functional.cross_entropy`: by onepass for a DTensor with a sharded vocabulary, else the original."""
-    taken = sharded_over(input, 1) and input.dim() == 2 and not torch.compiler.is_compiling()
+    # In a compiled function, torch also calls this with fake tensors.
+    taken = sharded_over(input, 1) and input.dim() == 2 and is_plain() and is_plain(input.to_local())
     if not taken or size_average is not None or reduce is not None or target.is_floating_point():
         found: Tensor = original(*CROSS_ENTROPY)(
             input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
