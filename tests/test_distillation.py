@@ -352,7 +352,7 @@ def pairs(draw):
     return logits(), logits(), mask, options
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(case=pairs())
 def test_pair_against_the_definition(device, case):
     student, teacher, mask, options = case

@@ -93,7 +93,7 @@ def cases(draw):
     return logits, options
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(case=cases())
 def test_against_the_definition(device, case):
     logits, options = case

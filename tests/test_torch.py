@@ -69,7 +69,7 @@ def test_compile_without_graph_breaks(device, loss, dynamic):
     x, t = example(device)
     backend = "inductor" if device.type == "cuda" else "aot_eager"  # inductor wants a C++ compiler on a CPU
     compiled = torch.compile(ALL[loss], fullgraph=True, backend=backend, dynamic=dynamic)
-    for rows in (8, 5):
+    for rows in (8, 5) if dynamic else (8,):
         expected, got = ALL[loss](x[:rows], t[:rows]), compiled(x[:rows], t[:rows])
         assert_close(got.detach(), expected.detach().double(), scale=10.0)
         (exact,), (gradient,) = torch.autograd.grad(expected, x), torch.autograd.grad(got, x)
