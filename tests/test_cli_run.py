@@ -16,6 +16,8 @@ from onepass.cli.script import is_script
 from onepass.integrations import patching
 from onepass.integrations.switch import libraries_asked_for
 
+pytestmark = pytest.mark.xdist_group("onepass run")  # one worker has the process that is forked
+
 SOURCE = Path(onepass.__file__).parents[1]
 # What Python sets for a script, in one line.
 SEEN = """

@@ -366,15 +366,15 @@ def test_pair_against_the_definition(device, case):
     check_pair(moved(student, device), moved(teacher, device), mask, **options)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 4])
+@pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("vocab", [513, 4096])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("hard", HARD)
 def test_pair_hard_inputs(device, monkeypatch, hard, direction, vocab, splits):
     """A hard student, a hard teacher, and both."""
-    if device.type == "cpu" and (vocab, splits) != (513, 2):
+    if device.type == "cpu" and (vocab, splits) != (513, 4):
         pytest.skip("once is enough on a CPU")
-    split_rows(monkeypatch, splits)
+    split_rows(monkeypatch, 2 if interpreted(device) else splits)  # programs take milliseconds there
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(3, vocab, generator=generator) for _ in range(2))
     hard_x, hard_y = HARD[hard](x), HARD[hard](y)
