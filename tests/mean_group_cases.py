@@ -136,7 +136,14 @@ def of_a_mesh(rank: int, ranks: int) -> None:
             torch.testing.assert_close(added(gradients[1], mesh["rows"].get_group()), of_weight[columns])
             of_hidden_here = gradients[0] if sharded else added(gradients[0], mesh["vocab"].get_group())
             torch.testing.assert_close(of_hidden_here, of_hidden[rows])
-    overlap = r"mean_group: expected this process alone of the ranks \[.*\] of vocab_group"
+
+    def compiled(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return onepass.linear_cross_entropy(h, w, target[rows], vocab_group=mesh["vocab"], mean_group=mesh["rows"])
+
+    expected = torch.autograd.grad(compiled(h, w), (h, w))
+    found = torch.autograd.grad(torch.compile(compiled, fullgraph=True, backend="aot_eager")(h, w), (h, w))
+    torch.testing.assert_close(found, expected)
+    overlap = "mean_group: expected no other process of vocab_group than this one, since .*, got [24] of its processes"
     for group in (mesh["vocab"], dist.group.WORLD):
         refused(lambda: losses[0](logits, rows, mean_group=group), ValueError, overlap)  # noqa: B023
     refused(lambda: losses[0](logits, rows, mean_group=mesh), ValueError, "mean_group: expected a device mesh of one")

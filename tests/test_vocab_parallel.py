@@ -39,7 +39,12 @@ def test_every_loss(tmp_path):
             [TILED, IN_DOUBLE],
             functions=["merge_gradcheck", "hard_pairs", "disagreement", "dtensor", "mesh"],
         ),
-        job(3, [HARD, HALF], [TILED, IN_HALF, SEQUENCE, ("float64", False, False, True)], functions=["hard_pairs"]),
+        job(
+            3,
+            [HARD, HALF],
+            [TILED, IN_HALF, SEQUENCE, ("float64", False, False, True)],
+            functions=["hard_pairs", "materialized"],
+        ),
         job(4, [HARD], [TILED]),
     )
     assert not failed, printed

@@ -305,6 +305,25 @@ def hard_pairs(rank, ranks):
                 close(p.grad[finite], w.grad[finite][..., columns], tolerance, f"{direction}, {splits}, gradient")
 
 
+def materialized(rank, ranks):
+    """All logits of a sharded head, and the gradients of what is computed from them, also of sequence parallelism."""
+    first, size = sum(SPLITS[ranks][:rank]), SPLITS[ranks][rank]
+    for sequence in (False, True):
+        (hidden, weight, bias), _target, _mask = head_of(torch.float64)
+        rows = slice(rank * ROWS[0] // ranks, (rank + 1) * ROWS[0] // ranks) if sequence else slice(None)
+        parts = [
+            t.detach()[s].clone() for t, s in zip((hidden, weight, bias), (rows, *[slice(first, first + size)] * 2))
+        ]
+        local = [t.requires_grad_() for t in parts]
+        logits = onepass.LinearLogits(*local, vocab_group=dist.group.WORLD, sequence_parallel=sequence).materialize()
+        expected = torch.nn.functional.linear(hidden, weight, bias)
+        close(logits.detach(), expected.detach(), 1e-12, "materialized")
+        logits.sin().sum().backward(), expected.sin().sum().backward()
+        wanted = hidden.grad[rows], weight.grad[first : first + size], bias.grad[first : first + size]
+        for name, of, grad in zip(("hidden", "weight", "bias"), local, wanted):
+            close(of.grad, grad, 1e-12, f"materialized, gradient of {name}, {sequence=}")
+
+
 def disagreement(rank, ranks):
     """Shapes on which processes disagree are an error on all of them."""
     group = dist.group.WORLD

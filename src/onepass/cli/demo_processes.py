@@ -17,6 +17,7 @@ import onepass
 from onepass.cli.demo_curve import Curve, train
 from onepass.cli.demo_head import HEADS, Head, Loss, mixed_precision
 from onepass.cli.demo_model import Size, build_model
+from onepass.softmax.shards import Replicated
 
 
 def train_sharded(head: str, size: Size, seed: int, windows: Tensor, processes: int) -> Curve:
@@ -45,16 +46,9 @@ def run(rank: int, ranks: int, folder: str, head: str, size: Size, seed: int, wi
 
 
 def local_logits(model: Any, ids: Tensor) -> tuple[Tensor, ...]:
-    hidden = model.model(ids).last_hidden_state
-    hidden.register_hook(summed)
+    # Each process has the gradient from its columns of the logits, and all of them need the sum.
+    hidden = Replicated.apply(model.model(ids).last_hidden_state, dist.group.WORLD)
     return (model.lm_head(hidden),)
-
-
-def summed(grad: Tensor) -> Tensor:
-    """The sum of the gradients that the processes have from their columns of the logits."""
-    total = grad.contiguous().clone()
-    dist.all_reduce(total)
-    return total
 
 
 def logits_loss(group: DeviceMesh, logits: Tensor, labels: Tensor) -> Tensor:

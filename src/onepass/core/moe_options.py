@@ -14,7 +14,7 @@ SCORES: tuple[str, ...] = get_args(Score)
 GROUP_SCORES: tuple[str, ...] = get_args(GroupScore)
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 MAX_EXPERTS, MAX_K = 1024, 32
-SMALLEST = -40.0  # the logarithm of a score below which scores are renormalized relative to the largest
+LOG_TINY = -40.0  # the logarithm of a score below which scores are renormalized relative to the largest
 
 
 class RouterOptions(NamedTuple):

@@ -50,17 +50,18 @@ class Shard(NamedTuple):
 NOT_SHARDED = Shard()
 
 
+def leading(shard: Shard, columns: int) -> Shard:
+    """The shard of the leading ``columns`` of the vocabulary."""
+    sizes = [max(0, min(size, columns - sum(shard.sizes[:n]))) for n, size in enumerate(shard.sizes)]
+    return shard._replace(sizes=tuple(sizes))
+
+
 def shared_columns(first: Shard, second: Shard, columns: int | None) -> Shard | None:
     """The shard of the leading ``columns`` (None for all) of two sources of logits, one of which may have all columns.
 
     None if neither is sharded, or if both are, but not in the same way.
     """
-    cut = []
-    for shard in (first, second):
-        if shard.sizes:
-            most = shard.vocab if columns is None else columns
-            sizes = [max(0, min(size, most - sum(shard.sizes[:n]))) for n, size in enumerate(shard.sizes)]
-            cut.append(shard._replace(sizes=tuple(sizes)))
+    cut = [leading(s, s.vocab if columns is None else columns) for s in (first, second) if s.sizes]
     return cut[0] if cut and cut[0] == cut[-1] else None
 
 

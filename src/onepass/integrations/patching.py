@@ -16,6 +16,7 @@ from torch.torch_version import TorchVersion
 LIBRARIES = ("transformers", "trl")
 SHARDED = ("torch", "torchtitan", "megatron", "verl")  # their losses of sharded vocabularies, patched if they are named
 NAMES = (*LIBRARIES, *SHARDED)
+EXTRAS = (*LIBRARIES, "torchtitan", "megatron")  # of this package, which install a library
 PACKAGES = {"megatron": "megatron.core"}  # where a library keeps its version, if not in its first package
 
 
@@ -217,7 +218,7 @@ def is_installed(library: str) -> bool:
 def check_installed(library: str, argument: str) -> None:
     """Raise, naming the argument that asked for it, unless the library can be imported."""
     if not is_installed(library):
-        how = f"; pip install 'onepass[{library}]'" if library in LIBRARIES else ""
+        how = f"; pip install 'onepass[{library}]'" if library in EXTRAS else ""
         raise ModuleNotFoundError(f"{argument}: {library} is not installed{how}", name=library)
 
 

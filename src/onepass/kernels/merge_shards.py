@@ -28,6 +28,18 @@ BLOCK = 128
 
 
 @triton.jit
+def places_of(row_mask, rows, ranks, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    """The ranks, the rows of this program, which of these there are, which are active, and which states are read."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rank = tl.arange(0, RANKS)
+    present = row < rows
+    active = present
+    if row_mask is not None:
+        active = active & (tl.load(row_mask + row, mask=present, other=0) != 0)
+    return rank, row, present, active, (rank < ranks)[:, None] & active[None, :]
+
+
+@triton.jit
 def load_state(states, numbers, rows, rank, row, inside, number, other):
     """A number of the states of some rows on all ranks, ``(ranks, rows)``; ``other`` where there is no state."""
     place = (rank[:, None] * numbers + number).to(tl.int64) * rows + row[None, :]
@@ -46,13 +58,7 @@ def merge_shards_kernel(
     Inputs: ``states`` ``(ranks, numbers, rows)``, see `core.shard.state_fields`; ``row_mask`` ``(rows,)`` or None.
     Outputs: as of `softmax_statistics_kernel`. Bytes moved: inputs and outputs; the selected numbers are read twice.
     """
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    rank = tl.arange(0, RANKS)
-    present = row < rows
-    active = present
-    if row_mask is not None:
-        active = active & (tl.load(row_mask + row, mask=present, other=0) != 0)
-    inside = (rank < ranks)[:, None] & active[None, :]
+    rank, row, present, active, inside = places_of(row_mask, rows, ranks, RANKS, BLOCK)
     m = load_state(states, numbers, rows, rank, row, inside, 0, LOWEST)
     s = load_state(states, numbers, rows, rank, row, inside, 1, 0.0)
     t, w, c, q, u = s * 0.0, s * 0.0, s * 0.0, s * 0.0, s * 0.0
@@ -139,13 +145,7 @@ def merge_divergences_kernel(
     Inputs: ``states`` ``(ranks, STATE, rows)``, see `core.shard.PAIR_STATE`; ``row_mask`` ``(rows,)`` or None.
     Outputs: as of `divergence_kernel`. Bytes moved: inputs and outputs.
     """
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    rank = tl.arange(0, RANKS)
-    present = row < rows
-    active = present
-    if row_mask is not None:
-        active = active & (tl.load(row_mask + row, mask=present, other=0) != 0)
-    inside = (rank < ranks)[:, None] & active[None, :]
+    rank, row, present, active, inside = places_of(row_mask, rows, ranks, RANKS, BLOCK)
     mp = load_state(states, STATE, rows, rank, row, inside, 0, LOWEST)
     sp = load_state(states, STATE, rows, rank, row, inside, 1, 0.0)
     mq = load_state(states, STATE, rows, rank, row, inside, 2, LOWEST)

@@ -3,12 +3,12 @@
 import triton
 import triton.language as tl
 
-from onepass.core.moe_options import SMALLEST, RouterOptions
+from onepass.core.moe_options import LOG_TINY, RouterOptions
 from onepass.kernels import layout
 from onepass.kernels.online_softmax import LOG2E
 
 SOFTMAX, SIGMOID, SQRTSOFTPLUS = tl.constexpr("softmax"), tl.constexpr("sigmoid"), tl.constexpr("sqrtsoftplus")
-TINY = tl.constexpr(SMALLEST)
+TINY = tl.constexpr(LOG_TINY)
 MOST_THREADS = 1024
 LEAST_EPS = 1e-28  # float32 loses scores below 1e-38
 

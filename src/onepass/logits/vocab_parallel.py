@@ -17,7 +17,7 @@ from onepass.backend import is_debugging
 from onepass.core.checks import FLOATS, check_integer, described
 from onepass.core.dispatch import constant_in_trace, is_plain
 from onepass.core.options import Inputs, Options, Transform
-from onepass.core.shard import Group, Shard
+from onepass.core.shard import Group, Shard, leading
 from onepass.logits.source import WRAPPERS, Fields, LogitsSource, TensorLogits
 from onepass.softmax.shards import (
     GatheredColumns,
@@ -178,8 +178,7 @@ def shard_of(
     vocab = sum(sizes) if vocab_size is None else vocab_size
     if not 0 < vocab <= sum(sizes):
         raise ValueError(f"vocab_size: expected at most {sum(sizes)}, the columns of all ranks, got {vocab_size}")
-    valid = [max(0, min(size, vocab - sum(sizes[:n]))) for n, size in enumerate(sizes)]
-    shard = dist.get_rank(group), tuple(valid), name
+    shard = dist.get_rank(group), tuple(leading(Shard(sizes=sizes), vocab).sizes), name
     known[about] = columns, shard
     return shard
 

@@ -7,12 +7,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onepass.core.checks import check_choice, check_number, described, short
-from onepass.core.dispatch import is_plain
+from onepass.core.dispatch import constant_in_trace, is_plain
 from onepass.core.options import REDUCTIONS, Reduction
 from onepass.core.shard import Group
 from onepass.logits.source import Divisor, LogitsSource, divided
 from onepass.logits.vocab_parallel import group_of
-from onepass.softmax.shards import group_named
+from onepass.softmax.shards import group_named, process_group, sum_of_all_ranks
 
 
 def divisor_of(
@@ -69,19 +69,24 @@ def group_of_mean(
     if reduction != "mean" or num_items is not None:
         got = f"num_items={short(num_items)}" if reduction == "mean" else f"reduction={reduction!r}"
         raise ValueError(f"mean_group: expected reduction='mean' without num_items, got {got}")
-    if source.shard.sizes:
-        ranks, of_vocab = (dist.get_process_group_ranks(g) for g in (group, group_named(source.shard.group)))
-        if len(set(ranks) & set(of_vocab)) > 1:
-            raise ValueError(
-                f"mean_group: expected this process alone of the ranks {of_vocab} of vocab_group, which have the same "
-                f"rows, got the ranks {ranks}"
-            )
-    return group
+    if source.shard.sizes and shared_ranks(group.group_name, source.shard.group) > 1:
+        raise ValueError(
+            "mean_group: expected no other process of vocab_group than this one, since all of them have the same rows, "
+            f"got {shared_ranks(group.group_name, source.shard.group)} of its processes"
+        )
+    return group_named(group.group_name)
+
+
+def shared_ranks(first: str, second: str) -> int:
+    """The number of processes that two groups share."""
+    ranks, others = (dist.get_process_group_ranks(process_group(name)) for name in (first, second))
+    return len(set(ranks) & set(others))
+
+
+constant_in_trace(shared_ranks)
 
 
 def summed(counts: Tensor, group: Any) -> Tensor:
     """The sum of the counts of all rows of this process or, with a group, of all its ranks; it stays on the device."""
     total = counts.sum()
-    if group is not None:
-        dist.all_reduce(total, group=group)
-    return total
+    return total if group is None else sum_of_all_ranks(total, group)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.core.moe_options import SMALLEST, RouterOptions, RoutingGradients, RoutingResults
+from onepass.core.moe_options import LOG_TINY, RouterOptions, RoutingGradients, RoutingResults
 
 
 def route(
@@ -148,7 +148,7 @@ def relative(s: Tensor, z: Tensor, experts: Tensor, options: RouterOptions) -> t
         return s, torch.full_like(top, options.eps), torch.zeros_like(top, dtype=torch.bool)
     power = 0.5 if options.score == "sqrtsoftplus" else 1.0  # a tiny score is exp(power·(z - offset))
     offset = z.logsumexp(-1, keepdim=True) if options.score == "softmax" else torch.zeros_like(top)
-    tiny = (top - offset < SMALLEST) & top.isfinite()
+    tiny = (top - offset < LOG_TINY) & top.isfinite()
     eps = torch.full_like(top, options.eps)
     larger = (eps.log() + (offset - top) * power).exp()
     return s.where(~tiny, ((selected - top) * power).exp()), torch.where(tiny, larger, eps), tiny

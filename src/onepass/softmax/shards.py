@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from onepass import reference
 from onepass.backend import backend_of
-from onepass.core.dispatch import operation, refuse_forward_mode, refuse_second_derivatives
+from onepass.core.dispatch import empty_gradient, operation, refuse_forward_mode, refuse_second_derivatives
 from onepass.core.options import FieldGradients, Inputs, Options, Results, empty_results, pick
 from onepass.core.shard import Shard, per_row, state_fields
 from onepass.softmax.statistics import returned
@@ -207,16 +207,12 @@ class _ShardStatistics(torch.autograd.Function):
         return gradient_of(logits, Inputs(*inputs), packed, upstream, ctx.size, ctx.options), *[None] * 5
 
 
-def _like_logits(logits: Tensor, **_: Any) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-@operation("onepass::shard_gradient", _like_logits)
+@operation("onepass::shard_gradient", lambda logits, **_: empty_gradient(logits))
 def gradient_of(
     logits: Tensor, inputs: Inputs, packed: Tensor, grads: FieldGradients, size: int, options: Options
 ) -> Tensor:
     """The gradient of the logits of this rank; 0 in the columns from ``size`` on, which are padding."""
-    out = _like_logits(logits)
+    out = empty_gradient(logits)
     if size:
         columns = slice(size)
         backend_of(logits).softmax_gradient(logits[..., columns], inputs, packed, grads, options, out[..., columns])
