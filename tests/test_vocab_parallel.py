@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 WORKER = Path(__file__).parent / "vocab_parallel_worker.py"
 
 
@@ -81,6 +83,18 @@ def test_the_kernels(tmp_path):
         job(2, linear=[TILED], cases=[*cases[2:], pairs[2]]),
         job(2, [HARD], cases=pairs[:2], functions=["hard_pairs"]),
         interpreter=True,
+    )
+    assert not failed, printed
+
+
+@pytest.mark.gpu
+def test_gpus(tmp_path):
+    """One for each process with NCCL, or one for all processes."""
+    failed, printed = run(
+        tmp_path,
+        job(1, [HARD], gpu=True),
+        job(2, [HARD, DOUBLE, HALF], [TILED, IN_DOUBLE, IN_HALF], functions=["hard_pairs"], gpu=True),
+        job(3, [HARD], [TILED, SEQUENCE], gpu=True),
     )
     assert not failed, printed
 

@@ -21,6 +21,7 @@ from onepass.logits.vocab_parallel import VocabParallelLogits, _agreed
 INF = math.inf
 ROWS, VOCAB = (3, 4), 37
 SPLITS = {1: [37], 2: [20, 17], 3: [5, 13, 19], 4: [12, 12, 12, 1]}
+PLACE = torch.device("cpu")  # of what is sharded; everything that it is compared with is computed on a CPU
 
 
 def rows_of(dtype, seed=0):
@@ -53,11 +54,13 @@ def ids_of(target, K=5):
     generator = torch.Generator().manual_seed(2)
     ids = torch.stack([torch.randperm(VOCAB, generator=generator)[:K] for _ in range(target.numel())])
     log_probs = torch.randn(*ROWS, K, generator=generator).log_softmax(-1) - 0.1
-    return ids.view(*ROWS, K), log_probs
+    return ids.view(*ROWS, K).to(target.device), log_probs.to(target.device)
 
 
-def weights():
-    return torch.rand(VOCAB, generator=torch.Generator().manual_seed(3))
+def weights(x=None):
+    """Of classes, on the device of x."""
+    out = torch.rand(VOCAB, generator=torch.Generator().manual_seed(3))
+    return out if x is None else out.to(x.device)
 
 
 def of_statistics(fields):
@@ -74,14 +77,25 @@ for n, of in enumerate(TRANSFORMS):
         f"both {n}": lambda x, t, m, of=of: onepass.selective_log_softmax_and_entropy(x, t.clamp(min=0), **of),
         f"statistics {n}": lambda x, t, m, of=of: of_statistics(
             onepass.softmax_statistics(
-                x, t.clamp(min=0), class_weights=weights(), metrics=["is_top1", "log_sum_sq_probs", "mean_logit"], **of
+                x,
+                t.clamp(min=0),
+                class_weights=weights(x),
+                metrics=["is_top1", "log_sum_sq_probs", "mean_logit"],
+                **of,
             )
         ),
         f"statistics of K {n}": lambda x, t, m, of=of: of_statistics(
             onepass.softmax_statistics(x, ids_of(t)[0], class_weights=0.5, row_mask=m, metrics=["is_top1"], **of)
         ),
         f"cross_entropy none {n}": lambda x, t, m, of=of: onepass.cross_entropy(
-            x, t, row_mask=m, reduction="none", label_smoothing=0.1, z_loss_weight=1e-3, class_weights=weights(), **of
+            x,
+            t,
+            row_mask=m,
+            reduction="none",
+            label_smoothing=0.1,
+            z_loss_weight=1e-3,
+            class_weights=weights(x),
+            **of,
         ),
         f"cross_entropy {n}": lambda x, t, m, of=of: onepass.cross_entropy(x, t, row_mask=m, **of),
         f"topk_kl_div {n}": lambda x, t, m, of=of: onepass.topk_kl_div(x, *ids_of(t), row_mask=m, **of),
@@ -90,7 +104,7 @@ for n, of in enumerate(TRANSFORMS):
 CASES |= {
     "cross_entropy smoothed": lambda x, t, m: onepass.cross_entropy(x, t, row_mask=m, label_smoothing=0.2),
     "cross_entropy of items": lambda x, t, m: onepass.cross_entropy(x, t, num_items=torch.tensor(17)),
-    "cross_entropy weighted": lambda x, t, m: onepass.cross_entropy(x, t, class_weights=weights(), reduction="sum"),
+    "cross_entropy weighted": lambda x, t, m: onepass.cross_entropy(x, t, class_weights=weights(x), reduction="sum"),
     "topk reverse": lambda x, t, m: onepass.topk_kl_div(x, *ids_of(t), direction="reverse", reduction="none"),
     "topk renormalized": lambda x, t, m: onepass.topk_kl_div(x, *ids_of(t), direction="jsd", renormalize=True),
 }
@@ -98,7 +112,7 @@ CASES |= {
 
 def teacher_like(x, kind):
     """Logits of a teacher: all of them, those of this process, or a head that is sharded like that of the student."""
-    logits = finite_rows(torch.float64)[0].flip(0).to(x.dtype)
+    logits = finite_rows(torch.float64)[0].flip(0).to(x.device, x.dtype)
     if kind == "whole" or not getattr(x, "shard", NOT_SHARDED).sizes:
         return logits
     ranks, first = x.shard.ranks, x.shard.first
@@ -106,7 +120,7 @@ def teacher_like(x, kind):
     if kind == "sharded":  # without padding, which the student may have
         return VocabParallelLogits(mine.contiguous(), dist.group.WORLD)
     # logits = I @ logits: the weight's rows are columns of the logits
-    states = torch.eye(math.prod(ROWS), dtype=x.dtype).view(*ROWS, -1)
+    states = torch.eye(math.prod(ROWS), dtype=x.dtype, device=x.device).view(*ROWS, -1)
     weight = mine.flatten(0, 1).T.contiguous()
     return onepass.LinearLogits(states, weight, vocab_group=dist.group.WORLD)
 
@@ -126,6 +140,7 @@ CASES |= {f"kl_div {kind} {n}": kl_div_case(kind, options) for n, (kind, options
 
 
 def close(found, expected, tolerance, what):
+    found = found.cpu()
     assert found.dtype == expected.dtype and found.shape == expected.shape, what
     if found.dtype == torch.bool:
         assert torch.equal(found, expected), what
@@ -145,7 +160,7 @@ def results_of(case, x, target, mask, gradient):
         return results
     generator = torch.Generator().manual_seed(4)
     used = [r for r in results if r.requires_grad]
-    upstream = [torch.randn(r.shape, generator=generator).to(r.dtype) for r in used]
+    upstream = [torch.randn(r.shape, generator=generator).to(r) for r in used]
     torch.autograd.backward(used, upstream)
     return results
 
@@ -162,11 +177,12 @@ def compare(case, rank, ranks, dtype, padding, hard):
         local = torch.cat([local, torch.full((*ROWS, 3), math.nan if rank == ranks - 1 else 7.0, dtype=dtype)], -1)
         if rank == ranks - 2 and ranks > 1:
             local = local[..., :size]
-    local = torch.stack([local, local])[0].detach().requires_grad_()
+    local = torch.stack([local, local]).to(PLACE)[0].detach().requires_grad_()
     expected = results_of(case, whole, target, mask, True)
     logits = VocabParallelLogits(local, group, VOCAB)
     assert logits.shape == whole.shape
-    found = results_of(case, logits, target, mask, True)
+    inputs = target.to(PLACE), mask.to(PLACE)
+    found = results_of(case, logits, *inputs, True)
     tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-6}[dtype]
     for n, (a, b) in enumerate(zip(found, expected, strict=True)):
         close(a.detach(), b.detach(), tolerance, f"{case}, result {n}")
@@ -174,8 +190,7 @@ def compare(case, rank, ranks, dtype, padding, hard):
     close(local.grad[..., :size], whole.grad[..., first : first + size], of_gradient, f"{case}, gradient")
     assert not local.grad[..., size:].any(), case
     with torch.no_grad():
-        constant = results_of(case, VocabParallelLogits(local.detach(), group, VOCAB), target,
-                              mask, False)  # fmt: skip
+        constant = results_of(case, VocabParallelLogits(local.detach(), group, VOCAB), *inputs, False)
     for a, b in zip(constant, found):
         assert torch.equal(a.nan_to_num(), b.detach().nan_to_num()), f"{case} without a gradient"
 
@@ -193,7 +208,7 @@ def policy_loss(hidden, weight, bias, target, mask, **options):
     generator = torch.Generator().manual_seed(8)
     advantages, old = (torch.randn(ROWS, generator=generator, dtype=torch.float64) for _ in range(2))
     return onepass.linear_loss(
-        hidden, weight, target.clamp(min=0), policy, advantages.to(hidden.dtype), old.sub(3).to(hidden.dtype),
+        hidden, weight, target.clamp(min=0), policy, advantages.to(hidden), old.sub(3).to(hidden),
         bias=bias, row_mask=mask, **options,
     )  # fmt: skip
 
@@ -214,20 +229,20 @@ def compare_linear(case, rank, ranks, dtype, padding, tiled, sequence):
     rows = slice(rank * ROWS[0] // ranks, (rank + 1) * ROWS[0] // ranks) if sequence else slice(None)
     local = [hidden.detach()[rows].clone(), *(t.detach()[first : first + size] for t in (weight, bias))]
     local[1:] = [torch.cat([t, torch.full((extra, *t.shape[1:]), math.nan, dtype=dtype)]) for t in local[1:]]
-    for t in local:
-        t.requires_grad_()
+    local = [t.to(PLACE).requires_grad_() for t in local]
     options = dict(vocab_group=group, vocab_size=VOCAB, sequence_parallel=sequence)
 
     def results(parts, **options):
+        inputs = target.to(parts[0].device), mask.to(parts[0].device)
         if case == "policy":
             options.pop("vocab_size", None)
-            found = [policy_loss(*parts, target, mask, **options)]
+            found = [policy_loss(*parts, *inputs, **options)]
         else:
-            found = LINEAR[case](onepass.LinearLogits(*parts, **options), target, mask)
+            found = LINEAR[case](onepass.LinearLogits(*parts, **options), *inputs)
         found = list(found) if isinstance(found, (tuple, list)) else [found]
         generator = torch.Generator().manual_seed(4)
         used = [r for r in found if r.requires_grad]
-        torch.autograd.backward(used, [torch.randn(r.shape, generator=generator).to(r.dtype) for r in used])
+        torch.autograd.backward(used, [torch.randn(r.shape, generator=generator).to(r) for r in used])
         return found
 
     if tiled:
@@ -253,7 +268,7 @@ def merge_gradcheck(rank, ranks):
     first, size = sum(SPLITS[ranks][:rank]), SPLITS[ranks][rank]
     local = x[..., first : first + size].clone().requires_grad_()
     statistics = onepass.softmax_statistics(
-        VocabParallelLogits(local, dist.group.WORLD), target.clamp(min=0), class_weights=weights().double()
+        VocabParallelLogits(local, dist.group.WORLD), target.clamp(min=0), class_weights=weights(x).double()
     )
     fields = [f for f in vars(statistics).values() if f is not None and f.requires_grad]
     directions = torch.randn(len(fields), generator=torch.Generator().manual_seed(6), dtype=torch.float64)
@@ -261,7 +276,7 @@ def merge_gradcheck(rank, ranks):
     names = [n for n, f in vars(statistics).items() if f is not None and f.requires_grad]
 
     def value(x):
-        s = onepass.softmax_statistics(x, target.clamp(min=0), class_weights=weights().double())
+        s = onepass.softmax_statistics(x, target.clamp(min=0), class_weights=weights(x).double())
         # The shift has no gradient, so that it is held fixed.
         parts = {n: getattr(s, n) for n in names}
         return sum((parts[n].sum() * d for n, d in zip(names, directions)), torch.zeros((), dtype=torch.float64))
@@ -295,14 +310,14 @@ def hard_pairs(rank, ranks):
             for t, split in zip((x, y), splits):
                 sizes = None if split is None else shares[split]
                 columns = slice(None) if sizes is None else slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-                parts.append(t[..., columns].clone().requires_grad_())
+                parts.append(t[..., columns].to(PLACE, copy=True).requires_grad_())
                 slices.append(columns)
             pair = [p if s is None else VocabParallelLogits(p, groups[s]) for p, s in zip(parts, splits)]
-            found = onepass.kl_div(*pair, row_mask=mask, direction=direction, reduction="none")
+            found = onepass.kl_div(*pair, row_mask=mask.to(PLACE), direction=direction, reduction="none")
             close(found.detach(), expected.detach(), tolerance, f"{direction}, {splits}")
-            found[finite].sum().backward()
+            found[finite.to(PLACE)].sum().backward()
             for p, w, columns in zip(parts, whole, slices):
-                close(p.grad[finite], w.grad[finite][..., columns], tolerance, f"{direction}, {splits}, gradient")
+                close(p.grad.cpu()[finite], w.grad[finite][..., columns], tolerance, f"{direction}, {splits}, gradient")
 
 
 def materialized(rank, ranks):
@@ -404,7 +419,13 @@ def function_named(name):
 def main(rank, ranks, path, what):
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=what.get("timeout", 60))
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks, timeout=timeout)
+    backend = "gloo"
+    if what.get("gpu"):  # processes may share one, which NCCL refuses
+        global PLACE
+        gpus = torch.cuda.device_count()
+        PLACE, backend = torch.device("cuda", rank % gpus), "nccl" if gpus >= ranks else "gloo"
+        torch.cuda.set_device(PLACE)
+    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=ranks, timeout=timeout)
     failures = []
     for dtype_name, padding, hard in what["variants"]:
         _agreed.clear()  # the same head has other padding
