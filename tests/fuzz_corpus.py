@@ -120,6 +120,14 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {"function": "softmax_statistics", "rows": (5,), "k": 3, "head": True, "layouts": {"index": "transposed"}},
         {"function": "expert_mlp", "rows": (5,), "k": 2, "layouts": {"weights": "transposed", "experts": "transposed"}},
     ],
+    "tiny scores that experts are not selected by": [
+        {"function": "route", "vocab": 1, "options": {"score": "sigmoid", "eps": 0, "score_after_topk": True,
+                                                      "saturated": True}}
+    ],
+    "a large logit in float64": [
+        {"function": "route", "rows": (3,), "vocab": 1, "seed": 1, "dtype": "float64",
+         "options": {"score": "sqrtsoftplus", "renormalize": False, "saturated": True}}
+    ],
     "sums of tokens in float64": [{"function": "route", "k": 3, "vocab": 8, "dtype": "float64", "mask": "bool"}],
     # A log-prob of -inf says that a token is not given, as a mask does: what is in its place is not read.
     **{

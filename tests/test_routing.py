@@ -102,8 +102,11 @@ def test_dtypes(device, dtype):
 
 
 @pytest.mark.parametrize("eps", [0, 1e-30])
-@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
-def test_scores_that_underflow_are_renormalized(device, score, eps):
+@pytest.mark.parametrize(
+    ("score", "after"),
+    [("softmax", False), ("sigmoid", False), ("sigmoid", True), ("sqrtsoftplus", False), ("sqrtsoftplus", True)],
+)
+def test_scores_that_underflow_are_renormalized(device, score, after, eps):
     """All selected scores are so small that float32 has no such numbers, since the bias selects these experts."""
     low = torch.tensor([-900.0, -300.0, -210.0, -88.0, -50.0, -39.0, -3.0]).double()
     x = torch.cat([low.view(-1, 1) + torch.linspace(-2, 2, 28).view(7, 4), torch.zeros(7, 4)], -1)
@@ -111,7 +114,8 @@ def test_scores_that_underflow_are_renormalized(device, score, eps):
         x[:, 4:] = x[:, :4] - 5.0
     bias = torch.tensor([2.0] * 4 + [0.0] * 4)
     given, upstream = x.float().to(device).requires_grad_(), torch.rand(7, 3).double()
-    routing = route(given, 3, score=score, selection_bias=bias.to(device), eps=eps)
+    options = dict(score=score, selection_bias=bias.to(device), eps=eps, score_after_topk=after)
+    routing = route(given, 3, **options)
     assert (routing.experts < 4).all()
     exact = x.float().double().requires_grad_()
     log = {

@@ -86,4 +86,5 @@ def warps_of(elements: int, of_thread: int) -> int:
 
 def is_relative(options: RouterOptions) -> bool:
     """Whether scores that underflow change the weights: not if they are small against ``eps``."""
-    return options.renormalize and options.eps < LEAST_EPS and not options.score_after_topk
+    at_least_one_of_k = options.score == "softmax" and options.score_after_topk  # is the largest score
+    return options.renormalize and options.eps < LEAST_EPS and not at_least_one_of_k

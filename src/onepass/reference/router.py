@@ -90,7 +90,8 @@ def score(z: Tensor, options: RouterOptions) -> Tensor:
     off = z == float("-inf")  # the derivative would be 0·inf
     if options.score == "sigmoid":
         return z.sigmoid()
-    return F.softplus(z.masked_fill(off, 0.0)).sqrt().masked_fill(off, 0.0)
+    # Above 40, log(1 + exp(z)) is z in float64 too. By default torch returns z above 20.
+    return F.softplus(z.masked_fill(off, 0.0), threshold=40).sqrt().masked_fill(off, 0.0)
 
 
 def undefined(z: Tensor, options: RouterOptions) -> Tensor:
@@ -144,7 +145,7 @@ def relative(s: Tensor, z: Tensor, experts: Tensor, options: RouterOptions) -> t
     """
     selected = z.gather(-1, experts)
     top = selected.amax(-1, keepdim=True)
-    if options.score_after_topk:  # the largest score is at least 1 / K
+    if options.score == "softmax" and options.score_after_topk:  # the largest score is at least 1 / K
         return s, torch.full_like(top, options.eps), torch.zeros_like(top, dtype=torch.bool)
     power = 0.5 if options.score == "sqrtsoftplus" else 1.0  # a tiny score is exp(power·(z - offset))
     offset = z.logsumexp(-1, keepdim=True) if options.score == "softmax" else torch.zeros_like(top)
