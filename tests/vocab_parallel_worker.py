@@ -235,7 +235,6 @@ def compare_linear(case, rank, ranks, dtype, padding, tiled, sequence):
     def results(parts, **options):
         inputs = target.to(parts[0].device), mask.to(parts[0].device)
         if case == "policy":
-            options.pop("vocab_size", None)
             found = [policy_loss(*parts, *inputs, **options)]
         else:
             found = LINEAR[case](onepass.LinearLogits(*parts, **options), *inputs)
@@ -438,7 +437,7 @@ def main(rank, ranks, path, what):
                     break
     for dtype_name, padding, tiled, sequence in what.get("linear", ()):
         _agreed.clear()
-        for case in what.get("cases") or [*LINEAR, *([] if padding else ["policy"])]:
+        for case in what.get("cases") or [*LINEAR, "policy"]:
             try:
                 compare_linear(case, rank, ranks, getattr(torch, dtype_name), padding, tiled, sequence)
             except Exception:

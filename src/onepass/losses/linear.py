@@ -31,6 +31,7 @@ def linear_softmax_statistics(
     row_mask: Tensor | None = None,
     metrics: Sequence[Metric] = (),
     expected_logit: bool = True,
+    vocab_size: int | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -44,14 +45,15 @@ def linear_softmax_statistics(
 
     Args:
         hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
-        vocab_group, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
+        vocab_group, vocab_size, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
         index: ``(...)`` or ``(..., K)``, int32 or int64.
 
     The other arguments, and what is returned and raised, are those of `softmax_statistics`.
     """
     logits = LinearLogits(
-        hidden, weight, bias, max_memory=max_memory, vocab_group=vocab_group, sequence_parallel=sequence_parallel
-    )
+        hidden, weight, bias, max_memory=max_memory, vocab_group=vocab_group, vocab_size=vocab_size,
+        sequence_parallel=sequence_parallel,
+    )  # fmt: skip
     return softmax_statistics(
         logits, index, class_weights=class_weights,
         row_mask=row_mask, metrics=metrics, expected_logit=expected_logit, temperature=temperature, softcap=softcap,
@@ -66,6 +68,7 @@ def linear_selective_log_softmax_and_entropy(
     *,
     bias: Tensor | None = None,
     row_mask: Tensor | None = None,
+    vocab_size: int | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -78,8 +81,9 @@ def linear_selective_log_softmax_and_entropy(
     The arguments are those of `linear_softmax_statistics`.
     """
     logits = LinearLogits(
-        hidden, weight, bias, max_memory=max_memory, vocab_group=vocab_group, sequence_parallel=sequence_parallel
-    )
+        hidden, weight, bias, max_memory=max_memory, vocab_group=vocab_group, vocab_size=vocab_size,
+        sequence_parallel=sequence_parallel,
+    )  # fmt: skip
     return selective_log_softmax_and_entropy(
         logits, index, row_mask=row_mask, temperature=temperature,
         softcap=softcap, logit_scale=logit_scale,
@@ -97,6 +101,7 @@ def linear_cross_entropy(
     row_mask: Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss_weight: float = 0.0,
+    vocab_size: int | None = None,
     reduction: Reduction = "mean",
     num_items: float | Tensor | None = None,
     mean_group: Group | None = None,
@@ -111,7 +116,7 @@ def linear_cross_entropy(
 
     Args:
         hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
-        vocab_group, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
+        vocab_group, vocab_size, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
         target: ``(...)``, int32 or int64; rows that are ``ignore_index`` are left out of all GEMMs.
 
     The other arguments, and what is returned and raised, are those of `cross_entropy`. The gradient is computed in the
@@ -119,8 +124,9 @@ def linear_cross_entropy(
     recomputes the logits (four GEMMs).
     """
     logits = LinearLogits(
-        hidden, weight, bias, max_memory=max_memory, vocab_group=vocab_group, sequence_parallel=sequence_parallel
-    )
+        hidden, weight, bias, max_memory=max_memory, vocab_group=vocab_group, vocab_size=vocab_size,
+        sequence_parallel=sequence_parallel,
+    )  # fmt: skip
     return cross_entropy(
         logits, target, class_weights=class_weights,
         ignore_index=ignore_index, row_mask=row_mask, label_smoothing=label_smoothing, z_loss_weight=z_loss_weight,
@@ -142,6 +148,7 @@ def linear_topk_kl_div(
     direction: Direction = "forward",
     beta: float = BETA,
     renormalize: bool = False,
+    vocab_size: int | None = None,
     reduction: Reduction = "mean",
     num_items: float | Tensor | None = None,
     mean_group: Group | None = None,
@@ -156,13 +163,14 @@ def linear_topk_kl_div(
 
     Args:
         hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
-        vocab_group, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
+        vocab_group, vocab_size, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
 
     The other arguments, and what is returned and raised, are those of `topk_kl_div`.
     """
     logits = LinearLogits(
-        hidden, weight, bias, max_memory=max_memory, vocab_group=vocab_group, sequence_parallel=sequence_parallel
-    )
+        hidden, weight, bias, max_memory=max_memory, vocab_group=vocab_group, vocab_size=vocab_size,
+        sequence_parallel=sequence_parallel,
+    )  # fmt: skip
     return topk_kl_div(
         logits, teacher_ids, teacher_log_probs, row_mask=row_mask,
         teacher_mask=teacher_mask, direction=direction, beta=beta, renormalize=renormalize, reduction=reduction,
@@ -227,6 +235,7 @@ def linear_loss(
     row_mask: Tensor | None = None,
     metrics: Sequence[Metric] = (),
     expected_logit: bool = True,
+    vocab_size: int | None = None,
     reduction: Reduction = "mean",
     num_items: float | Tensor | None = None,
     mean_group: Group | None = None,
@@ -246,7 +255,7 @@ def linear_loss(
 
     Args:
         hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
-        vocab_group, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
+        vocab_group, vocab_size, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
         index: ``(...)`` or ``(..., K)``, int32 or int64, or None.
         loss_fn: called once per tile, and once more in the backward with ``reduction="none"``.
         row_inputs: ``(..., *)``, for instance advantages and old log-probs; differentiable.
@@ -275,8 +284,9 @@ def linear_loss(
         loss = onepass.linear_loss(hidden, lm_head.weight, tokens, policy_loss, advantages, old_log_probs)
     """
     logits = LinearLogits(
-        hidden, weight, bias, max_memory=max_memory, vocab_group=vocab_group, sequence_parallel=sequence_parallel
-    )
+        hidden, weight, bias, max_memory=max_memory, vocab_group=vocab_group, vocab_size=vocab_size,
+        sequence_parallel=sequence_parallel,
+    )  # fmt: skip
     fields = fields_of(index, class_weights, metrics, expected_logit)
     options = options_for(fields, temperature, softcap, logit_scale)
     if not callable(loss_fn):
@@ -321,6 +331,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
         z_loss_weight: float = 0.0,
+        vocab_size: int | None = None,
         reduction: Reduction = "mean",
         mean_group: Group | None = None,
         temperature: float = 1.0,
@@ -338,7 +349,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         self.reduction: Reduction = reduction
         self.mean_group = mean_group
         self.temperature, self.softcap, self.logit_scale = temperature, softcap, logit_scale
-        self.max_memory, self.vocab_group, self.sequence_parallel = max_memory, vocab_group, sequence_parallel
+        self.max_memory, self.vocab_group, self.vocab_size = max_memory, vocab_group, vocab_size
+        self.sequence_parallel = sequence_parallel
 
     @renamed(positional=("bias",))
     def forward(
@@ -356,7 +368,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             row_mask=row_mask, label_smoothing=self.label_smoothing, z_loss_weight=self.z_loss_weight,
             reduction=self.reduction, num_items=num_items, mean_group=self.mean_group,
             temperature=self.temperature, softcap=self.softcap, logit_scale=self.logit_scale,
-            max_memory=self.max_memory, vocab_group=self.vocab_group, sequence_parallel=self.sequence_parallel,
+            max_memory=self.max_memory, vocab_group=self.vocab_group, vocab_size=self.vocab_size,
+            sequence_parallel=self.sequence_parallel,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
