@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that is claimed of a GPU, in the order in which it matters: benchmarks against the installed peers, the
 # GPU suite, accuracy, and compute-sanitizer over the suite. Results go to the folder $1 (default .bench); $2 names a
-# part: logits, routers, experts, heads, trainers (which needs TRL), autotune (Liger or fla), versions (only where
+# part: logits, routers, experts, heads, shards (on several GPUs), trainers (which needs TRL), autotune (Liger or fla), versions (only where
 # ONEPASS_BASELINE names a checkout of another version, against which this one is timed) or checks (default all).
 # About 25 minutes on an H100, and 8 for versions. Without a .git here, say ONEPASS_COMMIT=<commit>; a baseline without
 # one goes by its folder's name.
@@ -38,6 +38,10 @@ if wants heads; then
   bench heads --no-compile --shape 8192x4096x151936 --name linear-head
   bench heads --no-compile "${frozen_or_not[@]}" --shape 32768x2048x151936 --no-peers --name linear-head-memory
   bench heads --no-compile "${frozen_or_not[@]}" --shape 32768x2048x151936 --no-peers --masked 0.5 --name linear-head-masked
+fi
+if wants shards && [[ $("$python" -c "import torch; print(torch.cuda.device_count())") -gt 1 ]]; then
+  bench shards --picture --name shards
+  bench shards --processes 1 --no-peers --shape 8192x75968 --shape 8192x4096x75968 --name shards-of-one
 fi
 if wants trainers; then
   "$python" -W ignore -m benchmarks trainers --out "$out" 2>&1 | tee "$out/trainers.log" | tail -n 12

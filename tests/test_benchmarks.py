@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import onepass
-from benchmarks import sources, table, versions, versions_operations, versions_worker, workers
+from benchmarks import overlap, sources, table, versions, versions_operations, versions_worker, workers
 from benchmarks.__main__ import app
 from benchmarks.logits import PASSES
 from benchmarks.operations_logits import OPERATIONS
@@ -26,7 +26,7 @@ def run(*arguments):
 
 def test_help_lists_the_commands():
     result = run("--help")
-    commands = "logits", "heads", "experts", "trainers", "autotune", "versions", "table"
+    commands = "logits", "heads", "shards", "experts", "trainers", "lm", "autotune", "versions", "table"
     assert result.exit_code == 0 and all(command in result.output for command in commands)
 
 
@@ -78,6 +78,26 @@ def test_experts_writes_what_it_measured(tmp_path, monkeypatch):
     assert all(r["ms"] == r["runs"][0] > 0 and r["error"] < 1e-4 for r in report["results"][1::2])
     assert all("moe/experts.py" in found for found in report["sources"].values()) and len(report["sources"]) == 3
     assert report["not_run"] == {} and (tmp_path / "experts.png").stat().st_size > 5_000
+
+
+def test_shards_writes_what_it_measured(tmp_path, monkeypatch):
+    """With one process, which is this one."""
+    monkeypatch.setenv("TRITON_INTERPRET", "")
+    operations = "--op", "log_probs_and_entropy", "--op", "linear_cross_entropy", "--shape", "6x40", "--shape", "6x4x40"
+    result = run("shards", "--processes", 1, "--rounds", 1, "--no-peers", *operations, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "shards.json").read_text())
+    assert report["processes"] == 1 and not report["not_run"]
+    ours = [r for r in report["results"] if r["implementation"] == "onepass"]
+    assert [r["operation"] for r in ours] == ["log_probs_and_entropy", "linear_cross_entropy"]
+    assert all(r["error"] < 1e-5 and r["ratio"] > 0 for r in ours) and len(report["results"]) == 4
+    assert "softmax/shards.py" in report["sources"]["log_probs_and_entropy"]
+
+
+def test_the_share_of_an_exchange_that_is_hidden(tmp_path):
+    timeline = [("ncclDevKernel_AllReduce", 10.0, 20.0), ("nvjet_gemm", 12.0, 16.0), ("scale_kernel", 14.0, 18.0)]
+    assert overlap.draw_overlap([("nvjet_gemm", 0.0, 9.0), *timeline], tmp_path / "overlap.png") == 0.6
+    assert (tmp_path / "overlap.png").stat().st_size
 
 
 @pytest.mark.parametrize("command", ["logits", "heads", "experts"])
