@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+DEPRECATED = "`torch.distributed."  # what torch says of names that it deprecates begins so
 WORKER = Path(__file__).parent / "vocab_parallel_worker.py"
 
 
@@ -15,7 +16,7 @@ def run(folder, *jobs, interpreter=False):
     """Run jobs, one after the other: of how many processes failed, and what they printed."""
     environment = os.environ | {"TRITON_INTERPRET": "1" if interpreter else "", "OMP_NUM_THREADS": "1"}
     process = subprocess.run(
-        [sys.executable, "-W", "ignore", WORKER, folder, json.dumps(jobs)],
+        [sys.executable, "-W", "ignore", "-W", f"error:{DEPRECATED}:FutureWarning", WORKER, folder, json.dumps(jobs)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=300,
     )  # fmt: skip
     return process.returncode, process.stdout

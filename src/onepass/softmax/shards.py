@@ -24,6 +24,10 @@ from onepass.core.options import FieldGradients, Inputs, Options, Results, empty
 from onepass.core.shard import Shard, per_row, state_fields
 from onepass.softmax.statistics import returned
 
+# Names since torch 2.13, which deprecates the earlier ones.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def statistics_of_shards(logits: Tensor, inputs: Inputs, shard: Shard, options: Options) -> tuple[Tensor, ...]:
     """The fields of ``options`` of every row, the same on all ranks; differentiable.
@@ -103,7 +107,7 @@ def of_all_ranks(tensor: Tensor, group: Any) -> Tensor:
     if ranks == 1:
         return tensor.unsqueeze(0)
     out = tensor.new_empty(ranks * tensor.numel())
-    dist.all_gather_into_tensor(out, tensor.reshape(-1), group=group)
+    all_gather(out, tensor.reshape(-1), group=group)
     return out.view(ranks, *tensor.shape)
 
 
@@ -163,7 +167,7 @@ class GatheredRows(torch.autograd.Function):
             return functional.reduce_scatter_tensor(grad.contiguous(), "sum", 0, ctx.group), None
         ranks = dist.get_world_size(ctx.group)
         mine = grad.new_empty((grad.shape[0] // ranks, *grad.shape[1:]))
-        dist.reduce_scatter_tensor(mine, grad.contiguous(), group=ctx.group)
+        reduce_scatter(mine, grad.contiguous(), group=ctx.group)
         return mine, None
 
 
