@@ -120,6 +120,15 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {"function": "softmax_statistics", "rows": (5,), "k": 3, "head": True, "layouts": {"index": "transposed"}},
         {"function": "expert_mlp", "rows": (5,), "k": 2, "layouts": {"weights": "transposed", "experts": "transposed"}},
     ],
+    **{
+        f"a row of NaN that the teacher says nothing of, {function}, {direction}": [
+            {"function": function, "rows": (3,), "vocab": 3, "hard": "a row of NaN", "weights": True, "seed": seed,
+             "options": {"direction": direction}}
+            for seed in (0, 4)
+        ]
+        for function in ("topk_kl_div", "distillation_loss")
+        for direction in ("forward", "reverse", "jsd")
+    },
     "tiny scores that experts are not selected by": [
         {"function": "route", "vocab": 1, "options": {"score": "sigmoid", "eps": 0, "score_after_topk": True,
                                                       "saturated": True}}
