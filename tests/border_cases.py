@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import onepass
 from onepass.core.moe_options import Groups
+from onepass.losses.ratio_report import RatioReport
 from onepass.moe import Routing, group_by_expert
 
 INF, NAN = float("inf"), float("nan")
@@ -206,7 +207,7 @@ def assembled(values: dict[str, Any]) -> dict[str, Any]:
 def flattened(result: Any) -> dict[str, Tensor]:
     if isinstance(result, Tensor):
         return {"result": result}
-    named = vars(result) if isinstance(result, onepass.SoftmaxStatistics) else None
+    named = vars(result) if isinstance(result, (onepass.SoftmaxStatistics, RatioReport)) else None
     if named is None:
         named = result._asdict() if hasattr(result, "_asdict") else {f"result {n}": t for n, t in enumerate(result)}
     return {name: t for name, t in named.items() if t is not None}
@@ -439,6 +440,7 @@ CASES = [
     Case("moe.route_block", {
         "block.weight": randn(E, H), "hidden_states": randn(N, H), "token_mask": MASK, "losses": True,
     }, ("block.weight", "hidden_states")),
+    Case("ratio_report", {"log_probs": -rand(N, V), "sampler_log_probs": -rand(N, V), "row_mask": rand(N, V) < 0.7}),
     Case("moe.expert_mlp", {
         **BLOCK, **LORA, "activation": "swiglu_clamped", "alpha": Number(1.75, 2), "limit": Number(1.5, 7, ABOVE_0),
     }, (*OF_BLOCK, *(name for name in LORA if not name.endswith("[2]")))),

@@ -290,7 +290,7 @@ ALIASES = {
     "lora_down[0]": {"lora_down[1]"},
     "routing.counts": {"routing.prob_sums"},
 }
-FIRST = ("logits", "student_logits", "hidden", "x", "router_logits", "hidden_states", "experts", "like")
+FIRST = ("log_probs", "logits", "student_logits", "hidden", "x", "router_logits", "hidden_states", "experts", "like")
 
 
 def names_of(case, leaf):

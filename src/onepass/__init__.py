@@ -25,6 +25,7 @@ from onepass.losses.linear import (
     linear_topk_kl_div,
 )
 from onepass.losses.log_probs import entropy_from_logits, selective_log_softmax, selective_log_softmax_and_entropy
+from onepass.losses.ratio_report import ratio_report
 from onepass.losses.statistics import softmax_statistics
 from onepass.losses.topk_distillation import TopKKLDivLoss, distillation_loss, topk_kl_div
 from onepass.softmax.statistics import SoftmaxStatistics
@@ -65,6 +66,7 @@ __all__ = [
     "linear_topk_kl_div",
     "moe",
     "patch",
+    "ratio_report",
     "selective_log_softmax",
     "selective_log_softmax_and_entropy",
     "softmax_statistics",

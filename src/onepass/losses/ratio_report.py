@@ -1,0 +1,97 @@
+"""How far a trainer's log-probs are from those of the sampler, for the logs of a trainer."""
+
+import torch
+from torch import Tensor
+
+from onepass.core.checks import FLOATS, described, short
+
+QUANTILES = (0.5, 0.9, 0.99)
+NAMES = (
+    "tokens", "mean_difference", "mean_abs_difference", *(f"abs_difference_p{100 * q:g}" for q in QUANTILES),
+    "max_abs_difference", "mean_abs_ratio_error", "kl_k1", "kl_k2", "kl_k3", "effective_sample_size",
+)  # fmt: skip
+
+
+class RatioReport:
+    """What `ratio_report` returns: numbers that stay on the device until they are read.
+
+    Attributes:
+        values: the numbers, float64, in the order of ``onepass.losses.ratio_report.NAMES``.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def to_dict(self) -> dict[str, float]:
+        """All numbers by name, in one copy from the device."""
+        return dict(zip(NAMES, self.values.tolist()))
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:24} {value:.6g}" for name, value in self.to_dict().items())
+
+
+@torch.no_grad()
+def ratio_report(log_probs: Tensor, sampler_log_probs: Tensor, row_mask: Tensor | None = None) -> RatioReport:
+    r"""Compare a trainer's log-probs of sampled tokens with those that the sampler reported.
+
+    With the difference :math:`d` of a token's log-probs, trainer minus sampler, and the ratio :math:`r = e^d`, over the
+    tokens that are not masked:
+
+    - ``tokens``: their number;
+    - ``mean_difference`` of :math:`d`; ``mean_abs_difference``, ``abs_difference_p50``, ``_p90``, ``_p99`` and
+      ``max_abs_difference`` of :math:`|d|`, in nats. Quantiles are interpolated, as by `torch.quantile`;
+    - ``mean_abs_ratio_error``: the mean of :math:`|r - 1|`;
+    - ``kl_k1``, ``kl_k2``, ``kl_k3``: estimates of KL(sampler ‖ trainer), the means of :math:`-d`, :math:`d^2/2` and
+      :math:`r - 1 - d`;
+    - ``effective_sample_size``: :math:`(\sum r)^2 / (n \sum r^2)`, 1 if all ratios are equal.
+
+    Args:
+        log_probs: ``(...)``, floating-point, in nats.
+        sampler_log_probs: ``(...)``, likewise.
+        row_mask: ``(...)``, bool or 0/1; tokens where it is 0 may have any log-probs.
+
+    Returns:
+        Numbers in float64, without a gradient. Nothing is copied from the device before they are read. All but
+        ``tokens`` are NaN if no token is left. A token that the trainer gives the log-prob -inf has the ratio 0.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape or device.
+
+    Reference: J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html.
+    """
+    for value, name in ((log_probs, "log_probs"), (sampler_log_probs, "sampler_log_probs")):
+        if not isinstance(value, Tensor) or value.dtype not in FLOATS:
+            raise TypeError(f"{name}: expected a floating-point tensor, got {described(value)}")
+    if row_mask is not None and (not isinstance(row_mask, Tensor) or row_mask.is_complex()):
+        raise TypeError(f"row_mask: expected a bool (or 0/1) tensor, got {described(row_mask)}")
+    for other, name in ((sampler_log_probs, "sampler_log_probs"), (row_mask, "row_mask")):
+        if other is not None and (other.shape != log_probs.shape or other.device != log_probs.device):
+            raise ValueError(f"{name}: expected the shape and device of log_probs, {short(log_probs)}, "
+                             f"got {short(other)}")  # fmt: skip
+    difference = log_probs.double().flatten() - sampler_log_probs.double().flatten()
+    kept = torch.ones_like(difference, dtype=torch.bool) if row_mask is None else row_mask.flatten() != 0
+    count = kept.sum().double()
+    d = difference.where(kept, 0.0)
+    size, ratio = d.abs(), d.exp().where(kept, 0.0)
+
+    def mean(values: Tensor) -> Tensor:
+        return values.sum() / count
+
+    spread = quantiles(size.where(kept, torch.inf), count)
+    values = [count, mean(d), mean(size), *spread, mean((ratio - 1).abs().where(kept, 0.0))]
+    values += [mean(-d), mean(d.square() / 2), mean((ratio - 1 - d).where(kept, 0.0))]
+    return RatioReport(torch.stack([*values, ratio.sum().square() / (count * ratio.square().sum())]))
+
+
+def quantiles(values: Tensor, count: Tensor) -> tuple[Tensor, ...]:
+    """The `QUANTILES` and the maximum of the first ``count`` values in ascending order; NaN without any.
+
+    The place of a quantile is computed on the device, where `torch.quantile` takes a number.
+    """
+    if not len(values):
+        return (count.new_full((), torch.nan),) * (len(QUANTILES) + 1)
+    ordered = values.sort()[0]
+    place = torch.stack([(count - 1) * q for q in (*QUANTILES, 1.0)])  # a tensor of the numbers would be a copy
+    low, high = (ordered.gather(0, p.long().clamp(0, len(values) - 1)) for p in (place.floor(), place.ceil()))
+    between = torch.where(high == low, low, low + (high - low) * (place - place.floor()))
+    return between.where(count > 0, torch.nan).unbind()
