@@ -5,6 +5,7 @@ Operations that keep the logits lazy give no warning. All others compute the log
 
 import copy
 import math
+import operator
 import warnings
 
 import numpy as np
@@ -598,3 +599,32 @@ def test_in_place_under_another_name(no_warning):
     copied = lazy + 0
     copied /= 2.0
     assert lazy.transform.logit_scale == 2.0 and copied.transform.logit_scale == 1.0
+
+
+IN_PLACE = {
+    "-=": lambda z: operator.isub(z, BIAS), "- number": lambda z: operator.isub(z, 0.5),
+    "**=": lambda z: operator.ipow(z, 2), "%=": lambda z: operator.imod(z, 3.0),
+    "//=": lambda z: operator.ifloordiv(z, 0.3), "+=": lambda z: operator.iadd(z, BIAS),
+    ".data": lambda z: setattr(z, "data", z.data.clamp(-0.1, 0.1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.filterwarnings("ignore::onepass.MaterializedLogits")
+def test_every_name_sees_a_change(name):
+    lazy, tensor = both(parts_of())
+    for logits in (lazy, tensor):
+        IN_PLACE[name](logits)  # and forget what it returns
+    found, expected = (F.cross_entropy(z.flatten(0, 1), targets(z).flatten()) for z in (lazy, tensor))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore::onepass.MaterializedLogits")
+def test_a_sum_with_0_is_another_tensor():
+    lazy, tensor = both(parts_of())
+    for logits in (lazy, tensor):
+        logits.max()
+        (logits + 0).mul_(3.0)
+    torch.testing.assert_close(lazy.materialize(), tensor)
+    torch.testing.assert_close(7.0 // lazy, 7.0 // tensor)
+    torch.testing.assert_close(7.0 % lazy, 7.0 % tensor)

@@ -6,6 +6,7 @@ Every architecture is tested small, with random weights and on the CPU.
 import contextlib
 import copy
 import inspect
+import math
 import pickle
 import threading
 import warnings
@@ -503,6 +504,69 @@ def test_a_wrapper_around_an_attached_forward():
     assert is_lazy(model(**given))
     attached.restore()
     assert type(model(**given).logits) is torch.Tensor and len(calls) == 2
+
+
+def test_a_wrapper_around_an_earlier_attachment():
+    """It calls the model's own forward, also once the model is attached again."""
+    model = llama()
+    given = lazy_models.inputs(model)
+    before = set(model.__dict__)
+    attached = onepass.attach(model)
+    inner = model.forward
+    model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    attached.restore()
+    with onepass.attach(model):
+        assert is_lazy(model(**given))
+    assert type(model(**given).logits) is torch.Tensor and set(model.__dict__) == {*before, "forward"}
+    attached = onepass.attach(model)
+    del model.forward
+    attached.restore()
+    assert set(model.__dict__) == before
+
+
+@pytest.mark.parametrize("of", [dict(fused=True), dict(foreach=True), dict(foreach=False)], ids=str)
+def test_logits_that_are_read_after_a_step(of):
+    """They would be those of the new weights."""
+    model = llama()
+    with onepass.attach(model):
+        outputs = model(**lazy_models.inputs(model))
+        outputs.loss.backward()
+        torch.optim.AdamW(model.parameters(), **of).step()
+        with pytest.raises(RuntimeError, match=r"changed|written|modified"):
+            outputs.logits.detach().softmax(-1)
+
+
+def test_metrics_of_a_loss_of_each_row():
+    """Its backward computes the tiles again, which are not counted twice."""
+    model = llama()
+    given = lazy_models.inputs(model)
+    del given["labels"]
+    labels = given["input_ids"]
+
+    class Own(type(model)):
+        def forward(self, input_ids, labels=None, **rest):
+            z = self.lm_head(self.model(input_ids).last_hidden_state)
+            return torch.nn.functional.cross_entropy(z.flatten(0, 1), labels.flatten(), reduction="none")
+
+    model.__class__ = Own
+    with onepass.attach(model, metrics=True) as attached:
+        loss = model(input_ids=given["input_ids"], labels=labels)
+        before = dict(attached.observer.sums)
+        loss.sum().backward()
+        assert before and all(
+            torch.equal(torch.as_tensor(attached.observer.sums[n]), torch.as_tensor(before[n])) for n in before
+        )
+
+
+@pytest.mark.parametrize("items", [0, 0.0, -3, math.inf, True])
+def test_odd_numbers_of_items(items):
+    """transformers divides by them."""
+    model = llama()
+    given = lazy_models.inputs(model)
+    expected = model(**given, num_items_in_batch=items).loss
+    with onepass.patch("transformers"):
+        found = model(**given, num_items_in_batch=items).loss
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
 def test_a_copy_can_be_restored():

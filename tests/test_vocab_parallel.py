@@ -40,7 +40,7 @@ def test_every_loss(tmp_path):
             2,
             [HARD, DOUBLE],
             [TILED, IN_DOUBLE],
-            functions=["merge_gradcheck", "hard_pairs", "disagreement", "dtensor", "mesh"],
+            functions=["merge_gradcheck", "hard_pairs", "disagreement", "dtensor", "mesh", "odd_shards"],
         ),
         job(
             3,

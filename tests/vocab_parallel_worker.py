@@ -359,7 +359,7 @@ def disagreement(rank, ranks):
     try:
         VocabParallelLogits(torch.zeros(4, 6), group, 13)
     except ValueError as error:
-        assert "vocab_size: expected at most 12" in str(error)
+        assert "vocab_size: expected 1 to 12" in str(error)
     else:
         raise AssertionError("vocab_size")
 
@@ -400,6 +400,42 @@ def mesh(rank, ranks):
     close(found.detach(), expected.detach(), 1e-6, "mesh")
     close(sharded.grad.full_tensor(), weight.grad, 2e-6, "mesh, weight")
     close(mine.grad, hidden.grad, 2e-6, "mesh, hidden")
+
+
+def odd_shards(rank, ranks):
+    """A process with padding alone, no class per row, class weights with padding or without, and a mesh in disorder."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    group, mine = dist.group.WORLD, slice(5 * rank, 5 * rank + 5)
+    whole = torch.randn(3, 10, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    ids, log_probs = torch.tensor([[0, 1]] * 3), torch.full((3, 2), -1.0, dtype=torch.float64)
+    x, y = whole[:, mine].clone().requires_grad_(), whole[:, :5].clone().requires_grad_()
+    found = onepass.topk_kl_div(VocabParallelLogits(x, group, 5), ids, log_probs, renormalize=True)
+    expected = onepass.topk_kl_div(y, ids, log_probs, renormalize=True)
+    found.backward(), expected.backward()
+    close(found.detach(), expected.detach(), 1e-12, "padding alone")
+    close(x.grad, y.grad if rank == 0 else torch.zeros(3, 5, dtype=x.dtype), 1e-12, "padding alone, gradient")
+    none, _agreed[group] = ids[:, :0], {}
+    both = onepass.selective_log_softmax_and_entropy(VocabParallelLogits(whole[:, mine], group), none)
+    right = onepass.selective_log_softmax_and_entropy(whole, none)
+    for a, b in zip(both, right):
+        close(a, b, 1e-12, "no class")
+    assert onepass.topk_kl_div(VocabParallelLogits(whole[:, mine], group), none, log_probs[:, :0]) == 0
+    weights_of_all = torch.arange(1.0, 11, dtype=torch.float64)
+    target, of_head = torch.tensor([1, 7, 3]), torch.eye(3, dtype=torch.float64)
+    expected = onepass.cross_entropy(whole[:, :8], target, class_weights=weights_of_all[:8])
+    _agreed[group] = {}
+    for given in (weights_of_all[mine], weights_of_all[:8][mine]):
+        for logits in (
+            VocabParallelLogits(whole[:, mine], group, 8),
+            onepass.LinearLogits(of_head, whole[:, mine].T.contiguous(), vocab_group=group, vocab_size=8),
+        ):
+            close(onepass.cross_entropy(logits, target, class_weights=given), expected, 1e-12, "class weights")
+    with pytest.raises(ValueError, match=r"^group: expected a mesh with ascending ranks along the vocabulary"):
+        VocabParallelLogits(whole[:, mine], DeviceMesh("cpu", [1, 0]))
+    for wrong in (0, -3, 11):
+        with pytest.raises(ValueError, match=r"^vocab_size: expected 1 to 10, the columns of all ranks"):
+            VocabParallelLogits(whole[:, mine], group, wrong)
 
 
 def one_rank_fails(rank, ranks):

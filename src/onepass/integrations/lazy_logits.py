@@ -4,7 +4,9 @@ The loss function of the model then computes the loss in tiles, whether it is th
 `torch.nn.functional.cross_entropy`) or that of onepass. No code of the model is replaced.
 """
 
+import functools
 import inspect
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo, and Triton, at once
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from onepass.core.checks import check_integer, described
 from onepass.core.dispatch import is_plain
@@ -35,6 +39,8 @@ class HeadLogits(LinearLogits):
     ) -> None:
         self.head, self.observer = head, None if observer is None else Once(observer)
         super().__init__(hidden, head.weight, head.bias, max_memory=max_memory)
+        _watched.update((p, None) for p in (head.weight, head.bias) if p is not None)
+        _watch_optimizers()
         if hasattr(head, "unshard"):
             del self.weight, self.bias, self.versions  # found by __getattr__
 
@@ -46,6 +52,24 @@ class HeadLogits(LinearLogits):
         if found is not parameter and torch.is_grad_enabled():
             self.__dict__[name] = found  # gathered once
         return found
+
+
+_watched = WeakTensorKeyDictionary()  # parameters of heads
+
+
+@functools.cache
+def _watch_optimizers() -> Any:
+    """Count the steps of fused optimizers as changes of the heads, so that logits read after one are an error.
+
+    Other optimizers write with torch's operations, which do so themselves.
+    """
+
+    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if any(group.get("fused") for group in optimizer.param_groups):
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p in _watched]
+            torch.autograd.graph.increment_version(parameters)
+
+    return register_optimizer_step_post_hook(after_step)
 
 
 class Metrics:
@@ -83,8 +107,12 @@ class Once:
             self.metrics.begin(count)
 
     def add(self, fields: dict[str, Tensor]) -> None:
-        if self.losses == 1:
+        if self.losses == 1 and not in_backward():  # which computes the tiles of a loss of each row again
             self.metrics.add(fields)
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 class Use(NamedTuple):
@@ -258,7 +286,7 @@ class Attached(Restorable):
     def __init__(self, model: nn.Module, use: Use) -> None:
         self.observer = use.observer
         self.models = [m for m in model.modules() if heads_of(m)]
-        if any(m.__dict__.get(OWNER) == id(m) for m in self.models):
+        if any(m.__dict__.get(OWNER, (None,))[0] == id(m) for m in self.models):
             raise ValueError("model: expected a model that is not attached, got one that is; call restore() first")
         names = {id(module): name for m in self.models for name, module in m.named_modules()}
         heads = {id(h): h for m in self.models for h in heads_of(m)}
@@ -266,15 +294,16 @@ class Attached(Restorable):
         for m in self.models:
             if OWNER not in m.__dict__:  # else it is a copy
                 m.__dict__[BEFORE] = m.__dict__.get("forward")
-            m.__dict__[OWNER] = id(m)
-            m.__dict__["forward"] = MethodType(_attached_forward(m, use), m)
+            number = next(_attachments)
+            m.__dict__[OWNER] = id(m), number
+            m.__dict__["forward"] = MethodType(_attached_forward(m, use, number, m.__dict__[BEFORE]), m)
 
     def metrics(self) -> dict[str, Tensor]:
         """Means over all tokens of the forwards that trained since the last call, as tensors on the device.
 
         Returns:
-            ``entropy`` (in nats), ``mean_token_accuracy`` and ``num_tokens``; empty if there was no such forward. Means
-            of no tokens are NaN.
+            ``entropy`` (in nats), ``mean_token_accuracy`` and ``num_tokens``; empty if there was no such forward, or
+            if the model materialized the logits before its loss. Means of no tokens are NaN.
 
         Raises:
             ValueError: the model is not attached with ``metrics=True``.
@@ -286,10 +315,10 @@ class Attached(Restorable):
     def restore(self) -> None:
         """Restore the forwards of the model. A second call does nothing."""
         for m in self.models:
-            del m.__dict__[OWNER]
-            if not hasattr(getattr(m.__dict__["forward"], "__func__", None), BEFORE):
+            m.__dict__.pop(OWNER, None)
+            before = m.__dict__.pop(BEFORE, None)
+            if not hasattr(getattr(m.__dict__.get("forward"), "__func__", None), BEFORE):
                 continue  # somebody else has wrapped our forward, which calls the model's own from now on
-            before = m.__dict__.pop(BEFORE)
             if before is None:
                 del m.__dict__["forward"]
             else:
@@ -304,18 +333,21 @@ class Attached(Restorable):
 
 
 BEFORE = "_onepass_forward"  # the forward that an instance had of its own, or None
-OWNER = "_onepass_owner"  # the id of the attached module, which that of a copy is not
+OWNER = "_onepass_owner"  # the id of the attached module, which that of a copy is not, and the attachment's number
+_attachments = itertools.count()
 
 
-def _attached_forward(model: nn.Module, use: Use) -> Callable[..., Any]:
-    """A forward with the model's signature, which trainers inspect."""
+def _attached_forward(model: nn.Module, use: Use, number: int, replaced: Any) -> Callable[..., Any]:
+    """A forward with the model's signature, which trainers inspect, in place of ``replaced``."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before = self.__dict__.get(BEFORE)
+        owner, active = self.__dict__.get(OWNER, (None, None))
+        # A wrapper may call this after the model was restored, and even attached again.
+        before = self.__dict__.get(BEFORE) if active == number else replaced if self is model else None
         own = MethodType(type(self).forward, self) if before is None else before
-        if OWNER not in self.__dict__:
+        if active != number:
             return own(*args, **kwargs)
-        is_copy = self.__dict__[OWNER] != id(self)
+        is_copy = owner != id(self)
         return run(self, own, args, kwargs, Use(use.max_memory) if is_copy else use)
 
     forward.__wrapped__ = type(model).forward  # type: ignore[attr-defined]

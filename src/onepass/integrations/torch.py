@@ -9,6 +9,7 @@ from torch import Tensor
 
 from onepass.core.dispatch import is_plain
 from onepass.integrations.patching import Target, original
+from onepass.logits.partitioned import in_order
 from onepass.losses import cross_entropy as losses
 
 CROSS_ENTROPY = "torch.nn.functional", "cross_entropy"
@@ -21,7 +22,9 @@ def cross_entropy(
     """`torch.nn.functional.cross_entropy`: by onepass for a DTensor with a sharded vocabulary, else the original."""
     # In a compiled function, torch also calls this with fake tensors.
     taken = sharded_over(input, 1) and input.dim() == 2 and is_plain() and is_plain(input.to_local())
-    if not taken or size_average is not None or reduce is not None or target.is_floating_point():
+    taken = taken and isinstance(target, Tensor) and not target.is_floating_point()
+    taken = taken and all(in_order(input.device_mesh, n) for n in range(input.device_mesh.ndim))
+    if not taken or size_average is not None or reduce is not None:
         found: Tensor = original(*CROSS_ENTROPY)(
             input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )

@@ -1,5 +1,6 @@
 """Replacements for the causal-LM loss and the MoE routers of transformers; see `onepass.patch`."""
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -50,9 +51,15 @@ def ForCausalLMLoss(
 
 def mean_loss(logits: Any, target: Tensor, num_items: Any, ignore_index: int, label_smoothing: float = 0.0) -> Tensor:
     """`onepass.cross_entropy`, in the shape that transformers' own loss has."""
+    divisor = None
+    num_items = int(num_items) if isinstance(num_items, bool) else num_items
+    if isinstance(num_items, int | float) and not 0 < num_items < math.inf:
+        divisor, num_items = num_items, 1  # transformers divides by whatever it is given
     loss = cross_entropy(
         logits, target, ignore_index=ignore_index, num_items=num_items, label_smoothing=label_smoothing
     )
+    if divisor is not None:
+        return loss / divisor
     return loss.reshape(num_items.shape) if isinstance(num_items, Tensor) else loss
 
 

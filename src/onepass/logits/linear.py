@@ -96,6 +96,7 @@ class LinearLogits(TensorLike):
     observer: Observer | None = None
     round_before_bias = False  # whether the bias is added to the rounded product, which rounds twice
 
+    columns = 0  # of this process, with padding, if the vocabulary is sharded
     sums_hidden = False  # whether the gradient of the hidden states is summed over the processes
 
     def __init__(
@@ -157,7 +158,7 @@ class LinearLogits(TensorLike):
             raise ValueError("vocab_group: expected parameters that are not partitioned again, got those of ZeRO-3")
         if sequence_parallel and hidden.dim() < 2:
             raise ValueError(f"hidden: expected shape (n, ..., H) with sequence_parallel, got {tuple(hidden.shape)}")
-        about = [*hidden.shape, int(sequence_parallel)]
+        about, self.columns = [*hidden.shape, int(sequence_parallel)], len(weight)
         self.shard = agreed(about, len(weight), self.gemm_dtype, hidden.device, group, vocab_size)
         if not all(self.shard.sizes):
             raise ValueError(f"vocab_size: expected a column on every rank, got {list(self.shard.sizes)} columns")
@@ -359,7 +360,7 @@ class LinearLogits(TensorLike):
         return Inputs(index, None if row_mask is None else row_mask.reshape(-1), class_weights)
 
     def all_class_weights(self, weights: Tensor) -> Tensor:
-        return all_weights(weights, self.weight.shape[:1], self.shard) if self.shard.sizes else weights
+        return all_weights(weights, self.columns, self.shard) if self.shard.sizes else weights
 
     def tiled(self, row_loss: RowLoss, row_mask: Tensor | None, divisor: Divisor) -> Tensor:
         """`tiled_loss` of all rows; without a divisor, it has the shape of the rows."""

@@ -75,6 +75,8 @@ def dimension_of(vocab_group: str, mesh: Any, placements: Any, name: str) -> int
         if ranks == set(dist.get_process_group_ranks(mesh.get_group(dim))):
             if len(ranks) > 1 and not placements[dim].is_shard(0):
                 raise ValueError(f"{name}: expected a DTensor with rows sharded over vocab_group, got {placements}")
+            if not in_order(mesh, dim):
+                raise ValueError(f"{name}: expected a mesh with ascending ranks along vocab_group, got {mesh}")
             return dim
     if len(ranks.intersection(mesh.mesh.flatten().tolist())) > 1:
         raise ValueError(
@@ -83,4 +85,10 @@ def dimension_of(vocab_group: str, mesh: Any, placements: Any, name: str) -> int
     return None
 
 
+def in_order(mesh: Any, dim: int) -> bool:
+    """Whether all ranks along a dimension of a mesh ascend, as those of its process groups do."""
+    return bool((mesh.mesh.movedim(dim, -1).diff(dim=-1) > 0).all())
+
+
 constant_in_trace(dimension_of)
+constant_in_trace(in_order)

@@ -228,7 +228,7 @@ class TensorLike(LogitsSource):
         return self.changed(transform=Transform(1.0, 1.0, inner))
 
     def add(self, other: Any, *, alpha: Any = 1) -> Any:
-        if _number(other) == 0:
+        if _number(other) == 0 and self.tensor is None:
             return self.changed()
         is_bias = isinstance(other, Tensor) and other.numel() == other.shape[-1:].numel() == self.shape[-1]
         is_bias = is_bias and 0 < other.dim() <= self.dim()
@@ -249,6 +249,14 @@ class TensorLike(LogitsSource):
 
     def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]
         return self.become(self + other)
+
+    @property
+    def data(self) -> Any:
+        return self.materialize_for("data").data
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        self.become(value.detach())
 
     def become(self, result: Any) -> Any:
         """Take the result of an operation in place, so that other names of this object see it too."""
@@ -310,11 +318,18 @@ def _reflected(name: str) -> Callable[..., Any]:
     return lambda self, other: function(_plain(other), self.materialize_for(name))
 
 
+def _in_place(name: str) -> Callable[..., Any]:
+    function = getattr(operator, name)
+    return lambda self, other: self.become(function(self, other))
+
+
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 for _name in ("neg", "abs", "pos", "invert", "sub", "pow", "mod", "floordiv", "matmul", "setitem", *COMPARISONS):
     setattr(TensorLike, f"__{_name}__", _operator(f"__{_name}__"))
-for _name in ("sub", "truediv", "pow", "matmul"):
+for _name in ("sub", "truediv", "floordiv", "pow", "mod", "matmul"):
     setattr(TensorLike, f"__r{_name}__", _reflected(f"__{_name}__"))
+for _name in ("sub", "pow", "mod", "floordiv"):
+    setattr(TensorLike, f"__i{_name}__", _in_place(_name))
 TensorLike.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 

@@ -18,6 +18,7 @@ from onepass.core.checks import FLOATS, check_integer, described
 from onepass.core.dispatch import constant_in_trace, is_plain
 from onepass.core.options import Inputs, Options, Transform
 from onepass.core.shard import Group, Shard, leading
+from onepass.logits.partitioned import in_order
 from onepass.logits.source import WRAPPERS, Fields, LogitsSource, TensorLogits
 from onepass.softmax.shards import (
     GatheredColumns,
@@ -91,7 +92,7 @@ class VocabParallelLogits(LogitsSource):
         return self.local_logits
 
     def all_class_weights(self, weights: Tensor) -> Tensor:
-        return all_weights(weights, self.local_logits.shape[-1:], self.shard)
+        return all_weights(weights, self.local_logits.shape[-1], self.shard)
 
     def statistics(self, inputs: Inputs, options: Options) -> Fields:
         index, row_mask, class_weights = inputs
@@ -112,11 +113,20 @@ class VocabParallelLogits(LogitsSource):
         local = self.local_logits[..., :size]
         if size:
             found = gather_logits(local, place.masked_fill(~mine, 0), transform).where(mine, 0.0)
-        else:
-            found = local.new_zeros(index.shape, dtype=torch.promote_types(self.dtype, torch.float32))
+        else:  # zeros with a gradient, as on the other processes
+            wide = torch.promote_types(self.dtype, torch.float32)
+            found = local.sum(-1, keepdim=index.dim() == local.dim(), dtype=wide).expand(index.shape)
         outside = (index < 0) | (index >= self.shard.vocab)
         of_all: Tensor = Sum.apply(found, group_named(self.shard.group))
         return of_all.masked_fill(outside, torch.nan)
+
+
+def group_along(mesh: Any, dim: int, name: str) -> Any:
+    """The process group of a dimension of a mesh. The order of its ranks is that of the columns."""
+    group = mesh.get_group(dim)
+    if not in_order(mesh, dim):
+        raise ValueError(f"{name}: expected a mesh with ascending ranks along the vocabulary, got {mesh}")
+    return group
 
 
 def group_of(group: Any, name: str = "group") -> Any:
@@ -126,7 +136,7 @@ def group_of(group: Any, name: str = "group") -> Any:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"{name}: expected a device mesh of one dimension, got one of {group.ndim}")
-        return group.get_group()
+        return group_along(group, 0, name)
     raise TypeError(f"{name}: expected a ProcessGroup or a DeviceMesh, got {described(group)}")
 
 
@@ -160,15 +170,17 @@ def shard_of(
         if columns != before:
             raise ValueError(
                 f"vocab_size: expected {before} columns on rank {shard[0]}, as in an earlier call with the same rows "
-                f"and vocab_size={vocab_size}, got {columns}; pass the vocab_size of each head if several share a group"
+                f"and vocab_size={vocab_size}, got {columns}; heads with other columns need another group or vocab_size"
             )
         return shard
+    if len(about) >= NUMBERS:
+        raise ValueError(f"logits: expected at most {NUMBERS - 4} dimensions of rows, got {len(rows)}")
     sent = torch.tensor(((*about, columns) + (0,) * NUMBERS)[:NUMBERS], device=device)
     of_ranks = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
     dist.all_gather(of_ranks, sent, group=group)
-    received = [r[: len(about) + 1] for r in torch.stack(of_ranks).tolist()]
+    received = [r[: r[0] + 4] for r in torch.stack(of_ranks).tolist()]  # their number of dimensions comes first
     if any(r[:-1] != received[0][:-1] for r in received):
-        text = "; ".join(f"{list(r[1 : 1 + r[0]])}, {r[-3]}, {str(FLOATS[r[-2] % 4])[6:]} on rank {n}"
+        text = "; ".join(f"{r[1:-3]}, {r[-3]}, {str(FLOATS[r[-2] % 4])[6:]} on rank {n}"
                          for n, r in enumerate(received))  # fmt: skip
         raise ValueError(
             "vocab_group: expected the same shape of the rows, vocab_size (-1 for None) and dtype on all ranks, "
@@ -177,7 +189,7 @@ def shard_of(
     sizes = [r[-1] for r in received]
     vocab = sum(sizes) if vocab_size is None else vocab_size
     if not 0 < vocab <= sum(sizes):
-        raise ValueError(f"vocab_size: expected at most {sum(sizes)}, the columns of all ranks, got {vocab_size}")
+        raise ValueError(f"vocab_size: expected 1 to {sum(sizes)}, the columns of all ranks, got {vocab_size}")
     shard = dist.get_rank(group), tuple(leading(Shard(sizes=sizes), vocab).sizes), name
     known[about] = columns, shard
     return shard
@@ -186,9 +198,12 @@ def shard_of(
 constant_in_trace(shard_of)
 
 
-def all_weights(weights: Tensor, of_process: torch.Size, shard: Shard) -> Tensor:
-    """The class weights of all columns: these or, if they have the shape ``of_process``, those of all processes."""
-    if weights.shape != of_process or weights.shape == (shard.vocab,):
+def all_weights(weights: Tensor, columns: int, shard: Shard) -> Tensor:
+    """The class weights of all columns: these or, if they are those of this process, those of all processes.
+
+    Those of the ``columns`` of this process may include its padding, or not.
+    """
+    if weights.shape not in ((shard.size,), (columns,)) or weights.shape == (shard.vocab,):
         return weights
     return gathered_columns(weights.detach(), shard)
 
@@ -206,7 +221,7 @@ def source_of_dtensor(logits: Any, name: str) -> LogitsSource:
     local = logits.to_local()
     if not sharded:
         return TensorLogits(local)
-    return VocabParallelLogits(local, logits.device_mesh.get_group(sharded[0]), logits.shape[-1])
+    return VocabParallelLogits(local, group_along(logits.device_mesh, sharded[0], name), logits.shape[-1])
 
 
 WRAPPERS["DTensor"] = source_of_dtensor

@@ -28,7 +28,7 @@ def shard_statistics(logits: Tensor, inputs: Inputs, options: Options) -> Tensor
     selected, top1 = states[:0], states[:0]
     if index is not None:
         index = index.reshape(rows, K)
-        place = fields.index("selected")
+        place = fields.index("selected") if K else 0
         selected, top1 = states[place : place + K], states[place + K :]
         selected.fill_(torch.inf)
     if vocab == 0:
