@@ -129,6 +129,10 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         for function in ("topk_kl_div", "distillation_loss")
         for direction in ("forward", "reverse", "jsd")
     },
+    "a gradient that float16 has no number for": [
+        {"function": "cross_entropy", "rows": (3,), "vocab": 1, "dtype": "float16", "hard": "1e4",
+         "options": {"reduction": "sum", "z_loss_weight": 1}}
+    ],
     "tiny scores that experts are not selected by": [
         {"function": "route", "vocab": 1, "options": {"score": "sigmoid", "eps": 0, "score_after_topk": True,
                                                       "saturated": True}}
