@@ -83,10 +83,9 @@ def draw(
         shard.logits = logits.requires_grad_()
     with torch.no_grad():
         shard.expected = exact(operation, shard)
-    draw_upstream = [
-        torch.randn(e.shape, generator=generator, device=device) if e.dim() else None for e in shard.expected
-    ]
-    shard.upstream = tuple(draw_upstream)
+    shard.upstream = tuple(
+        [torch.randn(e.shape, generator=generator, device=device) if e.dim() else None for e in shard.expected]
+    )
     return shard
 
 
@@ -243,7 +242,10 @@ def verl_head(shard: Shard) -> Run:
 
 
 def on_a_head(load: Callable[[Shard], Run], shard: Shard) -> Run:
-    """``F.linear`` and a peer's loss of logits. The gradient of the hidden states is summed over the processes."""
+    """``F.linear`` and a peer's loss of logits. The gradient of the hidden states is summed over the processes.
+
+    In its own memory: `onepass.softmax.shards.Replicated` would copy it, at the peer's expense.
+    """
     forward = load(shard)
 
     class Summed(torch.autograd.Function):

@@ -84,7 +84,7 @@ def shards(
     for case in cases:
         measured = [r for r in report["results"] if title(r) == title(case)]
         console.print(table(f"{title(case)}, {processes} processes", measured[0]["implementation"], measured))
-    plot(report, title, "the first of the table", out / f"{name}.png")
+    plot(report, title, "baseline", out / f"{name}.png")
     if found["timeline"]:
         share = draw_overlap(found["timeline"], out / f"{name}-overlap.png")
         console.print(f"{share:.0%} of the exchange runs beside other kernels", highlight=False)

@@ -99,20 +99,18 @@ class Once:
     """Metrics of the first loss of a forward; those of further losses of the same logits are left out."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self.metrics, self.losses = metrics, 0
+        self.metrics, self.losses, self.backward = metrics, 0, -1
 
     def begin(self, count: Tensor | int) -> None:
         self.losses += 1
         if self.losses == 1:
+            self.backward = torch._C._current_graph_task_id()  # of a checkpoint around the model, -1 without any
             self.metrics.begin(count)
 
     def add(self, fields: dict[str, Tensor]) -> None:
-        if self.losses == 1 and not in_backward():  # which computes the tiles of a loss of each row again
+        # The backward of a loss of each row computes its tiles again.
+        if self.losses == 1 and torch._C._current_graph_task_id() == self.backward:
             self.metrics.add(fields)
-
-
-def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 class Use(NamedTuple):

@@ -256,7 +256,7 @@ class TensorLike(LogitsSource):
 
     @data.setter
     def data(self, value: Any) -> None:
-        self.become(value.detach())
+        self.materialize_for("data").data = _plain(value)  # which keeps the graph, as a tensor does
 
     def become(self, result: Any) -> Any:
         """Take the result of an operation in place, so that other names of this object see it too."""
