@@ -89,14 +89,19 @@ def test_the_kernels(tmp_path):
 
 
 @pytest.mark.gpu
-def test_gpus(tmp_path):
+@pytest.mark.parametrize(
+    "what",
+    [
+        job(1, [HARD]),
+        job(2, [HARD, DOUBLE, HALF]),
+        job(2, linear=[TILED, IN_DOUBLE, IN_HALF], functions=["hard_pairs"]),
+        job(3, [HARD], [TILED, SEQUENCE]),
+    ],
+    ids=["one", "two", "heads of two", "three"],
+)
+def test_gpus(tmp_path, what):
     """One for each process with NCCL, or one for all processes."""
-    failed, printed = run(
-        tmp_path,
-        job(1, [HARD], gpu=True),
-        job(2, [HARD, DOUBLE, HALF], [TILED, IN_DOUBLE, IN_HALF], functions=["hard_pairs"], gpu=True),
-        job(3, [HARD], [TILED, SEQUENCE], gpu=True),
-    )
+    failed, printed = run(tmp_path, what | {"gpu": True})
     assert not failed, printed
 
 
