@@ -1,4 +1,4 @@
-"""A head whose vocabulary is sharded over processes, with the same losses as on one.
+"""A head whose vocabulary is sharded over processes, with the same losses as on one process.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
 

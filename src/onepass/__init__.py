@@ -1,4 +1,4 @@
-"""Fused losses for language models: each logit is read once, and losses are PyTorch on the statistics of that read."""
+"""Fused losses for language models: kernels compute statistics of each row of logits; losses are PyTorch on them."""
 
 import importlib
 import os
@@ -32,7 +32,7 @@ from onepass.softmax.statistics import SoftmaxStatistics
 
 
 def __getattr__(name: str) -> Any:
-    if name == "autotune":  # imports Triton, which is slow to import and on Linux only
+    if name == "autotune":  # imports Triton, which is slow to import and available on Linux only
         return importlib.import_module("onepass.autotune")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

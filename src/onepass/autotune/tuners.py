@@ -129,7 +129,7 @@ def median(timing: Any) -> float:
 
 
 def public_module(name: str) -> str:
-    """The name of a module of an installed package, else "local": other names may tell of a person or a model."""
+    """The name of a module of an installed package, else "local": others may name a person or a model."""
     return name if name.split(".")[0] in installed() else "local"
 
 

@@ -166,7 +166,7 @@ def demo(
     passed = True
     for title, series in ours.series.items():
         largest = (reference.series[title] - series).abs().max().item()
-        below = largest < kind.bound  # not so for NaN
+        below = largest < kind.bound  # False for NaN
         passed = passed and (below or not exact)
         verdict = f"{'' if below else 'not '}below {kind.bound:.0e}" if exact else "bfloat16: not bounded"
         of = f" of the {title}" if len(ours.series) > 1 else ""

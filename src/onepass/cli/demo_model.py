@@ -35,7 +35,7 @@ def train_tokenizer(text: str, vocab: int) -> Any:
 
 
 def sample_windows(tokens: Tensor, steps: int, size: Size, seed: int) -> Tensor:
-    """The batches of all steps, ``(steps, batch, length + 1)``: inputs and, one further, labels."""
+    """The batches of all steps, ``(steps, batch, length + 1)``: inputs, and labels shifted by one."""
     windows = tokens.unfold(0, size.length + 1, 1)
     starts = torch.randint(len(windows), (steps, size.batch), generator=torch.Generator().manual_seed(seed))
     return windows[starts]

@@ -107,7 +107,7 @@ def compare(windows: Tensor, size: Size, seed: int, console: Console) -> bool:
     if on_cpu:
         console.print("On a CPU, onepass computes in plain PyTorch: it saves memory, but its kernels need a GPU.")
     difference = (theirs.losses - ours.losses).abs().max().item()
-    below = difference < BOUND  # not so for NaN
+    below = difference < BOUND  # False for NaN
     verdict = f"{'' if below else 'not '}below {BOUND:.0e}" if on_cpu else "bfloat16: not bounded"
     console.print(f"largest difference in the Trainer {difference:.1e} over {len(windows)} steps ({verdict})")
     return below or not on_cpu

@@ -50,7 +50,7 @@ def cross_entropy(x: Tensor, target: Tensor, weight: Tensor) -> Tensor:
 
 
 def statistics(x: Tensor, index: Tensor) -> tuple[Tensor, ...]:
-    shift = x.detach().amax(-1)  # a constant: what is relative to it is differentiated so
+    shift = x.detach().amax(-1)  # treated as a constant in the derivatives below
     z = x - shift.unsqueeze(-1)
     expected, selected = (z.softmax(-1) * z).sum(-1), z.gather(-1, index.unsqueeze(-1)).squeeze(-1)
     log_sum_sq_probs = (2 * x.detach().log_softmax(-1)).logsumexp(-1)
@@ -119,7 +119,7 @@ OPERATIONS: dict[str, tuple[Operation, Operation]] = {
         lambda x, i, c: onepass_statistics(x, i),
         lambda x, i, c: statistics(x, i),
     ),
-    "linear_cross_entropy": (  # by the identity, so that the logits are x
+    "linear_cross_entropy": (  # the weight is the identity matrix, so the logits are x
         lambda x, i, c: (onepass.linear_cross_entropy(x, torch.eye(SHAPE[-1], dtype=x.dtype, device=x.device), i),),
         lambda x, i, c: (-log_probs(x, i).mean(),),
     ),
@@ -144,7 +144,7 @@ def evaluate(operation: Operation, x: Tensor, index: Tensor, weight: Tensor) -> 
 def compare(value: Tensor, expected: Tensor, bound: Tensor) -> tuple[str, bool]:
     error = (value - expected).abs()
     share = (error / bound).max().item()
-    return f"{error.max().item():.1e} ({share:.1g})", share <= 1  # not so for NaN
+    return f"{error.max().item():.1e} ({share:.1g})", share <= 1  # False for NaN
 
 
 def path(device: str, dtype: torch.dtype) -> str:

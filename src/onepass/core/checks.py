@@ -70,7 +70,7 @@ def check_index(index: torch.Tensor, logits: Logits, name: str = "index", many: 
 
 
 def check_row_mask(row_mask: torch.Tensor, logits: Logits, name: str = "row_mask") -> None:
-    """Raise unless ``row_mask`` is a bool (or 0/1) tensor of shape ``(...)``."""
+    """Raise unless ``row_mask`` is a real tensor of shape ``(...)``. Its values are not read."""
     if not isinstance(row_mask, torch.Tensor) or row_mask.dtype.is_complex:
         raise TypeError(f"{name}: expected a bool (or 0/1) tensor, got {described(row_mask)}")
     if row_mask.shape != logits.shape[:-1]:

@@ -74,7 +74,7 @@ def tell_flop_counters() -> None:
 def operation(
     name: str, like: Callable[..., Any], flops: Callable[..., int] | None = None, composite: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function of tensors with torch, and call it through torch unless all tensors are plain.
+    """Register a function of tensors with torch, and call it through torch unless nothing could observe that.
 
     Registered operations take no named tuples and return no None. A parameter annotated with a named tuple is therefore
     flattened into its fields, and a None among the results is an empty tensor inside torch.

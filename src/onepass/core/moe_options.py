@@ -73,7 +73,7 @@ class Groups(NamedTuple):
         order: ``(T·K,)``, int32: the assignments, stably sorted by expert. Those to out-of-range ids come last.
         offsets: ``(E + 1,)``, int32: the assignments to expert e are ``order[offsets[e]:offsets[e + 1]]``.
         tile_expert, tile_row: int32: the expert and the first sorted row of each tile of rows that a grouped GEMM
-            computes. Empty on a CPU.
+            computes. Empty where `onepass.reference` sorts.
     """
 
     order: Tensor

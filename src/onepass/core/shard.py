@@ -1,4 +1,4 @@
-"""The state of the rows of a vocabulary shard: what ranks of a group exchange, and where each number of it lies.
+"""The state of the rows of a vocabulary shard: the numbers that the ranks of a group exchange, and their order.
 
 `kernels` and `reference` write and merge states, `softmax.shards` exchanges them.
 """

@@ -1,1 +1,4 @@
-"""Integrations into TRL, transformers, PEFT and axolotl. Importing this package imports none of them."""
+"""Integrations into torch, torchtitan, Megatron, verl, TRL, transformers, PEFT and axolotl.
+
+Importing this package imports none of them.
+"""

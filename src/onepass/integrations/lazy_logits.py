@@ -104,7 +104,7 @@ class Once:
     def begin(self, count: Tensor | int) -> None:
         self.losses += 1
         if self.losses == 1:
-            self.backward = torch._C._current_graph_task_id()  # of a checkpoint around the model, -1 without any
+            self.backward = torch._C._current_graph_task_id()  # of a checkpoint's recomputation, else -1
             self.metrics.begin(count)
 
     def add(self, fields: dict[str, Tensor]) -> None:
@@ -266,7 +266,7 @@ def _lazy(self: nn.Linear, hidden: Tensor) -> Any:
     known = known and hidden.shape[-1:] == (self.in_features,)
     if known and (hidden.dtype == self.weight.dtype or torch.is_autocast_enabled(hidden.device.type)):
         if hasattr(self, "unshard") and hidden.requires_grad:
-            # A unit of FSDP2 gathers its parameters in the backward of the tensor that it returns, and this is none.
+            # FSDP2 gathers a unit's parameters in the backward of the tensor it returns; this forward returns none.
             # Modules before the head may belong to the same unit.
             unshard: Any = self.unshard
             hidden.register_hook(lambda gradient: unshard(async_op=False))
@@ -331,7 +331,7 @@ class Attached(Restorable):
 
 
 BEFORE = "_onepass_forward"  # the forward that an instance had of its own, or None
-OWNER = "_onepass_owner"  # the id of the attached module, which that of a copy is not, and the attachment's number
+OWNER = "_onepass_owner"  # the id of the attached module (a copy has another id), and the attachment's number
 _attachments = itertools.count()
 
 
@@ -349,7 +349,7 @@ def _attached_forward(model: nn.Module, use: Use, number: int, replaced: Any) ->
         return run(self, own, args, kwargs, Use(use.max_memory) if is_copy else use)
 
     forward.__wrapped__ = type(model).forward  # type: ignore[attr-defined]
-    setattr(forward, BEFORE, True)  # the mark of ours
+    setattr(forward, BEFORE, True)  # marks a forward that `attach` installed
     return forward
 
 

@@ -18,7 +18,7 @@ FUSED = "megatron.core.fusions.fused_cross_entropy", "fused_vocab_parallel_cross
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Any = None
 ) -> Tensor:
-    """The cross-entropy of every token. With label smoothing, the original, since Megatron smooths over each shard."""
+    """The cross-entropy of every token. The original is called with label smoothing, which it takes over each shard."""
     if label_smoothing:
         given = () if tp_group is None else (tp_group,)
         smoothed: Tensor = original(*PLAIN)(vocab_parallel_logits, target, label_smoothing, *given)

@@ -362,7 +362,7 @@ def _places(to: dict[int, Any]) -> list[_Place]:
             elif issubclass(type(value), type) and value.__module__ == module_name:
                 holders.append((value, dict(vars(value)), f"{name}.{{}}"))
         for holder, held, form in holders:
-            if to.keys().isdisjoint(map(id, list(held.values()))):  # as nearly always, and in a third of the time
+            if to.keys().isdisjoint(map(id, list(held.values()))):  # the common case, three times as fast
                 continue
             for key, value in list(held.items()):
                 if id(value) in to:

@@ -20,8 +20,8 @@ CROSS_ENTROPY = "torchtitan.components.loss", "cross_entropy_loss"
 def cross_entropy_loss(pred: Any, labels: Any, **options: Any) -> Tensor:
     """torchtitan's ``cross_entropy_loss``: the sum over all tokens, or before torchtitan 0.2.2 the mean.
 
-    The original computes that of a DTensor which is sharded in another way than over the vocabulary alone, of labels
-    that are a DTensor, and while spmd_types checks types.
+    The original is called if the logits are a DTensor that is not sharded over the vocabulary alone, if the labels are
+    a DTensor, and while spmd_types checks types.
     """
     from torchtitan.components import loss as library
 
@@ -35,7 +35,7 @@ def cross_entropy_loss(pred: Any, labels: Any, **options: Any) -> Tensor:
 
 
 def source_of(library: Any, pred: Any, labels: Any, global_vocab_size: int | None) -> Logits | None:
-    """What onepass computes the loss of; None for the original."""
+    """The logits that are passed to onepass; None if the original must be called."""
     if hasattr(labels, "device_mesh"):
         return None
     if hasattr(pred, "device_mesh"):

@@ -89,7 +89,7 @@ def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
     """`Trainer.compute_loss`. With label smoothing it removes the labels from the model's inputs."""
     smooths = getattr(self, "label_smoother", None) is not None and getattr(self, "compute_loss_func", None) is None
     model = kwargs.get("model", args[0] if args else None)
-    # DDP then looks for tensors in the outputs of the model, which has no loss here.
+    # The model returns no loss here, so that DDP looks for tensors in its other outputs.
     looks = isinstance(model, DistributedDataParallel) and model.find_unused_parameters
     with asked_for() if smooths and not looks else nullcontext():
         return original(*TRAINER)(self, *args, **kwargs)

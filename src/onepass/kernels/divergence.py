@@ -118,7 +118,7 @@ def log_ratios(log_p, log_q, w_p, w_q):
 def update(mp, sp, mq, sq, d, p, q, col0, low, high, p_shift, p_norm, q_shift, q_norm, w_p, w_q,
            p_inner, p_outer, q_inner, q_outer, MIXTURE: tl.constexpr, P_SOFTCAP: tl.constexpr,
            Q_SOFTCAP: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Add a tile to the state of either divergence. If MIXTURE, only ``sp`` and ``sq`` are used: they are the sums."""
+    """Add a tile to the state of either divergence. If MIXTURE, only ``sp`` and ``sq`` are used, for the means."""
     zp, zq = load_pair(p, q, col0, low, high, p_inner, p_outer, q_inner, q_outer, P_SOFTCAP, Q_SOFTCAP, LANES, VEC,
                        MASKED)  # fmt: skip
     if MIXTURE:
@@ -295,7 +295,7 @@ def add_means(
 
 
 def divergence_states(student: torch.Tensor, teacher: torch.Tensor, options: PairOptions) -> torch.Tensor:
-    """The state of every row of some columns of the vocabulary, ``(len(PAIR_STATE), rows)``, for KL(P ‖ Q)."""
+    """The state of every row of a vocabulary shard, ``(len(PAIR_STATE), rows)``, for KL(P ‖ Q)."""
     states = student.new_empty((STATE.value, student.shape[:-1].numel()), dtype=torch.float32)
     read_pairs(student, teacher, (None, states, None, None), options, True)
     return states

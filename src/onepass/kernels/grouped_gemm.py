@@ -67,7 +67,7 @@ def grouped_gemm_kernel(
     ACTIVATION, ``h`` ``(assignments, COLUMNS)``, sorted by expert, is y, unless it is None.
     Bytes moved: see the module docstring.
 
-    Every program computes several tiles, and loads the operands of the next while it stores a result. TMA names the
+    A program may compute several tiles, and loads the operands of the next while it stores a result. TMA names the
     dimension in which ``w`` is contiguous if its tiles are loaded by descriptors, and is empty otherwise.
     """
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N

@@ -7,7 +7,7 @@ correct, and converts every number to its declared type. A kernel with an undecl
 alignment of the tensors is part of a compiled variant, so that no kernel assumes more alignment than its tensors have.
 
 **Cost.** ``kernel[grid](...)`` binds, specializes and hashes every argument: 50 µs on a slow host, three times the
-launch itself. Here a `Plan` holds everything that follows from shapes and options. It is computed once and later found
+launch itself. Here a `Plan` holds everything that follows from shapes and options. It is kept, and later found
 by one lookup. The key includes the dtype, alignment, contiguity and device of every tensor, so that only launches that
 were checked are in the table. No other argument is specialized: a new batch size compiles nothing, and a compiled
 variant is launched directly.
@@ -78,7 +78,7 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
     """Launch ``kernel(*tensors, [workspace,] *numbers, **constexprs)`` as ``plan_for(*about)`` says.
 
     Args:
-        plan_for: returns the `Plan`. It is called once for each ``about`` and kind of tensors.
+        plan_for: returns the `Plan`. Its result is kept for each ``about`` and kind of tensors.
         about: everything that the plan depends on, and the strides of tensors that are `Rows` or `Strided`; hashable.
         tensors: in the order of the kernel's signature, with None for optional ones. The first determines the device.
     """

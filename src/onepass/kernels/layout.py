@@ -102,7 +102,7 @@ def flat_rows(
 
 
 def lanes_for(vocab: int, vec: int, most: int = MAX_LANES) -> int:
-    """Lanes of a program, one per thread. A row has at least four tiles of this width, if it is long enough."""
+    """Lanes of a program, one per thread. A row has at least two tiles of this width, if it is long enough."""
     return max(32, min(most, power_of_two(vocab // (4 * vec) + 1)))
 
 

@@ -29,7 +29,7 @@ BLOCK = 128
 
 @triton.jit
 def places_of(row_mask, rows, ranks, RANKS: tl.constexpr, BLOCK: tl.constexpr):
-    """The ranks, the rows of this program, which of these there are, which are active, and which states are read."""
+    """The ranks, the rows of this program, and masks: of rows that exist, of active rows, and of states to load."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rank = tl.arange(0, RANKS)
     present = row < rows

@@ -1,4 +1,4 @@
-"""The scores of experts, on which the forward and the backward of a router agree, for Triton kernels."""
+"""Device functions for the scores of experts, shared by the forward and the backward kernel of a router."""
 
 import triton
 import triton.language as tl
@@ -68,7 +68,7 @@ def raw_scores(z, m, total, valid, SCORE: tl.constexpr, AFTER: tl.constexpr):
 def relative(s, z, m, total, valid, eps, SCORE: tl.constexpr):
     """The scores and ``eps``, both relative to the largest selected score in tokens where all scores are tiny.
 
-    Their quotients are the same, but tiny scores would underflow. Also returned: which tokens are such.
+    Their quotients are the same, but tiny scores would underflow. Also returns a mask of these tokens.
     """
     POWER: tl.constexpr = 0.5 if SCORE == SQRTSOFTPLUS else 1.0  # a tiny score is exp(POWER·(z - offset))
     offset = m + tl.log(total) if SCORE == SOFTMAX else tl.zeros_like(m)

@@ -43,7 +43,7 @@ def selected_logits_gradient_kernel(
     stride: tl.int64, inner: tl.float32, outer: tl.float32, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
     SOME: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of the selected logits into ``out``, which is 0. A class may be selected more than once.
+    """Write the gradients of the selected logits into ``out``, which holds zeros. Classes may repeat.
 
     Inputs: ``logits`` ``(rows, V)``; ``index`` and ``grad`` ``(rows, K)``. Output: ``out`` ``(rows, V)``.
     Bytes moved: the index and the gradients in, K elements of each row out; with a soft-cap, the selected logits in.

@@ -2,7 +2,7 @@
 
 Cross-entropy is such a loss: its gradient with respect to the statistics does not depend on them. `logits.row_loss`
 calls this kernel on tiles of logits. Bytes moved: the logits in, the gradient out over them; the two separate kernels
-read the logits twice. Several programs share a row, wait for its normalizer, and read their pieces again while these
+read the logits twice. Programs that share a row wait for its normalizer, and read their pieces again while these
 are still in the cache of the device.
 """
 

@@ -292,7 +292,7 @@ def softmax_statistics(logits: torch.Tensor, inputs: Inputs, options: Options) -
 
 
 def shard_statistics(logits: torch.Tensor, inputs: Inputs, options: Options) -> torch.Tensor:
-    """The state of every row of some columns of the vocabulary, ``(numbers, rows)``, see `softmax_statistics_kernel`.
+    """The state of every row of a vocabulary shard, ``(numbers, rows)``, see `softmax_statistics_kernel`.
 
     The index is relative to the first of these columns, and the class weights are theirs.
     """

@@ -182,7 +182,7 @@ class LinearLogits(TensorLike):
         """The tensors of the head, with hidden states ``(N, H)``."""
         self.check_unchanged()
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
-        if self.sums_hidden and torch.compiler.is_compiling():  # a registered operation exchanges nothing
+        if self.sums_hidden and torch.compiler.is_compiling():  # registered operations do not communicate
             hidden = Replicated.apply(hidden, group_named(self.shard.group))
         return HeadTensors(hidden, self.weight, self.bias)
 

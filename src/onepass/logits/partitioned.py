@@ -69,7 +69,7 @@ def whole(parameter: Tensor, vocab_group: Any = None, name: str = "weight") -> T
 
 
 def dimension_of(vocab_group: str, mesh: Any, placements: Any, name: str) -> int | None:
-    """The dimension of a DTensor's mesh that ``vocab_group`` is; None if they share no process but this one."""
+    """The mesh dimension of a DTensor whose process group is ``vocab_group``; None if they share only this process."""
     ranks = set(dist.get_process_group_ranks(process_group(vocab_group)))
     for dim in range(mesh.ndim):
         if ranks == set(dist.get_process_group_ranks(mesh.get_group(dim))):

@@ -92,7 +92,7 @@ class LogitsSource:
     def statistics(self, inputs: Inputs, options: Options) -> Fields:
         """The fields of ``options`` of every row, differentiable.
 
-        ``selected``, if it is the only field, may be relative to any number of its row instead of the shift.
+        If ``selected`` is the only field, it may be relative to any number of its row instead of the shift.
         """
         return TensorLogits(self.materialize()).statistics(inputs, options)
 
@@ -192,7 +192,7 @@ class TensorLogits(LogitsSource):
         return statistics_of(self.logits, inputs, options, self.inplace_backward, factor)[0]
 
     def rows_with(self, selected: Tensor) -> Tensor | None:
-        return None  # without a mask, hardly any row has no token
+        return None  # without a mask, nearly every row has a token
 
 
 Logits = Tensor | LogitsSource

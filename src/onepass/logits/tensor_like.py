@@ -57,7 +57,7 @@ class TensorLike(LogitsSource):
         raise NotImplementedError
 
     def changed(self, **attributes: Any) -> Any:
-        """A copy with other attributes; a constant where gradients are disabled, as of any operation."""
+        """A copy with other attributes; without a gradient where gradients are disabled, as of any operation."""
         new = object.__new__(type(self))
         new.__dict__ |= self.__dict__ | attributes
         if not torch.is_grad_enabled() and new.requires_grad:
@@ -71,7 +71,7 @@ class TensorLike(LogitsSource):
     def materialize(self) -> Tensor:
         """The logits as a tensor, differentiable. They are computed once."""
         if self.tensor is None:
-            # With their graph also where gradients are disabled: they may be used again where they are not.
+            # The graph is recorded even if gradients are disabled: the tensor may be used where they are enabled.
             with torch.inference_mode(False), torch.enable_grad():
                 self.tensor = self.transformed(self.untransformed())
         return self.tensor
@@ -301,7 +301,7 @@ class TensorLike(LogitsSource):
 LAZY = frozenset(
     ("contiguous", "clone", "detach", "float", "half", "bfloat16", "double", "to", "view", "reshape", "flatten")
     + ("squeeze", "unsqueeze", "mul", "multiply", "div", "divide", "true_divide", "tanh", "add")
-)  # the methods methods that torch also has as functions
+)  # the methods that torch also has as functions
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -374,7 +374,7 @@ def _columns(key: list[Any], dims: int) -> tuple[tuple[Any, ...], Any] | None:
     if Ellipsis in [k for k in key if not isinstance(k, Tensor)]:
         if used < dims and key[-1] is Ellipsis:
             return tuple(key), slice(None)
-        # The last part is that of the columns. It is a slice of all, for the hidden states.
+        # The last part indexes the columns. For the hidden states it is replaced by a full slice.
         return (*key[:-1], slice(None)), key[-1]
     if used < dims:
         return tuple(key), slice(None)

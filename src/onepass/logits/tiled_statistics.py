@@ -66,7 +66,7 @@ class _TiledStatistics(torch.autograd.Function):
 
 
 def rows_of(tensors: HeadTensors, settings: Settings) -> Tensor:
-    """Logits without a column, which have the number of rows, the device and the dtype."""
+    """An empty tensor ``(N, 0)`` with the number of rows, the device and the dtype of the logits."""
     return tensors.hidden.new_empty((tensors.hidden.shape[0], 0), dtype=settings.dtype)
 
 

@@ -149,7 +149,7 @@ def agreed(
 ) -> Shard:
     """The columns that each process holds, after a check that the processes agree on everything else.
 
-    In a function that torch compiles, this is known when it is traced, and a constant of it: the rows are not compared.
+    Under `torch.compile` the result is computed while tracing and is a constant; the rows are not compared.
     """
     if torch.compiler.is_compiling():
         rows, columns = (), operator.index(columns)  # constants, if shapes are dynamic
@@ -160,7 +160,7 @@ def agreed(
 def shard_of(
     rows: Sequence[int], columns: int, dtype: torch.dtype, device: torch.device, name: str, vocab_size: int | None
 ) -> tuple[int, tuple[int, ...], str]:
-    """`agreed`, as a function that torch calls while it traces: of numbers and names."""
+    """`agreed` with numbers and names as arguments, so that torch can call it while tracing."""
     group = process_group(name)
     # The key has only values that must agree, so that all processes find it or none does.
     about = (len(rows), *rows, -1 if vocab_size is None else vocab_size, FLOATS.index(dtype))
@@ -214,7 +214,7 @@ def source_of_dtensor(logits: Any, name: str) -> LogitsSource:
     if any(p.is_partial() for p in logits.placements):
         raise ValueError(f"{name}: expected a DTensor without partial sums, got placements {logits.placements}")
     sharded = [n for n, p in enumerate(logits.placements) if getattr(p, "dim", None) == last]
-    if len(sharded) > 1 or not all(logits.placements[n].is_shard(last) for n in sharded):  # or strided
+    if len(sharded) > 1 or not all(logits.placements[n].is_shard(last) for n in sharded):  # or strided shards
         raise ValueError(
             f"{name}: expected a vocabulary sharded over one mesh dimension, got placements {logits.placements}"
         )

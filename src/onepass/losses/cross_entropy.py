@@ -107,7 +107,7 @@ def cross_entropy(
     share = 1.0 if weights is None else 1.0 / source.shape[-1]
     of_z: float | Tensor = z_loss_weight
     divisor: Divisor = None
-    # The divisor changes the sign, once, instead of every row.
+    # The divisor is negated, which is cheaper than negating the loss of every row.
     group = group_of_mean(source, reduction, num_items, mean_group)
     if reduction == "mean" and num_items is None and weights is None and group is None:
         divisor = Count(valid, -1.0)
@@ -204,7 +204,7 @@ def torch_cross_entropy(
 ) -> Tensor | None:
     """`torch.nn.functional.cross_entropy` of logits that are not a tensor; None if it must be computed from a tensor.
 
-    It must be for targets that are probabilities, classes in another dimension than the last, and deprecated arguments.
+    A tensor is needed for targets that are probabilities, classes in another dimension, and deprecated arguments.
     """
     rows = input.shape[:-1]
     is_index = isinstance(target, Tensor) and target.dtype in (torch.int32, torch.int64) and target.shape == rows

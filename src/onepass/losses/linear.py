@@ -267,7 +267,7 @@ def linear_loss(
 
     Returns:
         float32 (float64 for float64 inputs). The gradient of a sum or mean is computed in the forward pass: a second
-        backward through it is an error. Under `torch.compile`, `linear_softmax_statistics` followed by ``loss_fn``.
+        backward through it is an error. `torch.compile` takes `linear_softmax_statistics` followed by ``loss_fn``.
 
     Raises:
         TypeError, ValueError, IndexError: as `softmax_statistics`; also if ``loss_fn`` returns another shape, is
@@ -302,7 +302,7 @@ def linear_loss(
             raise ValueError(f"row_inputs: expected shapes {(*shape, '...')}, got {tuple(value.shape)}")
         check_device(value, logits, "row_inputs")
 
-    # A function of the caller's may be anything where all fields are 0: the mask comes along as a row input.
+    # The caller's function may return any value where all fields are 0, so the mask is passed as a row input.
     count = len(row_inputs)
     masked_inputs = row_inputs if row_mask is None else (*row_inputs, row_mask != 0)
 

@@ -86,12 +86,12 @@ def ratio_report(log_probs: Tensor, sampler_log_probs: Tensor, row_mask: Tensor 
 def quantiles(values: Tensor, count: Tensor) -> tuple[Tensor, ...]:
     """The `QUANTILES` and the maximum of the first ``count`` values in ascending order; NaN without any.
 
-    The place of a quantile is computed on the device, where `torch.quantile` takes a number.
+    The place of a quantile depends on ``count``, a tensor; `torch.quantile` takes a number.
     """
     if not len(values):
         return (count.new_full((), torch.nan),) * (len(QUANTILES) + 1)
     ordered = values.sort()[0]
-    place = torch.stack([(count - 1) * q for q in (*QUANTILES, 1.0)])  # a tensor of the numbers would be a copy
+    place = torch.stack([(count - 1) * q for q in (*QUANTILES, 1.0)])  # a tensor of numbers would be copied
     low, high = (ordered.gather(0, p.long().clamp(0, len(values) - 1)) for p in (place.floor(), place.ceil()))
     between = torch.where(high == low, low, low + (high - low) * (place - place.floor()))
     return between.where(count > 0, torch.nan).unbind()

@@ -55,7 +55,7 @@ def reduced(
     num_items: float | Tensor | None,
     mean_group: Group | None = None,
 ) -> Tensor:
-    """The sum over ``num_items``, the mean over ``rows`` (a mask; 0 if none), the sum, or the loss."""
+    """The sum / ``num_items``, the mean over ``rows`` (a mask; 0 if none), the sum, or the loss of each row."""
     return divided(loss, divisor_of(source, rows, reduction, num_items, mean_group), loss.dim())
 
 

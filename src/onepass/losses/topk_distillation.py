@@ -246,8 +246,8 @@ def terms(of_teacher: Sequence[Tensor], student: Tensor, direction: Direction, b
     teacher, given, *probs = of_teacher
     if direction == "forward":
         t = probs[0] if probs else teacher.exp()
-        return t * (teacher - student).where(given if probs else t != 0, t)  # t is 0 there; a number costs a launch
-    s = student.where(given, teacher).exp()  # 0, and in the backward too where a masked token's log-prob is NaN
+        return t * (teacher - student).where(given if probs else t != 0, t)  # t is 0 there; 0.0 would be a launch
+    s = student.where(given, teacher).exp()  # 0 for masked tokens, with gradient 0 even if their log-prob is NaN
     if direction == "reverse":
         return s * (student - teacher).where(s != 0, 0.0)
     # log(t/m) = logsigmoid(x) - log β and log(s/m) = logsigmoid(-x) - log(1-β): no mixture that could underflow.

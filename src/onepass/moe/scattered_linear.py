@@ -28,7 +28,7 @@ def scattered_linear(
     grouped_in: bool = False,
     grouped_out: bool = False,
 ) -> Tensor:
-    r"""The linear layer of its expert, for each token-expert assignment a: :math:`y_a = W_{e(a)} x + b_{e(a)}`.
+    r"""Apply to each token-expert assignment a the linear layer of its expert: :math:`y_a = W_{e(a)} x + b_{e(a)}`.
 
     Args:
         x: ``(T, inputs)``, whose rows are shared by the K assignments of a token; ``(T K, inputs)`` if ``grouped_in``;

@@ -72,7 +72,7 @@ def _divergence(
 
 
 def divergence_states(student: Tensor, teacher: Tensor, options: PairOptions) -> Tensor:
-    """The state of every row of some columns of the vocabulary, ``(len(PAIR_STATE), rows)``, for KL(P ‖ Q)."""
+    """The state of every row of a vocabulary shard, ``(len(PAIR_STATE), rows)``, for KL(P ‖ Q)."""
     rows, vocab = student.shape[:-1].numel(), student.shape[-1]
     dtype = empty_pair_numbers(student[:0], teacher[:0]).dtype
     states = student.new_zeros((len(PAIR_STATE), rows), dtype=dtype)

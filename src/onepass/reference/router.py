@@ -141,7 +141,7 @@ def raw_scores(z: Tensor, experts: Tensor, options: RouterOptions) -> Tensor:
 def relative(s: Tensor, z: Tensor, experts: Tensor, options: RouterOptions) -> tuple[Tensor, Tensor, Tensor]:
     """The selected scores ``s`` and ``eps``, both relative to the largest score in tokens where all scores are tiny.
 
-    Their quotients are the same, but tiny scores would underflow. Also returned: which tokens are such, ``(T, 1)``.
+    Their quotients are the same, but tiny scores would underflow. Also returns a mask of these tokens, ``(T, 1)``.
     """
     selected = z.gather(-1, experts)
     top = selected.amax(-1, keepdim=True)

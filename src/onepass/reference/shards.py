@@ -18,7 +18,7 @@ from onepass.reference.softmax import FLOOR, active_rows, row_blocks, transforme
 
 
 def shard_statistics(logits: Tensor, inputs: Inputs, options: Options) -> Tensor:
-    """The state of every row of some columns of the vocabulary, ``(numbers, rows)``; see `state_fields`."""
+    """The state of every row of a vocabulary shard, ``(numbers, rows)``; see `state_fields`."""
     index, _, class_weights = inputs
     rows, vocab, K = logits.shape[:-1].numel(), logits.shape[-1], per_row(index, logits.dim())
     fields = state_fields(options, K)

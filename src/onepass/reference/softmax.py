@@ -1,4 +1,4 @@
-"""The softmax operations of `onepass.kernels` in plain PyTorch: statistics, their gradient, and scaling.
+"""The softmax operations of `onepass.kernels` in plain PyTorch: statistics, gradients, means and scaling.
 
 Rows are processed in blocks, so that no second ``(rows, V)`` tensor is allocated. Sums have the dtype of the results.
 """

@@ -1,4 +1,4 @@
-"""Logits that were overwritten with their gradient. `statistics` marks them, and every later use raises an error."""
+"""Logits that were overwritten with their gradient. `statistics` marks them, and later uses raise an error."""
 
 from typing import Any
 

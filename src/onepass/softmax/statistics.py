@@ -1,6 +1,6 @@
 """The one differentiable primitive: softmax statistics of rows of logits, from one read.
 
-`statistics_of` chooses the backend and gives autograd the one backward that serves every loss. Losses are ordinary
+`statistics_of` chooses the backend and has one backward for all losses of these statistics. Losses are ordinary
 PyTorch on the fields that it returns.
 """
 
