@@ -15,6 +15,14 @@ Tensors = tuple[Tensor, ...]
 Forward = Callable[..., Tensors]  # from the operation's inputs and a mask to its outputs
 
 
+def in_batch_invariant_mode(ours: Forward) -> Forward:
+    def forward(*arguments: Tensor | None) -> Tensors:
+        with onepass.batch_invariant():
+            return ours(*arguments)
+
+    return forward
+
+
 @dataclass(frozen=True)
 class Implementation:
     """An implementation of an operation.

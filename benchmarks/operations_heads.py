@@ -8,7 +8,7 @@ rows are -100.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 
 import onepass
 from benchmarks.harness import exact
-from benchmarks.implementations import Forward, Tensors
+from benchmarks.implementations import Forward, Tensors, in_batch_invariant_mode
 from benchmarks.in_turns import Batch
 from benchmarks.operations_logits import cross_entropy, kl_div, log_probs_and_entropy, mean
 
@@ -165,6 +165,18 @@ def cross_entropy_of(products: str) -> HeadOperation:
     return HeadOperation(cross_entropy, lambda h, w, t, m: (onepass.linear_cross_entropy(h, w, t),), products)
 
 
+def wide_cross_entropy(h: Tensor, w: Tensor, t: Tensor, m: Tensor | None) -> Tensors:
+    return (onepass.linear_cross_entropy(h, w, t, logits_dtype=torch.float32),)
+
+
+def wide_pair(h: Tensor, w: Tensor, t: Tensor, m: Tensor | None) -> Tensors:
+    return onepass.linear_selective_log_softmax_and_entropy(h, w, t, row_mask=m, logits_dtype=torch.float32)
+
+
+def invariant(operation: HeadOperation) -> HeadOperation:
+    return replace(operation, ours=in_batch_invariant_mode(operation.ours))
+
+
 HEAD_OPERATIONS: dict[str, HeadOperation] = {
     "linear_cross_entropy": cross_entropy_of("lhw"),
     "linear_cross_entropy_frozen": cross_entropy_of("lh"),
@@ -176,5 +188,9 @@ HEAD_OPERATIONS: dict[str, HeadOperation] = {
         "lhw",
         policy,
     ),
+    "linear_cross_entropy_wide": HeadOperation(cross_entropy, wide_cross_entropy, "lhw"),
+    "linear_log_probs_and_entropy_forward_wide": HeadOperation(log_probs_and_entropy, wide_pair, "l", masks=False),
+    "linear_cross_entropy_invariant": invariant(cross_entropy_of("lhw")),
+    "linear_log_probs_and_entropy_invariant": invariant(pair("llhw")),
     "linear_kl_div": HeadOperation(lambda x, h, t, u, m: kl_div(x, F.linear(h, u), m), our_kl_div, "llhw", teacher),
 }

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from benchmarks.implementations import Forward, Implementation, available
+from benchmarks.implementations import Forward, Implementation, available, in_batch_invariant_mode
 from benchmarks.operations_routers import ROUTER_PEERS, ROUTERS, no_inputs
 from benchmarks.peers_logits import PEERS
 from onepass.cli.workloads import LOSS_SHAPES, Workload, log_softmax
@@ -103,6 +103,10 @@ OPERATIONS: dict[str, Operation] = {
     "kl_div": of(WORKLOADS["kl_div"], kl_div, reads=(2, 2)),
     "kl_div_reverse": of(WORKLOADS["kl_div_reverse"], partial(kl_div, direction="reverse"), reads=(2, 2)),
     "jsd": of(WORKLOADS["jsd"], partial(kl_div, direction="jsd"), reads=(4, 2)),
+    "log_probs_and_entropy_invariant": Operation(
+        log_probs_and_entropy, in_batch_invariant_mode(WORKLOADS["log_probs_and_entropy"].ours),
+        WORKLOADS["log_probs_and_entropy"].inputs, masks=False,
+    ),
     **{name: Operation(definition, ours, no_inputs, masks=False, shapes=ROUTER_SHAPES, shape_on_cpu="1024x64")
        for name, (definition, ours) in ROUTERS.items()},
 }  # fmt: skip

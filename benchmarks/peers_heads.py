@@ -10,10 +10,12 @@ from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.implementations import Forward, Implementation, Peer, attribute
-from benchmarks.operations_heads import policy_loss
+from benchmarks.operations_heads import HEAD_OPERATIONS, policy_loss
 from benchmarks.operations_logits import mean
 
 TRL_UTILS = "trl.trainer.utils"
@@ -96,6 +98,36 @@ def cut_cross_entropy(name: str, package: str) -> Implementation:
     return Implementation(name, package, lambda h, w, t, m: (loss(h, w, t),))
 
 
+def ours(operation: str) -> Callable[[str, str], Implementation]:
+    """onepass with logits of the dtype of the factors."""
+    return lambda name, package: Implementation(name, package, HEAD_OPERATIONS[operation].ours)
+
+
+def float32_head(operation: str, precision: str) -> Callable[[str, str], Implementation]:
+    """Hidden states and weight cast to float32, as TRL's ``cast_lm_head_to_fp32``, with this precision of GEMMs."""
+
+    def set_precision(gradient: Tensor | None = None) -> None:  # also before the GEMMs of the backward
+        torch.set_float32_matmul_precision(precision)
+
+    def forward(hidden: Tensor, weight: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+        set_precision()
+        logits = F.linear(hidden.float(), weight.float())
+        if logits.requires_grad:
+            logits.register_hook(set_precision)
+        return HEAD_OPERATIONS[operation].definition(logits, *others)
+
+    return lambda name, package: Implementation(name, package, forward)
+
+
+def wide(operation: str) -> list[Peer]:
+    """What float32 logits stand beside."""
+    return [
+        ("onepass, logits of the dtype of the factors", "torch", ours(operation)),
+        ("float32 factors", "torch", float32_head(operation, "highest")),
+        ("float32 factors, TF32", "torch", float32_head(operation, "high")),
+    ]
+
+
 CROSS_ENTROPY: list[Peer] = [
     ("TRL", "trl", trl_cross_entropy),
     ("Liger", "liger-kernel", liger_cross_entropy),
@@ -107,5 +139,11 @@ HEAD_PEERS: dict[str, list[Peer]] = {
     "linear_log_probs_and_entropy_forward": [("TRL", "trl", trl_pair)],
     "linear_log_probs_and_entropy": [("TRL", "trl", trl_pair)],
     "linear_policy_loss": [("TRL", "trl", trl_policy_loss)],
+    "linear_cross_entropy_wide": wide("linear_cross_entropy"),
+    "linear_log_probs_and_entropy_forward_wide": wide("linear_log_probs_and_entropy_forward"),
+    "linear_cross_entropy_invariant": [("onepass, not in the mode", "torch", ours("linear_cross_entropy"))],
+    "linear_log_probs_and_entropy_invariant": [
+        ("onepass, not in the mode", "torch", ours("linear_log_probs_and_entropy"))
+    ],
     "linear_kl_div": [("Liger (JSD, beta 0)", "liger-kernel", liger_kl_div)],
 }

@@ -8,7 +8,7 @@ that reaches a function is a *leaf*, which a test can replace by another of the 
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
@@ -32,6 +32,7 @@ EXEMPT = {
     "SoftmaxStatistics": "is what softmax_statistics returns",
     "VocabParallelLogits": "takes a process group; test_vocab_parallel.py has its arguments",
     "attach": "takes a model; test_lazy_models.py has its arguments",
+    "batch_invariant": "takes no tensor",
     "gather_parameters": "takes a function",
     "moe": "is a module",
     "moe.Routing": "is what route returns, and is taken apart in the cases that take one",
@@ -466,6 +467,30 @@ CASES = [
         **{name: BLOCK[name] for name in ("hidden", "routing.weights", "routing.experts")},
     }, ("hidden", "routing.weights")),
 ]  # fmt: skip
+for case in CASES:
+    if "max_memory" in case.arguments:
+        case.arguments["logits_dtype"] = torch.float32
+# Of which a support, and a temperature of each row, are cases of their own.
+SUPPORTED = ("softmax_statistics", "selective_log_softmax", "entropy_from_logits", "selective_log_softmax_and_entropy",
+             "linear_softmax_statistics", "linear_selective_log_softmax_and_entropy", "linear_loss")  # fmt: skip
+IDS_OF_ROWS = torch.tensor([[5, 3, 20], [0, 26, 7], [20, 2, 5]])
+CASES += [
+    replace(
+        case,
+        arguments=case.arguments | {"support": IDS_OF_ROWS} | changed,
+        note="a support",
+        fixed=frozenset(("support",)),
+    )
+    for case in CASES
+    for changed in ({"metrics": ("is_top1",)} if case.function.endswith("statistics") else {},)
+    if case.function in SUPPORTED and "temperature" in case.arguments
+]
+OWN = {"temperature": 0.5 + rand(N), "teacher_temperature": 0.5 + rand(N)}
+CASES += [
+    replace(case, arguments=case.arguments | {n: t for n, t in OWN.items() if n in case.arguments}, note="rows apart")
+    for case in CASES
+    if "temperature" in case.arguments and not case.is_module and "support" not in case.arguments
+]
 
 
 def of_functions() -> list[Case]:

@@ -177,5 +177,5 @@ def refused(rank, ranks):
         lambda x: onepass.entropy_from_logits(onepass.VocabParallelLogits(x, dist.group.WORLD, 7 + rank)),
         fullgraph=True, backend="aot_eager",
     )  # fmt: skip
-    with pytest.raises(Exception, match=r"expected the same shape of the rows, vocab_size .* on all ranks, got"):
+    with pytest.raises(Exception, match=r"expected the same shape of the rows .* vocab_size .* on all ranks, got"):
         call(torch.zeros(3, 6))

@@ -12,8 +12,10 @@ def tiles_of(monkeypatch, size, slices=True):
     """Of ``size`` rows, or as many columns where a tile may be a slice of the vocabulary."""
 
     def shape(count, gathered, heads, use):
-        vocab = heads[0].vocab
-        return (max(count, 1), min(vocab, size)) if use.known and slices else (max(1, min(count, size)), vocab)
+        vocab, several = heads[0].vocab, 3 if use.gradient and heads[0].logits_dtype != heads[0].dtype else 1
+        if use.known and slices:
+            return max(count, 1), max(count, 1), min(vocab, size)
+        return max(1, min(count, size)), max(1, min(count, several * size)), vocab
 
     monkeypatch.setattr(tiles, "tile_shape", shape)
     return size

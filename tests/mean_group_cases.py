@@ -27,7 +27,7 @@ def arguments_of(case: Case) -> dict[str, object]:
                 value = value.clamp(max=0) if name == "teacher_log_probs" else value
             value.requires_grad_(name in case.grad)
         found[name] = value
-    for name in ("num_items", "reduction", "row_mask", "teacher_mask"):
+    for name in ("num_items", "reduction", "row_mask", "teacher_mask", "logits_dtype"):
         found.pop(name, None)
     return found
 

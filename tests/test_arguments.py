@@ -65,8 +65,28 @@ CASES = {
     ),
     "temperature a tensor": (
         lambda: onepass.entropy_from_logits(X, temperature=X),
+        ValueError,
+        "temperature: expected a number, or a tensor of shape",
+    ),
+    "temperatures that are integers": (
+        lambda: onepass.entropy_from_logits(X, temperature=torch.ones(X.shape[:-1], dtype=torch.int64)),
         TypeError,
-        "temperature: expected a number",
+        "temperature: expected a number or a floating-point tensor",
+    ),
+    "temperatures with a gradient": (
+        lambda: onepass.entropy_from_logits(X, temperature=torch.ones(X.shape[:-1], requires_grad=True)),
+        ValueError,
+        "temperature: expected a constant",
+    ),
+    "a temperature of 0": (
+        lambda: onepass.entropy_from_logits(X, temperature=torch.zeros(X.shape[:-1])),
+        ValueError,
+        "temperature: expected finite numbers above 0, got 0",
+    ),
+    "a teacher's temperature of NaN": (
+        lambda: onepass.kl_div(X, X, teacher_temperature=torch.full(X.shape[:-1], float("nan"))),
+        ValueError,
+        "teacher_temperature: expected finite numbers above 0, got nan",
     ),
     "softcap": (lambda: onepass.softmax_statistics(X, softcap=-1.0), ValueError, "softcap: .*above 0, got -1.0"),
     "logit_scale": (

@@ -478,7 +478,10 @@ def write(tensor):
 @pytest.mark.parametrize("case", [c for c in of_functions() if c.grad], ids=str)
 def test_a_write_before_the_backward(device, path, case):
     """It is an error, or the gradient is that of the forward pass."""
-    expected = expected_of(case, device, path)
+    expected, known = (
+        expected_of(case, device, path),
+        str(case).removesuffix(", rows apart").removesuffix(", a support"),
+    )
     wrong = []
     for leaf in [n for n, value in case.values(device).items() if isinstance(value, Tensor) and value.numel()]:
         values = case.values(device)
@@ -490,7 +493,7 @@ def test_a_write_before_the_backward(device, path, case):
             continue
         if not same(got, {n: expected[n] for n in got}):
             wrong.append(f"{leaf}: another gradient")
-        elif str(case) not in GRADIENT_IS_TAKEN and leaf not in MAY_BE_WRITTEN.get(str(case), ()):
+        elif known not in GRADIENT_IS_TAKEN and leaf not in MAY_BE_WRITTEN.get(known, ()):
             wrong.append(f"{leaf}: no error")
     if wrong:
         pytest.fail("; ".join(wrong), pytrace=False)

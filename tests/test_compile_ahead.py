@@ -24,7 +24,7 @@ import torch
 
 import onepass
 from onepass.core.moe_options import EXPERT_TENSORS, ExpertOptions, ExpertTensors, RouterOptions, RoutingGradients
-from onepass.core.options import FieldGradients, Inputs, Options, PairOptions, Transform
+from onepass.core.options import FieldGradients, Inputs, Options, PairOptions, PairRows, Transform
 from onepass.core.shard import Shard
 
 triton = pytest.importorskip("triton")
@@ -121,11 +121,13 @@ MODULES = "token_sort", "grouped_gemm", "grouped_weight_gradient", "expert_rows"
 OF_EXPERTS = [import_module(f"onepass.kernels.{name}") for name in MODULES]
 EXPERTS = {name for name in KERNELS if any(name in vars(module) for module in OF_EXPERTS)}
 # Constants that a launcher passes but does not choose by its arguments.
-FIXED = {"TILES", "BLOCK"}
+FIXED = {"TILES", "BLOCK", "GROUP"}
 OF_ONE_WIDTH = {
     "scale_kernel",
     "row_mean_kernel",
     "selected_logits_kernel",
+    "support_gradient_kernel",
+    "support_statistics_kernel",
     "teacher_tokens_kernel",
     "merge_divergences_kernel",
     "merge_shards_kernel",
@@ -150,16 +152,26 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     weighted = options.wants("weighted_logit")
     class_weights = empty(case.vocab) if weighted and not options.class_weight else None
     out = empty(case.rows, case.vocab, dtype=dtype)
-    numbers = kernels.divergence(logits, out, row_mask, case.pair)
-    kernels.divergence_gradient(logits, out, row_mask, numbers, empty(case.rows), case.padding > 0, case.pair, out)
-    inputs = Inputs(index, row_mask, class_weights)
+    temperature = None if row_mask is None else empty(case.rows)
+    read = PairRows(row_mask, temperature, temperature)
+    numbers = kernels.divergence(logits, out, read, case.pair)
+    kernels.divergence_gradient(logits, out, read, numbers, empty(case.rows), case.padding > 0, case.pair, out)
+    inputs = Inputs(index, row_mask, class_weights, temperature)
     packed, selected, _ = kernels.softmax_statistics(logits, inputs, options)
+    if case.padding:
+        kernels.softmax_statistics(logits, inputs, options._replace(invariant=True))
+        kernels.divergence(out, logits, read, case.pair._replace(invariant=True))
     states = kernels.shard_statistics(logits, inputs, options)
+    row = empty(case.rows, dtype=torch.int64)
+    of_support = inputs._replace(support=empty(case.rows * 64, dtype=torch.int64), starts=row, lengths=row)
+    restricted = options._replace(fields=" ".join(n for n in options.names if n != "mean_logit"))
+    kernels.softmax_statistics(logits, of_support, restricted)
+    kernels.shard_statistics(logits, of_support, restricted)
     shard = Shard(0, (case.vocab, case.vocab) if case.K > 1 else (case.vocab,) * 3)
     kernels.merge_shards(torch.empty_like(states).expand(shard.ranks, *states.shape), logits, inputs, shard, options)
     of_shards = case.pair._replace(direction="reverse" if case.pair.direction == "reverse" else "forward")
-    pairs = kernels.divergence_states(logits, out, of_shards)
-    kernels.merge_divergences(pairs.expand(shard.ranks, *pairs.shape), logits, out, row_mask, of_shards)
+    pairs = kernels.divergence_states(logits, out, read, of_shards)
+    kernels.merge_divergences(pairs.expand(shard.ranks, *pairs.shape), logits, out, read, of_shards)
     grad = empty(case.rows)
     upstream = FieldGradients(
         grad,
@@ -169,6 +181,7 @@ def launch(case: Case, dtype: torch.dtype) -> None:
         selected,
     )
     kernels.softmax_gradient(logits, inputs, packed, upstream, options, out)
+    kernels.softmax_gradient(logits, of_support, packed, upstream, restricted, out)
     fields = [n for n in options.names if n in ("selected", "log_probs", "weighted_logit")]
     of_loss = options._replace(fields=" ".join(fields))
     whole_vectors, one = (
@@ -177,9 +190,14 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     )
     assert kernels.supports_fused_loss(whole_vectors, one, of_loss)
     upstream = FieldGradients(grad, None, upstream.weighted_logit, None, grad)
-    kernels.softmax_loss(whole_vectors, inputs._replace(index=one), upstream, of_loss)
+    for written in (whole_vectors, out.to(torch.bfloat16)) if dtype == torch.float32 else (whole_vectors,):
+        kernels.softmax_loss(whole_vectors, inputs._replace(index=one), upstream, of_loss, written)
     kernels.scale(out, empty((), dtype=torch.float32), out)
     kernels.scale(empty(case.vocab), empty((), dtype=torch.float32), empty(case.vocab, dtype=dtype))
+    hidden, weight = empty(case.rows, 512, dtype=dtype), empty(case.vocab, 512, dtype=dtype)
+    rows = empty(case.rows, -(-case.vocab // 8) * 8, dtype=dtype)[:, : case.vocab]
+    kernels.row_gemm(hidden, weight.t(), weight[:, 0], rows)
+    kernels.row_gemm(rows, weight, None, hidden)
     kernels.row_mean(empty((64,), dtype=torch.float32), empty((64,), dtype=torch.bool), -1.0)
     tokens = index.view(case.rows, -1)
     kernels.selected_logits(logits, tokens, options.transform)

@@ -354,7 +354,8 @@ def test_10_eight_streams(vocab):
         found = []
         for x, stream in zip(given, streams):
             with torch.cuda.stream(stream):
-                found.append(kernels.softmax_loss(x, Inputs(index), FieldGradients(selected=ones), options)[1])
+                grads = FieldGradients(selected=ones)
+                found.append(kernels.softmax_loss(x, Inputs(index), grads, options, x)[1])
         torch.cuda.synchronize()
     for got, wanted in zip(found, expected):
         torch.testing.assert_close(got, wanted)
@@ -390,7 +391,7 @@ def test_11_tiles_do_not_follow_the_free_memory(monkeypatch):
             hidden = torch.empty(8192, 512, dtype=torch.bfloat16)
             weight = torch.empty(151936, 512, dtype=torch.bfloat16)
         monkeypatch.setattr(tiles, "ON_CPU", 0)
-        part = tiles.Head(tiles.HeadTensors(hidden, weight), tiles.Settings(torch.bfloat16))
+        part = tiles.Head(tiles.HeadTensors(hidden, weight), tiles.Settings(torch.bfloat16, torch.bfloat16))
         part.hidden = OnCuda(hidden)
         for trained in (False, True):
             for final in (False, True):

@@ -14,7 +14,7 @@ from definition import assert_close, assert_gradient_close, divergence, topk_div
 from inputs import HARD, INF, moved, split_rows
 from onepass import reference
 from onepass.backend import backend_of
-from onepass.core.options import PairOptions, Transform
+from onepass.core.options import PairOptions, PairRows, Transform
 from onepass.softmax.teacher_tokens import teacher_tokens
 from paths import interpreted
 
@@ -402,13 +402,14 @@ def test_states_of_columns_merge(device, direction, vocab):
         x[row + 3, ::3] = -INF
     student, teacher = (x.to(device) for x in pair)
     row_mask = torch.tensor([1, 1, 1, 1, 1, 1, 1, 0], device=device)
+    read = PairRows(row_mask)
     options = PairOptions(direction, 0.5, Transform(0.7), Transform(softcap=30.0))
     backend = backend_of(student, teacher)
     states = torch.stack(
-        [backend.divergence_states(student[:, a:b], teacher[:, a:b], options) for a, b in itertools.pairwise(cut)]
+        [backend.divergence_states(student[:, a:b], teacher[:, a:b], read, options) for a, b in itertools.pairwise(cut)]
     )
-    found = backend.merge_divergences(states, student, teacher, row_mask, options).cpu()
-    expected = reference.divergence(*(x.double() for x in pair), row_mask.cpu(), options)
+    found = backend.merge_divergences(states, student, teacher, read, options).cpu()
+    expected = reference.divergence(*(x.double() for x in pair), PairRows(row_mask.cpu()), options)
     assert torch.equal(found.isfinite().all(0), expected.isfinite().all(0))
     for got, wanted in zip(found.T, expected.T):
         if wanted.isfinite().all():

@@ -106,7 +106,7 @@ SHAPES = [(1, 64, 50257), (300, 64, 50257), (1000, 127, 5003), (4096, 256, 1000)
 def head_of(rows, width, vocab):
     with torch.device("meta"):
         hidden, weight = (torch.empty(n, width, dtype=torch.bfloat16) for n in (rows, vocab))
-    return lambda max_memory: Head(HeadTensors(hidden, weight), Settings(torch.bfloat16, max_memory))
+    return lambda max_memory: Head(HeadTensors(hidden, weight), Settings(torch.bfloat16, torch.bfloat16, max_memory))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -124,11 +124,11 @@ def test_plans_keep_to_the_memory(shape, trained):
             assert least > megabytes * 10**6 and plan([head(least)], None, Use(weight_gradient=trained)).rows == 1
             continue
         several = cut.rows < rows
-        assert cut.rows * (head(None).padded_vocab * 2) + total * several <= megabytes * 10**6
+        assert cut.rows * (head(None).logits_bytes(torch.bfloat16)) + total * several <= megabytes * 10**6
         assert sum(r.n for r in cut.cut()) == rows
         if several:  # tiles are as large as they may be, or as equal tiles of whole blocks are
             assert -(-rows // cut.rows) <= 2 * -(
-                -rows * (head(None).padded_vocab * 2 + ROW + INDEX) // (megabytes * 10**6 - total - 2**17)
+                -rows * (head(None).logits_bytes(torch.bfloat16) + ROW + INDEX) // (megabytes * 10**6 - total - 2**17)
             )
 
 

@@ -20,9 +20,9 @@ from linear_cases import (
     teacher_logits,
 )
 from onepass.core.dispatch import flatten_arguments
-from onepass.core.options import FieldGradients, Inputs, Options, PairOptions, Transform
+from onepass.core.options import FieldGradients, Inputs, Options, PairOptions, PairRows, Transform
 from onepass.logits import partitioned as gather
-from onepass.logits.tiled_divergence import TeacherTensors
+from onepass.logits.tiled_divergence import TeacherDtypes, TeacherTensors
 from onepass.logits.tiles import HeadTensors, Settings
 from paths import interpreted
 
@@ -146,13 +146,15 @@ def test_operations_are_well_formed(device, dtype):
         "tempered_log_normalizer mean_logit"
     )
     tensors, inputs = HeadTensors(hidden, weight, bias), Inputs(target % V, target != -100)
-    arguments = tuple(flatten_arguments((tensors, inputs, False, Settings(dtype), options)))
+    arguments = tuple(flatten_arguments((tensors, inputs, False, Settings(dtype, dtype), options)))
     torch.library.opcheck(torch.ops.onepass.linear_statistics.default, arguments)
     packed, _, _ = torch.ops.onepass.linear_statistics(*arguments)
     row = torch.randn_like(packed[0])
     upstream = FieldGradients(row, row, row, row, row)
     for needed in ([True, True, True], [False, True, False]):
-        arguments = tuple(flatten_arguments((tensors, inputs, packed, upstream, needed, Settings(dtype), options)))
+        arguments = tuple(
+            flatten_arguments((tensors, inputs, packed, upstream, needed, Settings(dtype, dtype), options))
+        )
         torch.library.opcheck(torch.ops.onepass.linear_gradient.default, arguments)
 
 
@@ -163,8 +165,12 @@ def test_divergences_are_well_formed(device, own_head):
     hidden, weight, bias, target = (x.detach() for x in batch(device, torch.bfloat16))
     teacher = TeacherTensors(hidden[:, :7], weight[:, :7]) if own_head else TeacherTensors(teacher_logits(target))
     options = PairOptions("jsd", 0.3, Transform(softcap=5.0), columns=V - 3)
-    settings = teacher.teacher.dtype, Settings(torch.bfloat16), options
-    tensors = HeadTensors(hidden, weight, bias), teacher, target != -100
+    settings = (
+        TeacherDtypes(teacher.teacher.dtype, teacher.teacher.dtype),
+        Settings(torch.bfloat16, torch.bfloat16),
+        options,
+    )
+    tensors = HeadTensors(hidden, weight, bias), teacher, PairRows(target != -100)
     arguments = tuple(flatten_arguments((*tensors, *settings)))
     torch.library.opcheck(torch.ops.onepass.linear_divergence.default, arguments)
     grad = torch.rand(N, device=device)

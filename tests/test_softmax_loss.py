@@ -34,7 +34,7 @@ def check(logits, *, transforms=None, weights=None, row_mask=None, fields="log_p
     given = logits.clone(memory_format=torch.preserve_format)
     assert kernels.supports_fused_loss(given, index, options)
     grads = FieldGradients.of(" ".join(upstream), list(upstream.values()))
-    results = kernels.softmax_loss(given, Inputs(index, row_mask, weights), grads, options)
+    results = kernels.softmax_loss(given, Inputs(index, row_mask, weights), grads, options, given)
     got = dict(zip(options.names, pick(results, options)))
     magnitude = expected["shift"].abs().nan_to_num(0, 0, 0).max().item()
     for name in options.names:
@@ -87,7 +87,8 @@ def test_rows_apart(device):
     logits = padded[:, :vocab]
     check(logits)
     index = torch.zeros(ROWS, dtype=torch.long, device=device)
-    kernels.softmax_loss(logits, Inputs(index), FieldGradients(selected=torch.ones(ROWS, device=device)), PLAIN)
+    grads = FieldGradients(selected=torch.ones(ROWS, device=device))
+    kernels.softmax_loss(logits, Inputs(index), grads, PLAIN, logits)
     assert padded[:, vocab:].isnan().all() and logits.isfinite().all()
 
 
@@ -95,7 +96,7 @@ def test_an_index_outside_is_nan(device):
     logits = random(device, sizes(device)[1])
     index = torch.tensor([0, -1, 2, logits.shape[-1], 4, 5, 6], device=device)
     grads = FieldGradients(selected=torch.ones(ROWS, device=device))
-    _, log_probs, _ = kernels.softmax_loss(logits, Inputs(index), grads, PLAIN)
+    _, log_probs, _ = kernels.softmax_loss(logits, Inputs(index), grads, PLAIN, logits)
     bad = torch.tensor([1, 3], device=device)
     good = torch.tensor([0, 2, 4, 5, 6], device=device)
     assert log_probs[bad].isnan().all() and logits[bad].isnan().all()
@@ -121,7 +122,7 @@ def test_many_rows_are_the_same_every_time():
     runs = []
     for _ in range(3):
         given = logits.clone()
-        results = kernels.softmax_loss(given, Inputs(index), FieldGradients(selected=ones), PLAIN)
+        results = kernels.softmax_loss(given, Inputs(index), FieldGradients(selected=ones), PLAIN, given)
         runs.append((given, results[1]))
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0]))

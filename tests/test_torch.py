@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import onepass
 from definition import assert_close, assert_gradient_close
 from onepass.core.dispatch import flatten_arguments
-from onepass.core.options import FieldGradients, Inputs, Options, PairOptions, Transform, empty_results
+from onepass.core.options import FieldGradients, Inputs, Options, PairOptions, PairRows, Transform, empty_results
 from onepass.reference.softmax import BLOCK_ELEMENTS
 from paths import interpreted
 
@@ -91,7 +91,10 @@ def test_operations_are_well_formed(device, dtype, many):
     index = torch.randint(9, (3, *many), device=device)
     mask = torch.tensor([True, False, True], device=device)
     weights = torch.rand(9, device=device)
-    inputs, options = Inputs(index, mask, weights), Options(EVERY_FIELD, Transform(softcap=5.0))
+    inputs, options = (
+        Inputs(index, mask, weights, torch.rand(3, device=device) + 0.5),
+        Options(EVERY_FIELD, Transform(softcap=5.0)),
+    )
     arguments = tuple(flatten_arguments((x, inputs, options)))
     torch.library.opcheck(torch.ops.onepass.softmax_statistics.default, arguments)
     packed, selected, _ = torch.ops.onepass.softmax_statistics(*arguments)
@@ -106,12 +109,13 @@ def test_operations_are_well_formed(device, dtype, many):
 def test_divergences_are_well_formed(device, dtype, direction):
     x, y = (torch.randn(3, 9).to(dtype).to(device) for _ in range(2))
     mask = torch.tensor([True, False, True], device=device)
+    read = PairRows(mask, None, torch.rand(3, device=device) + 0.5)
     options = PairOptions(direction, 0.3, Transform(softcap=5.0), Transform(temperature=2.0), columns=7)
-    arguments = tuple(flatten_arguments((x, y, mask, options)))
+    arguments = tuple(flatten_arguments((x, y, read, options)))
     torch.library.opcheck(torch.ops.onepass.divergence.default, arguments)
     packed = torch.ops.onepass.divergence(*arguments)
     for needed in ([True, True], [False, True]):
-        arguments = tuple(flatten_arguments((x, y, mask, packed, torch.randn_like(packed[0]), needed, options)))
+        arguments = tuple(flatten_arguments((x, y, read, packed, torch.randn_like(packed[0]), needed, options)))
         torch.library.opcheck(torch.ops.onepass.divergence_gradient.default, arguments)
 
 

@@ -75,13 +75,13 @@ def test_compiled(tmp_path):
 
 def test_the_kernels(tmp_path):
     """In the interpreter, on two processes."""
-    cases = ["statistics 1", "statistics of K 0", "topk renormalized"]
+    cases = ["statistics 1", "statistics of K 0", "statistics of a support", "topk renormalized"]
     pairs = ["kl_div sharded 3", "kl_div sharded 4", "kl_div head 6"]
     failed, printed = run(
         tmp_path,
         job(2, [HARD], cases=cases, functions=["odd_shards"]),
         job(2, [HALF], cases=cases[:1]),
-        job(2, linear=[TILED], cases=[*cases[2:], pairs[2]]),
+        job(2, linear=[TILED], cases=[*cases[2:], "log_probs of a support", pairs[2]]),
         job(2, [HARD], cases=pairs[:2], functions=["hard_pairs"]),
         interpreter=True,
     )

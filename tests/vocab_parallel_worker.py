@@ -110,6 +110,52 @@ CASES |= {
 }
 
 
+def temperatures(x):
+    """Of the rows; that of a masked one may be anything."""
+    found = 0.5 + torch.rand(ROWS, generator=torch.Generator().manual_seed(6))
+    return found.to(x.device)
+
+
+CASES |= {
+    "log_probs, own temperatures": lambda x, t, m: onepass.selective_log_softmax(
+        x, t.clamp(min=0), row_mask=m, temperature=temperatures(x).masked_fill(m == 0, -1.0)
+    ),
+    "both, own temperatures": lambda x, t, m: onepass.selective_log_softmax_and_entropy(
+        x, t.clamp(min=0), temperature=temperatures(x), softcap=30.0
+    ),
+    "topk renormalized, own temperatures": lambda x, t, m: onepass.topk_kl_div(
+        x, *ids_of(t), renormalize=True, temperature=temperatures(x)
+    ),
+    "distillation_loss, own temperatures": lambda x, t, m: onepass.distillation_loss(
+        x, t, *ids_of(t), row_mask=m, temperature=temperatures(x)
+    ),
+}
+
+
+def support_of(x):
+    """Ids in every shard and in one alone, none, and all."""
+    generator = torch.Generator().manual_seed(9)
+    ids = torch.stack([torch.randperm(VOCAB, generator=generator)[:8] for _ in range(math.prod(ROWS))]).view(*ROWS, 8)
+    ids[0, 0, :4], ids[0, 0, 4:] = torch.arange(4), -1
+    ids[2, 1] = -1
+    full = torch.zeros(ROWS, dtype=torch.bool)
+    full[1, 1] = full[2, 3] = True
+    return ids.to(x.device), full.to(x.device)
+
+
+CASES |= {
+    "log_probs of a support": lambda x, t, m: onepass.selective_log_softmax(
+        x, support_of(x)[0][..., :2].clamp(min=0), row_mask=m, support=support_of(x)
+    ).clamp(min=-1e9),
+    "statistics of a support": lambda x, t, m: of_statistics(
+        onepass.softmax_statistics(
+            x, support_of(x)[0][..., 0].clamp(min=0), class_weights=weights(x), support=support_of(x),
+            metrics=["is_top1", "log_sum_sq_probs"], temperature=temperatures(x),
+        )
+    ),
+}  # fmt: skip
+
+
 def teacher_like(x, kind):
     """Logits of a teacher: all of them, those of this process, or a head that is sharded like that of the student."""
     logits = finite_rows(torch.float64)[0].flip(0).to(x.device, x.dtype)
@@ -126,7 +172,13 @@ def teacher_like(x, kind):
 
 
 def kl_div_case(kind, options):
-    return lambda x, t, m: onepass.kl_div(x, teacher_like(x, kind), row_mask=m, **options)
+    own = options.pop("own_temperatures", False)
+
+    def loss(x, t, m):
+        own_ones = dict(temperature=temperatures(x), teacher_temperature=temperatures(x).flip(0)) if own else {}
+        return onepass.kl_div(x, teacher_like(x, kind), row_mask=m, **options, **own_ones)
+
+    return loss
 
 
 KL = [
@@ -135,6 +187,7 @@ KL = [
     ("sharded", dict(direction="jsd", beta=0.7, vocab_size=11, teacher_temperature=2.0, reduction="sum")),
     ("head", dict(temperature=2.0, teacher_logit_scale=0.5)), ("head", dict(direction="jsd", reduction="none")),
     ("head", dict(direction="reverse", num_items=5)),
+    ("sharded", dict(own_temperatures=True)), ("head", dict(own_temperatures=True, direction="jsd")),
 ]  # fmt: skip
 CASES |= {f"kl_div {kind} {n}": kl_div_case(kind, options) for n, (kind, options) in enumerate(KL)}
 
@@ -224,13 +277,14 @@ def compare_linear(case, rank, ranks, dtype, padding, tiled, sequence):
     """A head of which this process holds some rows of the weight, and some hidden states if ``sequence``."""
     group = dist.group.WORLD
     (hidden, weight, bias), target, mask = head_of(dtype)
+    wide = {"logits_dtype": torch.float32} if dtype == torch.bfloat16 else {}  # sums of ranks are rounded once more
     first, size = sum(SPLITS[ranks][:rank]), SPLITS[ranks][rank]
     extra = 3 if padding and rank == ranks - 1 else 0
     rows = slice(rank * ROWS[0] // ranks, (rank + 1) * ROWS[0] // ranks) if sequence else slice(None)
     local = [hidden.detach()[rows].clone(), *(t.detach()[first : first + size] for t in (weight, bias))]
     local[1:] = [torch.cat([t, torch.full((extra, *t.shape[1:]), math.nan, dtype=dtype)]) for t in local[1:]]
     local = [t.to(PLACE).requires_grad_() for t in local]
-    options = dict(vocab_group=group, vocab_size=VOCAB, sequence_parallel=sequence)
+    options = dict(vocab_group=group, vocab_size=VOCAB, sequence_parallel=sequence) | wide
 
     def results(parts, **options):
         inputs = target.to(parts[0].device), mask.to(parts[0].device)
@@ -251,7 +305,7 @@ def compare_linear(case, rank, ranks, dtype, padding, tiled, sequence):
         except ValueError as error:
             least = int(str(error).split("at least ")[1].split(" ")[0])
         options["max_memory"] = least + 2000
-    expected, found = results((hidden, weight, bias)), results(local, **options)
+    expected, found = results((hidden, weight, bias), **wide), results(local, **options)
     tolerance = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 3e-2}[dtype]
     for n, (a, b) in enumerate(zip(found, expected, strict=True)):
         close(a.detach(), b.detach(), tolerance, f"{case}, result {n}")
@@ -349,6 +403,14 @@ def disagreement(rank, ranks):
             assert "on all ranks, got" in str(error), error
         else:
             raise AssertionError((rows, dtype, vocab))
+    half = [torch.zeros(n, 6, dtype=torch.bfloat16) for n in (3, 7)]
+    for options in ({"max_memory": 2**28 + rank}, {"logits_dtype": torch.float32 if rank else None}):
+        try:
+            onepass.LinearLogits(*half, vocab_group=group, **options)
+        except ValueError as error:
+            assert "on all ranks, got" in str(error), error
+        else:
+            raise AssertionError(options)
     for wrong, match in (("group", TypeError), (None, TypeError)):
         try:
             VocabParallelLogits(torch.zeros(3, 6), wrong)

@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 from onepass import moe
+from onepass.core.invariance import batch_invariant
 from onepass.core.version import __version__ as __version__
 from onepass.integrations.lazy_logits import Attached, attach
 from onepass.integrations.patching import Patch, patch
@@ -53,6 +54,7 @@ __all__ = [
     "TopKKLDivLoss",
     "VocabParallelLogits",
     "attach",
+    "batch_invariant",
     "cross_entropy",
     "distillation_loss",
     "entropy_from_logits",

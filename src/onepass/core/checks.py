@@ -78,6 +78,20 @@ def check_row_mask(row_mask: torch.Tensor, logits: Logits, name: str = "row_mask
     check_device(row_mask, logits, name)
 
 
+def check_temperature(temperature: torch.Tensor, logits: Logits, name: str = "temperature") -> None:
+    """Raise unless ``temperature`` is a constant floating-point tensor of shape ``(...)``. Its values are not read."""
+    if temperature.dtype not in FLOATS:
+        raise TypeError(f"{name}: expected a number or a floating-point tensor, got {described(temperature)}")
+    if temperature.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"{name}: expected a number, or a tensor of shape {tuple(logits.shape[:-1])}, "
+            f"got one of shape {tuple(temperature.shape)}"
+        )
+    if temperature.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name}: expected a constant, got a tensor that requires a gradient; detach it")
+    check_device(temperature, logits, name)
+
+
 def check_class_weights(weights: torch.Tensor, logits: Logits, name: str) -> None:
     """Raise unless ``weights`` is a constant floating-point tensor of shape ``(V,)``."""
     if not isinstance(weights, torch.Tensor) or weights.dtype not in FLOATS:

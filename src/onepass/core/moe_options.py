@@ -31,6 +31,7 @@ class RouterOptions(NamedTuple):
     score_after_topk: bool = False
     softcap: float | None = None
     sums: bool = False  # whether to return the summed probabilities and logsumexp, for auxiliary losses
+    invariant: bool = False  # see `Options.invariant`
 
     def factors(self) -> tuple[float, float]:
         """See `Transform.factors`."""

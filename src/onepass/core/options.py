@@ -4,7 +4,7 @@ Options and inputs are named tuples. They can be part of the key of a cache and,
 operation registered with torch (`core.dispatch.operation`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple, TypeVar, get_args
 
@@ -65,6 +65,7 @@ class Options(NamedTuple):
     transform: Transform = IDENTITY
     class_weight: float = 0.0  # the weight of every class if there is no tensor of class weights
     sharpness: float = 2.0  # the inverse of the second temperature; `log_sum_sq_probs` needs 2
+    invariant: bool = False  # whether a row's results are the same whatever rows are with it; see `batch_invariant`
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -82,6 +83,28 @@ class Inputs(NamedTuple):
     index: Tensor | None = None  # type: ignore[assignment]  # (...) or (..., K): the selected classes
     row_mask: Tensor | None = None  # (...): rows where it is 0 are masked and not read
     class_weights: Tensor | None = None  # (V,)
+    temperature: Tensor | None = None  # (...): of each row, above 0; it divides the transformed logits
+    # The classes that the distribution of a row is restricted to: `lengths` of `support` from `starts` on. Negative ids
+    # are skipped, and a row of negative length has all classes. Without starts and lengths, every row has S of them.
+    support: Tensor | None = None  # (n,) or (..., S)
+    starts: Tensor | None = None  # (...)
+    lengths: Tensor | None = None  # (...)
+
+    def rows(self, of: Callable[[Tensor], Tensor]) -> "Inputs":
+        """With the function applied to every tensor that has an entry for each row."""
+        index, row_mask, class_weights, temperature, support, starts, lengths = self
+        per_row = [None if t is None else of(t) for t in (index, row_mask, temperature, starts, lengths)]
+        support = of(support) if support is not None and starts is None else support
+        return Inputs(per_row[0], per_row[1], class_weights, per_row[2], support, *per_row[3:])
+
+    def columns(self, first: int, stop: int | None = None) -> "Inputs":
+        """Of the classes from ``first`` to ``stop`` alone, which are counted from ``first``."""
+        index, _, class_weights, _, support, *_ = self
+        return self._replace(
+            index=None if index is None else index - first,
+            class_weights=None if class_weights is None else class_weights[first:stop],
+            support=None if support is None else support - first,
+        )
 
 
 class FieldGradients(NamedTuple):
@@ -160,6 +183,14 @@ DIVERGENCE = PAIR_NUMBERS.index("divergence")
 T = TypeVar("T")
 
 
+class PairRows(NamedTuple):
+    """Tensors ``(...)`` that a divergence reads in addition to the logits."""
+
+    row_mask: Tensor | None = None  # rows where it is 0 are masked and not read
+    student_temperatures: Tensor | None = None  # see `Inputs.temperature`
+    teacher_temperatures: Tensor | None = None
+
+
 class PairOptions(NamedTuple):
     """A divergence, and the transforms of the two rows of logits that it compares."""
 
@@ -168,6 +199,7 @@ class PairOptions(NamedTuple):
     student: Transform = IDENTITY
     teacher: Transform = IDENTITY
     columns: int | None = None  # how many leading columns of both are compared; None for all
+    invariant: bool = False  # see `Options.invariant`
 
     @property
     def weights(self) -> tuple[float, float]:
@@ -177,6 +209,15 @@ class PairOptions(NamedTuple):
     def ordered(self, student: T, teacher: T) -> tuple[T, T]:
         """Order student and teacher as ``(P, Q)`` in KL(P ‖ Q) and in the mixture."""
         return (student, teacher) if self.direction == "reverse" else (teacher, student)
+
+
+def normalizers(read: PairRows, options: PairOptions) -> tuple[list[Inputs], list[Options]]:
+    """What `softmax_statistics` takes for the normalizers of student and teacher."""
+    inputs = [
+        Inputs(row_mask=read.row_mask, temperature=t) for t in (read.student_temperatures, read.teacher_temperatures)
+    ]
+    of_rows = Options("shift log_normalizer", invariant=options.invariant)
+    return inputs, [of_rows._replace(transform=of) for of in (options.student, options.teacher)]
 
 
 def empty_pair_numbers(student: Tensor, teacher: Tensor) -> Tensor:

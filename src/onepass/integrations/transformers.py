@@ -41,7 +41,7 @@ def ForCausalLMLoss(
     """
     count: AbstractContextManager[None] = nullcontext()
     if shift_labels is None:
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        shift_labels = F.pad(labels, (-1, 1), value=ignore_index) if labels.shape[-1] else labels
         count = expecting_count(labels, ignore_index)
     logits = logits if logits.shape[-1] == vocab_size else logits.reshape(-1, vocab_size)
     target = shift_labels.reshape(logits.shape[:-1]).to(logits.device)

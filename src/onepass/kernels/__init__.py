@@ -10,6 +10,7 @@ from onepass.kernels.expert_mlp import expert_mlp, expert_mlp_gradient
 from onepass.kernels.merge_shards import merge_divergences, merge_shards
 from onepass.kernels.router import route
 from onepass.kernels.router_gradient import route_gradient
+from onepass.kernels.row_gemm import row_gemm
 from onepass.kernels.row_mean import row_mean
 from onepass.kernels.scale import scale
 from onepass.kernels.scattered_linear import scattered_linear, scattered_linear_gradient
@@ -32,6 +33,7 @@ __all__ = [
     "merge_shards",
     "route",
     "route_gradient",
+    "row_gemm",
     "row_mean",
     "scale",
     "scattered_linear",

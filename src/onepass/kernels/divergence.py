@@ -20,12 +20,12 @@ import triton
 import triton.language as tl
 
 from onepass.autotune.own import choose
-from onepass.core.options import Inputs, Options, PairOptions, empty_pair_numbers
+from onepass.core.options import PairOptions, PairRows, empty_pair_numbers, normalizers
 from onepass.core.shard import PAIR_STATE
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, row_groups, workspace
-from onepass.kernels.online_softmax import LOG2E, LOWEST, transform
+from onepass.kernels.online_softmax import LOG2E, LOWEST, factors_of_row, transform
 from onepass.kernels.row_programs import arrives_last, row_start
 from onepass.kernels.softmax_statistics import softmax_statistics
 
@@ -141,20 +141,24 @@ def merge(mp, sp, mq, sq, d, MIXTURE: tl.constexpr):
 @triton.jit(
     do_not_specialize=["rows", "V", "inner_rows", "p_outer_stride", "p_inner_stride", "q_outer_stride",
                        "q_inner_stride"],
-    do_not_specialize_on_alignment=["row_mask", "p_numbers", "q_numbers", "loss", "pieces"],
+    do_not_specialize_on_alignment=[
+        "row_mask", "p_temperature", "q_temperature", "p_numbers", "q_numbers", "loss", "pieces",
+    ],
 )  # fmt: skip
 def divergence_kernel(
-    p: "Rows", q: "Rows", row_mask: "Flat", p_numbers: "Out", q_numbers: "Out", loss: "Out", pieces: "Out",
+    p: "Rows", q: "Rows", row_mask: "Flat", p_temperature: "Flat", q_temperature: "Flat",
+    p_numbers: "Out", q_numbers: "Out", loss: "Out", pieces: "Out",
     rows: tl.int32, V: tl.int32, inner_rows: tl.int32, p_outer_stride: tl.int64, p_inner_stride: tl.int64,
     q_outer_stride: tl.int64, q_inner_stride: tl.int64, p_inner: tl.float32, p_outer: tl.float32,
     q_inner: tl.float32, q_outer: tl.float32, w_p: tl.float32, w_q: tl.float32,
     MIXTURE: tl.constexpr, P_SOFTCAP: tl.constexpr, Q_SOFTCAP: tl.constexpr, ALIGN: tl.constexpr,
     SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr, SHARD: tl.constexpr,
+    FIXED: tl.constexpr,
 ):  # fmt: skip
     """The divergence between each row of ``p`` and the same row of ``q``: KL(P ‖ Q), or JSD if MIXTURE.
 
-    Inputs: logits ``p`` and ``q`` ``(rows, V)``; ``row_mask`` ``(rows,)`` or None. If MIXTURE, also the shifts and
-    log-normalizers in ``p_numbers`` and ``q_numbers``.
+    Inputs: logits ``p`` and ``q`` ``(rows, V)``; ``row_mask``, ``p_temperature`` and ``q_temperature`` ``(rows,)``,
+    each or None. If MIXTURE, also the shifts and log-normalizers in ``p_numbers`` and ``q_numbers``.
     Outputs: ``loss`` ``(rows,)``; ``p_numbers`` and ``q_numbers`` ``(3, rows)``: shift, log-normalizer and mean of each
     row (only the mean if MIXTURE). All are 0 for masked rows. ``pieces`` is the `layout.workspace`.
     If SHARD, the logits are some columns of the vocabulary, and ``p_numbers`` ``(5, rows)`` is the only output: the
@@ -167,6 +171,8 @@ def divergence_kernel(
     active = True
     if row_mask is not None:
         active = tl.load(row_mask + row) != 0
+    p_inner, p_outer = factors_of_row(p_inner, p_outer, p_temperature, row, P_SOFTCAP)
+    q_inner, q_outer = factors_of_row(q_inner, q_outer, q_temperature, row, Q_SOFTCAP)
     last = split == SPLITS - 1
     mp, sp, mq, sq, d = 0.0, 0.0, 0.0, 0.0, 0.0
     kl, p_mean, q_mean = 0.0, 0.0, 0.0
@@ -180,7 +186,7 @@ def divergence_kernel(
         start = row_start(row, inner_rows, p_outer_stride, p_inner_stride)
         q_start = row_start(row, inner_rows, q_outer_stride, q_inner_stride)
         head = (start % VEC).to(tl.int32) if ALIGN else 0
-        p_base = p + start // VEC * VEC
+        p_base = p + (start // VEC * VEC if not FIXED else start)
         q_base = q + (q_start // VEC * VEC if SAME_PHASE else q_start - head)
         p_shift, p_norm, q_shift, q_norm = 0.0, 0.0, 0.0, 0.0
         if MIXTURE:
@@ -254,13 +260,14 @@ def divergence_kernel(
 
 def plan_for(p: Layout, q: Layout, device: torch.device, rows: int, options: PairOptions, shard: bool) -> Plan:
     """The launch of `divergence_kernel` for one group of rows; ``rows`` counts those of all groups."""
-    g = Geometry(p, q)
-    lanes, splits = layout.programs_for(g.rows, g.V, g.VEC, device, LANES_OF_MANY_ROWS)
-    LANES, SPLITS = choose(divergence_kernel, g.key(options.direction), dict(LANES=lanes, SPLITS=splits)).values()
+    g = Geometry(p, q, fixed=options.invariant)
+    lanes, splits = g.programs(device, LANES_OF_MANY_ROWS)
+    rule = dict(LANES=lanes, SPLITS=splits)
+    LANES, SPLITS = (rule if g.fixed else choose(divergence_kernel, g.key(options.direction), rule)).values()
     of_p, of_q = options.ordered(options.student, options.teacher)
     constexprs = dict(
         MIXTURE=options.direction == "jsd", P_SOFTCAP=of_p.softcap is not None, Q_SOFTCAP=of_q.softcap is not None,
-        **g.constexprs, LANES=LANES, SPLITS=SPLITS, SHARD=shard,
+        **g.constexprs, LANES=LANES, SPLITS=SPLITS, SHARD=shard, FIXED=g.fixed and g.unaligned,
     )  # fmt: skip
     numbers = (rows, g.V, *g.strides, *of_p.factors(), *of_q.factors(), *options.weights)
     return Plan(
@@ -269,21 +276,18 @@ def plan_for(p: Layout, q: Layout, device: torch.device, rows: int, options: Pai
     )  # fmt: skip
 
 
-def divergence(
-    student: torch.Tensor, teacher: torch.Tensor, row_mask: torch.Tensor | None, options: PairOptions
-) -> torch.Tensor:
+def divergence(student: torch.Tensor, teacher: torch.Tensor, read: PairRows, options: PairOptions) -> torch.Tensor:
     """`PAIR_NUMBERS` of every row, ``(len(PAIR_NUMBERS), ...)``."""
     packed = empty_pair_numbers(student, teacher)
     if packed[0].numel() and options.direction == "jsd":
-        for x, numbers, of_x in zip((student, teacher), (packed[:2], packed[3:5]), (options.student, options.teacher)):
-            read = Options("shift log_normalizer", of_x)
-            numbers.copy_(softmax_statistics(x, Inputs(row_mask=row_mask), read)[0][:2])
-    add_means(student, teacher, row_mask, packed, options)
+        for x, numbers, inputs, of_x in zip((student, teacher), (packed[:2], packed[3:5]), *normalizers(read, options)):
+            numbers.copy_(softmax_statistics(x, inputs, of_x)[0][:2])
+    add_means(student, teacher, read, packed, options)
     return packed
 
 
 def add_means(
-    student: torch.Tensor, teacher: torch.Tensor, row_mask: torch.Tensor | None, packed: torch.Tensor,
+    student: torch.Tensor, teacher: torch.Tensor, read: PairRows, packed: torch.Tensor,
     options: PairOptions,
 ) -> None:  # fmt: skip
     """Write the means and the divergence into ``packed`` and, except for JSD, which reads them there, the normalizers.
@@ -291,21 +295,24 @@ def add_means(
     If the logits are some columns of the vocabulary, those of JSD are sums over these columns.
     """
     p_numbers, q_numbers = options.ordered(packed[:3], packed[3:6])
-    read_pairs(student, teacher, (row_mask, p_numbers, q_numbers, packed[6]), options)
+    read_pairs(student, teacher, read, (p_numbers, q_numbers, packed[6]), options)
 
 
-def divergence_states(student: torch.Tensor, teacher: torch.Tensor, options: PairOptions) -> torch.Tensor:
+def divergence_states(
+    student: torch.Tensor, teacher: torch.Tensor, read: PairRows, options: PairOptions
+) -> torch.Tensor:
     """The state of every row of a vocabulary shard, ``(len(PAIR_STATE), rows)``, for KL(P ‖ Q)."""
     states = student.new_empty((STATE.value, student.shape[:-1].numel()), dtype=torch.float32)
-    read_pairs(student, teacher, (None, states, None, None), options, True)
+    read_pairs(student, teacher, read._replace(row_mask=None), (states, None, None), options, True)
     return states
 
 
 def read_pairs(
-    student: torch.Tensor, teacher: torch.Tensor, of_rows: tuple[torch.Tensor | None, ...], options: PairOptions,
-    shard: bool = False,
+    student: torch.Tensor, teacher: torch.Tensor, read: PairRows, outputs: tuple[torch.Tensor | None, ...],
+    options: PairOptions, shard: bool = False,
 ) -> None:  # fmt: skip
-    """Launch `divergence_kernel`; ``of_rows`` are the tensors that have numbers of every row."""
+    """Launch `divergence_kernel`."""
+    of_rows = read.row_mask, *options.ordered(*read[1:]), *outputs
     rows = student.shape[:-1].numel()
     for first, pair in row_groups(student, teacher) if rows else ():
         p, q = options.ordered(*pair)

@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 
 from onepass.autotune.own import choose
-from onepass.core.options import PairOptions
+from onepass.core.options import PairOptions, PairRows
 from onepass.kernels import layout
 from onepass.kernels.divergence import MEAN, log_ratios, read_normalizer
 from onepass.kernels.launch import Flat, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, row_groups
-from onepass.kernels.online_softmax import LOG2E, transform, transform_and_slope
+from onepass.kernels.online_softmax import LOG2E, factors_of_row, transform, transform_and_slope
 from onepass.kernels.row_programs import row_start, write_zeros
 
 TILES = 4  # tiles that a program writes
@@ -49,10 +49,11 @@ def write_tile(x, y, out, col0, low, high, x_shift, x_norm, y_shift, y_norm, mea
 @triton.jit(
     do_not_specialize=["rows", "V", "inner_rows", "x_outer_stride", "x_inner_stride", "y_outer_stride",
                        "y_inner_stride", "out_outer_stride", "out_inner_stride", "g_stride"],
-    do_not_specialize_on_alignment=["row_mask", "x_numbers", "y_numbers", "grad"],
+    do_not_specialize_on_alignment=["row_mask", "x_temperature", "y_temperature", "x_numbers", "y_numbers", "grad"],
 )  # fmt: skip
 def divergence_gradient_kernel(
-    x: "Rows", y: "Rows", out: "Rows", row_mask: "Flat", x_numbers: "Flat", y_numbers: "Flat", grad: "Strided",
+    x: "Rows", y: "Rows", out: "Rows", row_mask: "Flat", x_temperature: "Flat", y_temperature: "Flat",
+    x_numbers: "Flat", y_numbers: "Flat", grad: "Strided",
     rows: tl.int32, V: tl.int32, inner_rows: tl.int32, x_outer_stride: tl.int64, x_inner_stride: tl.int64,
     y_outer_stride: tl.int64, y_inner_stride: tl.int64, out_outer_stride: tl.int64, out_inner_stride: tl.int64,
     g_stride: tl.int32, x_inner: tl.float32, x_outer: tl.float32, y_inner: tl.float32, y_outer: tl.float32,
@@ -63,8 +64,8 @@ def divergence_gradient_kernel(
     """The gradient of the divergence with respect to one of the two tensors.
 
     Inputs: logits ``x``, with respect to which the gradient is taken, and ``y``, the other ones, ``(rows, V)``;
-    ``row_mask`` ``(rows,)`` or None; ``x_numbers``, ``y_numbers`` ``(3, rows)`` of `divergence_kernel`; the upstream
-    gradient ``grad`` ``(rows,)``.
+    ``row_mask``, ``x_temperature`` and ``y_temperature`` ``(rows,)``, each or None; ``x_numbers``, ``y_numbers``
+    ``(3, rows)`` of `divergence_kernel`; the upstream gradient ``grad`` ``(rows,)``.
     Output: ``out`` ``(rows, V)``, which may be ``x`` itself. Rows that are masked or have an upstream gradient of 0 are
     written but not read.
     Bytes moved: see the module docstring.
@@ -82,6 +83,8 @@ def divergence_gradient_kernel(
     out_base = out + (out_start // VEC * VEC if SAME_PHASE else out_start - head)
     high = tl.minimum(head + V, low + TILE * TILES)
 
+    x_inner, x_outer = factors_of_row(x_inner, x_outer, x_temperature, row, X_SOFTCAP)
+    y_inner, y_outer = factors_of_row(y_inner, y_outer, y_temperature, row, Y_SOFTCAP)
     g = 0.0
     active = True
     if row_mask is not None:
@@ -127,7 +130,7 @@ def gradient_plan_for(
 def divergence_gradient(
     student: torch.Tensor,
     teacher: torch.Tensor,
-    row_mask: torch.Tensor | None,
+    read: PairRows,
     packed: torch.Tensor,
     grad: torch.Tensor,
     of_teacher: bool,
@@ -141,8 +144,9 @@ def divergence_gradient(
     rows = packed[0].numel()
     grad = grad if grad.dim() == 1 else grad.reshape(-1)
     numbers = (packed[3:6], packed[:3]) if of_teacher else (packed[:3], packed[3:6])
+    temperatures = read[:0:-1] if of_teacher else read[1:]
     for first, (s, t, g) in row_groups(student, teacher, out) if rows else ():
         x, y = (t, s) if of_teacher else (s, t)
         about = layout_of(x), layout_of(y), layout_of(g), grad.stride(0), rows, of_teacher, options
-        tensors = flat_rows(first, (row_mask, *numbers, grad))
+        tensors = flat_rows(first, (read.row_mask, *temperatures, *numbers, grad))
         launch(gradient_plan_for, about, (x, y, g, *tensors))

@@ -14,6 +14,7 @@ THREADS_PER_SM = 512
 MAX_SPLITS = 64
 MAX_LANES = 256
 MAX_LANES_OF_FEW_ROWS = 1024
+MANY = 1 << 20  # rows or tokens, for plans that do not depend on their number
 
 
 def row_groups(*tensors: torch.Tensor) -> list[tuple[int, Sequence[torch.Tensor]]]:
@@ -58,17 +59,21 @@ class Geometry:
         strides: ``inner_rows``, followed by the outer and the inner stride of every tensor.
         constexprs: ``ALIGN``, whether rows of the first tensor may start at an unaligned address; ``SAME_PHASE``,
             whether the rows of all tensors are equally far from an aligned address; ``VEC``, elements per thread.
+        fixed: whether columns are counted from the first of a row at any address, and nothing depends on the other
+            rows: for the batch-invariant mode. ``ALIGN`` is then False.
     """
 
-    def __init__(self, *tensors: Layout) -> None:
+    def __init__(self, *tensors: Layout, fixed: bool = False) -> None:
         shape = tensors[0][0]
         self.V, self.rows = shape[-1], math.prod(shape[:-1])
         self.VEC = 16 // min(size for _, _, size in tensors)
         where = [row_strides(shape, strides) for _, strides, _ in tensors]
         self.strides = where[0] + tuple(s for w in where[1:] for s in w[1:])
         first = where[0][1:]
-        self.align = any(s % self.VEC for s in first)
+        unaligned = any(s % self.VEC for s in first)
+        self.fixed, self.unaligned, self.align = fixed, unaligned, unaligned and not fixed
         same_phase = not any((a - b) % self.VEC for w in where[1:] for a, b in zip(first, w[1:]))
+        same_phase = same_phase and not (fixed and unaligned)
         phase = {"SAME_PHASE": same_phase} if len(tensors) > 1 else {}
         self.constexprs = {"ALIGN": self.align, **phase, "VEC": self.VEC}  # in the order of the kernels' signatures
 
@@ -80,6 +85,10 @@ class Geometry:
             **elements(16 // self.VEC),
             "read": read.replace(" ", "+"),
         }
+
+    def programs(self, device: torch.device, most: int = MAX_LANES) -> tuple[int, int]:
+        """See `programs_for`."""
+        return programs_for(MANY if self.fixed else self.rows, self.V, self.VEC, device, most)
 
     def pieces(self, threads: int) -> int:
         """The number of pieces, of ``threads`` vectors each, that cover a row."""

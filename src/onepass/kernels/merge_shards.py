@@ -7,13 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
-from onepass.core.options import Inputs, Options, PairOptions, Results, empty_pair_numbers, empty_results
+from onepass.core.options import Inputs, Options, PairOptions, PairRows, Results, empty_pair_numbers, empty_results
 from onepass.core.shard import Shard, per_row, state_fields
 from onepass.kernels.divergence import MEAN, STATE, merge_kl
 from onepass.kernels.launch import Flat, Out, Plan, launch
 from onepass.kernels.layout import power_of_two
 from onepass.kernels.online_softmax import LOWEST, merge
-from onepass.kernels.softmax_statistics import (
+from onepass.kernels.softmax_fields import (
     ENTROPY,
     EXPECTED_LOGIT,
     LOG_NORMALIZER,
@@ -126,7 +126,7 @@ def plan_for(rows: int, K: int, shard: Shard, options: Options) -> Plan:
 
 def merge_shards(states: torch.Tensor, logits: torch.Tensor, inputs: Inputs, shard: Shard, options: Options) -> Results:
     """The statistics of every row from the states ``(ranks, numbers, rows)``; ``logits`` are those of one shard."""
-    index, row_mask, _ = inputs
+    index, row_mask = inputs[:2]
     results = empty_results(logits, index, options)
     rows, K = logits.shape[:-1].numel(), per_row(index, logits.dim())
     if rows:
@@ -171,13 +171,12 @@ def divergence_plan_for(rows: int, ranks: int) -> Plan:
 
 
 def merge_divergences(
-    states: torch.Tensor, student: torch.Tensor, teacher: torch.Tensor, row_mask: torch.Tensor | None,
-    options: PairOptions,
+    states: torch.Tensor, student: torch.Tensor, teacher: torch.Tensor, read: PairRows, options: PairOptions,
 ) -> torch.Tensor:  # fmt: skip
     """`PAIR_NUMBERS` of every row from the states ``(ranks, numbers, rows)``; the logits are those of one shard."""
     packed = empty_pair_numbers(student, teacher)
     rows = packed[0].numel()
     p_numbers, q_numbers = options.ordered(packed[:3], packed[3:6])
     if rows:
-        launch(divergence_plan_for, (rows, len(states)), (states, row_mask, p_numbers, q_numbers, packed[6]))
+        launch(divergence_plan_for, (rows, len(states)), (states, read.row_mask, p_numbers, q_numbers, packed[6]))
     return packed

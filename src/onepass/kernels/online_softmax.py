@@ -56,6 +56,19 @@ def transform(x, inner, outer, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def factors_of_row(inner, outer, temperature, row, SOFTCAP: tl.constexpr):
+    """The factors of `transform`, over the temperature of the row if each has its own; NaN unless it is above 0."""
+    if temperature is not None:
+        t = tl.load(temperature + row)
+        t = tl.where((t > 0) & (t < float("inf")), t, float("nan"))
+        if SOFTCAP:
+            outer = outer / t
+        else:
+            inner = inner / t
+    return inner, outer
+
+
+@triton.jit
 def transform_and_slope(x, inner, outer, SOFTCAP: tl.constexpr):
     """`transform` and its derivative with respect to ``x``."""
     z = x.to(tl.float32) * inner

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from onepass.core.moe_options import RouterOptions, RoutingResults, empty_routing
 from onepass.kernels.launch import Flat, Out, Plan, Rows, launch
-from onepass.kernels.layout import power_of_two
+from onepass.kernels.layout import MANY, power_of_two
 from onepass.kernels.online_softmax import LOG2E, LOWEST, transform
 from onepass.kernels.router_scores import (
     SIGMOID,
@@ -256,9 +256,10 @@ def groups_of(E: int, n_group: int) -> tuple[int, int, int]:
 
 
 @lru_cache
-def tokens_of_tile(T: int, E: int, n_group: int) -> int:
+def tokens_of_tile(T: int, E: int, options: RouterOptions) -> int:
     """Tokens per program; all of them if they are few."""
-    groups, size, chunks = groups_of(E, n_group)
+    T = MANY if options.invariant else T
+    groups, size, chunks = groups_of(E, options.n_group)
     width = groups * power_of_two(size)
     tile = ONE_TILE if T * width <= ONE_TILE else THREADS * VALUES * chunks
     return min(power_of_two(T), max(1, tile // width))
@@ -272,7 +273,7 @@ def plan_for(shape: Shape, options: RouterOptions) -> Plan:
     T, E, stride = shape
     o = options
     BLOCK_G, STEP, CHUNKS = groups_of(E, o.n_group)
-    BLOCK_T, BLOCK_J = tokens_of_tile(T, E, o.n_group), power_of_two(STEP)
+    BLOCK_T, BLOCK_J = tokens_of_tile(T, E, o), power_of_two(STEP)
     constexprs = dict(
         E=E, K=o.k, SCORE=o.score, GROUPS=o.n_group, TOPK_GROUP=o.topk_group, TOP2=o.group_score == "top2_sum",
         RENORMALIZE=o.renormalize, RELATIVE=is_relative(o), AFTER=o.score_after_topk, SOFTCAP=o.softcap is not None,
@@ -294,7 +295,7 @@ def route(
     """
     weights, experts, counts, prob_sums, logsumexp = results = empty_routing(logits, options)
     T, E = logits.shape
-    programs = -(-T // tokens_of_tile(T, E, options.n_group))
+    programs = -(-T // tokens_of_tile(T, E, options))
     parts = prob_sums if prob_sums is None or programs == 1 else prob_sums.new_empty((programs, E))
     if programs != 1:
         counts.zero_()

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from onepass.core.moe_options import RouterOptions, RoutingGradients
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
-from onepass.kernels.layout import power_of_two
+from onepass.kernels.layout import MANY, power_of_two
 from onepass.kernels.online_softmax import LOG2E, LOWEST, transform_and_slope
 from onepass.kernels.router_scores import (
     SIGMOID,
@@ -124,7 +124,7 @@ def gradient_plan_for(shape: Shape, strides: tuple[int, ...], options: RouterOpt
     """The launch of `routing_gradient_kernel`; ``strides`` are those of the upstream gradients."""
     T, E, stride = shape
     o, width = options, power_of_two(E)
-    rows = min(power_of_two(T), max(1, TILE // width))
+    rows = min(power_of_two(MANY if o.invariant else T), max(1, TILE // width))
     constexprs = dict(
         E=E, K=o.k, SCORE=o.score, RENORMALIZE=o.renormalize, RELATIVE=is_relative(o), AFTER=o.score_after_topk,
         SOFTCAP=o.softcap is not None, VEC=math.gcd(VALUES, stride), OUT_VEC=math.gcd(VALUES, E), BLOCK_T=rows,

@@ -20,9 +20,13 @@ def scale_kernel(x: "Flat", scale: "Flat", out: "Out", n: tl.int64, INPLACE: tl.
     """
     s = tl.load(scale)
     if not INPLACE or s != 1.0:
-        i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(x + i, mask=i < n)
-        tl.store(out + i, (value.to(s.dtype) * s).to(out.dtype.element_ty), mask=i < n)
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        i = first + tl.arange(0, BLOCK)
+        if first + BLOCK <= n:  # without a mask, since one that may change at any element prevents wide accesses
+            tl.store(out + i, (tl.load(x + i).to(s.dtype) * s).to(out.dtype.element_ty))
+        else:
+            value = tl.load(x + i, mask=i < n)
+            tl.store(out + i, (value.to(s.dtype) * s).to(out.dtype.element_ty), mask=i < n)
 
 
 def plan_for(n: int, inplace: bool) -> Plan:

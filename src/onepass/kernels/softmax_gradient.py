@@ -24,29 +24,18 @@ from onepass.core.options import FieldGradients, Inputs, Options
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, power_of_two, row_groups
-from onepass.kernels.online_softmax import FLOOR, LOG2E, transform_and_slope
+from onepass.kernels.online_softmax import factors_of_row
 from onepass.kernels.row_programs import row_start, write_zeros
-from onepass.kernels.softmax_statistics import EXPECTED_LOGIT, LOG_NORMALIZER, SHIFT, TEMPERED_LOG_NORMALIZER
+from onepass.kernels.softmax_fields import (
+    EXPECTED_LOGIT,
+    LOG_NORMALIZER,
+    SHIFT,
+    TEMPERED_LOG_NORMALIZER,
+    gradient,
+)
+from onepass.kernels.support import support_gradient
 
 TILES = 4  # tiles that a program writes: the fewest that reach the bandwidth of the device
-
-
-@triton.jit
-def gradient(x, weight, shift, log_normalizer, tempered, a, b, d, h, inner, outer, sharpness,
-             SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
-             TEMPERED: tl.constexpr):  # fmt: skip
-    """The gradient with respect to ``z`` without the term of the selected classes, and ``dz/dx``."""
-    z, slope = transform_and_slope(x, inner, outer, SOFTCAP)
-    relative = z - shift
-    p = tl.exp2((relative - log_normalizer) * LOG2E)
-    g = p * a
-    if EXPECTED:
-        g = p * (a + b * tl.maximum(relative, FLOOR))
-    if WEIGHTED:
-        g += weight * d
-    if TEMPERED:
-        g += tl.exp2((relative * sharpness - tempered) * LOG2E) * h
-    return g, slope
 
 
 @triton.jit
@@ -73,12 +62,13 @@ def write_tile(logits, out, class_weights, col0, low, high, shift, log_normalize
         "n_stride", "e_stride", "w_stride", "t_stride", "s_stride",
     ],
     do_not_specialize_on_alignment=[
-        "index", "row_mask", "packed",
+        "index", "row_mask", "temperature", "packed",
         "grad_log_normalizer", "grad_expected_logit", "grad_weighted_logit", "grad_tempered", "grad_selected",
     ],
 )  # fmt: skip
 def softmax_gradient_kernel(
-    logits: "Rows", class_weights: "Flat", out: "Rows", index: "Flat", row_mask: "Flat", packed: "Flat",
+    logits: "Rows", class_weights: "Flat", out: "Rows", index: "Flat", row_mask: "Flat", temperature: "Flat",
+    packed: "Flat",
     grad_log_normalizer: "Strided", grad_expected_logit: "Strided", grad_weighted_logit: "Strided",
     grad_tempered: "Strided",
     grad_selected: "Strided",
@@ -92,9 +82,9 @@ def softmax_gradient_kernel(
 ):  # fmt: skip
     """The gradient of the logits, by the formula in the module docstring.
 
-    Inputs: ``logits`` ``(rows, V)``; ``class_weights`` ``(V,)``, ``index`` ``(rows, K)`` and ``row_mask`` ``(rows,)``,
-    each or None; ``packed`` ``(len(PACKED), rows)``, the statistics; the upstream gradients ``(rows,)``, of the
-    selected classes ``(rows, K)``, each or None.
+    Inputs: ``logits`` ``(rows, V)``; ``class_weights`` ``(V,)``, ``index`` ``(rows, K)``, ``row_mask`` and
+    ``temperature`` ``(rows,)``, each or None; ``packed`` ``(len(PACKED), rows)``, the statistics; the upstream
+    gradients ``(rows,)``, of the selected classes ``(rows, K)``, each or None.
     Output: ``out`` ``(rows, V)``, which may be ``logits``.
     Bytes moved: see the module docstring.
     """
@@ -113,6 +103,7 @@ def softmax_gradient_kernel(
     low = piece * (TILE * TILES)
     high = tl.minimum(head + V, low + TILE * TILES)
 
+    inner, outer = factors_of_row(inner, outer, temperature, row, SOFTCAP)
     a, b, d, h, tempered = 0.0, 0.0, 0.0, 0.0, 0.0
     active = True
     if row_mask is not None:
@@ -205,13 +196,16 @@ def softmax_gradient(
     out: torch.Tensor,
 ) -> None:  # fmt: skip
     """Write the gradient with respect to the logits into ``out``, which may be the logits themselves."""
-    index, row_mask, class_weights = inputs
+    index, row_mask, class_weights, temperature = inputs[:4]
     rows = logits.shape[:-1].numel()
     K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
     n, e, w, t, s = [g if g is None or g.dim() == 1 else g.reshape(-1) for g in grads]
     s = s if s is None or K == 1 else s.contiguous()
     gradient_strides = (*[0 if g is None else g.stride(0) for g in (n, e, w, t)], 0 if s is None else s.stride(0) * K)
+    if inputs.support is not None:
+        support_gradient(logits, inputs, packed, FieldGradients(n, e, w, t, s), gradient_strides, options, out)
+        return
     for first, (x, g) in row_groups(logits, out) if rows else ():
-        tensors = flat_rows(first, (index, row_mask, packed, n, e, w, t, s), (K, 1, 1, 1, 1, 1, 1, K))
+        tensors = flat_rows(first, (index, row_mask, temperature, packed, n, e, w, t, s), (K, 1, 1, 1, 1, 1, 1, 1, K))
         about = layout_of(x), layout_of(g), gradient_strides, rows, K, options
         launch(plan_for, about, (x, class_weights, g, *tensors))

@@ -1,9 +1,9 @@
 """Softmax statistics and gradient in one launch, for losses whose upstream gradients are known before a row is read.
 
 Cross-entropy is such a loss: its gradient with respect to the statistics does not depend on them. `logits.row_loss`
-calls this kernel on tiles of logits. Bytes moved: the logits in, the gradient out over them; the two separate kernels
-read the logits twice. Programs that share a row wait for its normalizer, and read their pieces again while these
-are still in the cache of the device.
+calls this kernel on tiles of logits. Bytes moved: the logits in, the gradient out, usually over them; the two separate
+kernels read the logits twice. Programs that share a row wait for its normalizer, and read their pieces again while
+these are still in the cache of the device.
 """
 
 import torch
@@ -14,10 +14,11 @@ from onepass.core.options import FieldGradients, Inputs, Options, Results, empty
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Layout, layout_of, power_of_two
-from onepass.kernels.online_softmax import LOWEST, merge, transform
+from onepass.kernels.online_softmax import LOWEST, factors_of_row, merge, transform
 from onepass.kernels.row_programs import take_turn, wait_for_all, write_zeros
-from onepass.kernels.softmax_gradient import gradient, write_tile
-from onepass.kernels.softmax_statistics import LOG_NORMALIZER, SHIFT, WEIGHTED_LOGIT, read_tile
+from onepass.kernels.softmax_fields import LOG_NORMALIZER, SHIFT, WEIGHTED_LOGIT, gradient
+from onepass.kernels.softmax_gradient import write_tile
+from onepass.kernels.softmax_statistics import read_tile
 
 FIELDS = {"log_probs", "selected", "shift", "log_normalizer", "weighted_logit"}  # the fields that the kernel computes
 STATE = tl.constexpr(4)  # numbers per state
@@ -26,26 +27,28 @@ MOST_LANES, TILES = 256, 5
 
 
 @triton.jit(
-    do_not_specialize=["rows", "V", "row_stride", "n_stride", "w_stride", "s_stride"],
+    do_not_specialize=["rows", "V", "row_stride", "out_stride", "n_stride", "w_stride", "s_stride"],
     do_not_specialize_on_alignment=[
-        "index", "row_mask", "packed", "selected", "grad_log_normalizer", "grad_weighted_logit", "grad_selected",
-        "pieces",
+        "index", "row_mask", "temperature", "packed", "selected",
+        "grad_log_normalizer", "grad_weighted_logit", "grad_selected", "pieces",
     ],
 )  # fmt: skip
 def softmax_loss_kernel(
-    logits: "Rows", class_weights: "Flat", index: "Flat", row_mask: "Flat", packed: "Out", selected: "Out",
+    logits: "Rows", out: "Rows", class_weights: "Flat", index: "Flat", row_mask: "Flat", temperature: "Flat",
+    packed: "Out", selected: "Out",
     grad_log_normalizer: "Strided", grad_weighted_logit: "Strided", grad_selected: "Strided", pieces: "Out",
-    rows: tl.int32, V: tl.int32, row_stride: tl.int64, n_stride: tl.int32, w_stride: tl.int32, s_stride: tl.int32,
+    rows: tl.int32, V: tl.int32, row_stride: tl.int64, out_stride: tl.int64, n_stride: tl.int32, w_stride: tl.int32,
+    s_stride: tl.int32,
     inner: tl.float32, outer: tl.float32, class_weight: tl.float32,
     SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, WEIGHTED: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
     UNROLL: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of every row, and its gradient, which overwrites the logits.
+    """The statistics of every row, and its gradient, which overwrites the logits if ``out`` is None.
 
-    Inputs: ``logits`` ``(rows, V)``; ``class_weights`` ``(V,)`` and ``row_mask`` ``(rows,)``, each or None; ``index``
-    ``(rows,)``; the upstream gradients ``(rows,)``, each or None.
-    Outputs: the gradient in ``logits``; ``packed`` ``(len(PACKED), rows)``; ``selected`` ``(rows,)``. ``pieces`` is the
-    workspace of programs that share a row.
+    Inputs: ``logits`` ``(rows, V)``; ``class_weights`` ``(V,)``, ``row_mask`` and ``temperature`` ``(rows,)``, each or
+    None; ``index`` ``(rows,)``; the upstream gradients ``(rows,)``, each or None.
+    Outputs: the gradient in ``out`` ``(rows, V)`` or in ``logits``; ``packed`` ``(len(PACKED), rows)``; ``selected``
+    ``(rows,)``. ``pieces`` is the workspace of programs that share a row.
     Bytes moved: see the module docstring.
     """
     TILE: tl.constexpr = LANES * VEC
@@ -59,9 +62,13 @@ def softmax_loss_kernel(
     high = tl.minimum(V, low + piece)
     full = low + tl.maximum(high - low, 0) // TILE * TILE
     x = logits + row * row_stride // VEC * VEC  # for the compiler: `supports_fused_loss` has checked the alignment
+    g = x
+    if out is not None:
+        g = out + row * out_stride // VEC * VEC
     active = True
     if row_mask is not None:
         active = tl.load(row_mask + row) != 0
+    inner, outer = factors_of_row(inner, outer, temperature, row, SOFTCAP)
     shift, log_normalizer, weighted_logit, z_selected = 0.0, 0.0, 0.0, 0.0
     column = tl.load(index + row)
     inside = (column >= 0) & (column < V)
@@ -120,21 +127,21 @@ def softmax_loss_kernel(
         tl.store(selected + row, z_selected)
     if needed:
         for col in tl.range(low, full, TILE):
-            write_tile(x, x, class_weights, col, 0, high, shift, log_normalizer, 0.0, a, 0.0, d, 0.0, inner, outer,
+            write_tile(x, g, class_weights, col, 0, high, shift, log_normalizer, 0.0, a, 0.0, d, 0.0, inner, outer,
                        0.0, class_weight, SOFTCAP, False, WEIGHTED, False, LANES, VEC, False)  # fmt: skip
         if full < high:
-            write_tile(x, x, class_weights, full, 0, high, shift, log_normalizer, 0.0, a, 0.0, d, 0.0, inner, outer,
+            write_tile(x, g, class_weights, full, 0, high, shift, log_normalizer, 0.0, a, 0.0, d, 0.0, inner, outer,
                        0.0, class_weight, SOFTCAP, False, WEIGHTED, False, LANES, VEC, True)  # fmt: skip
         mine = (column >= low) & (column < high)
         weight = class_weight
         if class_weights is not None:
             weight = tl.load(class_weights + column, mask=mine, other=0.0).to(tl.float32)
-        g, slope = gradient(x_selected, weight, shift, log_normalizer, 0.0, a, 0.0, d, 0.0, inner, outer, 0.0,
-                            SOFTCAP, False, WEIGHTED, False)  # fmt: skip
+        of_selected, slope = gradient(x_selected, weight, shift, log_normalizer, 0.0, a, 0.0, d, 0.0, inner, outer, 0.0,
+                                      SOFTCAP, False, WEIGHTED, False)  # fmt: skip
         tl.debug_barrier()
-        tl.store(x + column, ((g + w) * slope).to(x.dtype.element_ty), mask=mine)
+        tl.store(g + column, ((of_selected + w) * slope).to(g.dtype.element_ty), mask=mine)
     else:
-        write_zeros(x, low, high, 0, LANES, VEC)
+        write_zeros(g, low, high, 0, LANES, VEC)
 
 
 def splits_for(vocab: int, size: int) -> int:
@@ -157,7 +164,7 @@ def most_splits(device: torch.device) -> int:
     return layout.multiprocessors(device) // 4
 
 
-def plan_for(x: Layout, gradient_strides: tuple[int, ...], options: Options) -> Plan:
+def plan_for(x: Layout, out_stride: int, gradient_strides: tuple[int, ...], options: Options) -> Plan:
     """The launch of `softmax_loss_kernel`."""
     (rows, V), (row_stride, _), size = x
     VEC = 16 // size
@@ -170,7 +177,7 @@ def plan_for(x: Layout, gradient_strides: tuple[int, ...], options: Options) -> 
     )  # fmt: skip
     return Plan(
         softmax_loss_kernel, rows * SPLITS,
-        (rows, V, row_stride, *gradient_strides, *options.transform.factors(), options.class_weight),
+        (rows, V, row_stride, out_stride, *gradient_strides, *options.transform.factors(), options.class_weight),
         constexprs, layout.warps(lanes), rows * (STATE.value * SPLITS + 1) + 1 if SPLITS > 1 else 0,
     )  # fmt: skip
 
@@ -188,16 +195,19 @@ def supports_fused_loss(logits: torch.Tensor, index: torch.Tensor | None, option
     return one and aligned and FIELDS.issuperset(options.names)
 
 
-def softmax_loss(logits: torch.Tensor, inputs: Inputs, grads: FieldGradients, options: Options) -> Results:
-    """Return the `softmax_statistics` of the logits, and write their `softmax_gradient` over them.
+def softmax_loss(
+    logits: torch.Tensor, inputs: Inputs, grads: FieldGradients, options: Options, out: torch.Tensor
+) -> Results:
+    """Return the `softmax_statistics` of the logits, and write their `softmax_gradient` to ``out``.
 
-    `supports_fused_loss` says whether this is possible.
+    ``out`` may be the logits. `supports_fused_loss` says whether this is possible.
     """
-    index, row_mask, class_weights = inputs
+    index, row_mask, class_weights, temperature = inputs[:4]
     packed, selected, _ = results = empty_results(logits, index, options)
     if len(logits):
         of_fields = grads.log_normalizer, grads.weighted_logit, grads.selected  # `FIELDS` has no others
         strides = tuple([0 if g is None else g.stride(0) for g in of_fields])
-        about = layout_of(logits), strides, options
-        launch(plan_for, about, (logits, class_weights, index, row_mask, packed, selected, *of_fields))
+        to = None if out is logits else out
+        about = layout_of(logits), 0 if to is None else to.stride(0), strides, options
+        launch(plan_for, about, (logits, to, class_weights, index, row_mask, temperature, packed, selected, *of_fields))
     return results

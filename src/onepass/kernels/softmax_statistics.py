@@ -11,25 +11,17 @@ import triton
 import triton.language as tl
 
 from onepass.autotune.own import choose
-from onepass.core.options import PACKED, Inputs, Options, Results, empty_results
+from onepass.core.options import Inputs, Options, Results, empty_results
 from onepass.core.shard import per_row, state_fields
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, power_of_two, row_groups, workspace
-from onepass.kernels.online_softmax import LOWEST, merge, transform, update
+from onepass.kernels.online_softmax import LOWEST, factors_of_row, merge, transform, update
 from onepass.kernels.row_programs import arrives_last, row_start
+from onepass.kernels.softmax_fields import NOWHERE, write_fields, write_state
+from onepass.kernels.support import support_statistics
 
-# The positions of the fields in the packed result. Fields that are not requested are not written.
-SHIFT = tl.constexpr(PACKED.index("shift"))
-LOG_NORMALIZER = tl.constexpr(PACKED.index("log_normalizer"))
-EXPECTED_LOGIT = tl.constexpr(PACKED.index("expected_logit"))
-ENTROPY = tl.constexpr(PACKED.index("entropy"))
-WEIGHTED_LOGIT = tl.constexpr(PACKED.index("weighted_logit"))
-LOG_SUM_SQ_PROBS = tl.constexpr(PACKED.index("log_sum_sq_probs"))
-TEMPERED_LOG_NORMALIZER = tl.constexpr(PACKED.index("tempered_log_normalizer"))
-MEAN_LOGIT = tl.constexpr(PACKED.index("mean_logit"))
 STATE = tl.constexpr(7)  # numbers per state
-NOWHERE = tl.constexpr(2**31 - 1)  # larger than any column
 
 
 @triton.jit
@@ -78,23 +70,22 @@ def first_vector(first, m_before, s_before, m, s, col0, LANES: tl.constexpr, VEC
 
 @triton.jit(
     do_not_specialize=["rows", "V", "K", "inner_rows", "outer_stride", "inner_stride"],
-    do_not_specialize_on_alignment=["index", "row_mask", "packed", "selected", "is_top1", "pieces"],
+    do_not_specialize_on_alignment=["index", "row_mask", "temperature", "packed", "selected", "is_top1", "pieces"],
 )
 def softmax_statistics_kernel(
-    logits: "Rows", class_weights: "Flat", index: "Flat", row_mask: "Flat", packed: "Out", selected: "Out",
-    is_top1: "Out",
-    pieces: "Out",
+    logits: "Rows", class_weights: "Flat", index: "Flat", row_mask: "Flat", temperature: "Flat", packed: "Out",
+    selected: "Out", is_top1: "Out", pieces: "Out",
     rows: tl.int32, V: tl.int32, K: tl.int32, inner_rows: tl.int32, outer_stride: tl.int64, inner_stride: tl.int64,
     inner: tl.float32, outer: tl.float32, class_weight: tl.float32, sharpness: tl.float32,
     SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, EXPECTED: tl.constexpr,
     WEIGHTED: tl.constexpr, TEMPERED: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr,
     LANES: tl.constexpr, UNROLL: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr, TOP1: tl.constexpr,
-    SHARD: tl.constexpr,
+    SHARD: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     """The statistics of every row.
 
-    Inputs: ``logits`` ``(rows, V)``; ``class_weights`` ``(V,)``, ``index`` ``(rows, K)`` and ``row_mask`` ``(rows,)``,
-    each or None.
+    Inputs: ``logits`` ``(rows, V)``; ``class_weights`` ``(V,)``, ``index`` ``(rows, K)``, ``row_mask`` and
+    ``temperature`` ``(rows,)``, each or None.
     Outputs: ``packed`` ``(len(PACKED), rows)``; ``selected`` ``(rows, K)``, the logits of the index relative to the
     shift, or their log-probs if LOG_PROBS; ``is_top1`` ``(rows, K)`` or None. ``pieces`` is the `layout.workspace`.
     If SHARD, the logits are some columns of the vocabulary, and the only output is ``packed``: the state of every row
@@ -110,6 +101,7 @@ def softmax_statistics_kernel(
     active = True
     if row_mask is not None:
         active = tl.load(row_mask + row) != 0
+    inner, outer = factors_of_row(inner, outer, temperature, row, SOFTCAP)
     last = split == SPLITS - 1
     shift, log_normalizer, expected_logit = 0.0, 0.0, 0.0
     weighted_logit, tempered_log_normalizer, mean_logit = 0.0, 0.0, 0.0
@@ -126,7 +118,7 @@ def softmax_statistics_kernel(
         first = tl.full([LANES], NOWHERE, tl.int32)
         # Columns are counted from an aligned address at or before the first logit: the row has [head, head + V).
         start = row_start(row, inner_rows, outer_stride, inner_stride)
-        base = logits + start // VEC * VEC
+        base = logits + (start // VEC * VEC if not FIXED else start)
         head = (start % VEC).to(tl.int32) if ALIGN else 0
         inverse_vocab = 1.0 / V
         if SPLITS == 1:  # before the loop, which hides the latency
@@ -212,56 +204,28 @@ def softmax_statistics_kernel(
                 argmax = tl.min(tl.where(largest, near, NOWHERE), axis=0) - head
                 top1 = (z >= shift) & (column == argmax)
             if SHARD:
-                state = packed + row
-                tl.store(state, m)
-                tl.store(state + rows, s)
-                if EXPECTED:
-                    tl.store(state + 2 * rows, t)
-                if WEIGHTED:
-                    tl.store(state + (2 + EXPECTED) * rows, w)
-                    tl.store(state + (3 + EXPECTED) * rows, c)
-                AFTER: tl.constexpr = 2 + EXPECTED + 2 * WEIGHTED
-                if TEMPERED:
-                    tl.store(state + AFTER * rows, q)
-                if MEAN:
-                    tl.store(state + (AFTER + TEMPERED) * rows, u * V)
-                if index is not None:
-                    state += (AFTER + TEMPERED + MEAN + k).to(tl.int64) * rows
-                    tl.store(state, tl.where(inside, relative, float("inf")), mask=k < K)
-                    if TOP1:
-                        tl.store(state + K.to(tl.int64) * rows, top1.to(tl.float32), mask=k < K)
+                write_state(packed, row, rows, k, K, m, s, t, w, c, q, u * V,
+                            tl.where(inside, relative, float("inf")), top1, EXPECTED, WEIGHTED, TEMPERED, MEAN,
+                            index is not None, TOP1)  # fmt: skip
             log_normalizer = tl.log(s)
             expected_logit = t / s
             weighted_logit = w + (s - s)
             tempered_log_normalizer = tl.log(q) + (s - s)
             mean_logit = u + (s - s)
     if last and not SHARD:
-        packed += row
-        tl.store(packed + SHIFT * rows, shift)
-        tl.store(packed + LOG_NORMALIZER * rows, log_normalizer)
-        if EXPECTED:
-            tl.store(packed + EXPECTED_LOGIT * rows, expected_logit)
-            tl.store(packed + ENTROPY * rows, log_normalizer - expected_logit)
-        if WEIGHTED:
-            tl.store(packed + WEIGHTED_LOGIT * rows, weighted_logit)
-        if TEMPERED:
-            tl.store(packed + TEMPERED_LOG_NORMALIZER * rows, tempered_log_normalizer)
-            tl.store(packed + LOG_SUM_SQ_PROBS * rows, tempered_log_normalizer - 2.0 * log_normalizer)
-        if MEAN:
-            tl.store(packed + MEAN_LOGIT * rows, mean_logit)
-        if index is not None:
-            tl.store(selected + row * K + k, relative - log_normalizer if LOG_PROBS else relative, mask=k < K)
-            if TOP1:
-                tl.store(is_top1 + row * K + k, top1, mask=k < K)
+        write_fields(packed, selected, is_top1, row, rows, k, K, shift, log_normalizer, expected_logit, weighted_logit,
+                     tempered_log_normalizer, mean_logit, relative, top1, EXPECTED, WEIGHTED, TEMPERED, MEAN,
+                     index is not None, TOP1, LOG_PROBS)  # fmt: skip
 
 
 def plan_for(x: Layout, device: torch.device, rows: int, K: int, options: Options, top1: bool, shard: bool) -> Plan:
     """The launch for one group of rows; ``rows`` counts those of all groups."""
-    g = Geometry(x)
-    lanes, splits = layout.programs_for(g.rows, g.V, g.VEC, device)
+    g = Geometry(x, fixed=options.invariant)
+    lanes, splits = g.programs(device)
     TEMPERED = options.wants("log_sum_sq_probs") or options.wants("tempered_log_normalizer")
     rule = dict(LANES=lanes, UNROLL=1 if TEMPERED else 2, SPLITS=splits)  # the larger state needs the registers
-    LANES, UNROLL, SPLITS = choose(softmax_statistics_kernel, g.key(options.fields), rule).values()
+    numbers = rule if g.fixed else choose(softmax_statistics_kernel, g.key(options.fields), rule)
+    LANES, UNROLL, SPLITS = numbers.values()
     constexprs = dict(
         SOFTCAP=options.transform.softcap is not None,
         LOG_PROBS=options.wants("log_probs"),
@@ -269,7 +233,7 @@ def plan_for(x: Layout, device: torch.device, rows: int, K: int, options: Option
         TEMPERED=TEMPERED, MEAN=options.wants("mean_logit"), **g.constexprs, LANES=LANES, UNROLL=UNROLL,
         SPLITS=SPLITS,
         BLOCK_K=1 if K == 1 else max(power_of_two(K), LANES),  # so that no two threads read the same index
-        TOP1=top1, SHARD=shard,
+        TOP1=top1, SHARD=shard, FIXED=g.fixed and g.unaligned,
     )  # fmt: skip
     return Plan(
         softmax_statistics_kernel, g.rows * SPLITS,
@@ -280,12 +244,15 @@ def plan_for(x: Layout, device: torch.device, rows: int, K: int, options: Option
 
 def softmax_statistics(logits: torch.Tensor, inputs: Inputs, options: Options) -> Results:
     """The packed statistics and, for every index, its logit (or log-prob) and whether it is the largest of its row."""
-    index, row_mask, class_weights = inputs
+    index, row_mask, class_weights, temperature = inputs[:4]
     packed, selected, is_top1 = results = empty_results(logits, index, options)
+    if inputs.support is not None:
+        support_statistics(logits, inputs, results, options, False)
+        return results
     rows = logits.shape[:-1].numel()
     K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
     for first, (x,) in row_groups(logits) if rows else ():
-        tensors = flat_rows(first, (index, row_mask, packed, selected, is_top1), (K, 1, 1, K, K))
+        tensors = flat_rows(first, (index, row_mask, temperature, packed, selected, is_top1), (K, 1, 1, 1, K, K))
         about = layout_of(x), x.device, rows, K, options, is_top1 is not None, False
         launch(plan_for, about, (x, class_weights, *tensors))
     return results
@@ -296,11 +263,14 @@ def shard_statistics(logits: torch.Tensor, inputs: Inputs, options: Options) -> 
 
     The index is relative to the first of these columns, and the class weights are theirs.
     """
-    index, row_mask, class_weights = inputs
+    index, row_mask, class_weights, temperature = inputs[:4]
     rows, K = logits.shape[:-1].numel(), per_row(index, logits.dim())
     state = logits.new_empty((len(state_fields(options, K)), rows), dtype=torch.float32)
+    if inputs.support is not None:
+        support_statistics(logits, inputs, (state, None, None), options, True)
+        return state
     for first, (x,) in row_groups(logits) if rows else ():
-        tensors = flat_rows(first, (index, row_mask, state), (K, 1, 1))
+        tensors = flat_rows(first, (index, row_mask, temperature, state), (K, 1, 1, 1))
         about = layout_of(x), x.device, rows, max(K, 1), options, K > 0 and options.wants("is_top1"), True
         launch(plan_for, about, (x, class_weights, *tensors, None, None))
     return state

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onepass.backend import backend_of
-from onepass.logits.tiles import Head, Plan, Rows, needs_sum
+from onepass.logits.tiles import Head, Plan, Rows, empty_logits, needs_sum
 from onepass.softmax.shards import group_named
 
 
@@ -26,18 +26,38 @@ class Gradients:
         self.bias: Tensor | None = None
         self.total: Tensor | None = None  # the gradient of hidden, summed over slices of the vocabulary
         self.under_way: tuple[Any, Rows | None, Tensor] | None = None  # see `put`
+        self.batch: Tensor | None = None  # the gradient of the logits, in the dtype of the GEMMs if theirs is another
+        self.done = self.held = 0  # rows that were added, and that `batch` holds
         if needed[0] and not (plan.sliced and plan.row_ids is None):  # else the total is the gradient itself
             new = torch.empty if plan.row_ids is None else torch.zeros
             # A float16 gradient is rounded once, after it is scaled.
             dtype = torch.float32 if head.dtype == torch.float16 else head.hidden.dtype
             self.hidden = new(head.hidden.shape, dtype=dtype, device=head.hidden.device)
-        summed = needs_sum(head, -(-plan.n // plan.rows)) and not plan.sliced
+        summed = needs_sum(head, -(-plan.n // plan.batch)) and not plan.sliced
         self.weight_dtype = self.sum_dtype if summed else head.weight.dtype
         # Saved, since the parameters may be partitioned again when the backward runs.
         self.shapes = head.hidden.shape, head.weight.shape, head.weight.shape[:1]
 
+    def place(self, logits: Tensor) -> Tensor:
+        """Where the gradient of the next tile belongs: over its logits, or in the dtype of the GEMMs."""
+        if logits.dtype == self.head.dtype:
+            return logits
+        n, columns = logits.shape
+        if self.batch is None:
+            self.batch = empty_logits(self.head, min(self.plan.batch, self.plan.n), columns, self.head.dtype)
+        return self.batch[self.held : self.held + n, :columns]
+
     def add(self, rows: Rows, columns: slice, hidden: Tensor, gradient: Tensor) -> None:
-        """Add a tile, given its hidden states ``(n, H)`` and the ``gradient`` of its logits ``(n, columns)``."""
+        """Add a tile, given its hidden states ``(n, H)`` and the ``gradient`` of its logits, in its `place`."""
+        if self.batch is not None and not self.plan.sliced:
+            self.held += rows.n
+            if self.held < min(self.plan.batch, self.plan.n - self.done):
+                return
+            gradient, several = self.batch[: self.held], self.held > rows.n
+            if several:
+                rows = self.plan.between(self.done, self.done + self.held)
+                hidden = rows.take(self.head.hidden).to(self.head.dtype) if self.needed[1] else hidden
+            self.done, self.held = self.done + self.held, 0
         if self.needed[0]:
             self.add_hidden(rows, columns, gradient)
         if self.needed[1]:
@@ -72,9 +92,9 @@ class Gradients:
                 self.total = None
         elif self.hidden is not None:
             if isinstance(rows.ids, slice):
-                self.put(None, self.gemm(gradient, weight, self.hidden.dtype, rows.take(self.hidden)))
+                self.put(None, self.row_gemm(gradient, weight, self.hidden.dtype, rows.take(self.hidden)))
             else:
-                self.put(rows, self.gemm(gradient, weight, self.hidden.dtype))
+                self.put(rows, self.row_gemm(gradient, weight, self.hidden.dtype))
 
     def put(self, rows: Rows | None, part: Tensor) -> None:
         """Write a part of the gradient of hidden to its ``rows``, which are None if it lies there already.
@@ -97,6 +117,14 @@ class Gradients:
             work.wait()
             if rows is not None and self.hidden is not None:
                 rows.put(self.hidden, part)
+
+    def row_gemm(self, a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """`gemm`, whose rows do not depend on each other if the settings say so."""
+        if not self.head.settings.invariant_gemms:
+            return self.gemm(a, b, dtype, out)
+        out = a.new_empty((len(a), b.shape[1]), dtype=dtype) if out is None else out
+        backend_of(a).row_gemm(a, b, None, out)
+        return out
 
     def gemm(self, a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """``a @ b``, rounded once to ``dtype``, and written into ``out`` if it is given."""

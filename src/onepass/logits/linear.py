@@ -4,6 +4,7 @@ Users pass it to any function that takes logits; `losses.linear` passes it to th
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -11,13 +12,15 @@ from torch import Tensor
 
 from onepass.core.checks import FLOATS, check_integer, described
 from onepass.core.dispatch import autocast_dtype, is_autocast_enabled, is_untraced
-from onepass.core.options import Inputs, Options, PairOptions
+from onepass.core.invariance import is_batch_invariant
+from onepass.core.options import Inputs, Options, PairOptions, PairRows
 from onepass.core.shard import NOT_SHARDED, Group, Shard, shared_columns
+from onepass.logits.invariant_linear import linear
 from onepass.logits.partitioned import gathered, whole
 from onepass.logits.row_loss import RowLoss, StatisticsLoss
 from onepass.logits.source import Count, Divisor, Fields, LogitsSource, LossFunction, TensorLogits, divided
 from onepass.logits.tensor_like import TensorLike, compose
-from onepass.logits.tiled_divergence import TeacherTensors, row_divergence, tiled_divergence
+from onepass.logits.tiled_divergence import TeacherDtypes, TeacherTensors, row_divergence, tiled_divergence
 from onepass.logits.tiled_loss import tiled_loss
 from onepass.logits.tiled_statistics import tiled_statistics
 from onepass.logits.tiles import HeadTensors, Settings
@@ -63,10 +66,14 @@ class LinearLogits(TensorLike):
         weight: ``(V, H)``, any strides, with the dtype of ``hidden``. Under autocast it may have any dtype, and the
             GEMMs have that of autocast. A DTensor is gathered once.
         bias: ``(V,)`` or None; the same holds for its dtype.
+        logits_dtype: ``torch.float32`` keeps the result of the GEMMs in float32 where ``hidden`` and ``weight`` are
+            bfloat16 or float16, which are not copied; the gradient of the logits is rounded to their dtype once. By
+            default the logits have the dtype of the GEMMs, as those of a linear layer.
         max_memory: bytes of workspace, beyond inputs, results and gradients. The default follows from shapes alone, so
             that results do not depend on what else is in memory. On a GPU it is 0.6 GiB. It is 2.5 GiB if this holds
             all logits and either no gradient will be computed or the loss is per row, with a gradient of the weight.
-            Such a loss with more logits takes 1.1 GiB and this gradient in float32.
+            Such a loss with more logits takes 1.1 GiB and this gradient in float32. ``logits_dtype=torch.float32`` adds
+            up to 0.6 GiB to the workspace.
         vocab_group: a process group, or a `DeviceMesh` with one dimension, whose processes hold the rows of weight and
             bias: contiguous ranges in the order of their ranks, not necessarily of the same size. ``weight`` and
             ``bias`` are then those of this process (of a DTensor, its local part). All processes pass the same hidden
@@ -78,8 +85,7 @@ class LinearLogits(TensorLike):
             reduce-scattered.
 
     All three tensors are differentiable. A gradient that is not needed costs neither time nor memory. The gradient of
-    the weight is summed over tiles in float32 and rounded once. The logits have the dtype of the GEMMs, as in a linear
-    layer.
+    the weight is summed over tiles in float32 and rounded once.
 
     Rows that are masked or ignored take part in no GEMM. The number of valid rows is read from the device once per
     call. This is not possible while a CUDA graph is captured: then all rows take part.
@@ -105,6 +111,7 @@ class LinearLogits(TensorLike):
         weight: Tensor,
         bias: Tensor | None = None,
         *,
+        logits_dtype: torch.dtype | None = None,
         max_memory: int | None = None,
         vocab_group: Group | None = None,
         vocab_size: int | None = None,
@@ -133,6 +140,7 @@ class LinearLogits(TensorLike):
                 raise ValueError(f"{name}: expected device {hidden.device}, that of hidden, got {value.device}")
             if value.dtype != hidden.dtype and not is_autocast_enabled(hidden):
                 raise TypeError(f"{name}: expected {hidden.dtype}, the dtype of hidden, got {value.dtype}")
+        self.dtype = self.logits_dtype = self.wider(logits_dtype)
         self.max_memory = None if max_memory is None else check_integer(max_memory, "max_memory")
         vocab = shape[0]
         if group is not None:
@@ -142,6 +150,17 @@ class LinearLogits(TensorLike):
         self.shape = torch.Size((*hidden.shape[:-1], vocab))
         self.device = hidden.device
         self.versions = _versions(hidden, weight, bias)
+
+    def wider(self, logits_dtype: torch.dtype | None) -> torch.dtype:
+        """The dtype of the logits."""
+        if logits_dtype is None or logits_dtype == self.gemm_dtype:
+            return self.gemm_dtype
+        if logits_dtype != torch.float32 or self.gemm_dtype.itemsize > 2:
+            expected = "None" if self.gemm_dtype.itemsize > 2 else "torch.float32 or None"
+            raise ValueError(
+                f"logits_dtype: expected {expected} for GEMMs in {self.gemm_dtype}, got {described(logits_dtype)}"
+            )
+        return logits_dtype
 
     def sharded(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, group: Any, vocab_size: int | None,
@@ -158,7 +177,8 @@ class LinearLogits(TensorLike):
             raise ValueError("vocab_group: expected parameters that are not partitioned again, got those of ZeRO-3")
         if sequence_parallel and hidden.dim() < 2:
             raise ValueError(f"hidden: expected shape (n, ..., H) with sequence_parallel, got {tuple(hidden.shape)}")
-        about, self.columns = [*hidden.shape, int(sequence_parallel)], len(weight)
+        options = int(sequence_parallel), self.logits_dtype.itemsize, self.max_memory or -1
+        about, self.columns = [*hidden.shape, *options], len(weight)
         self.shard = agreed(about, len(weight), self.gemm_dtype, hidden.device, group, vocab_size)
         if not all(self.shard.sizes):
             raise ValueError(f"vocab_size: expected a column on every rank, got {list(self.shard.sizes)} columns")
@@ -190,7 +210,10 @@ class LinearLogits(TensorLike):
     def settings(self) -> Settings:
         """How the logits are computed."""
         sums_hidden = self.sums_hidden and not torch.compiler.is_compiling()
-        return Settings(self.gemm_dtype, self.max_memory, self.round_before_bias, self.shard, sums_hidden)
+        return Settings(
+            self.gemm_dtype, self.logits_dtype, self.max_memory, self.round_before_bias, self.shard, sums_hidden,
+            is_batch_invariant(),
+        )  # fmt: skip
 
     def with_rows(self, of: Callable[[Tensor], Tensor]) -> "LinearLogits":
         hidden = of(self.hidden)
@@ -261,7 +284,9 @@ class LinearLogits(TensorLike):
             )
             if self.shard.sizes and self.sums_hidden:
                 hidden = Replicated.apply(hidden, group_named(self.shard.group))
-            return torch.nn.functional.linear(hidden, weight, bias)  # type: ignore[arg-type]
+            if self.logits_dtype != self.gemm_dtype:
+                hidden, weight, bias = (None if t is None else t.to(self.logits_dtype) for t in (hidden, weight, bias))
+            return linear(hidden, weight, bias)  # type: ignore[arg-type]
 
     def transformed_by(self, options: Options) -> "Options | None":
         """The options of a loss, after the transform of these logits; None if their composition is no transform."""
@@ -294,7 +319,8 @@ class LinearLogits(TensorLike):
         if not self.is_eager:  # a Python function cannot be part of a registered operation
             return super().loss(loss_fn, inputs, options, row_inputs, divisor)
         options = composed
-        index, row_mask, class_weights = self.flat(inputs)
+        inputs = self.flat(inputs)
+        index, row_mask = inputs[:2]
         rows = self.shape[:-1]
         flat = [i.reshape(rows.numel(), *i.shape[len(rows) :]) for i in row_inputs]
         field = options.fields
@@ -302,13 +328,13 @@ class LinearLogits(TensorLike):
         if self.observer is not None and index is not None and index.dim() == 1:
             loss_fn, linear = observed(loss_fn, self.observer, options.names), False
             options = options._replace(fields=" ".join(dict.fromkeys((*options.names, "entropy", "is_top1"))))
-            self.observer.begin(rows.numel() if row_mask is None else (row_mask != 0).sum())
-        row_loss = StatisticsLoss(loss_fn, options, self.gemm_dtype, index, class_weights, flat, linear, self.shard)
+            self.observer.begin(rows.numel() if row_mask is None else row_mask.bool().sum())
+        row_loss = StatisticsLoss(
+            loss_fn, options, self.gemm_dtype, inputs._replace(row_mask=None), flat, linear, self.shard
+        )
         return self.tiled(row_loss, row_mask, divisor)
 
-    def divergence(
-        self, teacher: LogitsSource, row_mask: Tensor | None, options: PairOptions, divisor: Divisor
-    ) -> Tensor:
+    def divergence(self, teacher: LogitsSource, read: PairRows, options: PairOptions, divisor: Divisor) -> Tensor:
         """See `LogitsSource.divergence`. The teacher is a constant, and may be a linear head too."""
         of_student = compose(self.transform, options.student)
         shard = shared_columns(self.shard, teacher.shard, options.columns)
@@ -316,7 +342,7 @@ class LinearLogits(TensorLike):
         if shard is not None:
             is_tiled = bool(self.shard.sizes) and self.is_eager
         if self.tensor is not None or of_student is None or not is_tiled:
-            return super().divergence(teacher, row_mask, options, divisor)
+            return super().divergence(teacher, read, options, divisor)
         if torch.is_grad_enabled() and teacher.requires_grad:
             raise ValueError(
                 "teacher_logits: expected logits that require no gradient, as the student is a linear head; detach them"
@@ -324,23 +350,25 @@ class LinearLogits(TensorLike):
         options = options._replace(student=of_student)
         if shard is not None:
             options = options._replace(columns=shard.size)
-        row_mask = None if row_mask is None else row_mask.reshape(-1)
+        read = PairRows(*[None if t is None else t.reshape(-1) for t in read])
         head = teacher if isinstance(teacher, LinearLogits) and teacher.tensor is None else None
         of_head = None if head is None or head.shard != self.shard else compose(head.transform, options.teacher)
         if head is not None and of_head is not None:
             options = options._replace(teacher=of_head)
-            of, of_teacher = head.gemm_dtype, TeacherTensors(*head.tensors)
+            of = TeacherDtypes(head.gemm_dtype, head.logits_dtype)
+            of_teacher = TeacherTensors(*head.tensors)
         else:
             logits = (teacher.materialize() if shard is None else teacher.local_columns(shard)).detach()
             logits = logits.reshape(-1, logits.shape[-1])
-            of, of_teacher = teacher.dtype, TeacherTensors(logits if logits.stride(-1) == 1 else logits.contiguous())
+            of = TeacherDtypes(teacher.dtype, teacher.dtype)
+            of_teacher = TeacherTensors(logits if logits.stride(-1) == 1 else logits.contiguous())
         if self.is_eager:
-            row_loss = row_divergence(self.gemm_dtype, of_teacher, of, options, self.shard, shard or NOT_SHARDED)
-            return self.tiled(row_loss, row_mask, divisor)
-        row_mask = None if row_mask is None else row_mask != 0
+            row_loss = row_divergence(self.gemm_dtype, of_teacher, of, read, options, self.shard, shard or NOT_SHARDED)
+            return self.tiled(row_loss, read.row_mask, divisor)
+        read = read._replace(row_mask=None if read.row_mask is None else read.row_mask.bool())
         # Dynamo refuses a weight that student and teacher share.
         of_teacher = TeacherTensors(*[None if t is None else t.detach() for t in of_teacher])  # type: ignore[arg-type]
-        loss = tiled_divergence(self.tensors, of_teacher, row_mask, of, self.settings, options)
+        loss = tiled_divergence(self.tensors, of_teacher, read, of, self.settings, options)
         return divided(loss.reshape(self.shape[:-1]), divisor, self.dim() - 1)
 
     def local_columns(self, shard: Shard) -> Tensor:
@@ -351,24 +379,24 @@ class LinearLogits(TensorLike):
     def flat(self, inputs: Inputs) -> Inputs:
         """The inputs with all rows in one dimension; index and class weights are those of this process's columns."""
         rows = self.shape[:-1]
-        index, row_mask, class_weights = inputs
-        index = None if index is None else index.reshape(rows.numel(), *index.shape[len(rows) :])
-        if self.shard.sizes:
-            first = self.shard.first
-            index = None if index is None else index - first
-            class_weights = class_weights if class_weights is None else class_weights[first : first + self.shard.size]
-        return Inputs(index, None if row_mask is None else row_mask.reshape(-1), class_weights)
+        inputs = inputs.rows(lambda t: t.reshape(rows.numel(), *t.shape[len(rows) :]))
+        return inputs.columns(self.shard.first, self.shard.first + self.shard.size) if self.shard.sizes else inputs
 
     def all_class_weights(self, weights: Tensor) -> Tensor:
         return all_weights(weights, self.columns, self.shard) if self.shard.sizes else weights
 
     def tiled(self, row_loss: RowLoss, row_mask: Tensor | None, divisor: Divisor) -> Tensor:
         """`tiled_loss` of all rows; without a divisor, it has the shape of the rows."""
-        row_mask = None if row_mask is None else row_mask != 0
-        divisor = divisor.number if isinstance(divisor, Count) else divisor
-        if isinstance(divisor, Tensor):
-            divisor = divisor.detach().reshape(()).to(self.device, row_loss.dtype)
-        elif divisor is not None:  # filled on the device: a copy from the host would synchronize
-            divisor = torch.full((), divisor, dtype=row_loss.dtype, device=self.device)
-        loss = tiled_loss(self.tensors, row_mask, row_loss, divisor, self.settings)
+        row_mask = None if row_mask is None else row_mask.bool()
+
+        @cache
+        def number() -> Tensor:
+            found = divisor.number if isinstance(divisor, Count) else divisor
+            if isinstance(found, Tensor):
+                return found.detach().reshape(()).to(self.device, row_loss.dtype)
+            # Filled on the device: a copy from the host would synchronize.
+            return torch.full((), found, dtype=row_loss.dtype, device=self.device)  # type: ignore[arg-type]
+
+        of_sum = None if divisor is None else number
+        loss = tiled_loss(self.tensors, row_mask, row_loss, of_sum, self.settings)
         return loss.reshape(self.shape[:-1]) if divisor is None else loss

@@ -12,7 +12,16 @@ from torch import Tensor
 
 from onepass.backend import backend_of, is_debugging
 from onepass.core.checks import described
-from onepass.core.options import DIVERGENCE, NOT_DIFFERENTIABLE, FieldGradients, Inputs, Options, PairOptions, pick
+from onepass.core.options import (
+    DIVERGENCE,
+    NOT_DIFFERENTIABLE,
+    FieldGradients,
+    Inputs,
+    Options,
+    PairOptions,
+    PairRows,
+    pick,
+)
 from onepass.core.shard import NOT_SHARDED, Shard
 from onepass.logits.tiles import INDEX, ROW, HeadTensors, Rows, Settings
 from onepass.softmax.divergence import pair_numbers
@@ -44,11 +53,13 @@ class RowLoss(Protocol):
     def holding(self, tensors: Sequence[Tensor | None]) -> "RowLoss":
         """A copy of the loss with other ``tensors``."""
 
-    def __call__(self, logits: Sequence[Tensor], rows: Rows, row_mask: Tensor | None, scale: Tensor | None) -> Found:
+    def __call__(
+        self, logits: Sequence[Tensor], rows: Rows, row_mask: Tensor | None, scale: Tensor | None, out: Tensor | None
+    ) -> Found:
         """The loss of ``rows``, ``(n,)``.
 
         With ``scale``, one number or one per row, also the gradients of ``Σ scale·loss``: that of the first logits is
-        written over them, those of the row inputs are returned.
+        written to ``out``, which may be these logits, and those of the row inputs are returned.
         """
 
 
@@ -56,6 +67,7 @@ class StatisticsLoss:
     """``loss_fn(fields, *row_inputs)`` of the fields of a tile's rows, differentiated by autograd.
 
     Args:
+        inputs: of all rows, without a mask.
         linear: whether the loss is linear in the fields. Its gradient is then known before the tile is read, and
             the tile is read once.
         shard: the columns of a tile, if the vocabulary is sharded. All processes compute the same loss.
@@ -68,14 +80,13 @@ class StatisticsLoss:
         loss_fn: Callable[..., Tensor],
         options: Options,
         dtype: torch.dtype,
-        index: Tensor | None,
-        class_weights: Tensor | None = None,
+        inputs: Inputs,
         row_inputs: Sequence[Tensor] = (),
         linear: bool = False,
         shard: Shard = NOT_SHARDED,
     ) -> None:
-        self.loss_fn, self.options, self.index, self.linear, self.shard = loss_fn, options, index, linear, shard
-        self.class_weights, self.row_inputs = class_weights, row_inputs
+        self.loss_fn, self.options, self.linear, self.shard = loss_fn, options, linear, shard
+        self.inputs, self.row_inputs, index = inputs, row_inputs, inputs.index
         self.dtype = torch.promote_types(dtype, torch.float32)
         numbers = sum(i[:1].numel() for i in row_inputs) + (index[:1].numel() if index is not None else 1)
         self.row_bytes = ROW + INDEX * numbers
@@ -83,36 +94,38 @@ class StatisticsLoss:
 
     @property
     def tensors(self) -> Sequence[Tensor | None]:
-        return [self.index, self.class_weights, *self.row_inputs]
+        return [*self.inputs, *self.row_inputs]
 
     def holding(self, tensors: Sequence[Tensor | None]) -> "StatisticsLoss":
         other = copy(self)
-        other.index, other.class_weights, *other.row_inputs = tensors  # type: ignore[assignment]
+        count = len(self.inputs)
+        other.inputs, other.row_inputs = Inputs(*tensors[:count]), tensors[count:]  # type: ignore[assignment]
         return other
 
-    def __call__(self, logits: Sequence[Tensor], rows: Rows, row_mask: Tensor | None, scale: Tensor | None) -> Found:
+    def __call__(
+        self, logits: Sequence[Tensor], rows: Rows, row_mask: Tensor | None, scale: Tensor | None, out: Tensor | None
+    ) -> Found:
         """See `RowLoss.__call__`."""
         x = logits[0]
         backend, options = backend_of(x), self.options
-        index = None if self.index is None else rows.take(self.index)
-        read = Inputs(index, row_mask, self.class_weights)
+        read = self.inputs.rows(rows.take)._replace(row_mask=row_mask)
         inputs = [rows.take(i).detach() for i in self.row_inputs]
-        fused = scale is not None and self.linear and not self.shard.sizes
-        fused = fused and backend.supports_fused_loss(x, index, options)
-        if fused:
+        fused = out is not None and self.linear and not self.shard.sizes
+        fused = fused and read.support is None and backend.supports_fused_loss(x, read.index, options)
+        if fused and out is not None:
             anywhere = {n: x.new_zeros(rows.n, dtype=self.dtype) for n in options.names}
             _, upstream, _ = self.differentiated(anywhere, inputs, rows.n, scale)
-            results = backend.softmax_loss(x, read, upstream, options)
+            results = backend.softmax_loss(x, read, upstream, options, out)
         else:
             results = results_of(x, read, self.shard, options)
         fields = dict(zip(options.names, pick(results, options)))
         if fused or (scale is None and self.checked):
             with torch.no_grad():
                 return self.losses(fields, inputs, rows.n), ()
-        if scale is None:
+        if out is None:
             return self.differentiated(fields, inputs, rows.n, None)[0], ()
         loss, upstream, of_inputs = self.differentiated(fields, inputs, rows.n, scale)
-        backend.softmax_gradient(x, read, results[0], upstream, options, x)
+        backend.softmax_gradient(x, read, results[0], upstream, options, out)
         return loss, of_inputs
 
     def differentiated(
@@ -186,14 +199,21 @@ class DivergenceLoss:
 
     Args:
         teacher: logits ``(N, V)``, or a linear head.
+        temperatures: ``(N,)`` or None each, those of the rows of student and teacher.
         shard: the columns of a tile and of the teacher that are compared, if the vocabulary is sharded.
     """
 
     row_inputs: Sequence[Tensor] = ()
 
     def __init__(
-        self, dtype: torch.dtype, teacher: Tensor | tuple[HeadTensors, Settings], options: PairOptions, shard: Shard
+        self,
+        dtype: torch.dtype,
+        teacher: Tensor | tuple[HeadTensors, Settings],
+        temperatures: Sequence[Tensor | None],
+        options: PairOptions,
+        shard: Shard,
     ) -> None:
+        self.temperatures = temperatures
         self.options, self.row_bytes, self.shard = options, ROW, shard
         self.teacher: Tensor | None = None
         self.heads: Sequence[tuple[HeadTensors, Settings]] = ()
@@ -207,29 +227,34 @@ class DivergenceLoss:
 
     @property
     def tensors(self) -> Sequence[Tensor | None]:
-        return self.heads[0][0] if self.heads else [self.teacher]
+        return [*self.temperatures, *(self.heads[0][0] if self.heads else [self.teacher])]
 
     def holding(self, tensors: Sequence[Tensor | None]) -> "DivergenceLoss":
         other = copy(self)
+        other.temperatures, tensors = tensors[:2], tensors[2:]
         if self.heads:
             other.heads = ((HeadTensors(*tensors), self.heads[0][1]),)  # type: ignore[arg-type]
         else:
             (other.teacher,) = tensors
         return other
 
-    def __call__(self, logits: Sequence[Tensor], rows: Rows, row_mask: Tensor | None, scale: Tensor | None) -> Found:
+    def __call__(
+        self, logits: Sequence[Tensor], rows: Rows, row_mask: Tensor | None, scale: Tensor | None, out: Tensor | None
+    ) -> Found:
         """See `RowLoss.__call__`."""
-        x, columns = logits[0], slice(self.options.columns)
+        columns = slice(self.options.columns)
         teacher = logits[1] if self.teacher is None else rows.take(self.teacher)
-        pair = x[:, columns], teacher[:, columns]
+        pair = logits[0][:, columns], teacher[:, columns]
+        read = PairRows(row_mask, *[None if t is None else rows.take(t) for t in self.temperatures])
         if self.shard.sizes:
-            packed = pair_numbers(*pair, row_mask, self.shard, self.options)
+            packed = pair_numbers(*pair, read, self.shard, self.options)
         else:
-            packed = backend_of(*pair).divergence(*pair, row_mask, self.options)
-        if scale is not None:
+            packed = backend_of(*pair).divergence(*pair, read, self.options)
+        if scale is not None and out is not None:
             grad = scale.expand(rows.n)
             if self.options.columns != 0:  # as on a rank that holds none of the columns that are compared
-                backend_of(*pair).divergence_gradient(*pair, row_mask, packed, grad, False, self.options, pair[0])
+                to = out[:, columns]
+                backend_of(*pair).divergence_gradient(*pair, read, packed, grad, False, self.options, to)
             if self.options.columns is not None:
-                x[:, self.options.columns :] = 0
+                out[:, self.options.columns :] = 0
         return packed[DIVERGENCE], ()

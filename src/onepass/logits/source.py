@@ -17,11 +17,14 @@ from onepass.core.checks import (
     check_logits,
     check_number,
     check_row_mask,
+    check_temperature,
     check_transform,
 )
 from onepass.core.dispatch import is_plain
-from onepass.core.options import Inputs, Options, PairOptions, Transform
+from onepass.core.invariance import is_batch_invariant
+from onepass.core.options import Inputs, Options, PairOptions, PairRows, Transform
 from onepass.core.shard import NOT_SHARDED, Shard, shared_columns
+from onepass.core.support import Support, check_support
 from onepass.softmax.divergence import divergence_of
 from onepass.softmax.shards import Replicated, group_named
 from onepass.softmax.statistics import check_range, gather_logits, statistics_of
@@ -136,16 +139,14 @@ class LogitsSource:
         """
         return selected.any(-1)
 
-    def divergence(
-        self, teacher: "LogitsSource", row_mask: Tensor | None, options: PairOptions, divisor: Divisor
-    ) -> Tensor:
+    def divergence(self, teacher: "LogitsSource", read: PairRows, options: PairOptions, divisor: Divisor) -> Tensor:
         """The divergence of every row from the ``teacher``, summed and divided as in `loss`."""
         shard = shared_columns(self.shard, teacher.shard, options.columns)
         if shard is None:
-            loss = divergence_of(self.materialize(), teacher.materialize(), row_mask, options)
+            loss = divergence_of(self.materialize(), teacher.materialize(), read, options)
         else:
             pair = self.local_columns(shard), teacher.local_columns(shard)
-            loss = divergence_of(*pair, row_mask, options._replace(columns=shard.size), shard)
+            loss = divergence_of(*pair, read, options._replace(columns=shard.size), shard)
         return divided(loss, divisor, loss.dim())
 
     def local_columns(self, shard: Shard) -> Tensor:
@@ -182,7 +183,8 @@ class TensorLogits(LogitsSource):
 
     def statistics(self, inputs: Inputs, options: Options) -> Fields:
         if options.fields == "selected":  # any shift of the row will do, so no other logit is read
-            return {"selected": gather_logits(self.logits, inputs.index, options.transform)}  # type: ignore[arg-type]
+            selected = gather_logits(self.logits, inputs.index, options.transform)  # type: ignore[arg-type]
+            return {"selected": divided_by(selected, inputs.temperature)}
         fields = statistics_of(self.logits, inputs, options, self.inplace_backward)
         return dict(zip(options.names, fields))
 
@@ -229,9 +231,43 @@ def divided(loss: Tensor, divisor: Divisor, row_dims: int) -> Tensor:
     return loss.sum() / divisor
 
 
+def divided_by(selected: Tensor, temperature: Tensor | None) -> Tensor:
+    """Selected logits ``(...)`` or ``(..., K)`` over the temperature of their row."""
+    if temperature is None:
+        return selected
+    temperature = temperature.where((temperature > 0) & (temperature < torch.inf), torch.nan)
+    return selected / (temperature if temperature.dim() == selected.dim() else temperature.unsqueeze(-1))
+
+
+def number_of(temperature: Tensor | float) -> Any:
+    """The temperature of all rows, 1 if each row has its own."""
+    return 1.0 if isinstance(temperature, Tensor) and temperature.dim() else temperature
+
+
+def temperature_of_rows(
+    temperature: Tensor | float | None, logits: LogitsSource, row_mask: Tensor | None, name: str = "temperature"
+) -> Tensor | None:
+    """The temperature of each row, checked and in the dtype of the fields; None if all rows have the same.
+
+    Raises:
+        TypeError, ValueError: it is not a constant floating-point tensor with the shape of the rows or, on a CPU and in
+            debug mode, a row that is not masked has none above 0.
+    """
+    if not isinstance(temperature, Tensor) or not temperature.dim():
+        return None
+    check_temperature(temperature, logits, name)
+    if (is_debugging() or logits.is_cpu) and logits.is_eager and is_plain(temperature):
+        good = (temperature > 0) & (temperature < INF)
+        good = good if row_mask is None else good | (row_mask == 0)
+        if not good.all():
+            raise ValueError(f"{name}: expected finite numbers above 0, got {temperature[~good][0].item():g}")
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return temperature.detach().to(wide)
+
+
 def options_for(
     fields: str,
-    temperature: float = 1.0,
+    temperature: Tensor | float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     sharpness: float | None = None,
@@ -241,8 +277,8 @@ def options_for(
     Every number is passed and none is left to a default. Dynamo makes a default that it first encounters within an
     autograd function an input of that function's graph alone, and a second loss in the same graph would fail.
     """
-    transform = Transform(*check_transform(temperature, softcap, logit_scale))
-    return Options(fields, transform, 0.0, 2.0 if sharpness is None else sharpness)
+    transform = Transform(*check_transform(number_of(temperature), softcap, logit_scale))
+    return Options(fields, transform, 0.0, 2.0 if sharpness is None else sharpness, is_batch_invariant())
 
 
 def inputs_for(
@@ -252,12 +288,16 @@ def inputs_for(
     row_mask: Tensor | None = None,
     class_weights: Tensor | float | None = None,
     index_name: str = "index",
+    temperature: Tensor | float = 1.0,
+    support: Support | None = None,
 ) -> tuple[Inputs, Options]:
     """Check the tensors that are read in addition to the logits. One class weight for all classes becomes an option.
 
     Args:
         index: checked already, except for its values.
         index_name: the name of the caller's argument.
+        temperature: a number is in the ``options`` already.
+        support: see `onepass.softmax_statistics`.
     """
     if row_mask is not None:
         check_row_mask(row_mask, logits)
@@ -270,7 +310,13 @@ def inputs_for(
         weights = class_weights.detach()
     else:
         options = options._replace(class_weight=check_number(class_weights, "class_weights", -INF))
-    inputs = Inputs(index, row_mask, weights)
-    if (is_debugging() or logits.is_cpu) and logits.is_eager:
+    inputs = Inputs(index, row_mask, weights, temperature_of_rows(temperature, logits, row_mask))
+    look = (is_debugging() or logits.is_cpu) and logits.is_eager
+    if support is not None:
+        if options.wants("mean_logit"):
+            raise ValueError("metrics: expected no 'mean_logit' with a support, whose other logits are not read")
+        ids, starts, lengths = check_support(support, logits, row_mask, look)
+        inputs = inputs._replace(support=ids, starts=starts, lengths=lengths)
+    if look:
         check_range(logits, inputs, index_name)
     return inputs, options

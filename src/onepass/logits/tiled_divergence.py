@@ -3,13 +3,14 @@
 `LinearLogits.divergence` calls them. In eager mode it calls `tiled_loss`, which takes three GEMMs; these take four.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onepass.core.dispatch import empty_gradients, operation, refuse_second_derivatives
-from onepass.core.options import PairOptions
+from onepass.core.options import PairOptions, PairRows
 from onepass.core.shard import NOT_SHARDED, Shard
 from onepass.logits.row_loss import DivergenceLoss
 from onepass.logits.tiled_loss import walk
@@ -24,56 +25,68 @@ class TeacherTensors(NamedTuple):
     teacher_bias: Tensor | None = None
 
 
+class TeacherDtypes(NamedTuple):
+    """Those of a teacher's GEMMs and of its logits. They are not read of a teacher without a weight."""
+
+    teacher_dtype: torch.dtype
+    teacher_logits_dtype: torch.dtype
+
+
 def row_divergence(
     dtype: torch.dtype,
     tensors: TeacherTensors,
-    of: torch.dtype,
+    of: TeacherDtypes,
+    read: PairRows,
     options: PairOptions,
     held: Shard = NOT_SHARDED,
     compared: Shard = NOT_SHARDED,
 ) -> DivergenceLoss:
-    """The divergence as a `RowLoss`, for student logits of ``dtype`` and teacher logits of dtype ``of``.
+    """The divergence as a `RowLoss`, for student logits of ``dtype``.
 
     If the vocabulary is sharded, ``held`` are the columns of this process, of which ``compared`` are compared.
     """
     teacher, weight, bias = tensors
-    head = teacher if weight is None else (HeadTensors(teacher, weight, bias), Settings(of, shard=held))
-    return DivergenceLoss(dtype, head, options, compared)
+    settings = Settings(*of, shard=held, invariant_gemms=options.invariant)
+    head = teacher if weight is None else (HeadTensors(teacher, weight, bias), settings)
+    return DivergenceLoss(dtype, head, read[1:], options, compared)
 
 
 def tiled_divergence(
     tensors: HeadTensors,
     teacher: TeacherTensors,
-    row_mask: Tensor | None,
-    teacher_dtype: torch.dtype,
+    read: PairRows,
+    of: TeacherDtypes,
     settings: Settings,
     options: PairOptions,
 ) -> Tensor:
     """The divergence of every row, ``(N,)``, differentiable with respect to the student's head."""
-    loss: Tensor = _Divergence.apply(*tensors, *teacher, row_mask, teacher_dtype, settings, options)
+    loss: Tensor = _Divergence.apply(*tensors, *teacher, *read, of, settings, options)
     return loss
 
 
 class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *tensors, row_mask, teacher_dtype, settings, options = arguments
-        ctx.save_for_backward(*tensors, row_mask)
-        ctx.rest = teacher_dtype, settings, options
-        loss: Tensor = _forward(HeadTensors(*tensors[:3]), TeacherTensors(*tensors[3:]), row_mask, *ctx.rest)
+        *tensors, of, settings, options = arguments
+        ctx.save_for_backward(*tensors)
+        ctx.rest = of, settings, options
+        loss: Tensor = _forward(*parts(tensors), *ctx.rest)
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        *tensors, row_mask = ctx.saved_tensors
-        student, teacher = HeadTensors(*tensors[:3]), TeacherTensors(*tensors[3:])
-        found = _gradient(student, teacher, row_mask, grad, list(ctx.needs_input_grad[:3]), *ctx.rest)
-        return *found, *[None] * 7
+        found = _gradient(*parts(ctx.saved_tensors), grad, list(ctx.needs_input_grad[:3]), *ctx.rest)
+        return *found, *[None] * 9
 
 
-def _like_forward(tensors: HeadTensors, teacher_dtype: torch.dtype, settings: Settings, **_: Any) -> Tensor:
-    dtype = torch.promote_types(torch.promote_types(settings.dtype, teacher_dtype), torch.float32)
+def parts(tensors: Sequence[Tensor]) -> tuple[HeadTensors, TeacherTensors, PairRows]:
+    """The tensors of the student, of the teacher, and those with a number of every row."""
+    return HeadTensors(*tensors[:3]), TeacherTensors(*tensors[3:6]), PairRows(*tensors[6:])
+
+
+def _like_forward(tensors: HeadTensors, of: TeacherDtypes, settings: Settings, **_: Any) -> Tensor:
+    dtype = torch.promote_types(torch.promote_types(settings.dtype, of.teacher_dtype), torch.float32)
     return tensors.hidden.new_empty(tensors.hidden.shape[0], dtype=dtype)
 
 
@@ -81,13 +94,13 @@ def _like_forward(tensors: HeadTensors, teacher_dtype: torch.dtype, settings: Se
 def _forward(
     tensors: HeadTensors,
     teacher: TeacherTensors,
-    row_mask: Tensor | None,
-    teacher_dtype: torch.dtype,
+    read: PairRows,
+    of: TeacherDtypes,
     settings: Settings,
     options: PairOptions,
 ) -> Tensor:
     """The divergence of every row, ``(N,)``."""
-    return walk(tensors, row_mask, row_divergence(settings.dtype, teacher, teacher_dtype, options), settings)[0]
+    return walk(tensors, read.row_mask, row_divergence(settings.dtype, teacher, of, read, options), settings)[0]
 
 
 def _like_gradient(tensors: HeadTensors, needed: list[bool], **_: Any) -> list[Tensor | None]:
@@ -98,14 +111,14 @@ def _like_gradient(tensors: HeadTensors, needed: list[bool], **_: Any) -> list[T
 def _gradient(
     tensors: HeadTensors,
     teacher: TeacherTensors,
-    row_mask: Tensor | None,
+    read: PairRows,
     grad: Tensor,
     needed: list[bool],
-    teacher_dtype: torch.dtype,
+    of: TeacherDtypes,
     settings: Settings,
     options: PairOptions,
 ) -> list[Tensor | None]:
     """The gradients of the student's head, each if ``needed``, from that of every row."""
-    row_loss = row_divergence(settings.dtype, teacher, teacher_dtype, options)
-    gradients = walk(tensors, row_mask, row_loss, settings, needed, grad)[1]
+    row_loss = row_divergence(settings.dtype, teacher, of, read, options)
+    gradients = walk(tensors, read.row_mask, row_loss, settings, needed, lambda: grad)[1]
     return gradients.scaled(None)  # type: ignore[union-attr]

@@ -3,8 +3,9 @@
 `LinearLogits` calls `tiled_loss` in eager mode.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -20,17 +21,20 @@ from onepass.logits.valid_rows import defers
 NOTHING = (False, False, False)
 
 
+Number = Callable[[], Tensor]  # computes a tensor when it is needed
+
+
 def tiled_loss(
-    tensors: HeadTensors, row_mask: Tensor | None, row_loss: RowLoss, divisor: Tensor | None, settings: Settings
+    tensors: HeadTensors, row_mask: Tensor | None, row_loss: RowLoss, divisor: Number | None, settings: Settings
 ) -> Tensor:
-    """``Σ row_loss / divisor`` over the valid rows or, without a divisor, the loss of every row; differentiable."""
+    """``Σ row_loss / divisor()`` over the valid rows or, without a divisor, the loss of every row; differentiable."""
     inputs = row_loss.row_inputs
     refuse_forward_mode(*tensors, *inputs)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors, *inputs)):
         loss: Tensor = _TiledLoss.apply(*tensors, row_mask, row_loss, settings, divisor, *inputs)
         return loss
     losses = walk(tensors, row_mask, row_loss, settings)[0]
-    return losses if divisor is None else losses.sum() / divisor
+    return losses if divisor is None else losses.sum() / divisor()
 
 
 def walk(
@@ -39,34 +43,40 @@ def walk(
     row_loss: RowLoss,
     settings: Settings,
     needed: Sequence[bool] = NOTHING,
-    scale: Tensor | None = None,
+    scale_of: Number | None = None,
     of_inputs: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, Gradients | None]:
-    """The loss of every row and, with ``scale``, the gradients of ``Σ scale·loss``.
+    """The loss of every row and, with ``scale_of``, the gradients of ``Σ scale·loss``.
 
     Args:
         needed: whether the gradients of hidden states, weight and bias are needed.
-        scale: one number, or one per row.
+        scale_of: computes the scale, one number or one per row.
         of_inputs: receives the gradients of the row inputs; None for those that are not needed.
     """
     hidden = tensors.hidden
     parameters = [p for of_head, _ in row_loss.heads for p in of_head[1:]]
     with gathered(*tensors[1:], *parameters), torch.autocast(hidden.device.type, enabled=False):
         heads = [Head(tensors, settings), *(Head(*of_head) for of_head in row_loss.heads)]
-        losses = hidden.new_zeros(hidden.shape[0], dtype=row_loss.dtype)
-        cut = plan(heads, row_mask, Use(row_loss.row_bytes, weight_gradient=needed[1]))
+        use = Use(row_loss.row_bytes, weight_gradient=needed[1], gradient=scale_of is not None)
+        cut = plan(heads, row_mask, use)
+        # The first product is launched before all that it does not need: the device may be waiting for the host.
+        following = tiles(heads, cut)
+        first = iter([*islice(following, 1)])
         row_mask = row_mask if defers(row_mask) else None
+        losses = hidden.new_zeros(hidden.shape[0], dtype=row_loss.dtype)
+        scale = None if scale_of is None else scale_of()
         gradients = None if scale is None else Gradients(heads[0], cut, needed)
-        for rows, columns, states, logits in tiles(heads, cut):
+        for rows, columns, states, logits in chain(first, following):
             mask = None if row_mask is None else rows.take(row_mask)
             of_rows = scale if scale is None or scale.dim() == 0 else rows.take(scale)
-            part, found = row_loss(logits, rows, mask, of_rows)
+            place = None if gradients is None else gradients.place(logits[0])
+            part, found = row_loss(logits, rows, mask, of_rows, place)
             rows.put(losses, part)
             for out, value in zip(of_inputs, found):
                 if out is not None and value is not None:
                     rows.put(out, value)
-            if gradients is not None:
-                gradients.add(rows, columns, states, logits[0])
+            if gradients is not None and place is not None:
+                gradients.add(rows, columns, states, place)
     return losses, gradients
 
 
@@ -80,7 +90,7 @@ class _TiledLoss(torch.autograd.Function):
         row_mask: Tensor | None,
         row_loss: RowLoss,
         settings: Settings,
-        divisor: Tensor | None,
+        divisor: Number | None,
         *inputs: Tensor,
     ) -> Tensor:
         tensors = HeadTensors(hidden, weight, bias)
@@ -93,11 +103,14 @@ class _TiledLoss(torch.autograd.Function):
         of_inputs = [torch.zeros_like(i) if n else None for i, n in zip(inputs, ctx.needed_inputs)]
         # Tiles are divided at once, unless they are float16: a mean's gradients might underflow before they are scaled.
         late = settings.dtype == torch.float16
-        scale = torch.ones_like(divisor) if late else 1 / divisor
+
+        def scale_of() -> Tensor:
+            return torch.ones_like(divisor()) if late else 1 / divisor()
+
         needed = ctx.needs_input_grad[:3]
-        losses, ctx.gradients = walk(tensors, row_mask, row_loss, settings, needed, scale, of_inputs)
-        ctx.save_for_backward(divisor if late else None, *of_inputs)
-        return losses.sum() / divisor
+        losses, ctx.gradients = walk(tensors, row_mask, row_loss, settings, needed, scale_of, of_inputs)
+        ctx.save_for_backward(divisor() if late else None, *of_inputs)
+        return losses.sum() / divisor()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -108,7 +121,7 @@ class _TiledLoss(torch.autograd.Function):
             of_inputs = [torch.zeros_like(i) if n else None for i, n in zip(row_loss.row_inputs, ctx.needed_inputs)]
             needed = ctx.needs_input_grad[:3]
             with generators_at(ctx.generators, hidden.device):
-                _, gradients = walk(tensors, row_mask, row_loss, ctx.settings, needed, grad, of_inputs)
+                _, gradients = walk(tensors, row_mask, row_loss, ctx.settings, needed, lambda: grad, of_inputs)
             found = gradients.scaled(None)  # type: ignore[union-attr]
         elif ctx.gradients is None:
             raise RuntimeError(

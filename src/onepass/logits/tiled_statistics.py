@@ -62,12 +62,12 @@ class _TiledStatistics(torch.autograd.Function):
         upstream = FieldGradients.of(ctx.options.fields, grads)
         head, inputs, needed = HeadTensors(*tensors[:3]), Inputs(*tensors[3:]), list(ctx.needs_input_grad[:3])
         found = _gradient(head, inputs, packed, upstream, needed, ctx.settings, ctx.options)
-        return *found, *[None] * 5
+        return *found, *[None] * (len(inputs) + 2)
 
 
 def rows_of(tensors: HeadTensors, settings: Settings) -> Tensor:
     """An empty tensor ``(N, 0)`` with the number of rows, the device and the dtype of the logits."""
-    return tensors.hidden.new_empty((tensors.hidden.shape[0], 0), dtype=settings.dtype)
+    return tensors.hidden.new_empty((tensors.hidden.shape[0], 0), dtype=settings.logits_dtype)
 
 
 def _like_forward(tensors: HeadTensors, inputs: Inputs, settings: Settings, options: Options, **_: Any) -> Results:
@@ -118,8 +118,8 @@ def read_tiles(
             for tensor, _ in whole:
                 tensor.zero_()
         for rows, _, _, (logits,) in tiles([head], cut):
-            index, mask = (None if t is None else rows.take(t) for t in (inputs.index, row_mask))
-            parts = [p for p in of_tile(logits, Inputs(index, mask, inputs.class_weights)) if p is not None]
+            read = inputs._replace(row_mask=row_mask).rows(rows.take)
+            parts = [p for p in of_tile(logits, read) if p is not None]
             for (tensor, dim), part in zip(whole, parts):
                 rows.put(tensor, part, dim)
 
@@ -150,18 +150,18 @@ def _gradient(
     hidden, weight, bias = tensors
     with gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
         head = Head(tensors, settings)
-        use = Use(row_bytes(inputs.index), weight_gradient=needed[1], known=True)
+        use = Use(row_bytes(inputs.index), weight_gradient=needed[1], gradient=True, known=True)
         cut = plan([head], inputs.row_mask, use)
         row_mask = inputs.row_mask if defers(inputs.row_mask) else None
         gradients = Gradients(head, cut, needed)
         for rows, columns, states, (logits,) in tiles([head], cut):
             if columns == ALL or columns.start == 0:
-                index, mask, *of_rows = (None if t is None else rows.take(t) for t in (inputs.index, row_mask, *grads))
+                of_rows = [None if t is None else rows.take(t) for t in grads]
+                of_tile = inputs._replace(row_mask=row_mask).rows(rows.take)
                 numbers = rows.take(packed, 1).contiguous()
             # An index outside the slice adds nothing to it. (One outside the vocabulary has made its row NaN already.)
-            of_slice = index if index is None or columns == ALL else index - columns.start
-            weights = None if inputs.class_weights is None else inputs.class_weights[columns]
-            read = Inputs(of_slice, mask, weights)
-            backend_of(logits).softmax_gradient(logits, read, numbers, FieldGradients(*of_rows), options, logits)
-            gradients.add(rows, columns, states, logits)
+            read = of_tile if columns == ALL else of_tile.columns(columns.start, columns.stop)
+            place = gradients.place(logits)
+            backend_of(logits).softmax_gradient(logits, read, numbers, FieldGradients(*of_rows), options, place)
+            gradients.add(rows, columns, states, place)
         return gradients.scaled(None)

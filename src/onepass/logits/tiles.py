@@ -4,6 +4,9 @@
 kernels, overwritten with its own gradient, and replaced by the next. It is some rows of the whole vocabulary or, if the
 statistics of the rows are known already, all rows of a slice of the vocabulary. All GEMMs have one dtype, that of
 autocast or of the inputs. Sums over tiles are float32.
+
+Logits may be float32 while the GEMMs are bfloat16 or float16. Their gradient is then rounded to the dtype of the GEMMs
+in a second buffer, which has the rows of several tiles, so that the GEMMs of the gradients are as large as without.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.backend import backend_of
 from onepass.core.shard import NOT_SHARDED, Shard
 from onepass.logits.valid_rows import valid_rows
 
@@ -20,6 +24,7 @@ GIB = 1 << 30
 # gradient, which is part of the workspace; a single tile needs no such sum. In a forward without backward, no
 # activations or gradients need the memory, so that it may take a single tile, too. Otherwise small tiles cost little.
 ONE_TILE, TRAINED, UNTRAINED = int(2.5 * GIB), int(1.1 * GIB), int(0.585 * GIB)
+WIDE = int(0.59 * GIB)  # workspace for a tile of logits that are wider than the GEMMs' dtype, beyond their gradient
 SLICES = int(0.3 * GIB)  # workspace for slices of the vocabulary, beyond the sum of the hidden states' gradient
 ON_CPU = 1 << 25
 LEAST_COLUMNS = 128  # of a slice: GEMMs are slow below
@@ -32,11 +37,13 @@ ALIGNED = 16  # bytes to which rows are padded: GEMMs are slow if an odd vocabul
 class Settings(NamedTuple):
     """How logits are computed."""
 
-    dtype: torch.dtype  # of the GEMMs and of the logits
+    dtype: torch.dtype  # of the GEMMs
+    logits_dtype: torch.dtype  # that, or float32: the result of the GEMM is then not rounded
     max_memory: int | None = None  # bytes of workspace; None for `default_memory`
     round_before_bias: bool = False  # whether the bias is added to the rounded product, which rounds twice
     shard: Shard = NOT_SHARDED  # the columns that this process holds, if the vocabulary is sharded
     sums_hidden: bool = False  # whether the gradient of the hidden states is summed over the processes
+    invariant_gemms: bool = False  # whether rows do not depend on what rows are with them; see `batch_invariant`
 
 
 class HeadTensors(NamedTuple):
@@ -52,10 +59,9 @@ class Head:
 
     def __init__(self, tensors: HeadTensors, settings: Settings) -> None:
         self.hidden, self.weight, self.bias = tensors
-        self.settings, self.dtype = settings, settings.dtype
+        self.settings, self.dtype, self.logits_dtype = settings, settings.dtype, settings.logits_dtype
         self.vocab = self.weight.shape[0]
         self.held: tuple[slice, Tensor, Tensor | None] | None = None
-        self.padded_vocab = padded(self.vocab, self.dtype)
 
     def factors(self, columns: slice) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of these columns in the dtype of the GEMMs. Those of the last call are kept."""
@@ -65,10 +71,37 @@ class Head:
             self.held = columns, self.weight[columns].to(self.dtype), bias
         return self.held[1:]
 
+    def product(self, hidden: Tensor, columns: slice, out: Tensor) -> None:
+        """Write the logits of these columns, for hidden states ``(n, H)`` in the dtype of the GEMMs, to ``out``."""
+        weight, bias = self.factors(columns)
+        if self.settings.invariant_gemms:
+            rounds = self.settings.round_before_bias and out.dtype == self.dtype
+            backend_of(hidden).row_gemm(hidden, weight.t(), None if rounds else bias, out)
+            if rounds and bias is not None:
+                out.add_(bias)
+            return
+        if out.dtype == self.dtype and bias is not None and not self.settings.round_before_bias:
+            torch.addmm(bias, hidden, weight.t(), out=out)
+            return
+        if out.dtype == self.dtype:
+            torch.mm(hidden, weight.t(), out=out)
+        elif self.upcasts:
+            step = max(1, ON_CPU // (4 * hidden.shape[1]))  # columns whose weight is copied at a time
+            for part, rows in zip(out.split(step, 1), weight.split(step)):
+                part.copy_(torch.mm(hidden.to(out.dtype), rows.to(out.dtype).t()))
+        else:
+            torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
+        if bias is not None:
+            out.add_(bias)
+
     def row_bytes(self, gathered: bool) -> int:
-        """Bytes per row of a tile: its logits, and its hidden states if they are gathered or cast."""
+        """Bytes per row of a tile, without its logits: those of its hidden states if they are gathered or cast."""
         hidden = self.hidden.shape[1] * (self.dtype.itemsize + self.hidden.dtype.itemsize)
-        return self.padded_vocab * self.dtype.itemsize + hidden * (gathered or self.hidden.dtype != self.dtype)
+        return hidden * (gathered or self.hidden.dtype != self.dtype)
+
+    def logits_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a row of logits of this dtype."""
+        return padded(self.vocab, dtype) * dtype.itemsize
 
     def cast_bytes(self) -> int:
         """Bytes of weight and bias in the dtype of the GEMMs, if they have another one."""
@@ -119,6 +152,7 @@ class Use(NamedTuple):
 
     row_bytes: int = ROW + INDEX  # workspace per row, in addition to its logits
     weight_gradient: bool = False  # whether the gradient of the weight is summed
+    gradient: bool = False  # whether the gradient of the logits is written
     known: bool = False  # whether the statistics of the rows are known, so that the vocabulary may be sliced
     final: bool = False  # whether no backward follows
 
@@ -129,15 +163,21 @@ class Plan(NamedTuple):
     row_ids: Tensor | None  # ids of the valid rows; None for all rows
     n: int
     rows: int  # per tile
+    batch: int  # rows per GEMM of the gradients, those of several tiles if logits are wider than the GEMMs' dtype
     vocab: int  # columns of this process
     columns: int  # per tile
     sliced: bool  # whether a tile is a slice of the vocabulary
 
     def cut(self) -> Iterator[Rows]:
         """The rows of each tile."""
-        for first in range(0, self.n, self.rows):
-            part = slice(first, min(first + self.rows, self.n))
-            yield Rows(part if self.row_ids is None else self.row_ids[part], part.stop - first)
+        for start in range(0, self.n, self.batch):
+            for first in range(start, min(start + self.batch, self.n), self.rows):
+                yield self.between(first, min(first + self.rows, start + self.batch, self.n))
+
+    def between(self, first: int, stop: int) -> Rows:
+        """The rows from ``first`` to ``stop``, of those that are computed."""
+        part = slice(first, stop)
+        return Rows(part if self.row_ids is None else self.row_ids[part], stop - first)
 
     def slices(self) -> Iterator[slice]:
         """The columns of each tile."""
@@ -162,18 +202,26 @@ def plan(heads: Sequence[Head], row_mask: Tensor | None, use: Use) -> Plan:
     """
     vocab, total_rows = heads[0].vocab, heads[0].hidden.shape[0]
     heads = [head.widest() for head in heads]
-    rows, columns = tile_shape(total_rows, False, heads, use)
+    shape = tile_shape(total_rows, False, heads, use)
     ids, n = valid_rows(row_mask), total_rows
     if ids is not None:
         n = len(ids)
-        rows, columns = tile_shape(n, True, heads, use)
-    return Plan(ids, n, rows, vocab, columns, columns < heads[0].vocab)
+        shape = tile_shape(n, True, heads, use)
+    rows, batch, columns = shape
+    return Plan(ids, n, rows, batch, vocab, columns, columns < heads[0].vocab)
 
 
-def tile_shape(count: int, gathered: bool, heads: Sequence[Head], use: Use) -> tuple[int, int]:
-    """Rows and columns of a tile if ``count`` rows are computed, which are ``gathered`` if some are masked."""
+def tile_shape(count: int, gathered: bool, heads: Sequence[Head], use: Use) -> tuple[int, int, int]:
+    """Rows of a tile, rows of a GEMM of the gradients, and columns of a tile.
+
+    ``count`` rows are computed, which are ``gathered`` if some are masked.
+    """
     head, max_memory = heads[0], heads[0].settings.max_memory
-    per_row = use.row_bytes + sum(h.row_bytes(gathered) for h in heads)
+    per_row = use.row_bytes + sum(h.row_bytes(gathered) + h.logits_bytes(h.logits_dtype) for h in heads)
+    per_wide = wide = 0  # bytes per row of a tile of wide logits, and of the tile, beyond their gradient
+    if use.gradient and head.logits_dtype != head.dtype:
+        per_row, per_wide = head.row_bytes(gathered) + head.logits_bytes(head.dtype), per_row
+        wide = min(count * per_wide, WIDE if head.hidden.is_cuda else ON_CPU)
     fixed = (1 << 17) + sum(h.cast_bytes() for h in heads) + 9 * head.hidden.shape[0] * gathered
     total = 0  # a float32 gradient needs no other sum
     if use.weight_gradient and head.weight.dtype.itemsize < 4:
@@ -184,26 +232,31 @@ def tile_shape(count: int, gathered: bool, heads: Sequence[Head], use: Use) -> t
         total += 4 * head.weight.numel() * (use.weight_gradient and head.upcasts)
     fixed += 4 * head.hidden.numel() * (head.dtype == torch.float16)  # see `Gradients`
     one_tile = fixed + count * per_row + (total if needs_sum(head, 1) else 0)
-    limit = max_memory
-    if limit is None:
+    if max_memory is None:
         limit = default_memory(head, fixed + total, per_row, one_tile, use)
+    else:
+        wide = max(min(wide, (max_memory - fixed - total) // 2), per_wide)
+        limit = max_memory - wide
     slices = SLICES if head.hidden.is_cuda else ON_CPU
-    if use.known and one_tile > (min(limit, fixed + slices) if max_memory is None else limit):
-        columns = tile_columns(count, gathered, head, limit, use.row_bytes, slices)
+    may_slice = use.known and not head.settings.invariant_gemms  # the number of slices depends on that of the rows
+    if may_slice and one_tile > (min(limit, fixed + slices) if max_memory is None else limit):
+        columns = tile_columns(count, gathered, head, limit + wide, use.row_bytes, slices + wide)
         if columns:
-            return count, equal(head.vocab, columns)
+            return count, count, equal(head.vocab, columns)
     rows = count if one_tile <= limit or not count else (limit - fixed - total) // per_row
     if count and rows < 1:
-        least = min(one_tile, fixed + total + per_row)
+        least = min(one_tile, fixed + total + per_row) + per_wide
         raise ValueError(f"max_memory: expected at least {least} bytes, for one row at a time, got {max_memory}")
-    return equal(count, rows), head.vocab
+    batch = equal(count, rows)
+    return equal(batch, wide // per_wide) if per_wide else batch, batch, head.vocab
 
 
 def tile_columns(count: int, gathered: bool, head: Head, limit: int, row_bytes: int, slices: int) -> int:
     """Columns of a tile with all rows, within the ``limit`` for tiles of rows; 0 if fewer than `LEAST_COLUMNS` fit."""
     H, size = head.hidden.shape[1], head.dtype.itemsize
     cast = size if head.weight.dtype != head.dtype else 0
-    per_column = count * size + H * cast + 16 + 4 * (count + H) * head.upcasts
+    logits = size if head.logits_dtype == head.dtype else size + head.logits_dtype.itemsize  # with their gradient
+    per_column = count * logits + H * cast + 16 + 4 * (count + H) * head.upcasts
     of_row = row_bytes + H * (size * (gathered or head.hidden.dtype != head.dtype) + 4 + 4 * head.upcasts)
     fixed = (1 << 18) + 9 * head.hidden.shape[0] * gathered + count * of_row
     fixed += min(REFERENCE_BLOCKS, REFERENCE_BYTES * count * head.vocab) * (head.hidden.device.type == "cpu")
@@ -232,7 +285,9 @@ def default_memory(head: Head, fixed: int, per_row: int, one_tile: int, use: Use
         return fixed + max(ON_CPU, per_row)
     if (use.weight_gradient or use.final) and one_tile - fixed <= ONE_TILE:
         return one_tile
-    return fixed + max(TRAINED if use.weight_gradient else UNTRAINED, per_row)
+    # Wide logits take more memory for GEMMs of the same size. Those of a gradient have memory of their own.
+    wide = WIDE if not use.gradient and head.logits_dtype != head.dtype else 0
+    return fixed + max(TRAINED if use.weight_gradient else UNTRAINED + wide, per_row)
 
 
 def needs_sum(head: Head, tiles: int) -> bool:
@@ -246,25 +301,20 @@ def tiles(heads: Sequence[Head], plan: Plan) -> Iterator[tuple[Rows, slice, Tens
     The caller may overwrite the logits. The next tile reuses their memory.
     """
     count = min(plan.rows, plan.n)
-    buffers = [empty_logits(h, count, min(plan.columns, h.vocab) if plan.sliced else h.vocab) for h in heads]
+    columns_of = [min(plan.columns, h.vocab) if plan.sliced else h.vocab for h in heads]
+    buffers = [empty_logits(h, count, columns, h.logits_dtype) for h, columns in zip(heads, columns_of)]
     for rows in plan.cut():
         hidden = [rows.take(h.hidden).to(h.dtype) for h in heads]
         for columns in plan.slices():
             logits = [b[: rows.n] if columns == ALL else b[:, : columns.stop - columns.start] for b in buffers]
             for head, x, out in zip(heads, hidden, logits):
-                weight, bias = head.factors(columns)
-                if bias is None or head.settings.round_before_bias:
-                    torch.mm(x, weight.t(), out=out)
-                else:
-                    torch.addmm(bias, x, weight.t(), out=out)
-                if bias is not None and head.settings.round_before_bias:
-                    out.add_(bias)
+                head.product(x, columns, out)
             yield rows, columns, hidden[0], logits
 
 
-def empty_logits(head: Head, rows: int, columns: int) -> Tensor:
+def empty_logits(head: Head, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """An uninitialized tile, with rows padded to `ALIGNED` bytes."""
-    logits = head.hidden.new_empty((rows, padded(columns, head.dtype)), dtype=head.dtype)
+    logits = head.hidden.new_empty((rows, padded(columns, dtype)), dtype=dtype)
     logits[:, columns:] = 0  # bfloat16 GEMMs on a CPU multiply the padding by 0, so it must not be NaN
     return logits[:, :columns]
 

@@ -19,7 +19,7 @@ from onepass.core.dispatch import constant_in_trace, is_plain
 from onepass.core.options import Inputs, Options, Transform
 from onepass.core.shard import Group, Shard, leading
 from onepass.logits.partitioned import in_order
-from onepass.logits.source import WRAPPERS, Fields, LogitsSource, TensorLogits
+from onepass.logits.source import WRAPPERS, Fields, LogitsSource, TensorLogits, divided_by
 from onepass.softmax.shards import (
     GatheredColumns,
     Sum,
@@ -95,14 +95,10 @@ class VocabParallelLogits(LogitsSource):
         return all_weights(weights, self.local_logits.shape[-1], self.shard)
 
     def statistics(self, inputs: Inputs, options: Options) -> Fields:
-        index, row_mask, class_weights = inputs
-        first, size = self.shard.first, self.shard.size
-        if class_weights is not None:
-            class_weights = class_weights[first : first + size]
+        index, first, temperature = inputs.index, self.shard.first, inputs.temperature
         if options.fields == "selected" and index is not None:  # no other logit is read
-            return {"selected": self.selected(index, options.transform)}
-        index = None if index is None else index - first
-        local = Inputs(index, row_mask, class_weights)
+            return {"selected": divided_by(self.selected(index, options.transform), temperature)}
+        local = inputs.columns(first, first + self.shard.size)
         fields = statistics_of_shards(self.local_logits, local, self.shard, options)
         return dict(zip(options.names, fields))
 
@@ -183,7 +179,8 @@ def shard_of(
         text = "; ".join(f"{r[1:-3]}, {r[-3]}, {str(FLOATS[r[-2] % 4])[6:]} on rank {n}"
                          for n, r in enumerate(received))  # fmt: skip
         raise ValueError(
-            "vocab_group: expected the same shape of the rows, vocab_size (-1 for None) and dtype on all ranks, "
+            "vocab_group: expected the same shape of the rows (of a head: of the hidden states, and then "
+            "sequence_parallel, bytes of a logit and max_memory), vocab_size (-1 for None) and dtype on all ranks, "
             f"got {text}"
         )
     sizes = [r[-1] for r in received]

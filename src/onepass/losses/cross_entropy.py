@@ -36,7 +36,7 @@ def cross_entropy(
     reduction: Reduction = "mean",
     num_items: float | Tensor | None = None,
     mean_group: Group | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     inplace_backward: bool = False,
@@ -99,7 +99,7 @@ def cross_entropy(
         fields += " shift log_normalizer"
     smoothed = None if not label_smoothing else 1.0 / source.shape[-1] if weights is None else weights
     options = options_for(fields, temperature, softcap, logit_scale)
-    inputs, options = inputs_for(source, options, target, valid, smoothed, "target")
+    inputs, options = inputs_for(source, options, target, valid, smoothed, "target", temperature)
 
     # A target outside the vocabulary makes its row NaN; the clamp only keeps the lookup of its weight in bounds.
     count = valid if weights is None else weights[target.clamp(0, len(weights) - 1)].where(valid, 0.0)
@@ -152,7 +152,7 @@ class CrossEntropyLoss(torch.nn.Module):
         z_loss_weight: float = 0.0,
         reduction: Reduction = "mean",
         mean_group: Group | None = None,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
         inplace_backward: bool = False,

@@ -5,9 +5,10 @@ from torch import Tensor
 
 from onepass.core.checks import check_pair, check_row_mask, check_transform
 from onepass.core.deprecated import renamed
-from onepass.core.options import Direction, PairOptions, Reduction, Transform
+from onepass.core.invariance import is_batch_invariant
+from onepass.core.options import Direction, PairOptions, PairRows, Reduction, Transform
 from onepass.core.shard import Group
-from onepass.logits.source import Logits, as_source
+from onepass.logits.source import Logits, as_source, number_of, temperature_of_rows
 from onepass.losses.directions import BETA, resolved
 from onepass.losses.reduction import divisor_of
 
@@ -24,10 +25,10 @@ def kl_div(
     reduction: Reduction = "mean",
     num_items: float | Tensor | None = None,
     mean_group: Group | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    teacher_temperature: float | None = None,
+    teacher_temperature: float | Tensor | None = None,
     teacher_softcap: float | None = None,
     teacher_logit_scale: float = 1.0,
 ) -> Tensor:
@@ -77,13 +78,17 @@ def kl_div(
     if row_mask is not None:
         check_row_mask(row_mask, student)
     direction, beta = resolved(direction, beta)
-    of_student = Transform(*check_transform(temperature, softcap, logit_scale))
-    teacher_temperature = of_student.temperature if teacher_temperature is None else teacher_temperature
-    of_teacher = check_transform(teacher_temperature, teacher_softcap, teacher_logit_scale, prefix="teacher_")
-    options = PairOptions(direction, beta, of_student, Transform(*of_teacher), columns)
+    of_student = Transform(*check_transform(number_of(temperature), softcap, logit_scale))
+    if teacher_temperature is None:
+        teacher_temperature = temperature
+    number = number_of(teacher_temperature)
+    of_teacher = check_transform(number, teacher_softcap, teacher_logit_scale, prefix="teacher_")
+    of_rows = temperature_of_rows(temperature, student, row_mask)
+    teacher_of_rows = temperature_of_rows(teacher_temperature, teacher, row_mask, "teacher_temperature")
+    options = PairOptions(direction, beta, of_student, Transform(*of_teacher), columns, is_batch_invariant())
     rows = None if row_mask is None else row_mask != 0
     divisor = divisor_of(student, rows, reduction, num_items, mean_group)
-    return student.divergence(teacher, row_mask, options, divisor)
+    return student.divergence(teacher, PairRows(row_mask, of_rows, teacher_of_rows), options, divisor)
 
 
 class KLDivLoss(torch.nn.Module):
@@ -97,10 +102,10 @@ class KLDivLoss(torch.nn.Module):
         vocab_size: int | None = None,
         reduction: Reduction = "mean",
         mean_group: Group | None = None,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
-        teacher_temperature: float | None = None,
+        teacher_temperature: float | Tensor | None = None,
         teacher_softcap: float | None = None,
         teacher_logit_scale: float = 1.0,
     ) -> None:

@@ -9,6 +9,7 @@ from onepass.core.checks import check_device, check_index, described
 from onepass.core.deprecated import renamed
 from onepass.core.options import Direction, Metric, Reduction
 from onepass.core.shard import Group
+from onepass.core.support import Support
 from onepass.logits.linear import LinearLogits
 from onepass.logits.source import inputs_for, options_for
 from onepass.losses.cross_entropy import cross_entropy
@@ -31,10 +32,12 @@ def linear_softmax_statistics(
     row_mask: Tensor | None = None,
     metrics: Sequence[Metric] = (),
     expected_logit: bool = True,
+    support: Support | None = None,
     vocab_size: int | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    logits_dtype: torch.dtype | None = None,
     max_memory: int | None = None,
     vocab_group: Group | None = None,
     sequence_parallel: bool = False,
@@ -44,20 +47,21 @@ def linear_softmax_statistics(
     Forward and backward take four GEMMs, since the backward recomputes the logits. `linear_loss` takes three.
 
     Args:
-        hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
+        hidden, weight, bias: ``(..., H)``, ``(V, H)`` and ``(V,)``, see `LinearLogits`.
+        logits_dtype, max_memory: how the logits are computed, see `LinearLogits`.
         vocab_group, vocab_size, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
         index: ``(...)`` or ``(..., K)``, int32 or int64.
 
     The other arguments, and what is returned and raised, are those of `softmax_statistics`.
     """
     logits = LinearLogits(
-        hidden, weight, bias, max_memory=max_memory, vocab_group=vocab_group, vocab_size=vocab_size,
-        sequence_parallel=sequence_parallel,
+        hidden, weight, bias, logits_dtype=logits_dtype, max_memory=max_memory, vocab_group=vocab_group,
+        vocab_size=vocab_size, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     return softmax_statistics(
         logits, index, class_weights=class_weights,
-        row_mask=row_mask, metrics=metrics, expected_logit=expected_logit, temperature=temperature, softcap=softcap,
-        logit_scale=logit_scale,
+        row_mask=row_mask, metrics=metrics, expected_logit=expected_logit, support=support, temperature=temperature,
+        softcap=softcap, logit_scale=logit_scale,
     )  # fmt: skip
 
 
@@ -68,10 +72,12 @@ def linear_selective_log_softmax_and_entropy(
     *,
     bias: Tensor | None = None,
     row_mask: Tensor | None = None,
+    support: Support | None = None,
     vocab_size: int | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    logits_dtype: torch.dtype | None = None,
     max_memory: int | None = None,
     vocab_group: Group | None = None,
     sequence_parallel: bool = False,
@@ -81,12 +87,12 @@ def linear_selective_log_softmax_and_entropy(
     The arguments are those of `linear_softmax_statistics`.
     """
     logits = LinearLogits(
-        hidden, weight, bias, max_memory=max_memory, vocab_group=vocab_group, vocab_size=vocab_size,
-        sequence_parallel=sequence_parallel,
+        hidden, weight, bias, logits_dtype=logits_dtype, max_memory=max_memory, vocab_group=vocab_group,
+        vocab_size=vocab_size, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     return selective_log_softmax_and_entropy(
-        logits, index, row_mask=row_mask, temperature=temperature,
-        softcap=softcap, logit_scale=logit_scale,
+        logits, index, row_mask=row_mask, support=support, temperature=temperature, softcap=softcap,
+        logit_scale=logit_scale,
     )  # fmt: skip
 
 
@@ -105,9 +111,10 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     num_items: float | Tensor | None = None,
     mean_group: Group | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    logits_dtype: torch.dtype | None = None,
     max_memory: int | None = None,
     vocab_group: Group | None = None,
     sequence_parallel: bool = False,
@@ -115,7 +122,8 @@ def linear_cross_entropy(
     """`cross_entropy` of a linear head: forward and backward take three GEMMs.
 
     Args:
-        hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
+        hidden, weight, bias: ``(..., H)``, ``(V, H)`` and ``(V,)``, see `LinearLogits`.
+        logits_dtype, max_memory: how the logits are computed, see `LinearLogits`.
         vocab_group, vocab_size, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
         target: ``(...)``, int32 or int64; rows that are ``ignore_index`` are left out of all GEMMs.
 
@@ -124,8 +132,8 @@ def linear_cross_entropy(
     recomputes the logits (four GEMMs).
     """
     logits = LinearLogits(
-        hidden, weight, bias, max_memory=max_memory, vocab_group=vocab_group, vocab_size=vocab_size,
-        sequence_parallel=sequence_parallel,
+        hidden, weight, bias, logits_dtype=logits_dtype, max_memory=max_memory, vocab_group=vocab_group,
+        vocab_size=vocab_size, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     return cross_entropy(
         logits, target, class_weights=class_weights,
@@ -152,9 +160,10 @@ def linear_topk_kl_div(
     reduction: Reduction = "mean",
     num_items: float | Tensor | None = None,
     mean_group: Group | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    logits_dtype: torch.dtype | None = None,
     max_memory: int | None = None,
     vocab_group: Group | None = None,
     sequence_parallel: bool = False,
@@ -162,14 +171,15 @@ def linear_topk_kl_div(
     """`topk_kl_div` of a student given by its linear head: three GEMMs.
 
     Args:
-        hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
+        hidden, weight, bias: ``(..., H)``, ``(V, H)`` and ``(V,)``, see `LinearLogits`.
+        logits_dtype, max_memory: how the logits are computed, see `LinearLogits`.
         vocab_group, vocab_size, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
 
     The other arguments, and what is returned and raised, are those of `topk_kl_div`.
     """
     logits = LinearLogits(
-        hidden, weight, bias, max_memory=max_memory, vocab_group=vocab_group, vocab_size=vocab_size,
-        sequence_parallel=sequence_parallel,
+        hidden, weight, bias, logits_dtype=logits_dtype, max_memory=max_memory, vocab_group=vocab_group,
+        vocab_size=vocab_size, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     return topk_kl_div(
         logits, teacher_ids, teacher_log_probs, row_mask=row_mask,
@@ -192,12 +202,13 @@ def linear_kl_div(
     reduction: Reduction = "mean",
     num_items: float | Tensor | None = None,
     mean_group: Group | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    teacher_temperature: float | None = None,
+    teacher_temperature: float | Tensor | None = None,
     teacher_softcap: float | None = None,
     teacher_logit_scale: float = 1.0,
+    logits_dtype: torch.dtype | None = None,
     max_memory: int | None = None,
     vocab_group: Group | None = None,
     sequence_parallel: bool = False,
@@ -205,7 +216,8 @@ def linear_kl_div(
     """`kl_div` of a student given by its linear head: three GEMMs.
 
     Args:
-        hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
+        hidden, weight, bias: ``(..., H)``, ``(V, H)`` and ``(V,)``, see `LinearLogits`.
+        logits_dtype, max_memory: how the logits are computed, see `LinearLogits`.
         vocab_group, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
         teacher_logits: a constant, either logits ``(..., V)`` or ``LinearLogits(teacher_hidden, teacher_weight)``,
             which add a GEMM, and a tile to the workspace. Student and teacher may have different widths ``H``.
@@ -213,8 +225,9 @@ def linear_kl_div(
     The other arguments, and what is returned and raised, are those of `kl_div`.
     """
     logits = LinearLogits(
-        hidden, weight, bias, max_memory=max_memory, vocab_group=vocab_group, sequence_parallel=sequence_parallel
-    )
+        hidden, weight, bias, logits_dtype=logits_dtype, max_memory=max_memory, vocab_group=vocab_group,
+        sequence_parallel=sequence_parallel,
+    )  # fmt: skip
     return kl_div(
         logits, teacher_logits, row_mask=row_mask,
         direction=direction, beta=beta, vocab_size=vocab_size, reduction=reduction, num_items=num_items,
@@ -235,13 +248,15 @@ def linear_loss(
     row_mask: Tensor | None = None,
     metrics: Sequence[Metric] = (),
     expected_logit: bool = True,
+    support: Support | None = None,
     vocab_size: int | None = None,
     reduction: Reduction = "mean",
     num_items: float | Tensor | None = None,
     mean_group: Group | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    logits_dtype: torch.dtype | None = None,
     max_memory: int | None = None,
     vocab_group: Group | None = None,
     sequence_parallel: bool = False,
@@ -254,12 +269,13 @@ def linear_loss(
     may share a tile: a loss that sums over a sequence first, as DPO does, takes `linear_softmax_statistics`.
 
     Args:
-        hidden, weight, bias, max_memory: ``(..., H)``, ``(V, H)``, ``(V,)`` and bytes, see `LinearLogits`.
+        hidden, weight, bias: ``(..., H)``, ``(V, H)`` and ``(V,)``, see `LinearLogits`.
+        logits_dtype, max_memory: how the logits are computed, see `LinearLogits`.
         vocab_group, vocab_size, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
         index: ``(...)`` or ``(..., K)``, int32 or int64, or None.
         loss_fn: called once per tile, and once more in the backward with ``reduction="none"``.
         row_inputs: ``(..., *)``, for instance advantages and old log-probs; differentiable.
-        class_weights, metrics, expected_logit, temperature, softcap, logit_scale: see `softmax_statistics`.
+        class_weights, metrics, expected_logit, support, temperature, softcap, logit_scale: see `softmax_statistics`.
         row_mask: ``(...)``, bool or 0/1; rows where it is False are left out of all GEMMs. Their loss is 0.
         reduction: ``"mean"`` (over the rows that are not masked; 0 if there are none), ``"sum"`` or ``"none"``, which
             takes four GEMMs in all.
@@ -284,8 +300,8 @@ def linear_loss(
         loss = onepass.linear_loss(hidden, lm_head.weight, tokens, policy_loss, advantages, old_log_probs)
     """
     logits = LinearLogits(
-        hidden, weight, bias, max_memory=max_memory, vocab_group=vocab_group, vocab_size=vocab_size,
-        sequence_parallel=sequence_parallel,
+        hidden, weight, bias, logits_dtype=logits_dtype, max_memory=max_memory, vocab_group=vocab_group,
+        vocab_size=vocab_size, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     fields = fields_of(index, class_weights, metrics, expected_logit)
     options = options_for(fields, temperature, softcap, logit_scale)
@@ -293,7 +309,9 @@ def linear_loss(
         raise TypeError(f"loss_fn: expected a function of the statistics and the row_inputs, got {described(loss_fn)}")
     if index is not None:
         check_index(index, logits)
-    inputs, options = inputs_for(logits, options, index, row_mask, class_weights)
+    inputs, options = inputs_for(
+        logits, options, index, row_mask, class_weights, temperature=temperature, support=support
+    )
     shape = logits.shape[:-1]
     for value in row_inputs:
         if not isinstance(value, Tensor):
@@ -334,9 +352,10 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         vocab_size: int | None = None,
         reduction: Reduction = "mean",
         mean_group: Group | None = None,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
+        logits_dtype: torch.dtype | None = None,
         max_memory: int | None = None,
         vocab_group: Group | None = None,
         sequence_parallel: bool = False,
@@ -349,7 +368,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         self.reduction: Reduction = reduction
         self.mean_group = mean_group
         self.temperature, self.softcap, self.logit_scale = temperature, softcap, logit_scale
-        self.max_memory, self.vocab_group, self.vocab_size = max_memory, vocab_group, vocab_size
+        self.logits_dtype, self.max_memory = logits_dtype, max_memory
+        self.vocab_group, self.vocab_size = vocab_group, vocab_size
         self.sequence_parallel = sequence_parallel
 
     @renamed(positional=("bias",))
@@ -368,8 +388,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             row_mask=row_mask, label_smoothing=self.label_smoothing, z_loss_weight=self.z_loss_weight,
             reduction=self.reduction, num_items=num_items, mean_group=self.mean_group,
             temperature=self.temperature, softcap=self.softcap, logit_scale=self.logit_scale,
-            max_memory=self.max_memory, vocab_group=self.vocab_group, vocab_size=self.vocab_size,
-            sequence_parallel=self.sequence_parallel,
+            logits_dtype=self.logits_dtype, max_memory=self.max_memory, vocab_group=self.vocab_group,
+            vocab_size=self.vocab_size, sequence_parallel=self.sequence_parallel,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from onepass.core.checks import check_index
+from onepass.core.support import Support
 from onepass.logits.source import Logits, as_source, inputs_for, options_for
 
 
@@ -11,7 +12,8 @@ def selective_log_softmax(
     index: Tensor,
     *,
     row_mask: Tensor | None = None,
-    temperature: float = 1.0,
+    support: Support | None = None,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     inplace_backward: bool = False,
@@ -22,6 +24,7 @@ def selective_log_softmax(
         logits: ``(..., V)``, float16, bfloat16, float32 or float64, any strides. Or `onepass.LinearLogits`.
         index: ``(...)`` or ``(..., K)``, int32 or int64.
         row_mask: ``(...)``, bool or 0/1. Rows where it is False are not read; their results and gradients are 0.
+        support: the classes that each row is restricted to, see `onepass.softmax_statistics`.
         temperature, softcap, logit_scale: the transform of the logits, see `onepass.softmax_statistics`.
         inplace_backward: write the gradient over the logits instead of allocating it. A later use of those logits,
             or a second backward, is an error. It has no effect under `torch.compile`, which plans memory itself.
@@ -35,7 +38,7 @@ def selective_log_softmax(
     source = as_source(logits, inplace_backward=inplace_backward)
     check_index(index, source)
     options = options_for("log_probs", temperature, softcap, logit_scale)
-    inputs, options = inputs_for(source, options, index, row_mask)
+    inputs, options = inputs_for(source, options, index, row_mask, temperature=temperature, support=support)
     return source.statistics(inputs, options)["log_probs"]
 
 
@@ -43,7 +46,8 @@ def entropy_from_logits(
     logits: Logits,
     *,
     row_mask: Tensor | None = None,
-    temperature: float = 1.0,
+    support: Support | None = None,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     inplace_backward: bool = False,
@@ -55,7 +59,7 @@ def entropy_from_logits(
     """
     source = as_source(logits, inplace_backward=inplace_backward)
     options = options_for("entropy", temperature, softcap, logit_scale)
-    inputs, options = inputs_for(source, options, row_mask=row_mask)
+    inputs, options = inputs_for(source, options, row_mask=row_mask, temperature=temperature, support=support)
     return source.statistics(inputs, options)["entropy"]
 
 
@@ -64,7 +68,8 @@ def selective_log_softmax_and_entropy(
     index: Tensor,
     *,
     row_mask: Tensor | None = None,
-    temperature: float = 1.0,
+    support: Support | None = None,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     inplace_backward: bool = False,
@@ -77,6 +82,6 @@ def selective_log_softmax_and_entropy(
     source = as_source(logits, inplace_backward=inplace_backward)
     check_index(index, source)
     options = options_for("log_probs entropy", temperature, softcap, logit_scale)
-    inputs, options = inputs_for(source, options, index, row_mask)
+    inputs, options = inputs_for(source, options, index, row_mask, temperature=temperature, support=support)
     fields = source.statistics(inputs, options)
     return fields["log_probs"], fields["entropy"]

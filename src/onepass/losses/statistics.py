@@ -6,6 +6,7 @@ from torch import Tensor
 
 from onepass.core.checks import check_choice, check_index, described
 from onepass.core.options import METRICS, Metric
+from onepass.core.support import Support
 from onepass.logits.source import Logits, as_source, inputs_for, options_for
 from onepass.softmax.statistics import SoftmaxStatistics
 
@@ -18,7 +19,8 @@ def softmax_statistics(
     row_mask: Tensor | None = None,
     metrics: Sequence[Metric] = (),
     expected_logit: bool = True,
-    temperature: float = 1.0,
+    support: Support | None = None,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> SoftmaxStatistics:
@@ -34,7 +36,14 @@ def softmax_statistics(
         index: classes to select, ``(...)`` or ``(..., K)``, int32 or int64; classes may repeat.
         class_weights: the ``c`` of ``weighted_logit``: ``(V,)``, or one number for all classes. Not differentiable.
         row_mask: ``(...)``, bool or 0/1. Rows where it is False are not read; their results and gradients are 0.
-        temperature: :math:`T > 0`, divides the logits after the soft-cap.
+        support: the classes that the distribution of each row is restricted to and renormalized over, as by top-k or
+            top-p sampling; no other logit is read. Either ids ``(..., S)``, with -1 behind those of a row that has
+            fewer, or a tuple of the ids of all rows, ``(n,)``, and their offsets, ``(rows + 1,)``; int32 or int64. An
+            id may not occur twice in a row. A bool tensor ``(...)`` at the end of the tuple, ``(ids, full)`` or
+            ``(ids, offsets, full)``, says which rows have all classes. A selected class outside of the support has
+            log-prob -inf and gradient 0; a row without any class is NaN.
+        temperature: :math:`T > 0`, divides the logits after the soft-cap. A number, or one of each row: floating-point
+            ``(...)``, not differentiable. On a GPU, a row whose temperature is not above 0 is NaN.
         softcap: the cap > 0, as in Gemma 2; None for no soft-cap.
         logit_scale: multiplies the logits before the soft-cap, as in Cohere's and Granite's models.
         metrics: any of ``"is_top1"`` (needs ``index``), ``"log_sum_sq_probs"``, ``"mean_logit"``. Not differentiable.
@@ -62,7 +71,9 @@ def softmax_statistics(
     if index is not None:
         check_index(index, source)
     options = options_for(fields_of(index, class_weights, metrics, expected_logit), temperature, softcap, logit_scale)
-    inputs, options = inputs_for(source, options, index, row_mask, class_weights)
+    inputs, options = inputs_for(
+        source, options, index, row_mask, class_weights, temperature=temperature, support=support
+    )
     return SoftmaxStatistics(**source.statistics(inputs, options))
 
 

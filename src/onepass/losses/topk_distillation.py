@@ -22,8 +22,19 @@ from onepass.core.deprecated import renamed
 from onepass.core.dispatch import is_plain
 from onepass.core.options import Direction, Reduction
 from onepass.core.shard import Group
-from onepass.logits.source import Logits, LogitsSource, as_source, divided, inputs_for, options_for
+from onepass.logits.source import (
+    Logits,
+    LogitsSource,
+    as_source,
+    divided,
+    divided_by,
+    inputs_for,
+    number_of,
+    options_for,
+    temperature_of_rows,
+)
 from onepass.losses.directions import BETA, resolved
+from onepass.losses.log_probs import selective_log_softmax
 from onepass.losses.reduction import divisor_of, reduced
 from onepass.softmax.teacher_tokens import teacher_tokens
 
@@ -58,7 +69,7 @@ def topk_kl_div(
     reduction: Reduction = "mean",
     num_items: float | Tensor | None = None,
     mean_group: Group | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Tensor:
@@ -109,7 +120,7 @@ def topk_kl_div(
         of_student = normalized(s["selected"], *of_teacher) if renormalize else s["log_probs"]
         return terms(of_teacher, of_student, direction, beta)
 
-    inputs, options = inputs_for(student, options, teacher.ids, teacher.to_read, index_name="teacher_ids")
+    inputs, options = inputs_for(student, options, teacher.ids, teacher.to_read, None, "teacher_ids", temperature)
     divisor = divisor_of(student, teacher.rows, reduction, num_items, mean_group)
     return student.loss(terms_of, inputs, options, teacher.tensors, divisor)
 
@@ -131,7 +142,7 @@ def distillation_loss(
     reduction: Reduction = "mean",
     num_items: float | Tensor | None = None,
     mean_group: Group | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Tensor:
@@ -152,24 +163,36 @@ def distillation_loss(
     """
     student = as_source(student_logits, "student_logits")
     check_index(target, student, "target", many=False)
+    given = direction, beta
     direction, beta = resolved(direction, beta)
     alpha = check_number(alpha, "alpha", 0, 1, open_low=False)
     ignore_index = check_integer(ignore_index, "ignore_index")
-    temperature = check_transform(temperature, None)[0]
-    teacher = Teacher(student, teacher_ids, teacher_log_probs, row_mask, teacher_mask, direction, renormalize)
+    number = check_transform(number_of(temperature), None)[0]
     valid = target != ignore_index
     if row_mask is not None:
+        check_row_mask(row_mask, student)
         valid &= row_mask != 0
+    of_each = temperature_of_rows(temperature, student, row_mask)
     # Rows with a teacher but no label are read too; their cross-entropy with token 0 is masked below.
-    target = target.masked_fill(~valid, 0).unsqueeze(-1)
+    target = target.masked_fill(~valid, 0)
+    if of_each is not None and not renormalize:  # two reads: a read has one second temperature for all rows
+        soft = topk_kl_div(
+            student, teacher_ids, teacher_log_probs, row_mask=row_mask, teacher_mask=teacher_mask, direction=given[0],
+            beta=given[1], reduction=reduction, num_items=num_items, mean_group=mean_group, temperature=of_each,
+            softcap=softcap, logit_scale=logit_scale,
+        )  # fmt: skip
+        of_target = -selective_log_softmax(student, target, row_mask=valid, softcap=softcap, logit_scale=logit_scale)
+        return alpha * soft + (1 - alpha) * reduced(student, of_target, valid, reduction, num_items, mean_group)
+    teacher = Teacher(student, teacher_ids, teacher_log_probs, row_mask, teacher_mask, direction, renormalize)
+    target = target.unsqueeze(-1)
     index = torch.cat([t.to(torch.promote_types(target.dtype, teacher.ids.dtype)) for t in (target, teacher.ids)], -1)
-    one_normalizer = renormalize or temperature == 1.0
+    one_normalizer = renormalize or number == 1.0
     fields = "selected log_normalizer" if one_normalizer else "selected log_normalizer tempered_log_normalizer"
-    options = options_for(fields, 1.0, softcap, logit_scale, sharpness=1.0 / temperature)
+    options = options_for(fields, 1.0, softcap, logit_scale, sharpness=1.0 / number)
     to_read = None if teacher.to_read is None else valid | teacher.to_read
     inputs, options = inputs_for(student, options, index, to_read, index_name="target or teacher_ids")
     s = student.statistics(inputs, options)
-    selected = s["selected"] if temperature == 1.0 else s["selected"] / temperature
+    selected = divided_by(s["selected"] if number == 1.0 else s["selected"] / number, of_each)
     if renormalize:
         log_probs = normalized(selected[..., 1:], *teacher.tensors)
     else:
@@ -268,7 +291,7 @@ class TopKKLDivLoss(torch.nn.Module):
         renormalize: bool = False,
         reduction: Reduction = "mean",
         mean_group: Group | None = None,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
     ) -> None:

@@ -20,6 +20,7 @@ from onepass.core.checks import (
 )
 from onepass.core.deprecated import renamed
 from onepass.core.dispatch import operation, refuse_second_derivatives
+from onepass.core.invariance import is_batch_invariant
 from onepass.core.moe_options import (
     GROUP_SCORES,
     MAX_EXPERTS,
@@ -109,8 +110,9 @@ def route(
         raise TypeError(f"router_logits: expected a tensor, got {described(router_logits)}")
     check_logits(router_logits, "router_logits")
     options = RouterOptions(
-        k, score, n_group, topk_group, group_score, renormalize, scale, eps, score_after_topk, softcap, losses
-    )
+        k, score, n_group, topk_group, group_score, renormalize, scale, eps, score_after_topk, softcap, losses,
+        is_batch_invariant(),
+    )  # fmt: skip
     plain = all([type(value) in SCALARS for value in options])  # a tensor may change, and a list cannot be hashed
     options = (check_once if plain else check_options)(router_logits.shape[-1], *options)
     k = options.k
@@ -199,6 +201,7 @@ def check_options(experts: int, *options: Any) -> RouterOptions:
         score_after_topk=bool(o.score_after_topk),
         softcap=check_transform(1.0, o.softcap)[1],
         sums=bool(o.sums),
+        invariant=o.invariant,
     )
     check_choice(o.score, "score", SCORES)
     check_choice(o.group_score, "group_score", GROUP_SCORES)

@@ -6,10 +6,10 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.core.checks import check_choice, described
+from onepass.logits.invariant_linear import linear
 from onepass.logits.partitioned import whole
 from onepass.moe.router import Routing, route
 
@@ -203,7 +203,7 @@ def _logits(linear: Any, adapters: list[nn.Module], hidden_states: Tensor, famil
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else whole(bias).to(dtype))
+    return linear(x.to(dtype), weight.to(dtype), None if bias is None else whole(bias).to(dtype))
 
 
 def _autocast(device: torch.device, allowed: bool) -> AbstractContextManager[Any]:

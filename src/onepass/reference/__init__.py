@@ -15,6 +15,7 @@ from onepass.reference.experts import (
 from onepass.reference.router import route, route_gradient
 from onepass.reference.shards import merge_divergences, merge_shards, shard_statistics
 from onepass.reference.softmax import (
+    row_gemm,
     row_mean,
     scale,
     selected_logits,
@@ -38,6 +39,7 @@ __all__ = [
     "merge_shards",
     "route",
     "route_gradient",
+    "row_gemm",
     "row_mean",
     "scale",
     "scattered_linear",

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from onepass.core.options import PAIR_NUMBERS, PairOptions, empty_pair_numbers
+from onepass.core.options import PAIR_NUMBERS, PairOptions, PairRows, empty_pair_numbers
 from onepass.core.shard import PAIR_STATE
-from onepass.reference.softmax import row_blocks, transformed
+from onepass.reference.softmax import row_blocks, temperature_of, transformed
 
 
 def log_ratio(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -20,23 +20,23 @@ def mixture(log_p: Tensor, log_q: Tensor, w_p: float, w_q: float) -> tuple[Tenso
     return p, log_ratio(p, log_p, log_m), q, log_ratio(q, log_q, log_m)
 
 
-def divergence(student: Tensor, teacher: Tensor, row_mask: Tensor | None, options: PairOptions) -> Tensor:
+def divergence(student: Tensor, teacher: Tensor, read: PairRows, options: PairOptions) -> Tensor:
     """`PAIR_NUMBERS` of every row, ``(len(PAIR_NUMBERS), ...)``, as `kernels.divergence` defines them."""
     packed = empty_pair_numbers(student, teacher)
-    _divergence(student, teacher, row_mask, packed, options, known=False)
+    _divergence(student, teacher, read, packed, options, known=False)
     return packed
 
 
-def add_means(student: Tensor, teacher: Tensor, row_mask: Tensor | None, packed: Tensor, options: PairOptions) -> None:
+def add_means(student: Tensor, teacher: Tensor, read: PairRows, packed: Tensor, options: PairOptions) -> None:
     """Write the means of JSD and the divergence into ``packed``, which has the normalizers.
 
     If the logits are some columns of the vocabulary, they are sums over these columns.
     """
-    _divergence(student, teacher, row_mask, packed, options, known=True)
+    _divergence(student, teacher, read, packed, options, known=True)
 
 
 def _divergence(
-    student: Tensor, teacher: Tensor, row_mask: Tensor | None, packed: Tensor, options: PairOptions, known: bool
+    student: Tensor, teacher: Tensor, read: PairRows, packed: Tensor, options: PairOptions, known: bool
 ) -> None:
     """Write `PAIR_NUMBERS`. If ``known``, the normalizers are there already."""
     rows = student.shape[:-1].numel()
@@ -45,10 +45,10 @@ def _divergence(
         for name in ("student_mean", "teacher_mean", "divergence"):
             out[name].zero_()
         return
-    for group, pair in row_blocks(student, teacher) if rows else ():
+    for group, pair in row_blocks(student, teacher, alone=options.invariant) if rows else ():
         logs = {}
-        for name, x, of_x in zip(("student", "teacher"), pair, (options.student, options.teacher)):
-            z, _ = transformed(x, of_x, packed.dtype)
+        for name, x, of_x, t in zip(("student", "teacher"), pair, (options.student, options.teacher), read[1:]):
+            z, _ = transformed(x, of_x, packed.dtype, temperature_of(t, group))
             if not known:
                 shift = z.amax(-1)
                 out[f"{name}_shift"][group] = shift
@@ -67,11 +67,11 @@ def _divergence(
             void = 0 * (p.sum(-1) + log_q.exp().sum(-1))
             p_mean[group] = out["divergence"][group] = (p * log_ratio(p, log_p, log_q)).sum(-1) + void
             q_mean[group] = 0.0
-    if row_mask is not None:
-        packed.masked_fill_(~row_mask.bool(), 0.0)
+    if read.row_mask is not None:
+        packed.masked_fill_(~read.row_mask.bool(), 0.0)
 
 
-def divergence_states(student: Tensor, teacher: Tensor, options: PairOptions) -> Tensor:
+def divergence_states(student: Tensor, teacher: Tensor, read: PairRows, options: PairOptions) -> Tensor:
     """The state of every row of a vocabulary shard, ``(len(PAIR_STATE), rows)``, for KL(P ‖ Q)."""
     rows, vocab = student.shape[:-1].numel(), student.shape[-1]
     dtype = empty_pair_numbers(student[:0], teacher[:0]).dtype
@@ -80,8 +80,9 @@ def divergence_states(student: Tensor, teacher: Tensor, options: PairOptions) ->
     lowest = torch.finfo(dtype).min
     out["p_max"].fill_(lowest)
     out["q_max"].fill_(lowest)
-    for group, pair in row_blocks(student, teacher) if rows and vocab else ():
-        zs = [transformed(x, of_x, dtype)[0] for x, of_x in zip(pair, (options.student, options.teacher))]
+    for group, pair in row_blocks(student, teacher, alone=options.invariant) if rows and vocab else ():
+        of_pair = zip(pair, (options.student, options.teacher), read[1:])
+        zs = [transformed(x, of_x, dtype, temperature_of(t, group))[0] for x, of_x, t in of_pair]
         difference = {}
         for name, z in zip("pq", options.ordered(*zs)):
             largest = z.amax(-1).clamp(min=lowest)  # finite, if all logits are -inf
@@ -95,7 +96,7 @@ def divergence_states(student: Tensor, teacher: Tensor, options: PairOptions) ->
 def divergence_gradient(
     student: Tensor,
     teacher: Tensor,
-    row_mask: Tensor | None,
+    read: PairRows,
     packed: Tensor,
     grad: Tensor,
     of_teacher: bool,
@@ -107,13 +108,15 @@ def divergence_gradient(
     field = dict(zip(PAIR_NUMBERS, packed.view(len(PAIR_NUMBERS), rows, 1)))
     grad = grad.reshape(-1, 1)
     idle = grad == 0
-    if row_mask is not None:
-        idle = idle | ~row_mask.reshape(-1, 1).bool()
-    names, transforms = ("student", "teacher"), (options.student, options.teacher)
+    if read.row_mask is not None:
+        idle = idle | ~read.row_mask.reshape(-1, 1).bool()
+    names, transforms = ("student", "teacher"), ((options.student, read[1]), (options.teacher, read[2]))
     if of_teacher:
         student, teacher, names, transforms = teacher, student, names[::-1], transforms[::-1]
-    for group, (x, y, g_out) in row_blocks(student, teacher, out) if rows else ():
-        (zx, slope), (zy, _) = (transformed(t, o, packed.dtype) for t, o in zip((x, y), transforms))
+    for group, (x, y, g_out) in row_blocks(student, teacher, out, alone=options.invariant) if rows else ():
+        (zx, slope), (zy, _) = (
+            transformed(of, o, packed.dtype, temperature_of(t, group)) for of, (o, t) in zip((x, y), transforms)
+        )
         log_x, log_y = (
             z - field[f"{name}_shift"][group] - field[f"{name}_log_normalizer"][group]
             for z, name in zip((zx, zy), names)

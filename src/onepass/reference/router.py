@@ -11,6 +11,9 @@ def route(
     logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, options: RouterOptions
 ) -> RoutingResults:
     """Weights, experts, counts, summed probabilities and logsumexp of ``(T, E)`` logits, as in `empty_routing`."""
+    if options.invariant and len(logits) > 1:
+        tokens = [(logits[t], None if token_mask is None else token_mask[t]) for t in each(logits)]
+        return joined([route(x, selection_bias, mask, options) for x, mask in tokens], options)
     z = transformed(logits, options)
     experts = select(logits, z, selection_bias, token_mask, options)
     selected = raw_scores(z, experts, options)
@@ -40,6 +43,13 @@ def route_gradient(
 ) -> Tensor:
     """The gradient of the logits, in their dtype, from those of the weights, summed probabilities and logsumexp."""
     grad_weights, grad_prob_sums, grad_logsumexp = grads
+    if options.invariant and len(logits) > 1:
+        parts = []
+        for t in each(logits):
+            mask, of_weights, of_sum = (None if g is None else g[t] for g in (token_mask, grad_weights, grad_logsumexp))
+            upstream = RoutingGradients(of_weights, grad_prob_sums, of_sum)
+            parts.append(route_gradient(logits[t], experts[t], mask, upstream, options))
+        return torch.cat(parts)
     z = transformed(logits, options)
     p, selected = z.softmax(-1), z.gather(-1, experts)
     # Through the weights: g is the gradient of the selected scores, then of their logits.
@@ -72,6 +82,19 @@ def route_gradient(
     if token_mask is not None:
         grad = grad.masked_fill((token_mask == 0).unsqueeze(-1), 0.0)
     return grad.to(logits.dtype)
+
+
+def joined(parts: list[RoutingResults], options: RouterOptions) -> RoutingResults:
+    """The results of all tokens, from those of each."""
+    weights, experts, counts, *sums = zip(*parts)
+    total = torch.stack(counts).sum(0, dtype=torch.int32)
+    of_sums = (torch.stack(sums[0]).sum(0), torch.cat(sums[1])) if options.sums else (None, None)
+    return torch.cat(weights), torch.cat(experts), total, *of_sums
+
+
+def each(logits: Tensor) -> list[slice]:
+    """Every token, alone: vectorized functions may give the last tokens of a batch other bits."""
+    return [slice(t, t + 1) for t in range(len(logits))]
 
 
 def transformed(logits: Tensor, options: RouterOptions) -> Tensor:

@@ -9,17 +9,26 @@ from onepass.core.options import (
     Inputs,
     Options,
     PairOptions,
+    PairRows,
     Results,
     empty_pair_numbers,
     empty_results,
 )
 from onepass.core.shard import PAIR_STATE, Shard, per_row, state_fields
-from onepass.reference.softmax import FLOOR, active_rows, row_blocks, transformed, weights_of
+from onepass.reference.softmax import (
+    FLOOR,
+    active_rows,
+    row_blocks,
+    support_of,
+    temperature_of,
+    transformed,
+    weights_of,
+)
 
 
 def shard_statistics(logits: Tensor, inputs: Inputs, options: Options) -> Tensor:
     """The state of every row of a vocabulary shard, ``(numbers, rows)``; see `state_fields`."""
-    index, _, class_weights = inputs
+    index, _, class_weights, temperature = inputs[:4]
     rows, vocab, K = logits.shape[:-1].numel(), logits.shape[-1], per_row(index, logits.dim())
     fields = state_fields(options, K)
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -34,8 +43,10 @@ def shard_statistics(logits: Tensor, inputs: Inputs, options: Options) -> Tensor
     if vocab == 0:
         out["max"].fill_(torch.finfo(dtype).min)
         return states
-    for group, (x,) in row_blocks(logits):
-        z, _ = transformed(x, options.transform, dtype)
+    for group, (x,) in row_blocks(logits, alone=options.invariant):
+        z, _ = transformed(x, options.transform, dtype, temperature_of(temperature, group))
+        allowed, _ = support_of(inputs, group, z)
+        z = z if allowed is None else z.masked_fill(~allowed, -torch.inf)
         largest = z.amax(-1, keepdim=True).clamp(min=torch.finfo(dtype).min)  # finite, if all logits are -inf
         total = z.sum(-1)
         z = z - largest
@@ -44,9 +55,10 @@ def shard_statistics(logits: Tensor, inputs: Inputs, options: Options) -> Tensor
         if "expected" in out:
             out["expected"][group] = (e * z.clamp(min=FLOOR)).sum(-1)
         if "weighted" in out:
-            c = torch.as_tensor(weights_of(class_weights, options, z), dtype=dtype, device=z.device).expand(vocab)
+            c = torch.as_tensor(weights_of(class_weights, options, z), dtype=dtype, device=z.device).expand(z.shape)
+            c = c if allowed is None else c * allowed
             out["weighted"][group] = torch.where(c == 0, 0, c * z).sum(-1)
-            out["weights"][group] = c.sum()
+            out["weights"][group] = c.sum(-1)
         if "tempered" in out:
             out["tempered"][group] = (z * options.sharpness).exp().sum(-1)
         if "total" in out:
@@ -63,7 +75,7 @@ def shard_statistics(logits: Tensor, inputs: Inputs, options: Options) -> Tensor
 
 def merge_shards(states: Tensor, logits: Tensor, inputs: Inputs, shard: Shard, options: Options) -> Results:
     """The statistics of every row from the states ``(ranks, numbers, rows)``; ``logits`` are those of one shard."""
-    index, row_mask, _ = inputs
+    index, row_mask = inputs[:2]
     packed, per_index, is_top1 = results = empty_results(logits, index, options)
     rows, K = logits.shape[:-1].numel(), per_row(index, logits.dim())
     fields = state_fields(options, K)
@@ -112,9 +124,7 @@ def merge_shards(states: Tensor, logits: Tensor, inputs: Inputs, shard: Shard, o
     return results
 
 
-def merge_divergences(
-    states: Tensor, student: Tensor, teacher: Tensor, row_mask: Tensor | None, options: PairOptions
-) -> Tensor:
+def merge_divergences(states: Tensor, student: Tensor, teacher: Tensor, read: PairRows, options: PairOptions) -> Tensor:
     """`PAIR_NUMBERS` of every row from the states ``(ranks, numbers, rows)``; the logits are those of one shard."""
     packed = empty_pair_numbers(student, teacher)
     of = dict(zip(PAIR_STATE, states.unbind(1)))
@@ -133,6 +143,6 @@ def merge_divergences(
     out["divergence"].copy_(kl)
     out[f"{names['p']}_mean"].copy_(kl)
     out[f"{names['q']}_mean"].zero_()
-    if row_mask is not None:
-        packed.masked_fill_(~row_mask.bool(), 0.0)
+    if read.row_mask is not None:
+        packed.masked_fill_(~read.row_mask.bool(), 0.0)
     return packed

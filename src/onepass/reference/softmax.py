@@ -9,36 +9,79 @@ import torch
 from torch import Tensor
 
 from onepass.core.options import PACKED, FieldGradients, Inputs, Options, Results, Transform, empty_results
+from onepass.core.support import of_each_row
 
 BLOCK_ELEMENTS = 1 << 20
 FLOOR = -1e30  # differences are clamped to this before they are multiplied by their exp(): 0·(-inf) is NaN
 
 
-def row_blocks(*tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Divide tensors of one shape ``(..., V)`` into views ``(n, V)`` of some rows each; nothing is copied."""
+def row_blocks(*tensors: Tensor, alone: bool = False) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Divide tensors of one shape ``(..., V)`` into views ``(n, V)`` of some rows each, of one if each is ``alone``.
+
+    Nothing is copied.
+    """
     first, vocab = 0, tensors[0].shape[-1]
     try:
         matrices = [t.view(-1, vocab) for t in tensors]
     except RuntimeError:  # the rows of some tensor are not evenly spaced
         for parts in zip(*tensors):
-            for rows, blocks in row_blocks(*parts):
+            for rows, blocks in row_blocks(*parts, alone=alone):
                 yield slice(first + rows.start, first + rows.stop), blocks
             first += parts[0][..., 0].numel()
         return
-    step = max(1, BLOCK_ELEMENTS // vocab)
+    step = 1 if alone else max(1, BLOCK_ELEMENTS // vocab)
     for first in range(0, matrices[0].shape[0], step):
         blocks = [m[first : first + step] for m in matrices]
         yield slice(first, first + blocks[0].shape[0]), blocks
 
 
-def transformed(x: Tensor, transform: Transform, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:
-    """The logits after their transform, and the derivative of the transform."""
+def transformed(
+    x: Tensor, transform: Transform, dtype: torch.dtype, temperature: Tensor | None = None
+) -> tuple[Tensor, Tensor | float]:
+    """The logits ``(n, V)`` after their transform, and its derivative; ``temperature`` ``(n,)`` is that of each row."""
     inner, outer = transform.factors()
     z = x.to(dtype) * inner
-    if transform.softcap is None:
-        return z, inner
-    z = z.tanh()
-    return z * outer, (1 - z * z) * (inner * outer)
+    slope: Tensor | float = inner
+    if transform.softcap is not None:
+        z = z.tanh()
+        z, slope = z * outer, (1 - z * z) * (inner * outer)
+    if temperature is None:
+        return z, slope
+    t = temperature.where((temperature > 0) & (temperature < torch.inf), torch.nan).unsqueeze(-1)
+    return z / t, slope / t
+
+
+def temperature_of(temperature: Tensor | None, rows: slice) -> Tensor | None:
+    """The temperatures ``(n,)`` of some rows."""
+    return None if temperature is None else temperature.reshape(-1)[rows]
+
+
+def support_of(inputs: Inputs, rows: slice, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """``(n, V)``: which classes of some rows are in their support; ``(n,)``: whether an id is that of no class."""
+    if inputs.support is None:
+        return None, None
+    every, starts, lengths = of_each_row(inputs.support, inputs.starts, inputs.lengths)
+    starts, lengths = starts[rows].long().clamp(0, len(every)), lengths[rows].long()
+    counts = lengths.clamp(min=0).minimum(len(every) - starts)
+    n = torch.arange(len(lengths), device=like.device).repeat_interleave(counts)
+    place = torch.arange(len(n), device=like.device) - (counts.cumsum(0) - counts)[n] + starts[n]
+    ids, V = every[place].long(), like.shape[-1]
+    allowed = torch.zeros(like.shape, dtype=torch.bool, device=like.device)
+    inside = (ids >= 0) & (ids < V)
+    allowed[n[inside], ids[inside]] = True
+    outside = torch.zeros(len(lengths), dtype=torch.bool, device=like.device)
+    outside[n[ids >= V]] = True
+    return allowed | (lengths < 0).unsqueeze(-1), outside
+
+
+def in_support(inputs: Inputs, index: Tensor) -> Tensor:
+    """``(rows, K)``: whether the classes are in the support of their row, which may be counted from any class."""
+    found = torch.zeros(index.shape, dtype=torch.bool, device=index.device)
+    every, starts, lengths = of_each_row(inputs.support, inputs.starts, inputs.lengths)  # type: ignore[arg-type]
+    for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist())):
+        ids = every[start : start + max(length, 0)]
+        found[row] = True if length < 0 else torch.isin(index[row], ids)
+    return found
 
 
 def active_rows(row_mask: Tensor | None) -> Tensor | None:
@@ -59,7 +102,7 @@ def out_of_range(index: Tensor, active: Tensor | None, vocab: int) -> Tensor:
 
 def softmax_statistics(logits: Tensor, inputs: Inputs, options: Options) -> Results:
     """The packed statistics and, for every index, its logit (or log-prob) and whether it is the largest of its row."""
-    index, row_mask, class_weights = inputs
+    index, row_mask, class_weights, temperature = inputs[:4]
     packed, per_index, is_top1 = results = empty_results(logits, index, options)
     rows = logits.shape[:-1].numel()
     if rows == 0:
@@ -73,14 +116,17 @@ def softmax_statistics(logits: Tensor, inputs: Inputs, options: Options) -> Resu
         bad = out_of_range(index, None, logits.shape[-1]).any(-1)
         index = index.clamp(0, logits.shape[-1] - 1).long()
     is_top1 = None if is_top1 is None or per_index is None else is_top1.view(per_index.shape)
-    for group, (x,) in row_blocks(logits):
-        z, _ = transformed(x, options.transform, packed.dtype)
+    for group, (x,) in row_blocks(logits, alone=options.invariant):
+        z, _ = transformed(x, options.transform, packed.dtype, temperature_of(temperature, group))
+        allowed, outside = support_of(inputs, group, z)
+        z = z if allowed is None else z.masked_fill(~allowed, -torch.inf)
         shift = z.amax(-1, keepdim=True)
         z = z - shift
         e = z.exp()
         total = e.sum(-1)
-        if bad is not None:
-            total.masked_fill_(bad[group], float("nan"))
+        for none in (None if bad is None else bad[group], outside):
+            if none is not None:
+                total.masked_fill_(none, float("nan"))
         void = 0 * total  # NaN if the row defines no distribution: a logit is NaN or +inf, or all are -inf
         out["shift"][group] = shift[:, 0] + void
         out["log_normalizer"][group] = total.log()
@@ -90,6 +136,7 @@ def softmax_statistics(logits: Tensor, inputs: Inputs, options: Options) -> Resu
             out["entropy"][group] = total.log() - expected
         if options.wants("weighted_logit"):
             c = weights_of(class_weights, options, z)
+            c = c if allowed is None else allowed * c
             # A class of weight 0 is left out even if its logit is -inf.
             out["weighted_logit"][group] = (
                 torch.where(torch.as_tensor(c == 0, device=z.device), 0, c * z).sum(-1) + void
@@ -117,7 +164,7 @@ def softmax_gradient(
     logits: Tensor, inputs: Inputs, packed: Tensor, grads: FieldGradients, options: Options, out: Tensor
 ) -> None:
     """Write the gradient with respect to the logits into ``out``, by the formula in `kernels.softmax_gradient`."""
-    index, row_mask, class_weights = inputs
+    index, row_mask, class_weights, temperature = inputs[:4]
     rows = logits.shape[:-1].numel()
     if rows == 0:
         return
@@ -132,14 +179,18 @@ def softmax_gradient(
         index = index.reshape(rows, index.numel() // rows).long()
         outside = (index < 0) | (index >= logits.shape[-1])
         w = grads.selected.reshape(index.shape)
+        if inputs.support is not None:
+            w = w.where(in_support(inputs, index), 0.0)
         idle &= (w == 0).all(-1, keepdim=True)
         if options.wants("log_probs"):
             a = a - w.sum(-1, keepdim=True)
         index, w = index.masked_fill(outside, 0), w.masked_fill(outside, 0.0)
     if active is not None:
         idle |= ~active.unsqueeze(-1)
-    for group, (x, g_out) in row_blocks(logits, out):
-        z, slope = transformed(x, options.transform, packed.dtype)
+    for group, (x, g_out) in row_blocks(logits, out, alone=options.invariant):
+        z, slope = transformed(x, options.transform, packed.dtype, temperature_of(temperature, group))
+        allowed, _ = support_of(inputs, group, z)
+        z = z if allowed is None else z.masked_fill(~allowed, -torch.inf)
         z = z - field["shift"][group]
         p = (z - field["log_normalizer"][group]).exp_()
         if grads.expected_logit is not None:
@@ -155,7 +206,7 @@ def softmax_gradient(
             g.scatter_add_(-1, index[group], w[group])
         if not (isinstance(slope, float) and slope == 1.0):
             g *= slope
-        g_out.copy_(g.masked_fill_(idle[group], 0.0))
+        g_out.copy_(g.masked_fill_(idle[group] if allowed is None else idle[group] | ~allowed, 0.0))
 
 
 def supports_fused_loss(logits: Tensor, index: Tensor | None, options: Options) -> bool:
@@ -163,10 +214,10 @@ def supports_fused_loss(logits: Tensor, index: Tensor | None, options: Options) 
     return False
 
 
-def softmax_loss(logits: Tensor, inputs: Inputs, grads: FieldGradients, options: Options) -> Results:
-    """Return the `softmax_statistics` of the logits, and write their `softmax_gradient` over them."""
+def softmax_loss(logits: Tensor, inputs: Inputs, grads: FieldGradients, options: Options, out: Tensor) -> Results:
+    """Return the `softmax_statistics` of the logits, and write their `softmax_gradient` to ``out``."""
     results = softmax_statistics(logits, inputs, options)
-    softmax_gradient(logits, inputs, results[0], grads, options, logits)
+    softmax_gradient(logits, inputs, results[0], grads, options, out)
     return results
 
 
@@ -206,6 +257,14 @@ def teacher_tokens(
     probs = masked.exp().contiguous() if with_probs else None
     given = (masked != -torch.inf if probs is None else probs != 0).contiguous()
     return (ids * given).contiguous(), given, None if same else masked, probs
+
+
+def row_gemm(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write ``a @ b + bias``, rounded once, to ``out``. Each row is a product of its own."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    b, bias = b.to(wide), None if bias is None else bias.to(wide)
+    for row, to in zip(a.to(wide), out):
+        to.copy_(row @ b if bias is None else row @ b + bias)
 
 
 def row_mean(values: Tensor, row_mask: Tensor, factor: float) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from onepass import reference
 from onepass.backend import backend_of
 from onepass.core.dispatch import empty_gradient, operation, refuse_second_derivatives
-from onepass.core.options import DIVERGENCE, PAIR_NUMBERS, Inputs, Options, PairOptions, empty_pair_numbers
+from onepass.core.options import DIVERGENCE, PAIR_NUMBERS, PairOptions, PairRows, empty_pair_numbers, normalizers
 from onepass.core.shard import NOT_SHARDED, PAIR_STATE, Shard
 from onepass.softmax.shards import group_named, merge_states, of_all_ranks, state_of_rows
 
@@ -20,7 +20,7 @@ MEANS = [n for n, name in enumerate(PAIR_NUMBERS) if name.endswith("mean") or n 
 
 
 def divergence_of(
-    student: Tensor, teacher: Tensor, row_mask: Tensor | None, options: PairOptions, shard: Shard = NOT_SHARDED
+    student: Tensor, teacher: Tensor, read: PairRows, options: PairOptions, shard: Shard = NOT_SHARDED
 ) -> Tensor:
     """The divergence of every row, ``(...)``, differentiable with respect to both tensors.
 
@@ -28,36 +28,35 @@ def divergence_of(
     """
     student, teacher = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (student, teacher))
     if torch.is_grad_enabled() and (student.requires_grad or teacher.requires_grad):
-        loss: Tensor = _Divergence.apply(student, teacher, row_mask, shard, options)
+        loss: Tensor = _Divergence.apply(student, teacher, *read, shard, options)
         return loss
-    return pair_numbers(student, teacher, row_mask, shard, options)[DIVERGENCE]
+    return pair_numbers(student, teacher, read, shard, options)[DIVERGENCE]
 
 
-def pair_numbers(
-    student: Tensor, teacher: Tensor, row_mask: Tensor | None, shard: Shard, options: PairOptions
-) -> Tensor:
+def pair_numbers(student: Tensor, teacher: Tensor, read: PairRows, shard: Shard, options: PairOptions) -> Tensor:
     """`PAIR_NUMBERS` of every row, those of all ranks if the vocabulary is sharded; the logits are those of this rank.
 
     The ranks exchange 5 numbers per row once or, for ``"jsd"``, 4 numbers and then 3.
     """
     if not shard.sizes:
-        packed: Tensor = _forward(student, teacher, row_mask, options)
+        packed: Tensor = _forward(student, teacher, read, options)
         return packed
     columns, options = slice(options.columns), options._replace(columns=None)
     student, teacher = student[..., columns], teacher[..., columns]
     group = group_named(shard.group)
     if options.direction != "jsd":
-        states = of_all_ranks(_states(student, teacher, options), group)
-        packed = _merged(states, student, teacher, row_mask, options)
+        states = of_all_ranks(_states(student, teacher, read, options), group)
+        packed = _merged(states, student, teacher, read, options)
         return packed
-    inputs = Inputs(row_mask=row_mask)
-    read = [Options("shift log_normalizer", of) for of in (options.student, options.teacher)]
-    parts = [state_of_rows(x, inputs, of_x) for x, of_x in zip((student, teacher), read)]
+    fields = list(zip(*normalizers(read, options)))
+    parts = [state_of_rows(x, *of_x) for x, of_x in zip((student, teacher), fields)]
     of_both = of_all_ranks(torch.cat(parts), group).chunk(2, 1)
     wide = max(student, teacher, key=lambda x: x.dtype.itemsize)
-    normalizers = [merge_states(s.contiguous(), wide, inputs, shard, of_x)[0][:2] for s, of_x in zip(of_both, read)]
-    means = of_all_ranks(_means(student, teacher, row_mask, *normalizers, options), group).sum(0)
-    return torch.cat([normalizers[0], means[:1], normalizers[1], means[1:]])
+    of_student, of_teacher = (
+        merge_states(s.contiguous(), wide, inputs, shard, of_x)[0][:2] for s, (inputs, of_x) in zip(of_both, fields)
+    )
+    means = of_all_ranks(_means(student, teacher, read, of_student, of_teacher, options), group).sum(0)
+    return torch.cat([of_student, means[:1], of_teacher, means[1:]])
 
 
 def _like_states(student: Tensor, teacher: Tensor, **_: Any) -> Tensor:
@@ -66,17 +65,17 @@ def _like_states(student: Tensor, teacher: Tensor, **_: Any) -> Tensor:
 
 
 @operation("onepass::divergence_states", _like_states)
-def _states(student: Tensor, teacher: Tensor, options: PairOptions) -> Tensor:
+def _states(student: Tensor, teacher: Tensor, read: PairRows, options: PairOptions) -> Tensor:
     """The state of every row of this rank's columns, ``(len(PAIR_STATE), rows)``."""
     backend = backend_of(student, teacher) if student.shape[-1] else reference
-    states: Tensor = backend.divergence_states(student, teacher, options)
+    states: Tensor = backend.divergence_states(student, teacher, read, options)
     return states
 
 
 @operation("onepass::merge_divergences", lambda student, teacher, **_: empty_pair_numbers(student, teacher))
-def _merged(states: Tensor, student: Tensor, teacher: Tensor, row_mask: Tensor | None, options: PairOptions) -> Tensor:
+def _merged(states: Tensor, student: Tensor, teacher: Tensor, read: PairRows, options: PairOptions) -> Tensor:
     """`PAIR_NUMBERS` of every row, from the states of all ranks."""
-    packed: Tensor = backend_of(student, teacher).merge_divergences(states, student, teacher, row_mask, options)
+    packed: Tensor = backend_of(student, teacher).merge_divergences(states, student, teacher, read, options)
     return packed
 
 
@@ -84,7 +83,7 @@ def _merged(states: Tensor, student: Tensor, teacher: Tensor, row_mask: Tensor |
 def _means(
     student: Tensor,
     teacher: Tensor,
-    row_mask: Tensor | None,
+    read: PairRows,
     of_student: Tensor,
     of_teacher: Tensor,
     options: PairOptions,
@@ -96,32 +95,33 @@ def _means(
     packed = empty_pair_numbers(student, teacher)
     packed[:2], packed[3:5] = of_student, of_teacher
     backend = backend_of(student, teacher) if student.shape[-1] else reference
-    backend.add_means(student, teacher, row_mask, packed, options)
+    backend.add_means(student, teacher, read, packed, options)
     return packed[MEANS]
 
 
 class _Divergence(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, student: Tensor, teacher: Tensor, row_mask: Tensor | None, shard: Shard, options: PairOptions
-    ) -> Tensor:
-        packed = pair_numbers(student, teacher, row_mask, shard, options)
-        ctx.save_for_backward(student, teacher, row_mask, packed)
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, *rest: Any) -> Tensor:
+        *tensors, shard, options = rest
+        read = PairRows(*tensors)
+        packed = pair_numbers(student, teacher, read, shard, options)
+        ctx.save_for_backward(student, teacher, *read, packed)
         ctx.options = options
         return packed[DIVERGENCE]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        found = _gradient(*ctx.saved_tensors, grad, list(ctx.needs_input_grad[:2]), ctx.options)
-        return *found, None, None, None
+        student, teacher, *read, packed = ctx.saved_tensors
+        found = _gradient(student, teacher, PairRows(*read), packed, grad, list(ctx.needs_input_grad[:2]), ctx.options)
+        return *found, *[None] * 5
 
 
 @operation("onepass::divergence", lambda student, teacher, **_: empty_pair_numbers(student, teacher))
-def _forward(student: Tensor, teacher: Tensor, row_mask: Tensor | None, options: PairOptions) -> Tensor:
+def _forward(student: Tensor, teacher: Tensor, read: PairRows, options: PairOptions) -> Tensor:
     columns = slice(options.columns)
     pair = student[..., columns], teacher[..., columns]
-    packed: Tensor = backend_of(student, teacher).divergence(*pair, row_mask, options)
+    packed: Tensor = backend_of(student, teacher).divergence(*pair, read, options)
     return packed
 
 
@@ -133,7 +133,7 @@ def _like_gradient(student: Tensor, teacher: Tensor, needed: list[bool], **_: An
 def _gradient(
     student: Tensor,
     teacher: Tensor,
-    row_mask: Tensor | None,
+    read: PairRows,
     packed: Tensor,
     grad: Tensor,
     needed: list[bool],
@@ -149,7 +149,7 @@ def _gradient(
             out = empty_gradient(x)
             rest = bool(of_teacher), options, out[..., columns]
             if options.columns != 0:  # as on a rank that holds only padding
-                backend_of(student, teacher).divergence_gradient(*pair, row_mask, packed, grad, *rest)
+                backend_of(student, teacher).divergence_gradient(*pair, read, packed, grad, *rest)
             if options.columns is not None:
                 out[..., options.columns :] = 0
         found.append(out)

@@ -191,13 +191,10 @@ class _ShardStatistics(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: Tensor,
-        index: Tensor | None,
-        row_mask: Tensor | None,
-        class_weights: Tensor | None,
-        shard: Shard,
-        options: Options,
+        *arguments: Any,
     ) -> tuple[Tensor, ...]:
-        inputs = Inputs(index, row_mask, class_weights)
+        *tensors, shard, options = arguments
+        inputs = Inputs(*tensors)
         results = merged(logits[..., : shard.size], inputs, shard, options)
         ctx.save_for_backward(logits, *inputs, results[0])
         ctx.size, ctx.options = shard.size, options
@@ -208,7 +205,9 @@ class _ShardStatistics(torch.autograd.Function):
         refuse_second_derivatives()
         logits, *inputs, packed = ctx.saved_tensors
         upstream = FieldGradients.of(ctx.options.fields, grads)
-        return gradient_of(logits, Inputs(*inputs), packed, upstream, ctx.size, ctx.options), *[None] * 5
+        return gradient_of(logits, Inputs(*inputs), packed, upstream, ctx.size, ctx.options), *[None] * (
+            len(inputs) + 2
+        )
 
 
 @operation("onepass::shard_gradient", lambda logits, **_: empty_gradient(logits))

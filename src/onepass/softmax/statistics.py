@@ -206,18 +206,14 @@ class _Statistics(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: Tensor,
-        index: Tensor | None,
-        row_mask: Tensor | None,
-        class_weights: Tensor | None,
-        options: Options,
-        inplace: bool,
-        mean: float | None,
+        *arguments: Any,
     ) -> tuple[Tensor, ...]:
-        inputs = Inputs(index, row_mask, class_weights)
+        *tensors, options, inplace, mean = arguments
+        inputs = Inputs(*tensors)
         results = _forward(logits, inputs, options)
         fields, share = pick(results, options), None
         if mean is not None:
-            *fields, share = backend_of(logits).row_mean(*fields, row_mask, mean)
+            *fields, share = backend_of(logits).row_mean(*fields, inputs.row_mask, mean)
         ctx.save_for_backward(logits, *inputs, share, results[0])
         ctx.options, ctx.inplace, ctx.written = options, inplace, False
         return returned(ctx, tuple(fields), options)
@@ -241,7 +237,7 @@ class _Statistics(torch.autograd.Function):
             mark_overwritten(logits)
         else:
             grad = _gradient(logits, inputs, packed, upstream, ctx.options)
-        return grad, None, None, None, None, None, None
+        return grad, *[None] * (len(inputs) + 3)
 
 
 def _like_forward(logits: Tensor, inputs: Inputs, options: Options) -> Results:

@@ -1,0 +1,58 @@
+"""The batch-invariant mode. Options and settings of an operation hold whether it is on when the operation is called."""
+
+import os
+from types import TracebackType
+from typing import Any
+
+from onepass.core.checks import described
+
+_enabled = os.environ.get("ONEPASS_BATCH_INVARIANT") == "1"
+
+
+def is_batch_invariant() -> bool:
+    """Whether the mode is on."""
+    return _enabled
+
+
+class batch_invariant:
+    """Make the results and gradients of a row bitwise the same, whatever other rows are computed with it.
+
+    This switches the mode on for the whole process. In a ``with`` statement the previous state is restored at the end.
+    ``ONEPASS_BATCH_INVARIANT=1`` switches it on from the start. It holds for the functions that are called while it is
+    on, and for their backward.
+
+    A kernel usually takes more programs per row the fewer rows there are, and a GEMM of another size may take another
+    kernel, so that the last bits of a row depend on how many rows there are. In this mode:
+
+    - the number of programs per row, and the columns that each thread reads, follow from the vocabulary alone;
+    - linear heads (`LinearLogits`, all ``linear_*`` functions and lazy logits) and the gates of routers compute logits
+      and the gradient of hidden states with a GEMM of onepass that sums in a fixed order, also where ``torch.mm`` is
+      replaced, and a head never computes slices of the vocabulary;
+    - `moe.route` takes tiles with a fixed number of tokens;
+    - on a CPU, every row is computed alone, which is slow.
+
+    Sums over rows are not covered: means, the gradients of weights and biases, the losses of a router. Nor are experts,
+    and sums over more than two processes.
+
+    Args:
+        enabled: False switches the mode off.
+
+    Example::
+
+        with onepass.batch_invariant():
+            loss = onepass.linear_loss(hidden, lm_head.weight, tokens, policy_loss, advantages, old_log_probs)
+        loss.backward()
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        global _enabled
+        if not isinstance(enabled, bool):
+            raise TypeError(f"enabled: expected a bool, got {described(enabled)}")
+        self.before, _enabled = _enabled, enabled
+
+    def __enter__(self) -> "batch_invariant":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None:
+        global _enabled
+        _enabled = self.before

@@ -1,0 +1,106 @@
+"""A GEMM whose rows do not depend on each other, not even in their last bits: for the batch-invariant mode.
+
+`logits.tiles`, `logits.gradients` and `logits.invariant_linear` call it. The size of the tiles and the order of the sum
+follow from the columns and the inner dimension alone. Bytes moved: a row once for each tile of columns, the second
+operand once for each tile of rows, the result once. The rate of the tensor cores is the limit.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onepass.kernels import layout
+from onepass.kernels.launch import Flat, Plan, Rows, Strided, launch
+
+GROUP = 16  # tiles of rows that read the same columns at about the same time
+
+
+@triton.jit(do_not_specialize=["rows"])
+def row_gemm_kernel(
+    a: "Rows", b: "Strided", bias: "Flat", out: "Rows", rows: tl.int32,
+    N: tl.constexpr, K: tl.constexpr, A_ROW: tl.constexpr, B_K: tl.constexpr, B_N: tl.constexpr, OUT_ROW: tl.constexpr,
+    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``out = a @ b + bias``, summed in float32 and rounded once.
+
+    Inputs: ``a`` ``(rows, K)``, ``b`` ``(K, N)``, ``bias`` ``(N,)`` or None. Output: ``out`` ``(rows, N)``. TMA names
+    the dimension in which ``b`` is contiguous if descriptors load the operands, and is empty otherwise.
+    """
+    M_TILES = tl.cdiv(rows, BLOCK_M)
+    N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    if TMA != "":
+        of_a = tl.make_tensor_descriptor(a, [rows, K], [A_ROW, 1], [BLOCK_M, BLOCK_K])
+    if TMA == "K":
+        of_b = tl.make_tensor_descriptor(b, [N, K], [B_N, 1], [BLOCK_N, BLOCK_K])
+    elif TMA == "N":
+        of_b = tl.make_tensor_descriptor(b, [K, N], [B_K, 1], [BLOCK_K, BLOCK_N])
+    for work in tl.range(tl.program_id(0), M_TILES * N_TILES, tl.num_programs(0), flatten=True):
+        begin = work // (GROUP * N_TILES) * GROUP
+        height = tl.minimum(M_TILES - begin, GROUP)
+        m0 = (begin + work % (GROUP * N_TILES) % height) * BLOCK_M
+        n0 = work % (GROUP * N_TILES) // height * BLOCK_N
+        row = (m0 + tl.arange(0, BLOCK_M))[:, None]
+        n = (n0 + tl.arange(0, BLOCK_N))[None, :]
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            if TMA != "":
+                x = of_a.load([m0, k0])
+                y = of_b.load([n0, k0]).T if TMA == "K" else of_b.load([k0, n0])
+            else:
+                k = k0 + tl.arange(0, BLOCK_K)
+                x = tl.load(a + row.to(tl.int64) * A_ROW + k[None, :], mask=(row < rows) & (k[None, :] < K), other=0.0)
+                at = k[:, None].to(tl.int64) * B_K + n.to(tl.int64) * B_N
+                y = tl.load(b + at, mask=(k[:, None] < K) & (n < N), other=0.0)
+            acc = tl.dot(x, y, acc, input_precision=PRECISION)
+        if bias is not None:
+            acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+        to = out + row.to(tl.int64) * OUT_ROW + n
+        tl.store(to, acc.to(out.dtype.element_ty), mask=(row < rows) & (n < N))
+
+
+def plan_for(
+    sizes: tuple[int, int, int],
+    strides: tuple[int, int, int, int],
+    elements: tuple[int, int],
+    tma: str,
+    device: torch.device,
+) -> Plan:
+    """The launch of `row_gemm_kernel`; ``elements`` are the sizes of those of operands and result.
+
+    Nothing but the number of programs depends on the number of rows.
+    """
+    (rows, N, K), (element, of_out) = sizes, elements
+    wide = tma and N > 128 and of_out == 2  # a float32 result of this width does not fit beside the operands
+    block_m, block_n, block_k = (128, 256 if wide else 128, 64) if element == 2 else (64, 64, 32)
+    stages = min(3 if wide else 4, layout.shared_memory() // ((block_m + block_n) * block_k * element))
+    constexprs = dict(
+        N=N, K=K, **dict(zip(("A_ROW", "B_K", "B_N", "OUT_ROW"), strides)), TMA=tma, BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK_K=block_k, GROUP=GROUP, STAGES=stages, PRECISION=layout.precision(),
+    )  # fmt: skip
+    warps = 8 if wide or (element == 2 and not tma) else 4  # addresses of elements take registers
+    at_once = max(1, layout.shared_memory() // ((block_m + block_n) * block_k * element * stages))
+    tiles = -(-rows // block_m) * -(-N // block_n)
+    programs = min(tiles, at_once * layout.multiprocessors(device))
+    return Plan(row_gemm_kernel, programs, (rows,), constexprs, warps)
+
+
+def row_gemm(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write ``a @ b + bias`` to ``out``, whose last dimension is contiguous, as is that of ``a``. ``b`` is any matrix.
+
+    All operands have one dtype; that of ``out`` may be float32.
+    """
+    rows, K = a.shape
+    N = b.shape[1]
+    if not rows:
+        return
+    size, (b_k, b_n) = a.element_size(), b.stride()
+    name, other = ("K", b_n) if b_k == 1 else ("N", b_k if b_n == 1 else 0)
+    aligned = other > 0 and other * size % 16 == 0 and b.data_ptr() % 16 == 0
+    tma = name if layout.has_tensor_memory() and aligned else ""
+    if tma and (a.stride(0) * size % 16 or a.data_ptr() % 16):
+        a = a.new_empty(rows, -(-K * size // 16) * 16 // size)[:, :K].copy_(a)
+    strides = a.stride(0), b_k, b_n, out.stride(0)
+    about = (rows, N, K), strides, (size, out.element_size()), tma, a.device
+    launch(plan_for, about, (a, b, bias, out))

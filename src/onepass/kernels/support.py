@@ -1,0 +1,310 @@
+"""Softmax statistics of rows whose distribution is restricted to some classes, and their gradient.
+
+`softmax_statistics`, `shard_statistics` and `softmax_gradient` of this folder call these kernels if the inputs have a
+support. A program walks the support of one row. Bytes moved: of a row, its support and these logits in; in the
+backward also the whole row of the gradient out, which is 0 outside of the support.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from onepass.core.options import FieldGradients, Inputs, Options
+from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
+from onepass.kernels.layout import Layout, flat_rows, layout_of, power_of_two, row_groups, row_strides
+from onepass.kernels.online_softmax import LOWEST, factors_of_row, merge, transform, update
+from onepass.kernels.row_programs import row_start, write_zeros
+from onepass.kernels.softmax_fields import (
+    EXPECTED_LOGIT,
+    LOG_NORMALIZER,
+    NOWHERE,
+    SHIFT,
+    TEMPERED_LOG_NORMALIZER,
+    gradient,
+    write_fields,
+    write_state,
+)
+
+LANES = 128
+
+
+@triton.jit
+def support_of_row(starts, lengths, row, n, V):
+    """Where the support of a row begins, how many ids it has, and whether it has all classes instead.
+
+    ``n`` is the number of all ids or, without ``starts``, that of each row.
+    """
+    if starts is None:
+        return row * n, n, n < 0
+    length = tl.load(lengths + row).to(tl.int64)
+    first = tl.minimum(tl.maximum(tl.load(starts + row).to(tl.int64), 0), n)
+    count = tl.minimum(tl.maximum(length, 0), n - first)
+    return first, tl.where(length < 0, V, count), length < 0
+
+
+@triton.jit
+def read_ids(ids, first, j, count, full):
+    """Ids ``j`` of a row, -1 from ``count`` on."""
+    there = j < count
+    found = tl.load(ids + first + j, mask=there & (full == 0), other=-1).to(tl.int64)
+    return tl.where(full & there, j, found)
+
+
+@triton.jit
+def any_equal(ids, column, j, count):
+    """Whether each column is among the ids."""
+    equal = (ids[:, None] == column[None, :]) & (j < count)[:, None]
+    return tl.max(equal.to(tl.int32), axis=0) > 0
+
+
+@triton.jit(do_not_specialize=["rows", "V", "K", "n", "inner_rows", "outer_stride", "inner_stride"])
+def support_statistics_kernel(
+    logits: "Rows", class_weights: "Flat", ids: "Flat", index: "Flat", row_mask: "Flat", temperature: "Flat",
+    starts: "Flat", lengths: "Flat", packed: "Out", selected: "Out", is_top1: "Out",
+    rows: tl.int32, V: tl.int64, K: tl.int32, n: tl.int64, inner_rows: tl.int32, outer_stride: tl.int64,
+    inner_stride: tl.int64,
+    inner: tl.float32, outer: tl.float32, class_weight: tl.float32, sharpness: tl.float32,
+    SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
+    TEMPERED: tl.constexpr, LANES: tl.constexpr, BLOCK_K: tl.constexpr, TOP1: tl.constexpr, SHARD: tl.constexpr,
+):  # fmt: skip
+    """The statistics of every row, or their states if SHARD, as those of `softmax_statistics_kernel`.
+
+    Inputs and outputs are those of that kernel, and the support: ``ids`` ``(n,)``, of which a row has ``lengths`` from
+    ``starts`` on, ``(rows,)``, or ``(rows, n)`` without these. Negative ids are skipped. A row of negative length has
+    all classes.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    active = True
+    if row_mask is not None:
+        active = tl.load(row_mask + row) != 0
+    shift, log_normalizer, expected_logit = 0.0, 0.0, 0.0
+    weighted_logit, tempered_log_normalizer = 0.0, 0.0
+    relative = tl.zeros([BLOCK_K], tl.float32)
+    top1 = relative > 0
+    if active:
+        inner, outer = factors_of_row(inner, outer, temperature, row, SOFTCAP)
+        x = logits + row_start(row, inner_rows, outer_stride, inner_stride)
+        first, count, full = support_of_row(starts, lengths, row, n, V)
+        column = tl.full([BLOCK_K], -1, tl.int64)
+        member = k < 0
+        if index is not None:
+            column = tl.load(index + row * K + k, mask=k < K, other=-1).to(tl.int64)
+        inside = (column >= 0) & (column < V)
+        m = tl.full([LANES], LOWEST, tl.float32)
+        s = tl.zeros([LANES], tl.float32)
+        t, w, c, q = s, s, s, s
+        outside = tl.sum(((k < K) & ~inside).to(tl.int32), axis=0) if index is not None else 0
+        for j0 in range(0, count, LANES):
+            j = j0 + tl.arange(0, LANES)
+            token = read_ids(ids, first, j, count, full)
+            outside += tl.sum((token >= V).to(tl.int32), axis=0)
+            used = (token >= 0) & (token < V)
+            z = transform(tl.load(x + token, mask=used, other=0.0), inner, outer, SOFTCAP)
+            weight = tl.full([LANES], 1.0, tl.float32) * class_weight
+            if class_weights is not None:
+                weight = tl.load(class_weights + token, mask=used, other=0.0).to(tl.float32)
+            z = tl.where(used, z, float("-inf"))
+            weight = tl.where(used, weight, 0.0)
+            m, s, t, w, c, q, _ = update(m, s, t, w, c, q, s, z[:, None], weight[:, None], sharpness, EXPECTED,
+                                         WEIGHTED, TEMPERED, False)  # fmt: skip
+            if index is not None:
+                member = member | any_equal(token, column, j, count)
+        m, s, t, w, c, q, _ = merge(m, s, t, w, c, q, s, sharpness, EXPECTED, WEIGHTED, TEMPERED, False)
+        if not SHARD:
+            # As in softmax_statistics, a row without a distribution is NaN, and so is one of a class that is none.
+            s = tl.where((s > 0) & (outside == 0), s, float("nan"))
+        shift = m + (s - s)
+        if index is not None:
+            z_selected = transform(tl.load(x + column, mask=inside, other=0.0), inner, outer, SOFTCAP)
+            relative = tl.where(member, z_selected - m, float("-inf")) + (s - s)
+            if TOP1:
+                argmax = tl.full([LANES], NOWHERE, tl.int64)
+                for j0 in range(0, count, LANES):
+                    token = read_ids(ids, first, j0 + tl.arange(0, LANES), count, full)
+                    used = (token >= 0) & (token < V)
+                    z = transform(tl.load(x + token, mask=used, other=0.0), inner, outer, SOFTCAP)
+                    argmax = tl.where(used & (z >= m), tl.minimum(argmax, token), argmax)
+                top1 = (relative >= 0) & (column == tl.min(argmax, axis=0))
+        if SHARD:
+            write_state(packed, row, rows, k, K, m, s, t, w, c, q, 0.0,
+                        tl.where(inside, relative, float("inf")), top1, EXPECTED, WEIGHTED, TEMPERED, False,
+                        index is not None, TOP1)  # fmt: skip
+        log_normalizer = tl.log(s)
+        expected_logit = t / s
+        weighted_logit = w + (s - s)
+        tempered_log_normalizer = tl.log(q) + (s - s)
+    if not SHARD:
+        write_fields(packed, selected, is_top1, row, rows, k, K, shift, log_normalizer, expected_logit, weighted_logit,
+                     tempered_log_normalizer, 0.0, relative, top1, EXPECTED, WEIGHTED, TEMPERED, False,
+                     index is not None, TOP1, LOG_PROBS)  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows", "V", "K", "n", "inner_rows", "outer_stride", "inner_stride", "out_outer_stride", "out_inner_stride",
+        "n_stride", "e_stride", "w_stride", "t_stride", "s_stride",
+    ]
+)  # fmt: skip
+def support_gradient_kernel(
+    logits: "Rows", class_weights: "Flat", out: "Rows", ids: "Flat", index: "Flat", row_mask: "Flat",
+    temperature: "Flat", starts: "Flat", lengths: "Flat", packed: "Flat", grad_log_normalizer: "Strided",
+    grad_expected_logit: "Strided", grad_weighted_logit: "Strided", grad_tempered: "Strided",
+    grad_selected: "Strided", values: "Out",
+    rows: tl.int32, V: tl.int64, K: tl.int32, n: tl.int64, inner_rows: tl.int32, outer_stride: tl.int64,
+    inner_stride: tl.int64, out_outer_stride: tl.int64, out_inner_stride: tl.int64, n_stride: tl.int32,
+    e_stride: tl.int32, w_stride: tl.int32, t_stride: tl.int32, s_stride: tl.int32, inner: tl.float32,
+    outer: tl.float32, class_weight: tl.float32, sharpness: tl.float32,
+    SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, LANES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the logits, by the formula in `kernels.softmax_gradient`; 0 outside of the support.
+
+    A selected class outside of the support has no gradient. ``values`` ``(n,)`` is workspace: the gradients of a row
+    are written after all its logits were read, so that ``out`` may be ``logits``. The other inputs are those of
+    `softmax_gradient_kernel` and `support_statistics_kernel`.
+    """
+    EXPECTED: tl.constexpr = grad_expected_logit is not None
+    WEIGHTED: tl.constexpr = grad_weighted_logit is not None
+    TEMPERED: tl.constexpr = grad_tempered is not None
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    x = logits + row_start(row, inner_rows, outer_stride, inner_stride)
+    to = out + row_start(row, inner_rows, out_outer_stride, out_inner_stride)
+    active = True
+    if row_mask is not None:
+        active = tl.load(row_mask + row) != 0
+    inner, outer = factors_of_row(inner, outer, temperature, row, SOFTCAP)
+    first, count, full = support_of_row(starts, lengths, row, n, V)
+    a, b, d, h, tempered = 0.0, 0.0, 0.0, 0.0, 0.0
+    g_selected = tl.zeros([BLOCK_K], tl.float32)
+    column = tl.full([BLOCK_K], -1, tl.int64)
+    needed = False
+    if active:
+        if grad_log_normalizer is not None:
+            a = tl.load(grad_log_normalizer + row * n_stride)
+        if EXPECTED:
+            b = tl.load(grad_expected_logit + row * e_stride)
+            expected_logit = tl.load(packed + EXPECTED_LOGIT * rows + row)
+            a += b * (expected_logit if ENTROPY else 1.0 - expected_logit)
+            b = -b if ENTROPY else b
+        if WEIGHTED:
+            d = tl.load(grad_weighted_logit + row * w_stride)
+        if TEMPERED:
+            h = tl.load(grad_tempered + row * t_stride) * sharpness
+            tempered = tl.load(packed + TEMPERED_LOG_NORMALIZER * rows + row)
+        needed = (a != 0.0) | (b != 0.0) | (d != 0.0) | (h != 0.0)
+        if grad_selected is not None:
+            column = tl.load(index + row * K + k, mask=k < K, other=-1).to(tl.int64)
+            member = k < 0
+            for j0 in range(0, count, LANES):
+                j = j0 + tl.arange(0, LANES)
+                member = member | any_equal(read_ids(ids, first, j, count, full), column, j, count)
+            member = member | full
+            g_selected = tl.load(grad_selected + row * s_stride + k, mask=(k < K) & member, other=0.0)
+            needed = needed | (tl.sum((g_selected != 0.0).to(tl.int32), axis=0) > 0)
+            if LOG_PROBS:
+                a -= tl.sum(g_selected, axis=0)
+    if needed:
+        shift = tl.load(packed + SHIFT * rows + row)
+        log_normalizer = tl.load(packed + LOG_NORMALIZER * rows + row)
+        for j0 in range(0, count, LANES):
+            j = j0 + tl.arange(0, LANES)
+            token = read_ids(ids, first, j, count, full)
+            used = (token >= 0) & (token < V)
+            weight = tl.full([LANES], 1.0, tl.float32) * class_weight
+            if class_weights is not None:
+                weight = tl.load(class_weights + token, mask=used, other=0.0).to(tl.float32)
+            g, slope = gradient(tl.load(x + token, mask=used, other=0.0), weight, shift, log_normalizer, tempered, a, b,
+                                d, h, inner, outer, sharpness, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED)  # fmt: skip
+            if grad_selected is not None:
+                g += tl.sum(tl.where(token[:, None] == column[None, :], g_selected[None, :], 0.0), axis=1)
+            g = g * slope
+            if full:
+                tl.store(to + token, g.to(out.dtype.element_ty), mask=used)
+            else:
+                tl.store(values + first + j, g, mask=j < count)
+        if not full:
+            tl.debug_barrier()
+            write_zeros(to, 0, V.to(tl.int32), 0, LANES, 8)
+            tl.debug_barrier()
+            for j0 in range(0, count, LANES):
+                j = j0 + tl.arange(0, LANES)
+                token = read_ids(ids, first, j, count, full)
+                g = tl.load(values + first + j, mask=j < count, other=0.0)
+                tl.store(to + token, g.to(out.dtype.element_ty), mask=(token >= 0) & (token < V))
+    else:
+        write_zeros(to, 0, V.to(tl.int32), 0, LANES, 8)
+
+
+def lanes_for(K: int) -> int:
+    """Ids that a program reads at a time: fewer if each is compared with many selected classes."""
+    return max(16, min(LANES, 1024 // power_of_two(K)))
+
+
+def plan_for(x: Layout, n: int, rows: int, K: int, options: Options, top1: bool, shard: bool) -> Plan:
+    """The launch of `support_statistics_kernel` for one group of rows; ``rows`` counts those of all groups."""
+    shape, strides, _ = x
+    constexprs = dict(
+        SOFTCAP=options.transform.softcap is not None, LOG_PROBS=options.wants("log_probs"),
+        EXPECTED=options.wants("expected_logit") or options.wants("entropy"), WEIGHTED=options.wants("weighted_logit"),
+        TEMPERED=options.wants("log_sum_sq_probs") or options.wants("tempered_log_normalizer"),
+        LANES=lanes_for(K), BLOCK_K=power_of_two(K), TOP1=top1, SHARD=shard,
+    )  # fmt: skip
+    numbers = (rows, shape[-1], K, n, *row_strides(shape, strides), *options.transform.factors(), options.class_weight,
+               options.sharpness)  # fmt: skip
+    return Plan(support_statistics_kernel, shape[:-1].numel(), numbers, constexprs, 4)
+
+
+def support_statistics(
+    logits: torch.Tensor, inputs: Inputs, results: tuple[torch.Tensor | None, ...], options: Options, shard: bool
+) -> None:
+    """Write the statistics of every row, or their states if ``shard``, into the tensors of ``results``."""
+    rows = logits.shape[:-1].numel()
+    index, row_mask, class_weights, temperature, ids, starts, lengths = inputs
+    K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
+    top1 = index is not None and options.wants("is_top1")
+    packed, selected, is_top1 = results
+    n, S = sizes(ids, starts)
+    for first, (x,) in row_groups(logits) if rows else ():
+        of_rows = ids, index, row_mask, temperature, starts, lengths, packed, selected, is_top1
+        tensors = flat_rows(first, of_rows, (S, K, 1, 1, 1, 1, 1, K, K))
+        launch(plan_for, (layout_of(x), n, rows, K, options, top1, shard), (x, class_weights, *tensors))
+
+
+def sizes(ids: torch.Tensor | None, starts: torch.Tensor | None) -> tuple[int, int]:
+    """The number of ids as `support_of_row` takes it, and how many lie between those of two rows."""
+    if starts is None:
+        return ids.shape[-1], ids.shape[-1]  # type: ignore[union-attr]
+    return ids.numel(), 0  # type: ignore[union-attr]
+
+
+def gradient_plan_for(
+    x: Layout, out: Layout, n: int, gradient_strides: tuple[int, ...], rows: int, K: int, options: Options
+) -> Plan:
+    """The launch of `support_gradient_kernel` for one group of rows; ``rows`` counts those of all groups."""
+    shape, strides, _ = x
+    constexprs = dict(
+        SOFTCAP=options.transform.softcap is not None, LOG_PROBS=options.wants("log_probs"),
+        ENTROPY=options.wants("entropy"), LANES=lanes_for(K), BLOCK_K=power_of_two(K),
+    )  # fmt: skip
+    numbers = (rows, shape[-1], K, n, *row_strides(shape, strides), *row_strides(shape, out[1])[1:], *gradient_strides,
+               *options.transform.factors(), options.class_weight, options.sharpness)  # fmt: skip
+    return Plan(support_gradient_kernel, shape[:-1].numel(), numbers, constexprs, 4)
+
+
+def support_gradient(
+    logits: torch.Tensor, inputs: Inputs, packed: torch.Tensor, grads: FieldGradients,
+    gradient_strides: tuple[int, ...], options: Options, out: torch.Tensor,
+) -> None:  # fmt: skip
+    """Write the gradient with respect to the logits into ``out``, which may be the logits themselves."""
+    rows = logits.shape[:-1].numel()
+    index, row_mask, class_weights, temperature, ids, starts, lengths = inputs
+    K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
+    values = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)  # type: ignore[union-attr]
+    n, S = sizes(ids, starts)
+    for first, (x, g) in row_groups(logits, out) if rows else ():
+        of_rows = ids, index, row_mask, temperature, starts, lengths, packed, *grads, values
+        tensors = flat_rows(first, of_rows, (S, K, 1, 1, 1, 1, 1, 1, 1, 1, 1, K, S))
+        about = layout_of(x), layout_of(g), n, gradient_strides, rows, K, options
+        launch(gradient_plan_for, about, (x, class_weights, g, *tensors))
