@@ -233,7 +233,12 @@ def liger(shard: Shard) -> Run:
 def verl(shard: Shard) -> Run:
     with_megatron(shard)
     of = importlib.import_module("verl.utils.megatron.tensor_parallel")
-    return lambda s: (of.vocab_parallel_log_probs_from_logits(s.logits, s.target), of.vocab_parallel_entropy(s.logits))
+
+    def forward(s: Shard) -> Tensors:  # as verl calls them: Megatron's cross-entropy writes to its logits
+        log_probs = of.vocab_parallel_log_probs_from_logits(s.logits.clone(), s.target)
+        return log_probs, of.vocab_parallel_entropy(s.logits)
+
+    return forward
 
 
 def verl_head(shard: Shard) -> Run:
