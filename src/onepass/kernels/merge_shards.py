@@ -46,6 +46,30 @@ def load_state(states, numbers, rows, rank, row, inside, number, other):
     return tl.load(states + place, mask=inside, other=other)
 
 
+@triton.jit
+def store_fields(packed, row, rows, present, active, m, s, t, w, q, mean, EXPECTED: tl.constexpr,
+                 WEIGHTED: tl.constexpr, TEMPERED: tl.constexpr, MEAN: tl.constexpr):  # fmt: skip
+    """Write the statistics of some rows from their states. Returns ``s``, what makes a number NaN, and ``log s``."""
+    s = tl.where(s > 0, s, float("nan"))
+    void = s - s
+    log_normalizer = tl.log(s)
+    tl.store(packed + SHIFT * rows + row, tl.where(active, m + void, 0.0), mask=present)
+    tl.store(packed + LOG_NORMALIZER * rows + row, tl.where(active, log_normalizer, 0.0), mask=present)
+    if EXPECTED:
+        tl.store(packed + EXPECTED_LOGIT * rows + row, tl.where(active, t / s, 0.0), mask=present)
+        tl.store(packed + ENTROPY * rows + row, tl.where(active, log_normalizer - t / s, 0.0), mask=present)
+    if WEIGHTED:
+        tl.store(packed + WEIGHTED_LOGIT * rows + row, tl.where(active, w + void, 0.0), mask=present)
+    if TEMPERED:
+        tempered = tl.log(q) + void
+        tl.store(packed + TEMPERED_LOG_NORMALIZER * rows + row, tl.where(active, tempered, 0.0), mask=present)
+        of_squares = tempered - 2.0 * log_normalizer
+        tl.store(packed + LOG_SUM_SQ_PROBS * rows + row, tl.where(active, of_squares, 0.0), mask=present)
+    if MEAN:
+        tl.store(packed + MEAN_LOGIT * rows + row, tl.where(active, mean + void, 0.0), mask=present)
+    return s, void, log_normalizer
+
+
 @triton.jit(do_not_specialize=["rows", "K", "ranks", "numbers"])
 def merge_shards_kernel(
     states: "Flat", row_mask: "Flat", packed: "Out", selected: "Out", is_top1: "Out",
@@ -81,23 +105,8 @@ def merge_shards_kernel(
         for k in range(0, K):
             x = load_state(states, numbers, rows, rank, row, inside, SELECTED + k, float("inf"))
             s = tl.where(tl.min(x, axis=0) == float("inf"), float("nan"), s)
-    s = tl.where(s > 0, s, float("nan"))
-    void = s - s
-    log_normalizer = tl.log(s)
-    tl.store(packed + SHIFT * rows + row, tl.where(active, m + void, 0.0), mask=present)
-    tl.store(packed + LOG_NORMALIZER * rows + row, tl.where(active, log_normalizer, 0.0), mask=present)
-    if EXPECTED:
-        tl.store(packed + EXPECTED_LOGIT * rows + row, tl.where(active, t / s, 0.0), mask=present)
-        tl.store(packed + ENTROPY * rows + row, tl.where(active, log_normalizer - t / s, 0.0), mask=present)
-    if WEIGHTED:
-        tl.store(packed + WEIGHTED_LOGIT * rows + row, tl.where(active, w + void, 0.0), mask=present)
-    if TEMPERED:
-        tempered = tl.log(q) + void
-        tl.store(packed + TEMPERED_LOG_NORMALIZER * rows + row, tl.where(active, tempered, 0.0), mask=present)
-        of_squares = tempered - 2.0 * log_normalizer
-        tl.store(packed + LOG_SUM_SQ_PROBS * rows + row, tl.where(active, of_squares, 0.0), mask=present)
-    if MEAN:
-        tl.store(packed + MEAN_LOGIT * rows + row, tl.where(active, u / vocab + void, 0.0), mask=present)
+    s, void, log_normalizer = store_fields(packed, row, rows, present, active, m, s, t, w, q, u / vocab, EXPECTED,
+                                           WEIGHTED, TEMPERED, MEAN)  # fmt: skip
     if selected is not None:
         for k in range(0, K):
             x = load_state(states, numbers, rows, rank, row, inside, SELECTED + k, float("inf"))

@@ -16,6 +16,49 @@ from onepass.kernels.launch import Flat, Plan, Rows, Strided, launch
 GROUP = 16  # tiles of rows that read the same columns at about the same time
 
 
+@triton.jit
+def operands(a, b, rows, N: tl.constexpr, K: tl.constexpr, A_ROW: tl.constexpr, B_K: tl.constexpr, B_N: tl.constexpr,
+             TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """The two operands as `product` takes them: descriptors with TMA, else pointers."""
+    of_a, of_b = a, b
+    if TMA != "":
+        of_a = tl.make_tensor_descriptor(a, [rows, K], [A_ROW, 1], [BLOCK_M, BLOCK_K])
+    if TMA == "K":
+        of_b = tl.make_tensor_descriptor(b, [N, K], [B_N, 1], [BLOCK_N, BLOCK_K])
+    elif TMA == "N":
+        of_b = tl.make_tensor_descriptor(b, [K, N], [B_K, 1], [BLOCK_K, BLOCK_N])
+    return of_a, of_b
+
+
+@triton.jit
+def place_of(work, M_TILES, N_TILES: tl.constexpr, GROUP: tl.constexpr):
+    """The tile of rows and of columns of a unit of work. GROUP tiles of rows come before the next columns."""
+    begin = work // (GROUP * N_TILES) * GROUP
+    height = tl.minimum(M_TILES - begin, GROUP)
+    return begin + work % (GROUP * N_TILES) % height, work % (GROUP * N_TILES) // height
+
+
+@triton.jit
+def product(of_a, of_b, rows, m0, n0, N: tl.constexpr, K: tl.constexpr, A_ROW: tl.constexpr, B_K: tl.constexpr,
+            B_N: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+            STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """The tile ``[BLOCK_M, BLOCK_N]`` of the product from row ``m0`` and column ``n0`` on, in float32."""
+    row = (m0 + tl.arange(0, BLOCK_M))[:, None]
+    n = (n0 + tl.arange(0, BLOCK_N))[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if TMA != "":
+            x = of_a.load([m0, k0])
+            y = of_b.load([n0, k0]).T if TMA == "K" else of_b.load([k0, n0])
+        else:
+            k = k0 + tl.arange(0, BLOCK_K)
+            x = tl.load(of_a + row.to(tl.int64) * A_ROW + k[None, :], mask=(row < rows) & (k[None, :] < K), other=0.0)
+            at = k[:, None].to(tl.int64) * B_K + n.to(tl.int64) * B_N
+            y = tl.load(of_b + at, mask=(k[:, None] < K) & (n < N), other=0.0)
+        acc = tl.dot(x, y, acc, input_precision=PRECISION)
+    return acc
+
+
 @triton.jit(do_not_specialize=["rows"])
 def row_gemm_kernel(
     a: "Rows", b: "Strided", bias: "Flat", out: "Rows", rows: tl.int32,
@@ -30,30 +73,13 @@ def row_gemm_kernel(
     """
     M_TILES = tl.cdiv(rows, BLOCK_M)
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    if TMA != "":
-        of_a = tl.make_tensor_descriptor(a, [rows, K], [A_ROW, 1], [BLOCK_M, BLOCK_K])
-    if TMA == "K":
-        of_b = tl.make_tensor_descriptor(b, [N, K], [B_N, 1], [BLOCK_N, BLOCK_K])
-    elif TMA == "N":
-        of_b = tl.make_tensor_descriptor(b, [K, N], [B_K, 1], [BLOCK_K, BLOCK_N])
+    of_a, of_b = operands(a, b, rows, N, K, A_ROW, B_K, B_N, TMA, BLOCK_M, BLOCK_N, BLOCK_K)
     for work in tl.range(tl.program_id(0), M_TILES * N_TILES, tl.num_programs(0), flatten=True):
-        begin = work // (GROUP * N_TILES) * GROUP
-        height = tl.minimum(M_TILES - begin, GROUP)
-        m0 = (begin + work % (GROUP * N_TILES) % height) * BLOCK_M
-        n0 = work % (GROUP * N_TILES) // height * BLOCK_N
-        row = (m0 + tl.arange(0, BLOCK_M))[:, None]
-        n = (n0 + tl.arange(0, BLOCK_N))[None, :]
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            if TMA != "":
-                x = of_a.load([m0, k0])
-                y = of_b.load([n0, k0]).T if TMA == "K" else of_b.load([k0, n0])
-            else:
-                k = k0 + tl.arange(0, BLOCK_K)
-                x = tl.load(a + row.to(tl.int64) * A_ROW + k[None, :], mask=(row < rows) & (k[None, :] < K), other=0.0)
-                at = k[:, None].to(tl.int64) * B_K + n.to(tl.int64) * B_N
-                y = tl.load(b + at, mask=(k[:, None] < K) & (n < N), other=0.0)
-            acc = tl.dot(x, y, acc, input_precision=PRECISION)
+        m_tile, n_tile = place_of(work, M_TILES, N_TILES, GROUP)
+        row = (m_tile * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+        n = (n_tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+        acc = product(of_a, of_b, rows, m_tile * BLOCK_M, n_tile * BLOCK_N, N, K, A_ROW, B_K, B_N, TMA, BLOCK_M,
+                      BLOCK_N, BLOCK_K, STAGES, PRECISION)  # fmt: skip
         if bias is not None:
             acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
         to = out + row.to(tl.int64) * OUT_ROW + n
@@ -95,12 +121,24 @@ def row_gemm(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
     N = b.shape[1]
     if not rows:
         return
-    size, (b_k, b_n) = a.element_size(), b.stride()
+    tma = operand_form(b)
+    a = with_aligned_rows(a) if tma else a
+    strides = a.stride(0), *b.stride(), out.stride(0)
+    about = (rows, N, K), strides, (a.element_size(), out.element_size()), tma, a.device
+    launch(plan_for, about, (a, b, bias, out))
+
+
+def operand_form(b: Tensor) -> str:
+    """The dimension, K or N, in which ``b`` ``(K, N)`` is contiguous, if descriptors can load it; else empty."""
+    size, (b_k, b_n) = b.element_size(), b.stride()
     name, other = ("K", b_n) if b_k == 1 else ("N", b_k if b_n == 1 else 0)
     aligned = other > 0 and other * size % 16 == 0 and b.data_ptr() % 16 == 0
-    tma = name if layout.has_tensor_memory() and aligned else ""
-    if tma and (a.stride(0) * size % 16 or a.data_ptr() % 16):
+    return name if layout.has_tensor_memory() and aligned else ""
+
+
+def with_aligned_rows(a: Tensor) -> Tensor:
+    """``a``, copied if its rows do not start on 16 bytes, as descriptors need them."""
+    (rows, K), size = a.shape, a.element_size()
+    if a.stride(0) * size % 16 or a.data_ptr() % 16:
         a = a.new_empty(rows, -(-K * size // 16) * 16 // size)[:, :K].copy_(a)
-    strides = a.stride(0), b_k, b_n, out.stride(0)
-    about = (rows, N, K), strides, (size, out.element_size()), tma, a.device
-    launch(plan_for, about, (a, b, bias, out))
+    return a

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
@@ -85,9 +86,15 @@ def dimension_of(vocab_group: str, mesh: Any, placements: Any, name: str) -> int
     return None
 
 
+_in_order: "WeakKeyDictionary[Any, dict[int, bool]]" = WeakKeyDictionary()
+
+
 def in_order(mesh: Any, dim: int) -> bool:
     """Whether all ranks along a dimension of a mesh ascend, as those of its process groups do."""
-    return bool((mesh.mesh.movedim(dim, -1).diff(dim=-1) > 0).all())
+    known = _in_order.setdefault(mesh, {})
+    if dim not in known:
+        known[dim] = bool((mesh.mesh.movedim(dim, -1).diff(dim=-1) > 0).all())
+    return known[dim]
 
 
 constant_in_trace(dimension_of)

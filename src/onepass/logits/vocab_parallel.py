@@ -19,7 +19,7 @@ from onepass.core.dispatch import constant_in_trace, is_plain
 from onepass.core.options import Inputs, Options, Transform
 from onepass.core.shard import Group, Shard, leading
 from onepass.logits.partitioned import in_order
-from onepass.logits.source import WRAPPERS, Fields, LogitsSource, TensorLogits, divided_by
+from onepass.logits.source import MOST_ROWS_OF_MEAN, WRAPPERS, Fields, LogitsSource, TensorLogits, divided_by
 from onepass.softmax.shards import (
     GatheredColumns,
     Sum,
@@ -95,12 +95,21 @@ class VocabParallelLogits(LogitsSource):
         return all_weights(weights, self.local_logits.shape[-1], self.shard)
 
     def statistics(self, inputs: Inputs, options: Options) -> Fields:
-        index, first, temperature = inputs.index, self.shard.first, inputs.temperature
+        index, temperature = inputs.index, inputs.temperature
         if options.fields == "selected" and index is not None:  # no other logit is read
             return {"selected": divided_by(self.selected(index, options.transform), temperature)}
+        return dict(zip(options.names, self.fields(inputs, options)))
+
+    def mean_of_field(self, inputs: Inputs, options: Options, factor: float) -> Tensor | None:
+        if not self.is_eager or self.shape[:-1].numel() > MOST_ROWS_OF_MEAN:
+            return None
+        return self.fields(inputs, options, factor)[0]
+
+    def fields(self, inputs: Inputs, options: Options, mean: float | None = None) -> tuple[Tensor, ...]:
+        """The fields of every row, or ``mean`` times the mean of the only one; see `statistics_of`."""
+        first = self.shard.first
         local = inputs.columns(first, first + self.shard.size)
-        fields = statistics_of_shards(self.local_logits, local, self.shard, options)
-        return dict(zip(options.names, fields))
+        return statistics_of_shards(self.local_logits, local, self.shard, options, mean)
 
     def selected(self, index: Tensor, transform: Transform) -> Tensor:
         """The transformed logits ``(..., K)`` of the classes ``index``, NaN outside the vocabulary."""

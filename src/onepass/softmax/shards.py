@@ -22,27 +22,30 @@ from onepass.backend import backend_of
 from onepass.core.dispatch import empty_gradient, operation, refuse_forward_mode, refuse_second_derivatives
 from onepass.core.options import FieldGradients, Inputs, Options, Results, empty_results, pick
 from onepass.core.shard import Shard, per_row, state_fields
-from onepass.softmax.statistics import returned
+from onepass.softmax.statistics import averaged, returned, upstream_of
 
 # Names since torch 2.13, which deprecates the earlier ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def statistics_of_shards(logits: Tensor, inputs: Inputs, shard: Shard, options: Options) -> tuple[Tensor, ...]:
+def statistics_of_shards(
+    logits: Tensor, inputs: Inputs, shard: Shard, options: Options, mean: float | None = None
+) -> tuple[Tensor, ...]:
     """The fields of ``options`` of every row, the same on all ranks; differentiable.
 
     Args:
         logits: ``(..., columns)``, those of this rank; columns from ``shard.size`` on are padding.
         inputs: an index relative to the first of these columns, and the class weights of these columns.
+        mean: see `statistics_of`.
     """
     refuse_forward_mode(logits)
     if logits.stride(-1) != 1 and logits.shape[-1] > 1:
         logits = logits.contiguous()
     if torch.is_grad_enabled() and logits.requires_grad:
-        fields: tuple[Tensor, ...] = _ShardStatistics.apply(logits, *inputs, shard, options)
+        fields: tuple[Tensor, ...] = _ShardStatistics.apply(logits, *inputs, shard, options, mean)
         return fields
-    return pick(merged(logits[..., : shard.size], inputs, shard, options), options)
+    return averaged(pick(merged(logits[..., : shard.size], inputs, shard, options), options), inputs, mean)[0]
 
 
 def results_of(logits: Tensor, inputs: Inputs, shard: Shard, options: Options) -> Results:
@@ -193,21 +196,21 @@ class _ShardStatistics(torch.autograd.Function):
         logits: Tensor,
         *arguments: Any,
     ) -> tuple[Tensor, ...]:
-        *tensors, shard, options = arguments
+        *tensors, shard, options, mean = arguments
         inputs = Inputs(*tensors)
         results = merged(logits[..., : shard.size], inputs, shard, options)
-        ctx.save_for_backward(logits, *inputs, results[0])
+        fields, share = averaged(pick(results, options), inputs, mean)
+        ctx.save_for_backward(logits, *inputs, share, results[0])
         ctx.size, ctx.options = shard.size, options
-        return returned(ctx, pick(results, options), options)
+        return returned(ctx, fields, options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        logits, *inputs, packed = ctx.saved_tensors
-        upstream = FieldGradients.of(ctx.options.fields, grads)
-        return gradient_of(logits, Inputs(*inputs), packed, upstream, ctx.size, ctx.options), *[None] * (
-            len(inputs) + 2
-        )
+        logits, *inputs, share, packed = ctx.saved_tensors
+        upstream = upstream_of(grads, share, logits, ctx.options)
+        grad = gradient_of(logits, Inputs(*inputs), packed, upstream, ctx.size, ctx.options)
+        return grad, *[None] * (len(inputs) + 3)
 
 
 @operation("onepass::shard_gradient", lambda logits, **_: empty_gradient(logits))

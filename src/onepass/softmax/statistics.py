@@ -104,7 +104,7 @@ def statistics_of(
         fields: tuple[Tensor, ...] = _Statistics.apply(logits, *inputs, options, inplace_backward, mean)
         return fields
     fields = pick(_forward(logits, inputs, options), options)
-    return fields if mean is None else backend_of(logits).row_mean(*fields, inputs.row_mask, mean)[:1]
+    return averaged(fields, inputs, mean)[0]
 
 
 def gather_logits(logits: Tensor, index: Tensor, transform: Transform, index_name: str = "index") -> Tensor:
@@ -191,6 +191,25 @@ def check_range(logits: Any, inputs: Inputs, name: str = "index") -> None:
         raise IndexError(f"{name}: expected values in [0, {logits.shape[-1]}), got {int(rows[row, k])} in row {row}")
 
 
+def averaged(
+    fields: tuple[Tensor, ...], inputs: Inputs, mean: float | None
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """With ``mean``, this factor times the mean of the only field, and the gradient of each row; see `statistics_of`."""
+    if mean is None:
+        return fields, None
+    value, share = backend_of(*fields).row_mean(*fields, inputs.row_mask, mean)
+    return (value,), share
+
+
+def upstream_of(
+    grads: tuple[Tensor | None, ...], share: Tensor | None, logits: Tensor, options: Options
+) -> FieldGradients:
+    """The upstream gradients of the fields, from those of what `averaged` returned."""
+    if share is not None and grads[0] is not None:
+        grads = ((grads[0] * share).expand(logits.shape[:-1]),)
+    return FieldGradients.of(options.fields, grads)
+
+
 def returned(ctx: Any, fields: tuple[Tensor, ...], options: Options) -> tuple[Tensor, ...]:
     """The requested fields, as outputs of an autograd function."""
     if torch.compiler.is_compiling():  # torch 2.11 loses the gradients of outputs that are views of the same tensor
@@ -211,21 +230,17 @@ class _Statistics(torch.autograd.Function):
         *tensors, options, inplace, mean = arguments
         inputs = Inputs(*tensors)
         results = _forward(logits, inputs, options)
-        fields, share = pick(results, options), None
-        if mean is not None:
-            *fields, share = backend_of(logits).row_mean(*fields, inputs.row_mask, mean)
+        fields, share = averaged(pick(results, options), inputs, mean)
         ctx.save_for_backward(logits, *inputs, share, results[0])
         ctx.options, ctx.inplace, ctx.written = options, inplace, False
-        return returned(ctx, tuple(fields), options)
+        return returned(ctx, fields, options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         logits, *inputs, share, packed = ctx.saved_tensors
         inputs = Inputs(*inputs)
-        if share is not None and grads[0] is not None:
-            grads = ((grads[0] * share).expand(logits.shape[:-1]),)
-        upstream = FieldGradients.of(ctx.options.fields, grads)
+        upstream = upstream_of(grads, share, logits, ctx.options)
         if ctx.inplace and not torch.compiler.is_compiling():
             if ctx.written:  # autograd does not detect this if hooks have packed the logits
                 raise RuntimeError(
