@@ -27,7 +27,8 @@ from benchmarks.operations_heads import HEAD_OPERATIONS
 from benchmarks.peers_heads import HEAD_PEERS
 from onepass.cli.workloads import parse_shape
 
-DEFAULT = [name for name in HEAD_OPERATIONS if name != "linear_kl_div"]
+ON_REQUEST = "linear_kl_div", "_wide", "_invariant"
+DEFAULT = [name for name in HEAD_OPERATIONS if not any(part in name for part in ON_REQUEST)]
 BASELINE = "bare GEMMs"
 FORM, SHAPE, SHAPE_ON_CPU = "ROWSxHIDDENxVOCABULARY", "8192x4096x151936", "64x32x1000"
 
@@ -35,7 +36,9 @@ FORM, SHAPE, SHAPE_ON_CPU = "ROWSxHIDDENxVOCABULARY", "8192x4096x151936", "64x32
 def heads(
     op: Annotated[
         list[str] | None,
-        typer.Option(help=f"Operations: {', '.join(HEAD_OPERATIONS)}. Default: all but the last."),
+        typer.Option(
+            help=f"Operations: {', '.join(HEAD_OPERATIONS)}. Default: all but divergences and those of docs/parity.md."
+        ),
     ] = None,
     shape: Annotated[list[str] | None, typer.Option(help=f"{FORM}, e.g. {SHAPE}; repeatable.")] = None,
     dtype: Dtype = None,

@@ -173,6 +173,15 @@ def wide_pair(h: Tensor, w: Tensor, t: Tensor, m: Tensor | None) -> Tensors:
     return onepass.linear_selective_log_softmax_and_entropy(h, w, t, row_mask=m, logits_dtype=torch.float32)
 
 
+def teacher_kl_div(x: Tensor, h: Tensor, t: Tensor, u: Tensor, m: Tensor | None) -> Tensors:
+    return kl_div(x, F.linear(h, u), m)
+
+
+def rounded_kl_div(h: Tensor, w: Tensor, teacher: Tensor, t: Tensor, u: Tensor, m: Tensor | None) -> Tensors:
+    of_teacher = onepass.LinearLogits(teacher, u, logits_dtype=h.dtype)
+    return (onepass.linear_kl_div(h, w, of_teacher, row_mask=m, logits_dtype=h.dtype),)
+
+
 def invariant(operation: HeadOperation) -> HeadOperation:
     return replace(operation, ours=in_batch_invariant_mode(operation.ours))
 
@@ -192,5 +201,6 @@ HEAD_OPERATIONS: dict[str, HeadOperation] = {
     "linear_log_probs_and_entropy_forward_wide": HeadOperation(log_probs_and_entropy, wide_pair, "l", masks=False),
     "linear_cross_entropy_invariant": invariant(cross_entropy_of("lhw")),
     "linear_log_probs_and_entropy_invariant": invariant(pair("llhw")),
-    "linear_kl_div": HeadOperation(lambda x, h, t, u, m: kl_div(x, F.linear(h, u), m), our_kl_div, "llhw", teacher),
+    "linear_kl_div": HeadOperation(teacher_kl_div, our_kl_div, "llhw", teacher),
+    "linear_kl_div_rounded": HeadOperation(teacher_kl_div, rounded_kl_div, "llhw", teacher),
 }

@@ -145,5 +145,8 @@ HEAD_PEERS: dict[str, list[Peer]] = {
     "linear_log_probs_and_entropy_invariant": [
         ("onepass, not in the mode", "torch", ours("linear_log_probs_and_entropy"))
     ],
-    "linear_kl_div": [("Liger (JSD, beta 0)", "liger-kernel", liger_kl_div)],
+    "linear_kl_div": [
+        ("onepass, logits of the dtype of the factors", "torch", ours("linear_kl_div_rounded")),
+        ("Liger (JSD, beta 0)", "liger-kernel", liger_kl_div),
+    ],
 }

@@ -24,7 +24,15 @@ import torch
 
 import onepass
 from onepass.core.moe_options import EXPERT_TENSORS, ExpertOptions, ExpertTensors, RouterOptions, RoutingGradients
-from onepass.core.options import FieldGradients, Inputs, Options, PairOptions, PairRows, Transform
+from onepass.core.options import (
+    FieldGradients,
+    Inputs,
+    Options,
+    PairOptions,
+    PairRows,
+    Transform,
+    empty_results,
+)
 from onepass.core.shard import Shard
 
 triton = pytest.importorskip("triton")
@@ -120,6 +128,7 @@ CASES = {
 MODULES = "token_sort", "grouped_gemm", "grouped_weight_gradient", "expert_rows"
 OF_EXPERTS = [import_module(f"onepass.kernels.{name}") for name in MODULES]
 EXPERTS = {name for name in KERNELS if any(name in vars(module) for module in OF_EXPERTS)}
+OF_HOPPER = {"linear_statistics_kernel", "merge_tiles_kernel"}
 # Constants that a launcher passes but does not choose by its arguments.
 FIXED = {"TILES", "BLOCK", "GROUP"}
 OF_ONE_WIDTH = {
@@ -198,6 +207,19 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     rows = empty(case.rows, -(-case.vocab // 8) * 8, dtype=dtype)[:, : case.vocab]
     kernels.row_gemm(hidden, weight.t(), weight[:, 0], rows)
     kernels.row_gemm(rows, weight, None, hidden)
+    read_once = inputs._replace(index=one)
+    unweighted = options._replace(fields=" ".join(n for n in options.names if n != "weighted_logit"))
+    if kernels.supports_linear_statistics(dtype, weight.t(), read_once, unweighted):
+        for rounds, shard in ((True, False), (False, True)):
+            found = (torch.empty_like(states), None, None) if shard else empty_results(hidden, one, options)
+            bias = weight[:, 0] if shard or case.padding else None
+            given = hidden, weight.t(), bias, read_once, unweighted, rounds, rounds and case.padding > 0
+            kernels.linear_statistics(*given, found, shard)
+        other = weight.t().contiguous()[:256]
+        of_rows = read_once._replace(index=None)
+        kernels.linear_statistics(hidden[:, :256], other, None, of_rows, unweighted, True, False, found)
+        narrow = empty(case.rows, 256, dtype=dtype)
+        kernels.linear_statistics(narrow, other, None, of_rows, unweighted, True, False, found)
     kernels.row_mean(empty((64,), dtype=torch.float32), empty((64,), dtype=torch.bool), -1.0)
     tokens = index.view(case.rows, -1)
     kernels.selected_logits(logits, tokens, options.transform)
@@ -317,6 +339,8 @@ VARIANTS = [v for v in product(TARGETS, DTYPES, CASES) if is_compiled(*v)]
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("target, dtype, case", VARIANTS)
 def test_compiles_without_spills(reports: dict[str, Any], target: str, kernel: str, dtype: str, case: str) -> None:
+    if kernel in OF_HOPPER and (target, dtype) != ("sm_90", "bfloat16"):
+        pytest.skip("is launched on Hopper, for half precision")
     if kernel in EXPERTS and (CASES[case].mlp is None or dtype != "bfloat16"):
         pytest.skip("has no experts")
     for report in reports[target][f"{kernel}-{dtype}-{case}"]:
@@ -341,7 +365,8 @@ def test_cases_cover_the_launcher(reports: dict[str, Any], kernel: str) -> None:
     ]
     never_varied = {name for name in variants[0] if len({constants[name] for constants in variants}) == 1}
     fixed = FIXED | {"num_warps"} if kernel in OF_ONE_WIDTH else FIXED
-    assert never_varied <= (fixed | TUNED if kernel in EXPERTS else fixed)
+    fixed = fixed | {"ROWS", "PRECISION"} if kernel in OF_HOPPER else fixed
+    assert never_varied <= (fixed | TUNED if kernel in EXPERTS | OF_HOPPER else fixed)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What `onepass.patch` puts in place, each against the original that it stands for; and the plugin of axolotl."""
 
+from contextlib import nullcontext
 from importlib import import_module
 
 import pytest
@@ -11,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")
 utils = import_module("trl.trainer.utils")
 loss_utils = import_module("transformers.loss.loss_utils")
+of_trl = import_module("onepass.integrations.trl")
 moe_cases = import_module("test_moe_families")
 
 LATEST = pytest.mark.skipif(tuple(map(int, trl.__version__.split(".")[:2])) < (1, 16), reason="not in this TRL")
@@ -111,6 +113,52 @@ def test_fused_head(softcap, scale, outputs):
             assert [r is not None and r.requires_grad for r in results[2:]] == [False] * 3
         assert_same(found, atol=2e-4)
         assert len(outputs) < 4 or found[1][0][4].dtype == torch.bool
+
+
+@LATEST
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+def test_a_head_that_trl_casts_to_float32(autocast, monkeypatch):
+    """Its logits are float32, from factors of half precision where the hidden states have it."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+    from trl.trainer import utils
+
+    dtypes = []
+    made = of_trl.LinearLogits.__init__
+
+    def recorded(self, *args, **options):
+        made(self, *args, **options)
+        dtypes.append((self.gemm_dtype, self.dtype))
+
+    monkeypatch.setattr(of_trl.LinearLogits, "__init__", recorded)
+    sizes = dict(vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    ids = torch.randint(99, (2, 9), generator=torch.Generator().manual_seed(0))
+    # As with a master copy of the weights, of which TRL casts hidden states that are float32 already.
+    dtype = torch.float32 if autocast else torch.bfloat16
+
+    def results(patched, cast):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=dtype)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(40)
+        if cast:
+            model.lm_head.float()
+        with onepass.patch("trl") if patched else nullcontext():
+            utils.add_fused_lm_head(model, 0.7, cast, ("log_probs", "entropy"))
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                found = model(input_ids=ids, labels=ids, fused_lm_head=True)
+            (found.log_probs.sum() + found.entropy.sum()).backward()
+        return found, [model.lm_head.weight.grad, model.model.embed_tokens.weight.grad]
+
+    theirs, ours = results(False, True), results(True, True)
+    assert set(dtypes) == {(torch.float32,) * 2 if autocast else (torch.bfloat16, torch.float32)}
+    for name in ("log_probs", "entropy"):
+        torch.testing.assert_close(ours[0][name], theirs[0][name], rtol=1e-5, atol=1e-5)
+    for a, b in zip(ours[1], theirs[1]):
+        assert a.dtype == b.dtype
+        assert (a - b).norm() <= (1e-5 if autocast else 1e-2) * b.norm()
+    if not autocast:  # which rounded logits do not reach
+        rounded = results(True, False)[0].log_probs
+        assert (rounded - theirs[0].log_probs).abs().max() > 1e-2
 
 
 @LATEST

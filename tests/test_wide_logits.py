@@ -77,7 +77,7 @@ def test_teachers(device, tile, direction, of):
     """Near distributions, of which rounded logits lose the difference."""
     *parts, target = batch(device, torch.bfloat16, width=32)
     teacher = [(p.detach() + 0.02 * torch.randn_like(p)).requires_grad_(False) for p in parts]
-    wide = {name: {"logits_dtype": F32} if of in (name, "both") else {} for name in ("student", "teacher")}
+    wide = {name: {"logits_dtype": F32 if of in (name, "both") else torch.bfloat16} for name in ("student", "teacher")}
     got = onepass.kl_div(
         onepass.LinearLogits(*parts, **wide["student"]), onepass.LinearLogits(*teacher, **wide["teacher"]),
         direction=direction, row_mask=target != -100,
@@ -99,7 +99,10 @@ def test_teachers(device, tile, direction, of):
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_jsd_of_near_distributions(device, dtype, beta):
-    """The gradient of hidden within 1e-2 of that of exact logits, where rounded ones are off by several times that."""
+    """The gradient of hidden within 1e-2 of that of exact logits, where rounded ones are off by several times that.
+
+    Divergences take float32 logits unless they are told otherwise.
+    """
     g = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 64, generator=g) for n in (64, 509))
     hidden, weight = (t.to(dtype).to(device).requires_grad_() for t in (hidden, weight * 0.5))
@@ -114,11 +117,11 @@ def test_jsd_of_near_distributions(device, dtype, beta):
 
     expected = gradient_of(onepass.kl_div(F.linear(*exact_parts), teacher, **options), exact_parts[0])
     errors = {}
-    for wide in (None, F32):
+    for wide in (None, F32, dtype):
         of = onepass.LinearLogits(near, weight.detach(), logits_dtype=wide)
         loss = onepass.linear_kl_div(hidden, weight, of, **options, logits_dtype=wide)
         errors[wide] = (gradient_of(loss, hidden) - expected).norm() / expected.norm()
-    assert errors[F32] < 1e-2 and errors[None] > 3 * errors[F32], errors
+    assert errors[None] == errors[F32] < 1e-2 and errors[dtype] > 3 * errors[F32], errors
 
 
 def test_twenty_times_nearer_to_float64(device):
@@ -272,3 +275,35 @@ def test_the_default_adds_the_tile(monkeypatch):
     assert shapes[F32].batch == shapes[torch.bfloat16].batch == 8192
     assert shapes[F32].rows * 151936 * 4 <= 0.6 * 2**30 and shapes[F32].rows == 1024
     assert H < 8192
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+def test_an_attached_model(autocast):
+    """Its training loss is that of float32 logits; what evaluation sees is not changed."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    torch.manual_seed(0)
+    dtype = torch.float32 if autocast else torch.bfloat16
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes), dtype=dtype)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(60)
+    ids = torch.randint(99, (2, 9))
+    mixed = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+    with torch.no_grad(), mixed:
+        logits = model(input_ids=ids).logits
+        hidden = model.model(input_ids=ids).last_hidden_state
+    with torch.no_grad():
+        wide = F.linear(hidden.bfloat16().float(), model.lm_head.weight.bfloat16().float())
+    expected, rounded = (F.cross_entropy(x[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten()) for x in (wide, logits))
+    with onepass.attach(model, logits_dtype=F32):
+        with mixed:
+            out = model(input_ids=ids, labels=ids)
+        assert out.logits.dtype == F32
+        torch.testing.assert_close(out.loss, expected, rtol=2e-6, atol=2e-6)
+        assert abs(out.loss - expected) < 0.1 * abs(rounded - expected)
+        out.loss.backward()
+        assert model.lm_head.weight.grad.dtype == dtype
+        with torch.no_grad(), mixed:
+            assert torch.equal(model(input_ids=ids).logits, logits)
+    with pytest.raises(ValueError, match=r"logits_dtype: expected torch\.float32 or None, got torch\.float16"):
+        onepass.attach(model, logits_dtype=torch.float16)

@@ -101,9 +101,9 @@ class Inputs(NamedTuple):
         """Of the classes from ``first`` to ``stop`` alone, which are counted from ``first``."""
         index, _, class_weights, _, support, *_ = self
         return self._replace(
-            index=None if index is None else index - first,
+            index=index if index is None or not first else index - first,
             class_weights=None if class_weights is None else class_weights[first:stop],
-            support=None if support is None else support - first,
+            support=support if support is None or not first else support - first,
         )
 
 

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from onepass.core.checks import check_integer, described
-from onepass.core.dispatch import is_plain
+from onepass.core.dispatch import autocast_dtype, is_plain
 from onepass.integrations.patching import Restorable
 from onepass.logits.linear import LinearLogits
 from onepass.logits.partitioned import whole
@@ -35,10 +35,17 @@ class HeadLogits(LinearLogits):
     """
 
     def __init__(
-        self, hidden: Tensor, head: nn.Linear, max_memory: int | None = None, observer: "Metrics | None" = None
+        self,
+        hidden: Tensor,
+        head: nn.Linear,
+        max_memory: int | None = None,
+        observer: "Metrics | None" = None,
+        logits_dtype: torch.dtype | None = None,
     ) -> None:
         self.head, self.observer = head, None if observer is None else Once(observer)
-        super().__init__(hidden, head.weight, head.bias, max_memory=max_memory)
+        gemms = autocast_dtype(hidden) or hidden.dtype
+        logits_dtype = logits_dtype if gemms.itemsize == 2 else None
+        super().__init__(hidden, head.weight, head.bias, max_memory=max_memory, logits_dtype=logits_dtype)
         _watched.update((p, None) for p in (head.weight, head.bias) if p is not None)
         _watch_optimizers()
         if hasattr(head, "unshard"):
@@ -118,6 +125,7 @@ class Use(NamedTuple):
 
     max_memory: int | None = None
     observer: Metrics | None = None
+    logits_dtype: torch.dtype | None = None
 
 
 DEFAULT = Use()
@@ -346,14 +354,20 @@ def _attached_forward(model: nn.Module, use: Use, number: int, replaced: Any) ->
         if active != number:
             return own(*args, **kwargs)
         is_copy = owner != id(self)
-        return run(self, own, args, kwargs, Use(use.max_memory) if is_copy else use)
+        return run(self, own, args, kwargs, use._replace(observer=None) if is_copy else use)
 
     forward.__wrapped__ = type(model).forward  # type: ignore[attr-defined]
     setattr(forward, BEFORE, True)  # marks a forward that `attach` installed
     return forward
 
 
-def attach(model: nn.Module, *, max_memory: int | None = None, metrics: bool = False) -> Attached:
+def attach(
+    model: nn.Module,
+    *,
+    max_memory: int | None = None,
+    metrics: bool = False,
+    logits_dtype: torch.dtype | None = None,
+) -> Attached:
     """Train a causal language model without its logits: its head returns `onepass.LinearLogits` to its loss function.
 
     This holds for forwards with gradients and ``labels``. The loss, and whatever else a model does with its logits,
@@ -367,13 +381,15 @@ def attach(model: nn.Module, *, max_memory: int | None = None, metrics: bool = F
         max_memory: bytes of workspace, see `onepass.LinearLogits`.
         metrics: whether the entropy and the accuracy of the tokens are computed from the same read; see
             `Attached.metrics`.
+        logits_dtype: ``torch.float32`` keeps the logits of bfloat16 and float16 heads in float32, see
+            `onepass.LinearLogits`. The logits that evaluation and generation see are those of the model.
 
     Returns:
         `Attached`, with ``restore()``. It can be used in a ``with`` block.
 
     Raises:
         TypeError: not a module.
-        ValueError: the model is attached already.
+        ValueError: the model is attached already, or ``logits_dtype`` is another dtype.
 
     Example::
 
@@ -383,4 +399,6 @@ def attach(model: nn.Module, *, max_memory: int | None = None, metrics: bool = F
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {described(model)}")
     limit = None if max_memory is None else check_integer(max_memory, "max_memory", 1)
-    return Attached(model, Use(limit, Metrics() if metrics else None))
+    if logits_dtype not in (None, torch.float32):
+        raise ValueError(f"logits_dtype: expected torch.float32 or None, got {described(logits_dtype)}")
+    return Attached(model, Use(limit, Metrics() if metrics else None, logits_dtype))

@@ -2,13 +2,15 @@
 
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onepass.core.checks import check_number
 from onepass.core.options import Metric
-from onepass.integrations.patching import Target, parameters
+from onepass.integrations.patching import Target, original, parameters
 from onepass.logits.linear import LinearLogits
 from onepass.losses import log_probs
 from onepass.losses.kl_div import kl_div
@@ -16,6 +18,7 @@ from onepass.losses.reduction import reduced
 from onepass.losses.statistics import softmax_statistics
 
 FUSED = "trl.kernels.chunked_logprob"
+FUSED_HEAD = "trl.trainer.utils", "add_fused_lm_head"
 TOKENS = 4096  # of a tile of TRL's own
 METRICS: dict[str, Metric] = {"log_sum_sq_probs": "log_sum_sq_probs", "mean_logits": "mean_logit", "is_top1": "is_top1"}
 
@@ -89,6 +92,22 @@ class TwiceRounded(LinearLogits):
     round_before_bias = True
 
 
+class Float32Outputs(tuple[str, ...]):
+    """The ``outputs`` of a fused head whose logits are float32: TRL passes them on as they are."""
+
+
+def add_fused_lm_head(
+    model: Any, temperature: float = 1.0, cast_lm_head_to_fp32: bool = False, outputs: tuple[str, ...] = ("log_probs",)
+) -> None:
+    """TRL's own but for ``cast_lm_head_to_fp32``.
+
+    Where the hidden states are bfloat16 or float16, so are the factors of the GEMM, which accumulates in float32 and
+    does not round the logits. TRL multiplies float32 copies of the hidden states.
+    """
+    outputs = Float32Outputs(outputs) if cast_lm_head_to_fp32 else outputs
+    original(*FUSED_HEAD)(model, temperature, False, outputs)
+
+
 class ChunkedLogProbFunction:
     """The statistics of TRL's fused heads, from `onepass.softmax_statistics` of a linear head."""
 
@@ -106,13 +125,19 @@ class ChunkedLogProbFunction:
     ) -> tuple[Tensor | None, ...]:
         """``(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1)`` of hidden states ``(N, H)``; None for those
         not in ``outputs``. The size of tiles follows from memory, not from ``chunk_size``."""
-        parts = []
+        parts, logits_dtype = [], None
+        autocast: AbstractContextManager[Any] = nullcontext()
+        if isinstance(outputs, Float32Outputs):
+            outputs, autocast = tuple(outputs), torch.autocast(hidden.device.type, enabled=False)
+            logits_dtype = torch.float32 if hidden.dtype.itemsize == 2 else None
         for rows, target in _parts(hidden, targets):
-            s = softmax_statistics(
-                _head(rows, weight, bias, TwiceRounded), target, temperature=float(temperature),
-                softcap=final_logit_softcapping, logit_scale=float(logit_scale), expected_logit="entropy" in outputs,
-                metrics=[ours for theirs, ours in METRICS.items() if theirs in outputs],
-            )  # fmt: skip
+            with autocast:
+                head = _head(rows, weight, bias, TwiceRounded, logits_dtype)
+                s = softmax_statistics(
+                    head, target, temperature=float(temperature), softcap=final_logit_softcapping,
+                    logit_scale=float(logit_scale), expected_logit="entropy" in outputs,
+                    metrics=[ours for theirs, ours in METRICS.items() if theirs in outputs],
+                )  # fmt: skip
             entropy = s.entropy if "entropy" in outputs else None
             parts.append((s.log_probs, entropy, s.log_sum_sq_probs, s.mean_logit, s.is_top1))
         return parts[0] if len(parts) == 1 else tuple([p[0] if p[0] is None else torch.cat(p) for p in zip(*parts)])
@@ -198,11 +223,17 @@ def _bool(row_mask: Tensor | None) -> Tensor | None:
     return None if row_mask is None else row_mask != 0
 
 
-def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None, kind: type[LinearLogits] = LinearLogits) -> LinearLogits:
+def _head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    kind: type[LinearLogits] = LinearLogits,
+    logits_dtype: torch.dtype | None = None,
+) -> LinearLogits:
     """A head in the dtype of the hidden states or of autocast, as a linear layer in mixed-precision training."""
     if not torch.is_autocast_enabled(hidden.device.type):
         weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-    return kind(hidden, weight, bias)
+    return kind(hidden, weight, bias, logits_dtype=logits_dtype)
 
 
 def _scaled(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> LinearLogits:
@@ -231,6 +262,7 @@ TARGETS = [
         ("ctx, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs",),
         since="1.15", method="forward",
     ),
+    Target(*FUSED_HEAD, add_fused_lm_head, ("model, temperature, cast_lm_head_to_fp32, outputs",), since="1.15"),
     Target(
         SFT, "_chunked_cross_entropy_loss", chunked_cross_entropy_loss, (parameters(chunked_cross_entropy_loss),),
         since="1.10", until="1.15",

@@ -7,6 +7,7 @@ between the two.
 from onepass.kernels.divergence import add_means, divergence, divergence_states
 from onepass.kernels.divergence_gradient import divergence_gradient
 from onepass.kernels.expert_mlp import expert_mlp, expert_mlp_gradient
+from onepass.kernels.linear_statistics import linear_statistics, state_bytes, supports_linear_statistics
 from onepass.kernels.merge_shards import merge_divergences, merge_shards
 from onepass.kernels.router import route
 from onepass.kernels.router_gradient import route_gradient
@@ -29,6 +30,7 @@ __all__ = [
     "divergence_states",
     "expert_mlp",
     "expert_mlp_gradient",
+    "linear_statistics",
     "merge_divergences",
     "merge_shards",
     "route",
@@ -45,6 +47,8 @@ __all__ = [
     "softmax_loss",
     "softmax_statistics",
     "sort_by_expert",
+    "state_bytes",
     "supports_fused_loss",
+    "supports_linear_statistics",
     "teacher_tokens",
 ]

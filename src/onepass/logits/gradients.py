@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onepass.backend import backend_of
-from onepass.logits.tiles import Head, Plan, Rows, empty_logits, needs_sum
+from onepass.logits.tiles import Head, Plan, Rows, Tile, empty_logits, needs_sum
 from onepass.softmax.shards import group_named
 
 
@@ -25,7 +25,9 @@ class Gradients:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self.total: Tensor | None = None  # the gradient of hidden, summed over slices of the vocabulary
-        self.under_way: tuple[Any, Rows | None, Tensor] | None = None  # see `put`
+        self.waiting: tuple[Rows | None, Tensor] | None = None  # what `exchange` sums next
+        self.under_way: tuple[Any, Rows | None, Tensor] | None = None  # what it sums now
+        self.left = plan.n  # rows that were not added yet
         self.batch: Tensor | None = None  # the gradient of the logits, in the dtype of the GEMMs if theirs is another
         self.done = self.held = 0  # rows that were added, and that `batch` holds
         if needed[0] and not (plan.sliced and plan.row_ids is None):  # else the total is the gradient itself
@@ -38,8 +40,9 @@ class Gradients:
         # Saved, since the parameters may be partitioned again when the backward runs.
         self.shapes = head.hidden.shape, head.weight.shape, head.weight.shape[:1]
 
-    def place(self, logits: Tensor) -> Tensor:
+    def place(self, tile: Tile) -> Tensor:
         """Where the gradient of the next tile belongs: over its logits, or in the dtype of the GEMMs."""
+        logits = tile.buffers[0]
         if logits.dtype == self.head.dtype:
             return logits
         n, columns = logits.shape
@@ -47,8 +50,10 @@ class Gradients:
             self.batch = empty_logits(self.head, min(self.plan.batch, self.plan.n), columns, self.head.dtype)
         return self.batch[self.held : self.held + n, :columns]
 
-    def add(self, rows: Rows, columns: slice, hidden: Tensor, gradient: Tensor) -> None:
-        """Add a tile, given its hidden states ``(n, H)`` and the ``gradient`` of its logits, in its `place`."""
+    def add(self, tile: Tile, gradient: Tensor) -> None:
+        """Add a tile, given the ``gradient`` of its logits, in its `place`."""
+        rows, columns, hidden = tile.rows, tile.columns, tile.hidden[0]
+        self.left -= rows.n
         if self.batch is not None and not self.plan.sliced:
             self.held += rows.n
             if self.held < min(self.plan.batch, self.plan.n - self.done):
@@ -60,6 +65,8 @@ class Gradients:
             self.done, self.held = self.done + self.held, 0
         if self.needed[0]:
             self.add_hidden(rows, columns, gradient)
+            if self.left <= 0:
+                self.exchange()
         if self.needed[1]:
             if self.plan.sliced:
                 if self.weight is None:
@@ -99,15 +106,26 @@ class Gradients:
     def put(self, rows: Rows | None, part: Tensor) -> None:
         """Write a part of the gradient of hidden to its ``rows``, which are None if it lies there already.
 
-        The sum over the processes, if there is one, runs while the weight's GEMM and those of the next tile do.
+        If it is summed over the processes, that begins in `exchange`.
         """
         settings = self.head.settings
-        self.finish()
         if settings.sums_hidden and settings.shard.ranks > 1:
-            work = dist.all_reduce(part, group=group_named(settings.shard.group), async_op=True)
-            self.under_way = work, rows, part
+            self.exchange()
+            self.waiting = rows, part
         elif rows is not None and self.hidden is not None:
             rows.put(self.hidden, part)
+
+    def exchange(self) -> None:
+        """Begin to sum what `put` was given last over the processes.
+
+        This runs beside kernels that are launched later. GEMMs leave it no multiprocessor, others do: the best time is
+        before the gradient of the next tile is written.
+        """
+        if self.waiting is not None:
+            (rows, part), self.waiting = self.waiting, None
+            self.finish()
+            work = dist.all_reduce(part, group=group_named(self.head.settings.shard.group), async_op=True)
+            self.under_way = work, rows, part
 
     def finish(self) -> None:
         """Wait for the sum that is under way, and write it to its rows."""
@@ -154,6 +172,7 @@ class Gradients:
 
         This can be called only once, since the gradients are not kept.
         """
+        self.exchange()
         self.finish()
         results: list[Tensor | None] = []
         like = (self.head.hidden, self.head.weight, self.head.bias)

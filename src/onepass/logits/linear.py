@@ -68,7 +68,8 @@ class LinearLogits(TensorLike):
         bias: ``(V,)`` or None; the same holds for its dtype.
         logits_dtype: ``torch.float32`` keeps the result of the GEMMs in float32 where ``hidden`` and ``weight`` are
             bfloat16 or float16, which are not copied; the gradient of the logits is rounded to their dtype once. By
-            default the logits have the dtype of the GEMMs, as those of a linear layer.
+            default logits that `kl_div` compares with those of a teacher are float32, since rounding would hide the
+            difference of near distributions; all others have the dtype of the GEMMs, as those of a linear layer.
         max_memory: bytes of workspace, beyond inputs, results and gradients. The default follows from shapes alone, so
             that results do not depend on what else is in memory. On a GPU it is 0.6 GiB. It is 2.5 GiB if this holds
             all logits and either no gradient will be computed or the loss is per row, with a gradient of the weight.
@@ -141,6 +142,7 @@ class LinearLogits(TensorLike):
             if value.dtype != hidden.dtype and not is_autocast_enabled(hidden):
                 raise TypeError(f"{name}: expected {hidden.dtype}, the dtype of hidden, got {value.dtype}")
         self.dtype = self.logits_dtype = self.wider(logits_dtype)
+        self.widens = logits_dtype is None and self.gemm_dtype.itemsize == 2  # whether divergences take float32 logits
         self.max_memory = None if max_memory is None else check_integer(max_memory, "max_memory")
         vocab = shape[0]
         if group is not None:
@@ -205,6 +207,11 @@ class LinearLogits(TensorLike):
         if self.sums_hidden and torch.compiler.is_compiling():  # registered operations do not communicate
             hidden = Replicated.apply(hidden, group_named(self.shard.group))
         return HeadTensors(hidden, self.weight, self.bias)
+
+    @property
+    def dtype_of_divergence(self) -> torch.dtype:
+        """The dtype of logits that are compared with others, of which rounding would hide the difference."""
+        return torch.float32 if self.widens else self.logits_dtype
 
     @property
     def settings(self) -> Settings:
@@ -329,9 +336,7 @@ class LinearLogits(TensorLike):
             loss_fn, linear = observed(loss_fn, self.observer, options.names), False
             options = options._replace(fields=" ".join(dict.fromkeys((*options.names, "entropy", "is_top1"))))
             self.observer.begin(rows.numel() if row_mask is None else row_mask.bool().sum())
-        row_loss = StatisticsLoss(
-            loss_fn, options, self.gemm_dtype, inputs._replace(row_mask=None), flat, linear, self.shard
-        )
+        row_loss = StatisticsLoss(loss_fn, options, self.gemm_dtype, inputs._replace(row_mask=None), flat, linear)
         return self.tiled(row_loss, row_mask, divisor)
 
     def divergence(self, teacher: LogitsSource, read: PairRows, options: PairOptions, divisor: Divisor) -> Tensor:
@@ -348,6 +353,7 @@ class LinearLogits(TensorLike):
                 "teacher_logits: expected logits that require no gradient, as the student is a linear head; detach them"
             )
         options = options._replace(student=of_student)
+        settings = self.settings._replace(logits_dtype=self.dtype_of_divergence)
         if shard is not None:
             options = options._replace(columns=shard.size)
         read = PairRows(*[None if t is None else t.reshape(-1) for t in read])
@@ -355,7 +361,7 @@ class LinearLogits(TensorLike):
         of_head = None if head is None or head.shard != self.shard else compose(head.transform, options.teacher)
         if head is not None and of_head is not None:
             options = options._replace(teacher=of_head)
-            of = TeacherDtypes(head.gemm_dtype, head.logits_dtype)
+            of = TeacherDtypes(head.gemm_dtype, head.dtype_of_divergence)
             of_teacher = TeacherTensors(*head.tensors)
         else:
             logits = (teacher.materialize() if shard is None else teacher.local_columns(shard)).detach()
@@ -364,11 +370,11 @@ class LinearLogits(TensorLike):
             of_teacher = TeacherTensors(logits if logits.stride(-1) == 1 else logits.contiguous())
         if self.is_eager:
             row_loss = row_divergence(self.gemm_dtype, of_teacher, of, read, options, self.shard, shard or NOT_SHARDED)
-            return self.tiled(row_loss, read.row_mask, divisor)
+            return self.tiled(row_loss, read.row_mask, divisor, settings)
         read = read._replace(row_mask=None if read.row_mask is None else read.row_mask.bool())
         # Dynamo refuses a weight that student and teacher share.
         of_teacher = TeacherTensors(*[None if t is None else t.detach() for t in of_teacher])  # type: ignore[arg-type]
-        loss = tiled_divergence(self.tensors, of_teacher, read, of, self.settings, options)
+        loss = tiled_divergence(self.tensors, of_teacher, read, of, settings, options)
         return divided(loss.reshape(self.shape[:-1]), divisor, self.dim() - 1)
 
     def local_columns(self, shard: Shard) -> Tensor:
@@ -385,7 +391,9 @@ class LinearLogits(TensorLike):
     def all_class_weights(self, weights: Tensor) -> Tensor:
         return all_weights(weights, self.columns, self.shard) if self.shard.sizes else weights
 
-    def tiled(self, row_loss: RowLoss, row_mask: Tensor | None, divisor: Divisor) -> Tensor:
+    def tiled(
+        self, row_loss: RowLoss, row_mask: Tensor | None, divisor: Divisor, settings: Settings | None = None
+    ) -> Tensor:
         """`tiled_loss` of all rows; without a divisor, it has the shape of the rows."""
         row_mask = None if row_mask is None else row_mask.bool()
 
@@ -398,5 +406,5 @@ class LinearLogits(TensorLike):
             return torch.full((), found, dtype=row_loss.dtype, device=self.device)  # type: ignore[arg-type]
 
         of_sum = None if divisor is None else number
-        loss = tiled_loss(self.tensors, row_mask, row_loss, of_sum, self.settings)
+        loss = tiled_loss(self.tensors, row_mask, row_loss, of_sum, settings or self.settings)
         return loss.reshape(self.shape[:-1]) if divisor is None else loss

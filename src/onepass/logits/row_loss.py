@@ -22,12 +22,12 @@ from onepass.core.options import (
     PairRows,
     pick,
 )
-from onepass.core.shard import NOT_SHARDED, Shard
-from onepass.logits.tiles import INDEX, ROW, HeadTensors, Rows, Settings
+from onepass.core.shard import Shard
+from onepass.logits.tiles import INDEX, ROW, Head, HeadTensors, Rows, Settings, Tile, Use
 from onepass.softmax.divergence import pair_numbers
-from onepass.softmax.shards import results_of
 
 Found = tuple[Tensor, Sequence[Tensor | None]]
+Scale = Callable[[Rows], Tensor]
 
 
 class RowLoss(Protocol):
@@ -36,7 +36,6 @@ class RowLoss(Protocol):
     Attributes:
         dtype: of the losses.
         heads: linear heads whose tiles the loss reads in addition to those of the first head.
-        row_bytes: bytes of workspace per row, in addition to the logits.
         row_inputs: differentiable tensors with an entry for every row.
         tensors: all tensors that the loss reads, including those of ``heads`` and the ``row_inputs``. Autograd saves
             them.
@@ -44,7 +43,6 @@ class RowLoss(Protocol):
 
     dtype: torch.dtype
     heads: Sequence[tuple[HeadTensors, Settings]]
-    row_bytes: int
     row_inputs: Sequence[Tensor]
 
     @property
@@ -53,13 +51,22 @@ class RowLoss(Protocol):
     def holding(self, tensors: Sequence[Tensor | None]) -> "RowLoss":
         """A copy of the loss with other ``tensors``."""
 
-    def __call__(
-        self, logits: Sequence[Tensor], rows: Rows, row_mask: Tensor | None, scale: Tensor | None, out: Tensor | None
-    ) -> Found:
-        """The loss of ``rows``, ``(n,)``.
+    def use(self, head: Head, gradient: bool) -> Use:
+        """What the tiles of the first head are used for; ``gradient`` says whether their gradient is written."""
 
-        With ``scale``, one number or one per row, also the gradients of ``Σ scale·loss``: that of the first logits is
-        written to ``out``, which may be these logits, and those of the row inputs are returned.
+    def __call__(
+        self,
+        tile: Tile,
+        row_mask: Tensor | None,
+        scale: Scale | None,
+        out: Tensor | None,
+        meanwhile: Callable[[], None],
+    ) -> Found:
+        """The loss of the rows of a tile, ``(n,)``.
+
+        With ``scale``, which computes one number or one per row, also the gradients of ``Σ scale·loss``: that of the
+        first logits is written to ``out``, which may be these logits, and those of the row inputs are returned.
+        ``meanwhile`` is called between what reads the tile and what writes its gradient.
         """
 
 
@@ -70,7 +77,8 @@ class StatisticsLoss:
         inputs: of all rows, without a mask.
         linear: whether the loss is linear in the fields. Its gradient is then known before the tile is read, and
             the tile is read once.
-        shard: the columns of a tile, if the vocabulary is sharded. All processes compute the same loss.
+
+    If the vocabulary is sharded, all processes compute the same loss.
     """
 
     heads: Sequence[tuple[HeadTensors, Settings]] = ()
@@ -83,9 +91,8 @@ class StatisticsLoss:
         inputs: Inputs,
         row_inputs: Sequence[Tensor] = (),
         linear: bool = False,
-        shard: Shard = NOT_SHARDED,
     ) -> None:
-        self.loss_fn, self.options, self.linear, self.shard = loss_fn, options, linear, shard
+        self.loss_fn, self.options, self.linear = loss_fn, options, linear
         self.inputs, self.row_inputs, index = inputs, row_inputs, inputs.index
         self.dtype = torch.promote_types(dtype, torch.float32)
         numbers = sum(i[:1].numel() for i in row_inputs) + (index[:1].numel() if index is not None else 1)
@@ -102,30 +109,43 @@ class StatisticsLoss:
         other.inputs, other.row_inputs = Inputs(*tensors[:count]), tensors[count:]  # type: ignore[assignment]
         return other
 
+    def use(self, head: Head, gradient: bool) -> Use:
+        """See `RowLoss.use`."""
+        if gradient or not head.reads_its_product(self.inputs, self.options):
+            return Use(self.row_bytes, gradient=gradient)
+        return Use(self.row_bytes + head.state_bytes(self.options), logits=False)
+
     def __call__(
-        self, logits: Sequence[Tensor], rows: Rows, row_mask: Tensor | None, scale: Tensor | None, out: Tensor | None
+        self,
+        tile: Tile,
+        row_mask: Tensor | None,
+        scale: Scale | None,
+        out: Tensor | None,
+        meanwhile: Callable[[], None],
     ) -> Found:
         """See `RowLoss.__call__`."""
-        x = logits[0]
-        backend, options = backend_of(x), self.options
+        rows, options, backend = tile.rows, self.options, backend_of(tile.hidden[0])
         read = self.inputs.rows(rows.take)._replace(row_mask=row_mask)
+        fused = out is not None and self.linear and not tile.heads[0].settings.shard.sizes
+        fused = fused and read.support is None and backend.supports_fused_loss(tile.logits[0], read.index, options)
+        # Launched before all that it does not need: the device may be waiting for the host.
+        results = None if fused else tile.statistics(read, options)
         inputs = [rows.take(i).detach() for i in self.row_inputs]
-        fused = out is not None and self.linear and not self.shard.sizes
-        fused = fused and read.support is None and backend.supports_fused_loss(x, read.index, options)
-        if fused and out is not None:
+        of_rows = None if scale is None else scale(rows)
+        if results is None:
+            x = tile.logits[0]
             anywhere = {n: x.new_zeros(rows.n, dtype=self.dtype) for n in options.names}
-            _, upstream, _ = self.differentiated(anywhere, inputs, rows.n, scale)
+            _, upstream, _ = self.differentiated(anywhere, inputs, rows.n, of_rows)
             results = backend.softmax_loss(x, read, upstream, options, out)
-        else:
-            results = results_of(x, read, self.shard, options)
         fields = dict(zip(options.names, pick(results, options)))
-        if fused or (scale is None and self.checked):
+        if fused or (of_rows is None and self.checked):
             with torch.no_grad():
                 return self.losses(fields, inputs, rows.n), ()
         if out is None:
             return self.differentiated(fields, inputs, rows.n, None)[0], ()
-        loss, upstream, of_inputs = self.differentiated(fields, inputs, rows.n, scale)
-        backend.softmax_gradient(x, read, results[0], upstream, options, out)
+        loss, upstream, of_inputs = self.differentiated(fields, inputs, rows.n, of_rows)
+        meanwhile()
+        backend.softmax_gradient(tile.logits[0], read, results[0], upstream, options, out)
         return loss, of_inputs
 
     def differentiated(
@@ -238,11 +258,20 @@ class DivergenceLoss:
             (other.teacher,) = tensors
         return other
 
+    def use(self, head: Head, gradient: bool) -> Use:
+        """See `RowLoss.use`."""
+        return Use(self.row_bytes, gradient=gradient)
+
     def __call__(
-        self, logits: Sequence[Tensor], rows: Rows, row_mask: Tensor | None, scale: Tensor | None, out: Tensor | None
+        self,
+        tile: Tile,
+        row_mask: Tensor | None,
+        scale: Scale | None,
+        out: Tensor | None,
+        meanwhile: Callable[[], None],
     ) -> Found:
         """See `RowLoss.__call__`."""
-        columns = slice(self.options.columns)
+        columns, rows, logits = slice(self.options.columns), tile.rows, tile.logits
         teacher = logits[1] if self.teacher is None else rows.take(self.teacher)
         pair = logits[0][:, columns], teacher[:, columns]
         read = PairRows(row_mask, *[None if t is None else rows.take(t) for t in self.temperatures])
@@ -250,8 +279,9 @@ class DivergenceLoss:
             packed = pair_numbers(*pair, read, self.shard, self.options)
         else:
             packed = backend_of(*pair).divergence(*pair, read, self.options)
+        meanwhile()
         if scale is not None and out is not None:
-            grad = scale.expand(rows.n)
+            grad = scale(rows).expand(rows.n)
             if self.options.columns != 0:  # as on a rank that holds none of the columns that are compared
                 to = out[:, columns]
                 backend_of(*pair).divergence_gradient(*pair, read, packed, grad, False, self.options, to)

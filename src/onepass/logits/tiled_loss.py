@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain, islice
 from typing import Any
 
@@ -15,7 +16,7 @@ from onepass.core.dispatch import refuse_forward_mode, refuse_second_derivatives
 from onepass.logits.gradients import Gradients
 from onepass.logits.partitioned import gathered
 from onepass.logits.row_loss import RowLoss
-from onepass.logits.tiles import Head, HeadTensors, Settings, Use, plan, tiles
+from onepass.logits.tiles import Head, HeadTensors, Rows, Settings, plan, tiles
 from onepass.logits.valid_rows import defers
 
 NOTHING = (False, False, False)
@@ -57,27 +58,43 @@ def walk(
     parameters = [p for of_head, _ in row_loss.heads for p in of_head[1:]]
     with gathered(*tensors[1:], *parameters), torch.autocast(hidden.device.type, enabled=False):
         heads = [Head(tensors, settings), *(Head(*of_head) for of_head in row_loss.heads)]
-        use = Use(row_loss.row_bytes, weight_gradient=needed[1], gradient=scale_of is not None)
+        use = row_loss.use(heads[0], scale_of is not None)._replace(weight_gradient=needed[1])
         cut = plan(heads, row_mask, use)
         # The first product is launched before all that it does not need: the device may be waiting for the host.
-        following = tiles(heads, cut)
-        first = iter([*islice(following, 1)])
+        following = tiles(heads, cut, use.logits)
+        first = [*islice(following, 1)]
+        for tile in first:
+            tile.start()
         row_mask = row_mask if defers(row_mask) else None
         losses = hidden.new_zeros(hidden.shape[0], dtype=row_loss.dtype)
-        scale = None if scale_of is None else scale_of()
-        gradients = None if scale is None else Gradients(heads[0], cut, needed)
-        for rows, columns, states, logits in chain(first, following):
-            mask = None if row_mask is None else rows.take(row_mask)
-            of_rows = scale if scale is None or scale.dim() == 0 else rows.take(scale)
-            place = None if gradients is None else gradients.place(logits[0])
-            part, found = row_loss(logits, rows, mask, of_rows, place)
-            rows.put(losses, part)
+        gradients = None if scale_of is None else Gradients(heads[0], cut, needed)
+        meanwhile = nothing if gradients is None else gradients.exchange
+        of_rows = None if scale_of is None else of_some_rows(cache(scale_of))
+        for tile in chain(first, following):
+            mask = None if row_mask is None else tile.rows.take(row_mask)
+            place = None if gradients is None else gradients.place(tile)
+            part, found = row_loss(tile, mask, of_rows, place, meanwhile)
+            tile.rows.put(losses, part)
             for out, value in zip(of_inputs, found):
                 if out is not None and value is not None:
-                    rows.put(out, value)
+                    tile.rows.put(out, value)
             if gradients is not None and place is not None:
-                gradients.add(rows, columns, states, place)
+                gradients.add(tile, place)
     return losses, gradients
+
+
+def of_some_rows(number: Number) -> Callable[[Rows], Tensor]:
+    """The number or, if there is one per row, those of the rows that the result is called with."""
+
+    def of(rows: Rows) -> Tensor:
+        found = number()
+        return found if found.dim() == 0 else rows.take(found)
+
+    return of
+
+
+def nothing() -> None:
+    """Do nothing."""
 
 
 class _TiledLoss(torch.autograd.Function):

@@ -3,7 +3,7 @@
 `LinearLogits.statistics` calls `tiled_statistics`. The backward computes the logits again, which makes four GEMMs.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,8 +21,6 @@ from onepass.softmax.shards import (
     group_named,
     merge_states,
     of_all_ranks,
-    results_of,
-    state_of_rows,
 )
 from onepass.softmax.statistics import returned
 
@@ -79,11 +77,7 @@ def _forward(
     tensors: HeadTensors, inputs: Inputs, final: bool, settings: Settings, options: Options
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     found = _like_forward(tensors, inputs, settings, options)
-
-    def of_tile(logits: Tensor, read: Inputs) -> Results:
-        return results_of(logits, read, settings.shard, options)
-
-    read_tiles(tensors, inputs, final, settings, of_tile, zip(found, (1, 0, 0)))
+    read_tiles(tensors, inputs, final, settings, options, zip(found, (1, 0, 0)))
     return found
 
 
@@ -95,33 +89,34 @@ def _like_states(tensors: HeadTensors, inputs: Inputs, settings: Settings, optio
 def _states(tensors: HeadTensors, inputs: Inputs, final: bool, settings: Settings, options: Options) -> Tensor:
     """The states of all rows of this process's columns."""
     states = _like_states(tensors, inputs, settings, options)
-
-    def of_tile(logits: Tensor, read: Inputs) -> tuple[Tensor]:
-        return (state_of_rows(logits, read, options),)
-
-    read_tiles(tensors, inputs, final, settings, of_tile, [(states, 1)])
+    read_tiles(tensors, inputs, final, settings, options, [(states, 1)], exchange=False)
     return states
 
 
 def read_tiles(
-    tensors: HeadTensors, inputs: Inputs, final: bool, settings: Settings,
-    of_tile: Callable[[Tensor, Inputs], Sequence[Tensor | None]], found: Iterable[tuple[Tensor | None, int]],
+    tensors: HeadTensors, inputs: Inputs, final: bool, settings: Settings, options: Options,
+    found: Iterable[tuple[Tensor | None, int]], exchange: bool = True,
 ) -> None:  # fmt: skip
-    """Write what ``of_tile`` returns to the tensors ``found``, each with the dimension of its rows; 0 where masked."""
+    """Write the statistics to the tensors ``found``, each with the dimension of its rows; 0 where masked.
+
+    Without ``exchange`` they are the states of this process's columns.
+    """
     hidden, weight, bias = tensors
     whole = [(tensor, dim) for tensor, dim in found if tensor is not None]
     with gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
         head = Head(tensors, settings)
-        cut = plan([head], inputs.row_mask, Use(row_bytes(inputs.index), final=final))
+        logits = not head.reads_its_product(inputs, options)
+        bytes_of_row = row_bytes(inputs.index) + (0 if logits else head.state_bytes(options))
+        cut = plan([head], inputs.row_mask, Use(bytes_of_row, final=final, logits=logits))
         row_mask = inputs.row_mask if defers(inputs.row_mask) else None
         if cut.row_ids is not None:
             for tensor, _ in whole:
                 tensor.zero_()
-        for rows, _, _, (logits,) in tiles([head], cut):
-            read = inputs._replace(row_mask=row_mask).rows(rows.take)
-            parts = [p for p in of_tile(logits, read) if p is not None]
-            for (tensor, dim), part in zip(whole, parts):
-                rows.put(tensor, part, dim)
+        for tile in tiles([head], cut, logits):
+            read = inputs._replace(row_mask=row_mask).rows(tile.rows.take)
+            parts = tile.statistics(read, options) if exchange else (tile.states(read, options),)
+            for (tensor, dim), part in zip(whole, [p for p in parts if p is not None]):
+                tile.rows.put(tensor, part, dim)
 
 
 def row_bytes(index: Tensor | None) -> int:
@@ -154,14 +149,15 @@ def _gradient(
         cut = plan([head], inputs.row_mask, use)
         row_mask = inputs.row_mask if defers(inputs.row_mask) else None
         gradients = Gradients(head, cut, needed)
-        for rows, columns, states, (logits,) in tiles([head], cut):
+        for tile in tiles([head], cut):
+            rows, columns, (logits,) = tile.rows, tile.columns, tile.logits
             if columns == ALL or columns.start == 0:
                 of_rows = [None if t is None else rows.take(t) for t in grads]
                 of_tile = inputs._replace(row_mask=row_mask).rows(rows.take)
                 numbers = rows.take(packed, 1).contiguous()
             # An index outside the slice adds nothing to it. (One outside the vocabulary has made its row NaN already.)
             read = of_tile if columns == ALL else of_tile.columns(columns.start, columns.stop)
-            place = gradients.place(logits)
+            place = gradients.place(tile)
             backend_of(logits).softmax_gradient(logits, read, numbers, FieldGradients(*of_rows), options, place)
-            gradients.add(rows, columns, states, place)
+            gradients.add(tile, place)
         return gradients.scaled(None)

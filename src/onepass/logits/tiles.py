@@ -5,6 +5,9 @@ kernels, overwritten with its own gradient, and replaced by the next. It is some
 statistics of the rows are known already, all rows of a slice of the vocabulary. All GEMMs have one dtype, that of
 autocast or of the inputs. Sums over tiles are float32.
 
+Where no gradient follows and the device has a kernel for it, a GEMM computes the statistics of its own result, and
+there are no logits.
+
 Logits may be float32 while the GEMMs are bfloat16 or float16. Their gradient is then rounded to the dtype of the GEMMs
 in a second buffer, which has the rows of several tiles, so that the GEMMs of the gradients are as large as without.
 """
@@ -16,14 +19,16 @@ import torch
 from torch import Tensor
 
 from onepass.backend import backend_of
+from onepass.core.options import Inputs, Options, Results, empty_results
 from onepass.core.shard import NOT_SHARDED, Shard
 from onepass.logits.valid_rows import valid_rows
+from onepass.softmax.shards import empty_states, merged_states, results_of, state_of_rows
 
 GIB = 1 << 30
 # The default workspace. If there are several tiles of rows, each costs a pass over the float32 sum of the weight's
 # gradient, which is part of the workspace; a single tile needs no such sum. In a forward without backward, no
 # activations or gradients need the memory, so that it may take a single tile, too. Otherwise small tiles cost little.
-ONE_TILE, TRAINED, UNTRAINED = int(2.5 * GIB), int(1.1 * GIB), int(0.585 * GIB)
+ONE_TILE, TRAINED, UNTRAINED = int(2.5 * GIB), int(1.1 * GIB), int(0.595 * GIB)
 WIDE = int(0.59 * GIB)  # workspace for a tile of logits that are wider than the GEMMs' dtype, beyond their gradient
 SLICES = int(0.3 * GIB)  # workspace for slices of the vocabulary, beyond the sum of the hidden states' gradient
 ON_CPU = 1 << 25
@@ -94,6 +99,26 @@ class Head:
         if bias is not None:
             out.add_(bias)
 
+    def reads_its_product(self, inputs: Inputs, options: Options) -> bool:
+        """Whether one kernel computes the logits and their statistics, and writes no logits."""
+        supports: bool = backend_of(self.hidden).supports_linear_statistics(
+            self.dtype, self.weight.t(), inputs, options
+        )
+        return supports
+
+    def state_bytes(self, options: Options) -> int:
+        """Bytes of workspace per row if this head `reads_its_product`."""
+        count: int = backend_of(self.hidden).state_bytes(self.vocab, options)
+        return count
+
+    def read_product(self, hidden: Tensor, inputs: Inputs, options: Options, results: Results, states: bool) -> None:
+        """Write the `softmax_statistics` of the product with ``hidden`` to ``results``, or the states of the rows."""
+        weight, bias = self.factors(ALL)
+        rounds = self.logits_dtype == self.dtype
+        twice = self.settings.round_before_bias and rounds
+        backend = backend_of(hidden)
+        backend.linear_statistics(hidden, weight.t(), bias, inputs, options, rounds, twice, results, states)
+
     def row_bytes(self, gathered: bool) -> int:
         """Bytes per row of a tile, without its logits: those of its hidden states if they are gathered or cast."""
         hidden = self.hidden.shape[1] * (self.dtype.itemsize + self.hidden.dtype.itemsize)
@@ -155,6 +180,7 @@ class Use(NamedTuple):
     gradient: bool = False  # whether the gradient of the logits is written
     known: bool = False  # whether the statistics of the rows are known, so that the vocabulary may be sliced
     final: bool = False  # whether no backward follows
+    logits: bool = True  # whether the logits are computed; else `row_bytes` has what takes their place
 
 
 class Plan(NamedTuple):
@@ -217,7 +243,7 @@ def tile_shape(count: int, gathered: bool, heads: Sequence[Head], use: Use) -> t
     ``count`` rows are computed, which are ``gathered`` if some are masked.
     """
     head, max_memory = heads[0], heads[0].settings.max_memory
-    per_row = use.row_bytes + sum(h.row_bytes(gathered) + h.logits_bytes(h.logits_dtype) for h in heads)
+    per_row = use.row_bytes + sum(h.row_bytes(gathered) + use.logits * h.logits_bytes(h.logits_dtype) for h in heads)
     per_wide = wide = 0  # bytes per row of a tile of wide logits, and of the tile, beyond their gradient
     if use.gradient and head.logits_dtype != head.dtype:
         per_row, per_wide = head.row_bytes(gathered) + head.logits_bytes(head.dtype), per_row
@@ -295,21 +321,67 @@ def needs_sum(head: Head, tiles: int) -> bool:
     return tiles > 1 or head.dtype == torch.float16
 
 
-def tiles(heads: Sequence[Head], plan: Plan) -> Iterator[tuple[Rows, slice, Tensor, list[Tensor]]]:
-    """Yield the rows, the columns, the hidden states of the first head, and the logits of every head, tile by tile.
+class Tile:
+    """A tile of the logits of one or several heads, which are computed when they are first asked for.
 
-    The caller may overwrite the logits. The next tile reuses their memory.
+    Attributes:
+        rows, columns: those of the tile.
+        hidden: the hidden states of every head, in the dtype of its GEMMs.
     """
+
+    def __init__(self, heads: Sequence[Head], rows: Rows, columns: slice, hidden: list[Tensor], buffers: list[Tensor]):
+        self.heads, self.rows, self.columns, self.hidden, self.buffers = heads, rows, columns, hidden, buffers
+        self.computed = False
+
+    @property
+    def logits(self) -> list[Tensor]:
+        """Those of every head, ``(n, columns)``. They may be overwritten. The next tile uses the same memory."""
+        if not self.computed:
+            self.computed = True
+            for head, hidden, out in zip(self.heads, self.hidden, self.buffers):
+                head.product(hidden, self.columns, out)
+        return self.buffers
+
+    def start(self) -> None:
+        """Launch the GEMM, if it is one that writes logits."""
+        if self.buffers:
+            _ = self.logits
+
+    def statistics(self, inputs: Inputs, options: Options) -> Results:
+        """The `softmax_statistics` of the first head's rows, those of all ranks if the vocabulary is sharded."""
+        head, shard = self.heads[0], self.heads[0].settings.shard
+        if self.buffers:
+            return results_of(self.logits[0], inputs, shard, options)
+        if shard.sizes:
+            return merged_states(self.states(inputs, options), self.like(), inputs, shard, options)
+        results = empty_results(self.like(), inputs.index, options)
+        head.read_product(self.hidden[0], inputs, options, results, False)
+        return results
+
+    def states(self, inputs: Inputs, options: Options) -> Tensor:
+        """The states of the first head's rows, whose vocabulary is sharded, of the columns of this process."""
+        if self.buffers:
+            found: Tensor = state_of_rows(self.logits[0], inputs, options)
+            return found
+        states = empty_states(self.like(), inputs, options)
+        self.heads[0].read_product(self.hidden[0], inputs, options, (states, None, None), True)
+        return states
+
+    def like(self) -> Tensor:
+        """An empty tensor with the rows, device and dtype of the logits."""
+        return self.hidden[0].new_empty((self.rows.n, 0), dtype=self.heads[0].logits_dtype)
+
+
+def tiles(heads: Sequence[Head], plan: Plan, logits: bool = True) -> Iterator[Tile]:
+    """The tiles of a plan, one after the other. ``logits`` is that of the `Use` that it was made for."""
     count = min(plan.rows, plan.n)
     columns_of = [min(plan.columns, h.vocab) if plan.sliced else h.vocab for h in heads]
-    buffers = [empty_logits(h, count, columns, h.logits_dtype) for h, columns in zip(heads, columns_of)]
+    buffers = [empty_logits(h, count, columns, h.logits_dtype) for h, columns in zip(heads, columns_of) if logits]
     for rows in plan.cut():
         hidden = [rows.take(h.hidden).to(h.dtype) for h in heads]
         for columns in plan.slices():
-            logits = [b[: rows.n] if columns == ALL else b[:, : columns.stop - columns.start] for b in buffers]
-            for head, x, out in zip(heads, hidden, logits):
-                head.product(x, columns, out)
-            yield rows, columns, hidden[0], logits
+            parts = [b[: rows.n] if columns == ALL else b[:, : columns.stop - columns.start] for b in buffers]
+            yield Tile(heads, rows, columns, hidden, parts)
 
 
 def empty_logits(head: Head, rows: int, columns: int, dtype: torch.dtype) -> Tensor:

@@ -12,6 +12,7 @@ from onepass.reference.experts import (
     scattered_linear_gradient,
     sort_by_expert,
 )
+from onepass.reference.linear_statistics import linear_statistics, state_bytes, supports_linear_statistics
 from onepass.reference.router import route, route_gradient
 from onepass.reference.shards import merge_divergences, merge_shards, shard_statistics
 from onepass.reference.softmax import (
@@ -35,6 +36,7 @@ __all__ = [
     "divergence_states",
     "expert_mlp",
     "expert_mlp_gradient",
+    "linear_statistics",
     "merge_divergences",
     "merge_shards",
     "route",
@@ -51,6 +53,8 @@ __all__ = [
     "softmax_loss",
     "softmax_statistics",
     "sort_by_expert",
+    "state_bytes",
     "supports_fused_loss",
+    "supports_linear_statistics",
     "teacher_tokens",
 ]

@@ -45,7 +45,13 @@ def statistics_of_shards(
     if torch.is_grad_enabled() and logits.requires_grad:
         fields: tuple[Tensor, ...] = _ShardStatistics.apply(logits, *inputs, shard, options, mean)
         return fields
-    return averaged(pick(merged(logits[..., : shard.size], inputs, shard, options), options), inputs, mean)[0]
+    results = merged(leading_columns(logits, shard.size), inputs, shard, options)
+    return averaged(pick(results, options), inputs, mean)[0]
+
+
+def leading_columns(logits: Tensor, count: int) -> Tensor:
+    """The first ``count`` columns."""
+    return logits if count == logits.shape[-1] else logits[..., :count]
 
 
 def results_of(logits: Tensor, inputs: Inputs, shard: Shard, options: Options) -> Results:
@@ -58,8 +64,13 @@ def results_of(logits: Tensor, inputs: Inputs, shard: Shard, options: Options) -
 
 def merged(logits: Tensor, inputs: Inputs, shard: Shard, options: Options) -> Results:
     """The results of `softmax_statistics` for the logits of all ranks, from those of this rank."""
-    states = of_all_ranks(state_of_rows(logits, inputs, options), group_named(shard.group))
-    results: Results = merge_states(states, logits, inputs, shard, options)
+    return merged_states(state_of_rows(logits, inputs, options), logits, inputs, shard, options)
+
+
+def merged_states(states: Tensor, logits: Tensor, inputs: Inputs, shard: Shard, options: Options) -> Results:
+    """`merged`, from the states of this rank. Only shape and dtype of ``logits`` are used."""
+    of_all = of_all_ranks(states, group_named(shard.group))
+    results: Results = merge_states(of_all, logits, inputs, shard, options)
     return results
 
 
@@ -198,7 +209,7 @@ class _ShardStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         *tensors, shard, options, mean = arguments
         inputs = Inputs(*tensors)
-        results = merged(logits[..., : shard.size], inputs, shard, options)
+        results = merged(leading_columns(logits, shard.size), inputs, shard, options)
         fields, share = averaged(pick(results, options), inputs, mean)
         ctx.save_for_backward(logits, *inputs, share, results[0])
         ctx.size, ctx.options = shard.size, options
@@ -220,8 +231,8 @@ def gradient_of(
     """The gradient of the logits of this rank; 0 in the columns from ``size`` on, which are padding."""
     out = empty_gradient(logits)
     if size:
-        columns = slice(size)
-        backend_of(logits).softmax_gradient(logits[..., columns], inputs, packed, grads, options, out[..., columns])
+        x, to = leading_columns(logits, size), leading_columns(out, size)
+        backend_of(logits).softmax_gradient(x, inputs, packed, grads, options, to)
     if size < logits.shape[-1]:
         out[..., size:] = 0
     return out

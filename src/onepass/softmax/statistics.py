@@ -194,7 +194,7 @@ def check_range(logits: Any, inputs: Inputs, name: str = "index") -> None:
 def averaged(
     fields: tuple[Tensor, ...], inputs: Inputs, mean: float | None
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """With ``mean``, this factor times the mean of the only field, and the gradient of each row; see `statistics_of`."""
+    """With ``mean``, this factor times the mean of the only field, and the gradient of a row; see `statistics_of`."""
     if mean is None:
         return fields, None
     value, share = backend_of(*fields).row_mean(*fields, inputs.row_mask, mean)
