@@ -277,6 +277,19 @@ def test_the_default_adds_the_tile(monkeypatch):
     assert H < 8192
 
 
+@pytest.mark.parametrize("loss", ("cross-entropy", "kl_div"))
+def test_no_valid_row(device, loss):
+    hidden, weight = (torch.randn(n, 16, device=device).bfloat16().requires_grad_() for n in (5, 33))
+    if loss == "kl_div":
+        masked = torch.zeros(5, dtype=torch.bool, device=device)
+        got = onepass.linear_kl_div(hidden, weight, torch.randn(5, 33, device=device), row_mask=masked)
+    else:
+        ignored = torch.full((5,), -100, device=device)
+        got = onepass.linear_cross_entropy(hidden, weight, ignored, reduction="sum", logits_dtype=F32)
+    assert got == 0
+    assert not any(g.any() for g in gradients(got, (hidden, weight)))
+
+
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 def test_an_attached_model(autocast):
     """Its training loss is that of float32 logits; what evaluation sees is not changed."""

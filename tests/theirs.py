@@ -1,7 +1,8 @@
-"""Tests of TRL and transformers, on what `onepass.patch` puts in place. Nothing of theirs is kept here.
+"""Tests of TRL and transformers, on what `onepass.patch` puts in place, and of Liger. Nothing of theirs is kept here.
 
     python tests/theirs.py trl PATH             # of a checkout of the version that is installed
     python tests/theirs.py transformers PATH    # of an sdist or checkout of it
+    python tests/theirs.py liger PATH           # likewise: the tests of its fused linear JSD, on `linear_kl_div`
 
 Of TRL, every test class that names a function that is replaced; those that ask for a GPU run without one, too. Of
 transformers, what its mixin for all models has on losses, training and router logits, for models with a soft-cap, a
@@ -18,6 +19,8 @@ import sys
 import tempfile
 import types
 import unittest
+from contextlib import nullcontext
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -102,6 +105,48 @@ def model_tests(families: list[str]) -> dict[str, type]:
     return found
 
 
+def linear_jsd(
+    student_input: torch.Tensor,
+    student_weight: torch.Tensor,
+    teacher_input: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    shift_labels: torch.Tensor | None = None,
+    jsd_beta: float = 0.5,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    *how: object,
+) -> torch.Tensor:
+    """Liger's fused linear JSD by onepass; ``how`` Liger computes it makes no difference."""
+    teacher = onepass.LinearLogits(teacher_input.detach(), teacher_weight.detach())
+    of = {0.0: {"direction": "forward"}, 1.0: {"direction": "reverse"}}
+    return onepass.linear_kl_div(
+        student_input, student_weight, teacher, row_mask=None if shift_labels is None else shift_labels != ignore_index,
+        temperature=temperature, **of.get(float(jsd_beta), {"direction": "jsd", "beta": jsd_beta}),
+    )  # fmt: skip
+
+
+class LinearJSD(torch.nn.Module):
+    def __init__(self, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.options = jsd_beta, ignore_index, temperature
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        return linear_jsd(*(*tensors, None)[:5], *self.options)
+
+
+def replace_liger(patch: pytest.MonkeyPatch) -> list[str]:
+    """Put these in place of Liger's, and return the tests."""
+    function = types.SimpleNamespace(apply=linear_jsd)
+
+    def functional(*tensors: torch.Tensor, accum_dtype: object = None, **options: object) -> torch.Tensor:
+        return linear_jsd(*tensors, **options)  # type: ignore[arg-type]
+
+    patch.setattr("liger_kernel.ops.LigerFusedLinearJSDFunction", function)
+    patch.setattr("liger_kernel.transformers.functional.liger_fused_linear_jsd", functional)
+    patch.setattr("liger_kernel.transformers.fused_linear_jsd.LigerFusedLinearJSD", LinearJSD)
+    return ["test/transformers/test_fused_linear_jsd.py"]
+
+
 class Outcomes:
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
@@ -113,23 +158,27 @@ class Outcomes:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("library", choices=LIBRARIES)
+    parser.add_argument("library", choices=(*LIBRARIES, "liger"))
     parser.add_argument("source", type=Path, help="a folder that holds their tests/")
     parser.add_argument("pytest", nargs=argparse.REMAINDER, help="more options of pytest")
     given = parser.parse_args()
     outcomes = Outcomes()
+    of_liger = given.library == "liger"
     with (
         tempfile.TemporaryDirectory() as folder,
-        onepass.patch(given.library) as patched,
+        nullcontext() if of_liger else onepass.patch(given.library) as patched,
         pytest.MonkeyPatch.context() as m,
     ):
         # Without the package beside them, so that they import the one that is installed.
-        tests = Path(shutil.copytree(given.source / "tests", Path(folder) / "tests"))
+        name = "test" if of_liger else "tests"
+        tests = Path(shutil.copytree(given.source / name, Path(folder) / name))
         (tests / "__init__.py").touch()
         m.chdir(folder)
         m.syspath_prepend(folder)
         print(patched)
-        if given.library == "trl":
+        if of_liger:
+            chosen = replace_liger(m)
+        elif given.library == "trl":
             chosen = classes_that_name({place.name for place in patched.replaced}, tests)
             support = {path for path in tests.glob("*.py") if not path.name.startswith("test_")}
             without_missing_names(support | {Path(folder, node.partition("::")[0]) for node in chosen}, m)
@@ -145,7 +194,8 @@ def main() -> int:
             parser.error(f"source: expected tests of what is replaced in {given.library}, found none in {given.source}")
         options = [f"--rootdir={folder}", "-q", "-p", "no:cacheprovider", "-p", "no:warnings", *given.pytest]
         status = int(pytest.main([*chosen, *options], plugins=[outcomes]))
-    print(f"{given.library} {importlib.import_module(given.library).__version__}: {outcomes.counts}")
+    package = "liger-kernel" if of_liger else given.library
+    print(f"{package} {metadata.version(package)}: {outcomes.counts}")
     return status
 
 

@@ -274,7 +274,7 @@ def tile_shape(count: int, gathered: bool, heads: Sequence[Head], use: Use) -> t
         least = min(one_tile, fixed + total + per_row) + per_wide
         raise ValueError(f"max_memory: expected at least {least} bytes, for one row at a time, got {max_memory}")
     batch = equal(count, rows)
-    return equal(batch, wide // per_wide) if per_wide else batch, batch, head.vocab
+    return equal(batch, max(1, wide // per_wide)) if per_wide else batch, batch, head.vocab
 
 
 def tile_columns(count: int, gathered: bool, head: Head, limit: int, row_bytes: int, slices: int) -> int:
