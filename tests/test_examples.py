@@ -13,10 +13,11 @@ import onepass
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 OF_ONE_PROCESS = "sft.py", "distillation.py", "policy_loss.py", "tensor_parallel.py"
-OF_TRL = "trl_grpo.py"
+OF_TRL = "trl_grpo.py", "trl_grpo_parity.py"
 ALL_OF_THEM = """
 import runpy, sys
 paths, sys.argv[1:] = sys.argv[1:], []
+sys.path.insert(0, paths[0].rpartition("/")[0])
 for path in paths:
     print("example", path, flush=True)
     runpy.run_path(path, run_name="__main__")
@@ -35,13 +36,13 @@ def run(*arguments):
 def printed():
     """What each example prints, all run by one process."""
     pytest.importorskip("transformers")
-    names = [*OF_ONE_PROCESS, *[OF_TRL] * (find_spec("trl") is not None)]
+    names = [*OF_ONE_PROCESS, *OF_TRL * (find_spec("trl") is not None)]
     parts = run("-c", ALL_OF_THEM, *[EXAMPLES / name for name in names]).split("example ")[1:]
     return {Path(path).name: text for path, _, text in (part.partition("\n") for part in parts)}
 
 
 def test_there_is_a_test_for_each():
-    assert {path.name for path in EXAMPLES.iterdir() if path.suffix == ".py"} == {*OF_ONE_PROCESS, OF_TRL}
+    assert {path.name for path in EXAMPLES.iterdir() if path.suffix == ".py"} == {*OF_ONE_PROCESS, *OF_TRL}
 
 
 @pytest.mark.xdist_group("examples")
@@ -57,8 +58,19 @@ def test_it_learns(printed, name, value, factor):
 @pytest.mark.xdist_group("examples")
 def test_trl(printed):
     pytest.importorskip("trl")
-    text = printed[OF_TRL]
+    text = printed["trl_grpo.py"]
     assert "-> onepass.integrations.trl." in text and re.search(r"reward 0\.\d+ after 5 steps", text)
+
+
+@pytest.mark.xdist_group("examples")
+def test_trl_with_the_samplers_options(printed):
+    """The ratios of fresh samples are nearer to 1 with each of the sampler's options, and with all of them tenfold."""
+    pytest.importorskip("trl")
+    found = re.findall(r"step \d, (.*): mean \|ratio - 1\| (\S+), KL", printed["trl_grpo_parity.py"])
+    own, kept, exact = ([float(error) for of, error in found if of == name] for name in dict(found))
+    assert len(own) == len(kept) == len(exact) == 5
+    assert all(e < 0.1 * o for e, o in zip(exact, own))
+    assert sum(exact) < 0.6 * sum(kept) < 0.6 * sum(own)
 
 
 @pytest.mark.xdist_group("examples")
