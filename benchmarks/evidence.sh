@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Everything that is claimed of a GPU, in the order in which it matters: benchmarks against the installed peers, the
 # GPU suite, accuracy, and compute-sanitizer over the suite. Results go to the folder $1 (default .bench); $2 names a
-# part: logits, routers, experts, heads, shards (on several GPUs), trainers (which needs TRL), autotune (Liger or fla), versions (only where
-# ONEPASS_BASELINE names a checkout of another version, against which this one is timed) or checks (default all).
+# part: logits, routers, experts, heads, parity, shards (on several GPUs), trainers (which needs TRL), autotune (Liger or
+# fla), versions (only where ONEPASS_BASELINE names a checkout of another version, against which this one is timed) or
+# checks (default all).
 # About 25 minutes on an H100, and 8 for versions. Without a .git here, say ONEPASS_COMMIT=<commit>; a baseline without
 # one goes by its folder's name.
 set -uo pipefail
@@ -38,6 +39,11 @@ if wants heads; then
   bench heads --no-compile --shape 8192x4096x151936 --name linear-head
   bench heads --no-compile "${frozen_or_not[@]}" --shape 32768x2048x151936 --no-peers --name linear-head-memory
   bench heads --no-compile "${frozen_or_not[@]}" --shape 32768x2048x151936 --no-peers --masked 0.5 --name linear-head-masked
+fi
+if wants parity; then
+  bench heads --no-compile --op linear_cross_entropy_wide --op linear_log_probs_and_entropy_forward_wide --op linear_cross_entropy_invariant --op linear_log_probs_and_entropy_invariant --name parity-heads
+  bench heads --no-compile --op linear_kl_div --shape 4096x4096x151936 --name parity-divergence
+  bench logits --no-compile --no-peers --op log_probs_and_entropy_invariant --op log_probs_and_entropy --op log_probs_and_entropy_support --shape 8192x151936 --shape 512x151936 --name parity-logits
 fi
 if wants shards && [[ $("$python" -c "import torch; print(torch.cuda.device_count())") -gt 1 ]]; then
   bench shards --picture --name shards

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+import onepass
 from benchmarks.implementations import Forward, Implementation, available, in_batch_invariant_mode
 from benchmarks.operations_routers import ROUTER_PEERS, ROUTERS, no_inputs
 from benchmarks.peers_logits import PEERS
@@ -21,6 +22,7 @@ from onepass.cli.workloads import OPERATIONS as WORKLOADS
 from onepass.cli.workloads import topk_kl_div as topk_workload
 from onepass.core.options import Direction
 
+KEPT = 64  # ids of the support of a row
 ROUTER_SHAPES = ("65536x256", "8192x128", "64x256")  # tokens x experts
 
 
@@ -92,6 +94,24 @@ def of(workload: Workload, definition: Forward, reads: tuple[int, int] = (1, 1),
     return Operation(definition, workload.ours, workload.inputs, reads, masks)
 
 
+def supports(logits: Tensor, mask: Tensor | None, generator: Generator) -> tuple[Tensor, ...]:
+    """Ids of each row that a sampler might have kept, distinct, and one of them."""
+    rows, vocab = logits.shape
+    step = vocab // KEPT
+    at_random = partial(torch.randint, generator=generator, device=logits.device)
+    ids = torch.arange(KEPT, device=logits.device) * step + at_random(step, (rows, KEPT))
+    return ids.gather(-1, at_random(KEPT, (rows, 1))).squeeze(-1), ids
+
+
+def of_support(logits: Tensor, target: Tensor, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+    place = (ids == target.unsqueeze(-1)).long().argmax(-1)
+    return log_probs_and_entropy(logits.gather(-1, ids), place, mask)
+
+
+def our_support(logits: Tensor, target: Tensor, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+    return onepass.selective_log_softmax_and_entropy(logits, target, row_mask=mask, support=ids)
+
+
 OPERATIONS: dict[str, Operation] = {
     "log_probs_and_entropy": of(WORKLOADS["log_probs_and_entropy"], log_probs_and_entropy, masks=False),
     "log_probs": of(WORKLOADS["log_probs"], log_probs, masks=False),
@@ -107,6 +127,7 @@ OPERATIONS: dict[str, Operation] = {
         log_probs_and_entropy, in_batch_invariant_mode(WORKLOADS["log_probs_and_entropy"].ours),
         WORKLOADS["log_probs_and_entropy"].inputs, masks=False,
     ),
+    "log_probs_and_entropy_support": Operation(of_support, our_support, supports, reads=(0, 0), masks=False),
     **{name: Operation(definition, ours, no_inputs, masks=False, shapes=ROUTER_SHAPES, shape_on_cpu="1024x64")
        for name, (definition, ours) in ROUTERS.items()},
 }  # fmt: skip

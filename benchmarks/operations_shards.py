@@ -115,7 +115,7 @@ def exact(operation: str, shard: Shard) -> Tensors:
 
 
 def our_logits(shard: Shard) -> onepass.VocabParallelLogits:
-    return onepass.VocabParallelLogits(shard.logits, shard.mesh)
+    return onepass.VocabParallelLogits(shard.logits, shard.group)
 
 
 def our_policy_loss(shard: Shard) -> Tensors:
@@ -128,13 +128,13 @@ def our_policy_loss(shard: Shard) -> Tensors:
             row_loss,
             shard.advantages,
             shard.old,
-            vocab_group=shard.mesh,
+            vocab_group=shard.group,
         ),
     )
 
 
 def our_linear_cross_entropy(shard: Shard) -> Tensors:
-    return (onepass.linear_cross_entropy(shard.hidden, shard.weight, shard.target, vocab_group=shard.mesh),)
+    return (onepass.linear_cross_entropy(shard.hidden, shard.weight, shard.target, vocab_group=shard.group),)
 
 
 OURS: dict[str, Run] = {

@@ -79,7 +79,7 @@ def shards(
         else:
             spawn(process, (processes, folder, request), processes)
         found = json.loads(Path(folder, "found.json").read_text())
-    report |= {key: found[key] for key in ("results", "sources", "not_run")}
+    report |= {key: found[key] for key in ("results", "sources", "not_run", "timeline")}
     write(report, out / f"{name}.json")
     for case in cases:
         measured = [r for r in report["results"] if title(r) == title(case)]

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.overlap import draw_overlap
 from benchmarks.sources import staleness
 
 HERE = Path(__file__).resolve().parent
@@ -22,6 +23,9 @@ AUTOTUNE = "<!-- autotune: benchmarks/table.py -->\n", "<!-- end of autotune -->
 EXPERTS = "<!-- experts: benchmarks/table.py -->\n", "<!-- end of experts -->\n"
 TRAINERS = "<!-- trainers: benchmarks/table.py -->\n", "<!-- end of trainers -->\n"
 LM = "<!-- lm: benchmarks/table.py -->\n", "<!-- end of lm -->\n"
+SHARDS = "<!-- shards: benchmarks/table.py -->\n", "<!-- end of shards -->\n"
+PARITY = "<!-- parity: benchmarks/table.py -->\n", "<!-- end of parity -->\n"
+OF_PARITY = "_wide", "_invariant", "_support", "linear_kl_div"  # parts of the names of its operations
 LINEAR_HEAD = "<!-- linear head: benchmarks/table.py -->\n", "<!-- end of linear head -->\n"
 INTRODUCTION = """# Measured
 
@@ -55,7 +59,7 @@ all rows, one cuBLAS call each; "extra GiB" is the peak beyond inputs and gradie
 
 def size(r: dict) -> str:
     masked = f", {r['masked']:.0%} masked" if r["masked"] else ""
-    return " × ".join(str(r[k]) for k in ("rows", "hidden", "vocab") if k in r) + masked
+    return " × ".join(str(r[k]) for k in ("rows", "hidden", "vocab") if r.get(k)) + masked
 
 
 def share(r: dict) -> str:
@@ -235,7 +239,7 @@ def version_table(path: Path, report: Report) -> str:
         row = [f"`{r['operation']}`", " × ".join(map(str, r["shape"])), r["pass"], *[f"{t:.3f}" for t in times]]
         rows.append([*row, f"{r['ratio']:.3f}", f"{r['least']:.3f} to {r['most']:.3f}"])
     about = f"{where(path, report)}, {report['rounds']} rounds"
-    if "processes" in report:
+    if "timeline" in report:
         about += f"; of few rows (wall) the least times in each of {report['processes']} processes"
     return f"## {path.stem}\n\n{about}\n\n{marked(report, operations_of(report))}" + grid(head, rows)
 
@@ -300,12 +304,43 @@ def with_remark(summary: str, reports: Reports) -> str:
     return summary + EARLIER * earlier
 
 
+def shard_table(path: Path, report: Report) -> str:
+    """Losses of a sharded vocabulary, beside what no implementation can do without."""
+    text = [f"{where(path, report)}, {report['processes']} processes.\n"]
+    for (operation, shape), group in groupby(report["results"], key=lambda r: (r["operation"], size(r))):
+        rows = []
+        for r in sorted(group, key=lambda r: r["ms"]):
+            spread = f"{min(r['runs']):.2f} to {max(r['runs']):.2f}"
+            rows.append([named(r) if r["extra_bytes"] is not None else r["implementation"], f"{r['ms']:.2f}", spread,
+                         f"{r['ratio']:.3f}", gib(r)])  # fmt: skip
+        text.append(f"`{operation}`, {shape}:\n\n" + marked(report, [operation]))
+        text.append(grid(["", "ms", "least to most", "× what none can do without", "extra GiB"], rows))
+    return "\n".join(text)
+
+
+def parity_table(path: Path, report: Report) -> str:
+    """Each option of parity beside what it replaces, with the largest error against float64."""
+    text = [f"{where(path, report)}.\n"]
+    for (operation, shape), group in groupby(report["results"], key=lambda r: (r["operation"], size(r))):
+        rows = []
+        for r in sorted(group, key=lambda r: (r.get("pass", ""), r["ms"])):
+            error = "" if r["error"] is None else f"{r['error']:.1e}"
+            rows.append([r["implementation"], r.get("pass", ""), f"{r['ms']:.3f}", gib(r), error])
+        text.append(f"`{operation}`, {shape}:\n\n" + marked(report, [operation]))
+        text.append(grid(["", "pass", "ms", "extra GiB", "largest error"], rows))
+    return "\n".join(text)
+
+
 def kind_of(report: Report) -> str:
     results = report["results"]
+    if "timeline" in report:
+        return "shards"
     if "tunes" in results:
         return "autotune"
     if "way" in results[0]:
         return "lm"
+    if any(part in results[0].get("operation", "") for part in OF_PARITY):
+        return "parity"
     kinds = {"trainer": "trainers", "routing": "experts", "old_ms": "versions", "hidden": "heads"}
     return next((kind for key, kind in kinds.items() if key in results[0]), "logits")
 
@@ -324,9 +359,14 @@ def table() -> None:
     readme.write_text(between(written, LINEAR_HEAD, with_remark(head_summary(heads), heads)))
     for report in of("lm").values():
         lm_plot(report, HERE.parent / "docs" / "lm.png")
+    for report in of("shards").values():
+        if report["timeline"]:
+            draw_overlap(report["timeline"], HERE.parent / "docs" / "shards.png")
     for name, marks, tables in (
         ("moe.md", EXPERTS, [expert_table(*each) for each in of("experts").items()]),
         ("integrations.md", TRAINERS, [trainer_table(*each) for each in of("trainers").items()]),
+        ("tensor_parallel.md", SHARDS, [shard_table(*each) for each in of("shards").items()]),
+        ("parity.md", PARITY, [parity_table(*each) for each in of("parity").items()]),
         ("integrations.md", LM, [lm_table(*each) for each in of("lm").items()]),
         ("autotune.md", AUTOTUNE, [autotune_table(*each) for each in of("autotune").items()]),
     ):
