@@ -73,7 +73,7 @@ class LinearLogits(TensorLike):
         max_memory: bytes of workspace, beyond inputs, results and gradients. The default follows from shapes alone, so
             that results do not depend on what else is in memory. On a GPU it is 0.6 GiB. It is 2.5 GiB if this holds
             all logits and either no gradient will be computed or the loss is per row, with a gradient of the weight.
-            Such a loss with more logits takes 1.1 GiB and this gradient in float32. ``logits_dtype=torch.float32`` adds
+            Such a loss with more logits takes 1.2 GiB and this gradient in float32. ``logits_dtype=torch.float32`` adds
             up to 0.6 GiB to the workspace.
         vocab_group: a process group, or a `DeviceMesh` with one dimension, whose processes hold the rows of weight and
             bias: contiguous ranges in the order of their ranks, not necessarily of the same size. ``weight`` and

@@ -28,7 +28,7 @@ GIB = 1 << 30
 # The default workspace. If there are several tiles of rows, each costs a pass over the float32 sum of the weight's
 # gradient, which is part of the workspace; a single tile needs no such sum. In a forward without backward, no
 # activations or gradients need the memory, so that it may take a single tile, too. Otherwise small tiles cost little.
-ONE_TILE, TRAINED, UNTRAINED = int(2.5 * GIB), int(1.1 * GIB), int(0.595 * GIB)
+ONE_TILE, TRAINED, UNTRAINED = int(2.5 * GIB), int(1.18 * GIB), int(0.595 * GIB)
 WIDE = int(0.59 * GIB)  # workspace for a tile of logits that are wider than the GEMMs' dtype, beyond their gradient
 SLICES = int(0.3 * GIB)  # workspace for slices of the vocabulary, beyond the sum of the hidden states' gradient
 ON_CPU = 1 << 25

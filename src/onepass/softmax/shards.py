@@ -98,7 +98,8 @@ def merge_states(
     states: Tensor, logits: Tensor, inputs: Inputs, shard: Shard, options: Options
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The results of `softmax_statistics` from the states of all ranks. Only shape and dtype of ``logits`` are used."""
-    shard = shard._replace(sizes=tuple(shard.sizes))  # a list, from an operation that is registered with torch
+    if not isinstance(shard.sizes, tuple):  # a list, from an operation that is registered with torch
+        shard = shard._replace(sizes=tuple(shard.sizes))
     results: Results = backend_of(logits).merge_shards(states, logits, inputs, shard, options)
     return results
 
