@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import onepass
 from onepass.core.shard import NOT_SHARDED
+from onepass.logits import gradients
 from onepass.logits.vocab_parallel import VocabParallelLogits, _agreed
 
 INF = math.inf
@@ -276,6 +277,7 @@ def head_of(dtype):
 def compare_linear(case, rank, ranks, dtype, padding, tiled, sequence):
     """A head of which this process holds some rows of the weight, and some hidden states if ``sequence``."""
     group = dist.group.WORLD
+    gradients.ROWS_OF_PART = 2048 if tiled else 2  # several tiles, or several parts of one
     (hidden, weight, bias), target, mask = head_of(dtype)
     wide = {"logits_dtype": torch.float32} if dtype == torch.bfloat16 else {}  # sums of ranks are rounded once more
     first, size = sum(SPLITS[ranks][:rank]), SPLITS[ranks][rank]

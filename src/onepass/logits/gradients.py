@@ -3,7 +3,7 @@
 `tiled_loss`, `tiled_statistics` and `tiled_divergence` use them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onepass.backend import backend_of
-from onepass.logits.tiles import Head, Plan, Rows, Tile, empty_logits, needs_sum
+from onepass.logits.tiles import ALL, Head, Plan, Rows, Tile, empty_logits, needs_sum
 from onepass.softmax.shards import group_named
+
+ROWS_OF_PART = 2048  # see `Gradients.parts`; GEMMs are slow for fewer
 
 
 class Gradients:
@@ -28,6 +30,7 @@ class Gradients:
         self.waiting: tuple[Rows | None, Tensor] | None = None  # what `exchange` sums next
         self.under_way: tuple[Any, Rows | None, Tensor] | None = None  # what it sums now
         self.left = plan.n  # rows that were not added yet
+        self.has_hidden = False  # whether the hidden states' part of the tile was added, see `parts`
         self.batch: Tensor | None = None  # the gradient of the logits, in the dtype of the GEMMs if theirs is another
         self.done = self.held = 0  # rows that were added, and that `batch` holds
         if needed[0] and not (plan.sliced and plan.row_ids is None):  # else the total is the gradient itself
@@ -50,9 +53,30 @@ class Gradients:
             self.batch = empty_logits(self.head, min(self.plan.batch, self.plan.n), columns, self.head.dtype)
         return self.batch[self.held : self.held + n, :columns]
 
+    def parts(self, tile: Tile, gradient: Tensor) -> Iterator[slice]:
+        """The rows of a tile, some at a time. Their ``gradient`` is written before the next are asked for.
+
+        If the gradient of the hidden states is summed over the processes, that of some rows is while the gradient of
+        the logits of the next is written. GEMMs occupy all multiprocessors, so that nothing runs beside them; kernels
+        that are bound by memory do not.
+        """
+        n, settings = tile.rows.n, self.head.settings
+        sums = self.needed[0] and settings.sums_hidden and settings.shard.ranks > 1
+        if not sums or self.plan.sliced or self.batch is not None or n < 2 * ROWS_OF_PART:
+            self.exchange()
+            yield ALL
+            return
+        for first in range(0, n, ROWS_OF_PART):
+            part = slice(first, min(first + ROWS_OF_PART, n))
+            self.exchange()
+            yield part
+            self.add_hidden(tile.rows.part(part), tile.columns, gradient[part])
+        self.has_hidden = True
+
     def add(self, tile: Tile, gradient: Tensor) -> None:
         """Add a tile, given the ``gradient`` of its logits, in its `place`."""
         rows, columns, hidden = tile.rows, tile.columns, tile.hidden[0]
+        has_hidden, self.has_hidden = self.has_hidden, False
         self.left -= rows.n
         if self.batch is not None and not self.plan.sliced:
             self.held += rows.n
@@ -63,10 +87,10 @@ class Gradients:
                 rows = self.plan.between(self.done, self.done + self.held)
                 hidden = rows.take(self.head.hidden).to(self.head.dtype) if self.needed[1] else hidden
             self.done, self.held = self.done + self.held, 0
-        if self.needed[0]:
+        if self.needed[0] and not has_hidden:
             self.add_hidden(rows, columns, gradient)
-            if self.left <= 0:
-                self.exchange()
+        if self.left <= 0:
+            self.exchange()
         if self.needed[1]:
             if self.plan.sliced:
                 if self.weight is None:
@@ -116,11 +140,7 @@ class Gradients:
             rows.put(self.hidden, part)
 
     def exchange(self) -> None:
-        """Begin to sum what `put` was given last over the processes.
-
-        This runs beside kernels that are launched later. GEMMs leave it no multiprocessor, others do: the best time is
-        before the gradient of the next tile is written.
-        """
+        """Begin to sum what `put` was given last over the processes, beside the kernels that are launched next."""
         if self.waiting is not None:
             (rows, part), self.waiting = self.waiting, None
             self.finish()

@@ -3,8 +3,9 @@
 `tiled_loss` and `tiled_divergence` call these losses while a tile is in memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,7 @@ from onepass.core.options import (
     pick,
 )
 from onepass.core.shard import Shard
-from onepass.logits.tiles import INDEX, ROW, Head, HeadTensors, Rows, Settings, Tile, Use
+from onepass.logits.tiles import ALL, INDEX, ROW, Head, HeadTensors, Rows, Settings, Tile, Use
 from onepass.softmax.divergence import pair_numbers
 
 Found = tuple[Tensor, Sequence[Tensor | None]]
@@ -60,13 +61,13 @@ class RowLoss(Protocol):
         row_mask: Tensor | None,
         scale: Scale | None,
         out: Tensor | None,
-        meanwhile: Callable[[], None],
+        parts: Iterator[slice],
     ) -> Found:
         """The loss of the rows of a tile, ``(n,)``.
 
         With ``scale``, which computes one number or one per row, also the gradients of ``Σ scale·loss``: that of the
-        first logits is written to ``out``, which may be these logits, and those of the row inputs are returned.
-        ``meanwhile`` is called between what reads the tile and what writes its gradient.
+        first logits is written to ``out``, which may be these logits, and those of the row inputs are returned. The
+        rows come in ``parts``: each is written before the next is asked for, by a loss that is not written at once.
         """
 
 
@@ -121,7 +122,7 @@ class StatisticsLoss:
         row_mask: Tensor | None,
         scale: Scale | None,
         out: Tensor | None,
-        meanwhile: Callable[[], None],
+        parts: Iterator[slice],
     ) -> Found:
         """See `RowLoss.__call__`."""
         rows, options, backend = tile.rows, self.options, backend_of(tile.hidden[0])
@@ -144,8 +145,12 @@ class StatisticsLoss:
         if out is None:
             return self.differentiated(fields, inputs, rows.n, None)[0], ()
         loss, upstream, of_inputs = self.differentiated(fields, inputs, rows.n, of_rows)
-        meanwhile()
-        backend.softmax_gradient(tile.logits[0], read, results[0], upstream, options, out)
+        for part in parts:
+            x, to, packed, of_part, grads = tile.logits[0], out, results[0], read, upstream
+            if part != ALL:
+                x, to, packed, of_part = x[part], out[part], packed[:, part], read.rows(itemgetter(part))
+                grads = FieldGradients(*[None if g is None else g[part] for g in upstream])
+            backend.softmax_gradient(x, of_part, packed, grads, options, to)
         return loss, of_inputs
 
     def differentiated(
@@ -268,7 +273,7 @@ class DivergenceLoss:
         row_mask: Tensor | None,
         scale: Scale | None,
         out: Tensor | None,
-        meanwhile: Callable[[], None],
+        parts: Iterator[slice],
     ) -> Found:
         """See `RowLoss.__call__`."""
         columns, rows, logits = slice(self.options.columns), tile.rows, tile.logits
@@ -279,12 +284,15 @@ class DivergenceLoss:
             packed = pair_numbers(*pair, read, self.shard, self.options)
         else:
             packed = backend_of(*pair).divergence(*pair, read, self.options)
-        meanwhile()
-        if scale is not None and out is not None:
-            grad = scale(rows).expand(rows.n)
+        if scale is None or out is None:
+            return packed[DIVERGENCE], ()
+        grad = scale(rows).expand(rows.n)
+        for part in parts:
             if self.options.columns != 0:  # as on a rank that holds none of the columns that are compared
-                to = out[:, columns]
-                backend_of(*pair).divergence_gradient(*pair, read, packed, grad, False, self.options, to)
+                x, y, to = pair[0][part], pair[1][part], out[part, columns]
+                of_part = PairRows(*[None if t is None else t[part] for t in read])
+                numbers = packed if part == ALL else packed[:, part]
+                backend_of(x, y).divergence_gradient(x, y, of_part, numbers, grad[part], False, self.options, to)
             if self.options.columns is not None:
-                out[:, self.options.columns :] = 0
+                out[part, self.options.columns :] = 0
         return packed[DIVERGENCE], ()

@@ -68,12 +68,12 @@ def walk(
         row_mask = row_mask if defers(row_mask) else None
         losses = hidden.new_zeros(hidden.shape[0], dtype=row_loss.dtype)
         gradients = None if scale_of is None else Gradients(heads[0], cut, needed)
-        meanwhile = nothing if gradients is None else gradients.exchange
         of_rows = None if scale_of is None else of_some_rows(cache(scale_of))
         for tile in chain(first, following):
             mask = None if row_mask is None else tile.rows.take(row_mask)
             place = None if gradients is None else gradients.place(tile)
-            part, found = row_loss(tile, mask, of_rows, place, meanwhile)
+            parts = iter(()) if gradients is None or place is None else gradients.parts(tile, place)
+            part, found = row_loss(tile, mask, of_rows, place, parts)
             tile.rows.put(losses, part)
             for out, value in zip(of_inputs, found):
                 if out is not None and value is not None:
@@ -91,10 +91,6 @@ def of_some_rows(number: Number) -> Callable[[Rows], Tensor]:
         return found if found.dim() == 0 else rows.take(found)
 
     return of
-
-
-def nothing() -> None:
-    """Do nothing."""
 
 
 class _TiledLoss(torch.autograd.Function):

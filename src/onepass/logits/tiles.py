@@ -161,6 +161,13 @@ class Rows(NamedTuple):
             return tensor.narrow(dim, self.ids.start, self.n)
         return tensor.index_select(dim, self.ids)
 
+    def part(self, part: slice) -> "Rows":
+        """Some of these rows."""
+        n = part.stop - part.start
+        if isinstance(self.ids, slice):
+            return Rows(slice(self.ids.start + part.start, self.ids.start + part.stop), n)
+        return Rows(self.ids[part], n)
+
     def put(self, tensor: Tensor, values: Tensor, dim: int = 0) -> None:
         """Write ``values`` to the entries of these rows."""
         if isinstance(self.ids, slice):
