@@ -191,6 +191,9 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     )
     kernels.softmax_gradient(logits, inputs, packed, upstream, options, out)
     kernels.softmax_gradient(logits, of_support, packed, upstream, restricted, out)
+    padded = inputs._replace(support=empty(case.rows, 64, dtype=torch.int64))
+    kernels.softmax_statistics(logits, padded, restricted)
+    kernels.softmax_gradient(logits, padded, packed, upstream, restricted, out)
     fields = [n for n in options.names if n in ("selected", "log_probs", "weighted_logit")]
     of_loss = options._replace(fields=" ".join(fields))
     whole_vectors, one = (
@@ -327,7 +330,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """`compile_all` of every target."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    environment["PYTHONPATH"] = str(Path(onepass.__file__).parents[1])
+    paths = os.environ.get("PYTHONPATH"), str(Path(onepass.__file__).parents[1])  # the first has another Triton, if any
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     script = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert script.returncode == 0, script.stderr
     return json.loads(script.stdout)

@@ -316,4 +316,7 @@ def test_random_supports(device, data):
         return
     (of_ours,) = gradients(total(got, [e.to(device) for e in expected]), (ours,))
     (of_exact,) = gradients(total(expected, expected), (z,))
-    assert_all_close([of_ours.cpu()[valid]], [of_exact[valid].masked_fill(~allowed[valid], 0.0)])
+    of_exact = of_exact[valid].masked_fill(~allowed[valid], 0.0)
+    torch.testing.assert_close(
+        of_ours.double().cpu()[valid], of_exact, rtol=2e-5, atol=2e-6
+    )  # a difference of terms of 1

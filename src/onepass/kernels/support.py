@@ -34,12 +34,13 @@ def support_of_row(starts, lengths, row, n, V):
 
     ``n`` is the number of all ids or, without ``starts``, that of each row.
     """
-    if starts is None:
-        return row * n, n, n < 0
-    length = tl.load(lengths + row).to(tl.int64)
-    first = tl.minimum(tl.maximum(tl.load(starts + row).to(tl.int64), 0), n)
-    count = tl.minimum(tl.maximum(length, 0), n - first)
-    return first, tl.where(length < 0, V, count), length < 0
+    first, count, full = row * n, n, n < 0
+    if starts is not None:
+        length = tl.load(lengths + row).to(tl.int64)
+        first = tl.minimum(tl.maximum(tl.load(starts + row).to(tl.int64), 0), n)
+        full = length < 0
+        count = tl.where(full, V, tl.minimum(tl.maximum(length, 0), n - first))
+    return first, count, full
 
 
 @triton.jit
