@@ -203,3 +203,61 @@ def test_a_library_that_cannot_be_imported_is_left_alone(monkeypatch):
     with onepass.patch("transformers") as patched:
         assert patched.replaced
     assert "peft.tuners.lora.layer.ParamWrapper._activate_lora kept: cannot be imported: " in str(patched)
+
+
+def test_it_logs_one_line(caplog):
+    with caplog.at_level("INFO", logger="onepass"), onepass.patch("transformers") as patched:
+        pass
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "onepass"]
+    assert line == f"onepass: patched transformers: {len(patched.replaced)} names replaced, {len(patched.kept)} kept"
+
+
+def test_callback(caplog, tmp_path):
+    """Of a Trainer: what is replaced is replaced while it trains, and logged; also if the run fails."""
+    import torch
+
+    from onepass.integrations import OnepassCallback
+
+    original, seen = loss_utils.ForCausalLMLoss, []
+
+    class Look(transformers.TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            seen.append(loss_utils.ForCausalLMLoss)
+            if fails:
+                raise KeyError("step")
+
+    sizes = dict(vocab_size=19, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    data = [{"input_ids": torch.arange(5), "labels": torch.arange(5)}] * 2
+    arguments = transformers.TrainingArguments(
+        tmp_path, max_steps=1, per_device_train_batch_size=2, use_cpu=True, report_to=[], save_strategy="no"
+    )
+    callback = OnepassCallback("transformers")
+    for fails in (False, True):
+        trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback, Look()])
+        with caplog.at_level("INFO", logger="onepass"):
+            if fails:
+                with callback, pytest.raises(KeyError):
+                    trainer.train()
+            else:
+                trainer.train()
+        assert loss_utils.ForCausalLMLoss is original
+    assert [f.__module__ for f in seen] == ["onepass.integrations.transformers"] * 2
+    assert any("ForCausalLMLoss -> onepass" in r.getMessage() for r in caplog.records)
+    with pytest.raises(ValueError, match="libraries: expected any of"):
+        OnepassCallback("torchvision")
+
+
+def test_every_warning_has_a_code_that_the_docs_explain():
+    """Found by the calls that warn: each text ends with its code."""
+    import re
+    from pathlib import Path
+
+    sources = Path(onepass.__file__).parent
+    codes, calls = set(), 0
+    for path in sources.rglob("*.py"):
+        text = path.read_text()
+        calls += len(re.findall(r"warnings\.warn\(", text))
+        codes |= set(re.findall(r"\[(OP\d{3})\]", text))
+    page = sources.parents[1] / "docs" / "warnings.md"
+    assert calls == len(codes) and codes == set(re.findall(r"^\| (OP\d{3}) ", page.read_text(), re.M))

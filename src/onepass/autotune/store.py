@@ -160,7 +160,7 @@ class ConfigStore:
         """Warn about a problem of the file, once; None for no problem."""
         if problem is not None and problem not in self._warned:
             self._warned.add(problem)
-            warnings.warn(f"autotune store {self.path}: {problem}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"autotune store {self.path}: {problem} [OP003]", RuntimeWarning, stacklevel=3)
 
     def _read(self) -> tuple[list[AutotuneRecord], str]:
         """The records and the state of the file: "missing", "ours", "damaged", "foreign", "old" or "newer"."""

@@ -71,5 +71,5 @@ def translated(
             raise TypeError(f"{function}: got {new} twice, once by an earlier name")
         found[new] = value
     if told and not torch.compiler.is_compiling():  # Dynamo cannot trace a warning
-        _warn(f"onepass: {function}: pass {', '.join(told)}")
+        _warn(f"onepass: {function}: pass {', '.join(told)} [OP002]")
     return (), found

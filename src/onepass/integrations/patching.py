@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import logging
 import sys
 import textwrap
 import threading
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch.torch_version import TorchVersion
 
+LOG = logging.getLogger("onepass")
 LIBRARIES = ("transformers", "trl")
 SHARDED = ("torch", "torchtitan", "megatron", "verl")  # their losses of sharded vocabularies, patched if they are named
 NAMES = (*LIBRARIES, *SHARDED)
@@ -159,7 +161,8 @@ def patch(*libraries: str) -> Patch:
 
     A function is replaced in its own module and wherever else it was imported to, also in modules that are imported
     later. Other references (a closure, a default argument) keep the original. Patches nest: the originals are
-    restored with the last `Patch.restore`. If an error is raised, nothing has been replaced.
+    restored with the last `Patch.restore`. If an error is raised, nothing has been replaced. The logger ``onepass``
+    gets one line at level INFO.
 
     Args:
         libraries: ``"transformers"``, ``"trl"``; without any, those of them that are installed. For losses of logits
@@ -182,6 +185,8 @@ def patch(*libraries: str) -> Patch:
     for module in modules:
         if hasattr(module, "register"):
             module.register()
+    names = ", ".join(module.__name__.rpartition(".")[2] for module in modules) or "no library"
+    LOG.info("onepass: patched %s: %d names replaced, %d kept", names, len(patched.replaced), len(patched.kept))
     return patched
 
 
@@ -198,11 +203,16 @@ def plan(*libraries: str) -> Plan:
         return Plan([place for a in found.values() for place in a.places], kept)
 
 
-def _integrations(libraries: Sequence[str]) -> list[ModuleType]:
+def check_libraries(libraries: Sequence[str]) -> None:
+    """Raise unless all of them can be patched and are installed."""
     for name in libraries:
         if name not in NAMES:
             raise ValueError(f"libraries: expected any of {', '.join(map(repr, NAMES))}, got {name!r}")
         check_installed(name, "libraries")
+
+
+def _integrations(libraries: Sequence[str]) -> list[ModuleType]:
+    check_libraries(libraries)
     chosen = libraries or [name for name in LIBRARIES if is_installed(name)]
     return [import_module(f"onepass.integrations.{name}") for name in chosen]
 

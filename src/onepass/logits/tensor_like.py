@@ -88,7 +88,7 @@ class TensorLike(LogitsSource):
             graph = "" if torch.is_grad_enabled() or not self.requires_grad else ", here without a gradient"
             warnings.warn(
                 f"onepass: {name} computes all logits, {tuple(self.shape)}{graph}; logits.materialize() does so "
-                "without a warning",
+                "without a warning [OP001]",
                 MaterializedLogits,
                 stacklevel=_outside(),
             )
