@@ -30,6 +30,7 @@ LOSSES = {
     ),
     "topk_kl_div, renormalized": lambda x, n: onepass.topk_kl_div(x, IDS[:n], LOG_PROBS[:n], renormalize=True),
     "distillation_loss": lambda x, n: onepass.distillation_loss(x, TARGET[:n], IDS[:n], LOG_PROBS[:n]),
+    "jsd": lambda x, n: onepass.kl_div(x, TEACHER[:n].to(x.dtype), direction="jsd", temperature=0.7),
     "kl_div": lambda x, n: onepass.kl_div(x, TEACHER[:n].to(x.dtype), row_mask=MASK[:n]),
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ N, H, V = 11, 19, 83
 def tiles_of(monkeypatch, size, slices=True):
     """Of ``size`` rows, or as many columns where a tile may be a slice of the vocabulary."""
 
-    def shape(count, gathered, heads, use):
+    def shape(count, gathered, heads, use, masked=False):
         vocab, several = heads[0].vocab, 3 if use.gradient and heads[0].logits_dtype != heads[0].dtype else 1
         if use.known and slices:
             return max(count, 1), max(count, 1), min(vocab, size)

@@ -137,6 +137,19 @@ def test_heads(device, name, dtype):
     assert differences(f, (hidden, target, teacher), (weight, bias), total, parts_of(total)) == 0
 
 
+def test_heads_of_any_width(device):
+    """The order of a sum must not follow from where a row lies: rows of an odd width start anywhere."""
+    for width, vocab in ((17, 17), (33, 3), (129, 5)):
+        g = torch.Generator().manual_seed(0)
+        hidden, weight = (torch.randn(n, width, generator=g).to(device) for n in (9, vocab))
+        target = torch.randint(vocab, (9,), generator=g).to(device)
+
+        def f(h, t, w):
+            return LOSSES["log-probs and entropy"](onepass.LinearLogits(h, w), t, None)
+
+        assert differences(f, (hidden, target), (weight,), 9, parts_of(9)) == 0
+
+
 def test_materialized_logits(device):
     total, width, vocab = 40 if device.type == "cuda" else 6, 24, 64
     g = torch.Generator().manual_seed(0)

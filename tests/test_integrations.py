@@ -116,9 +116,12 @@ def test_fused_head(softcap, scale, outputs):
 
 
 @LATEST
-@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
-def test_a_head_that_trl_casts_to_float32(autocast, monkeypatch):
-    """Its logits are float32, from factors of half precision where the hidden states have it."""
+@pytest.mark.parametrize("autocast, trained", [(False, True), (False, False), (True, True)])
+def test_a_head_that_trl_casts_to_float32(autocast, trained, monkeypatch):
+    """Its logits are float32, from factors of half precision where the hidden states have it.
+
+    The weight of a frozen head is taken to be one of half precision that was cast.
+    """
     from transformers import AutoModelForCausalLM, LlamaConfig
     from trl.trainer import utils
 
@@ -142,12 +145,15 @@ def test_a_head_that_trl_casts_to_float32(autocast, monkeypatch):
             model.lm_head.weight.mul_(40)
         if cast:
             model.lm_head.float()
+            with torch.no_grad():  # a step of an optimizer leaves what half precision cannot hold
+                model.lm_head.weight.add_(1e-2 * trained * torch.randn(model.lm_head.weight.shape))
+                model.lm_head.weight.requires_grad_(trained)
         with onepass.patch("trl") if patched else nullcontext():
             utils.add_fused_lm_head(model, 0.7, cast, ("log_probs", "entropy"))
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 found = model(input_ids=ids, labels=ids, fused_lm_head=True)
             (found.log_probs.sum() + found.entropy.sum()).backward()
-        return found, [model.lm_head.weight.grad, model.model.embed_tokens.weight.grad]
+        return found, [model.lm_head.weight.grad, model.model.embed_tokens.weight.grad][not trained :]
 
     theirs, ours = results(False, True), results(True, True)
     assert set(dtypes) == {(torch.float32,) * 2 if autocast else (torch.bfloat16, torch.float32)}

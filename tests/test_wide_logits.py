@@ -277,6 +277,20 @@ def test_the_default_adds_the_tile(monkeypatch):
     assert H < 8192
 
 
+@pytest.mark.parametrize("trained", (True, False), ids=("trained", "frozen"))
+@pytest.mark.parametrize("masked", (False, True), ids=("", "masked"))
+@pytest.mark.parametrize("wide", (F32, None), ids=("wide", ""))
+def test_the_least_memory_is_enough(wide, masked, trained):
+    hidden, weight = torch.randn(300, 16).bfloat16().requires_grad_(), torch.randn(500, 16).bfloat16()
+    weight.requires_grad_(trained)
+    target, mask = torch.randint(500, (300,)), torch.arange(300) % 2 == 0 if masked else None
+    options = dict(row_mask=mask, logits_dtype=wide)
+    with pytest.raises(ValueError, match="max_memory: expected at least") as error:
+        onepass.linear_cross_entropy(hidden, weight, target, max_memory=1, **options)
+    least = int(str(error.value).split("at least ")[1].split(" ")[0])
+    onepass.linear_cross_entropy(hidden, weight, target, max_memory=least, **options).backward()
+
+
 @pytest.mark.parametrize("loss", ("cross-entropy", "kl_div"))
 def test_no_valid_row(device, loss):
     hidden, weight = (torch.randn(n, 16, device=device).bfloat16().requires_grad_() for n in (5, 33))

@@ -466,6 +466,40 @@ def mesh(rank, ranks):
     close(mine.grad, hidden.grad, 2e-6, "mesh, hidden")
 
 
+def unlike_operands(rank, ranks):
+    """Tiles are the same on all processes, whether their kernels can read the weight or not, and for unequal shards."""
+    generator = torch.Generator().manual_seed(11)
+    hidden, weight = (torch.randn(n, 8, generator=generator).half() for n in (40, 700))
+    index = torch.randint(700, (40,), generator=generator)
+    expected = onepass.selective_log_softmax_and_entropy(onepass.LinearLogits(hidden.double(), weight.double()), index)
+    for size, shift in ((350, rank), (100, 0)):  # from an address that is no multiple of 16 bytes on the second
+        _agreed.clear()
+        rows = slice(0, size) if rank == 0 else slice(size, 700)
+        flat = torch.empty(weight[rows].numel() + 1, dtype=torch.half)
+        mine = flat[shift : shift + weight[rows].numel()].view(-1, 8).copy_(weight[rows])
+        options = dict(vocab_group=dist.group.WORLD)
+        with torch.no_grad():
+            with pytest.raises(ValueError) as error:
+                onepass.linear_selective_log_softmax_and_entropy(hidden, mine, index, max_memory=1, **options)
+            options["max_memory"] = int(str(error.value).split("at least ")[1].split(" ")[0]) + 10_000
+            found = onepass.linear_selective_log_softmax_and_entropy(hidden, mine, index, **options)
+        for a, b in zip(found, expected):
+            close(a, b.to(a.dtype), 2e-3, f"{size}, {shift}")
+
+
+def few_columns(rank, ranks):
+    """A divergence over fewer columns than the first process holds, so that the others compare none."""
+    generator = torch.Generator().manual_seed(12)
+    hidden, weight = (torch.randn(n, 4, generator=generator) for n in (3, 12))
+    teacher = torch.randn(3, 12, generator=generator)
+    mine, whole = weight[6 * rank : 6 * rank + 6].clone().requires_grad_(), weight.clone().requires_grad_()
+    found = onepass.linear_kl_div(hidden, mine, teacher, vocab_size=5, vocab_group=dist.group.WORLD)
+    expected = onepass.linear_kl_div(hidden, whole, teacher, vocab_size=5)
+    found.backward(), expected.backward()
+    close(found.detach(), expected.detach(), 4e-6, "few columns")
+    close(mine.grad, whole.grad[6 * rank : 6 * rank + 6], 4e-6, "few columns, gradient")
+
+
 def odd_shards(rank, ranks):
     """A process with padding alone, no class per row, class weights with padding or without, and a mesh in disorder."""
     from torch.distributed.device_mesh import DeviceMesh

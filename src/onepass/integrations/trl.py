@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -101,8 +100,8 @@ def add_fused_lm_head(
 ) -> None:
     """TRL's own but for ``cast_lm_head_to_fp32``.
 
-    Where the hidden states are bfloat16 or float16, so are the factors of the GEMM, which accumulates in float32 and
-    does not round the logits. TRL multiplies float32 copies of the hidden states.
+    Where the hidden states are bfloat16 or float16, so are the factors of the GEMMs, which accumulate in float32 and do
+    not round the logits. A float32 weight is two such factors. TRL multiplies float32 copies of the hidden states.
     """
     outputs = Float32Outputs(outputs) if cast_lm_head_to_fp32 else outputs
     original(*FUSED_HEAD)(model, temperature, False, outputs)
@@ -125,19 +124,15 @@ class ChunkedLogProbFunction:
     ) -> tuple[Tensor | None, ...]:
         """``(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1)`` of hidden states ``(N, H)``; None for those
         not in ``outputs``. The size of tiles follows from memory, not from ``chunk_size``."""
-        parts, logits_dtype = [], None
-        autocast: AbstractContextManager[Any] = nullcontext()
-        if isinstance(outputs, Float32Outputs):
-            outputs, autocast = tuple(outputs), torch.autocast(hidden.device.type, enabled=False)
-            logits_dtype = torch.float32 if hidden.dtype.itemsize == 2 else None
+        parts, wide = [], isinstance(outputs, Float32Outputs)
+        outputs = tuple(outputs)
         for rows, target in _parts(hidden, targets):
-            with autocast:
-                head = _head(rows, weight, bias, TwiceRounded, logits_dtype)
-                s = softmax_statistics(
-                    head, target, temperature=float(temperature), softcap=final_logit_softcapping,
-                    logit_scale=float(logit_scale), expected_logit="entropy" in outputs,
-                    metrics=[ours for theirs, ours in METRICS.items() if theirs in outputs],
-                )  # fmt: skip
+            head = _float32_head(rows, weight, bias) if wide else _head(rows, weight, bias, TwiceRounded)
+            s = softmax_statistics(
+                head, target, temperature=float(temperature),
+                softcap=final_logit_softcapping, logit_scale=float(logit_scale), expected_logit="entropy" in outputs,
+                metrics=[ours for theirs, ours in METRICS.items() if theirs in outputs],
+            )  # fmt: skip
             entropy = s.entropy if "entropy" in outputs else None
             parts.append((s.log_probs, entropy, s.log_sum_sq_probs, s.mean_logit, s.is_top1))
         return parts[0] if len(parts) == 1 else tuple([p[0] if p[0] is None else torch.cat(p) for p in zip(*parts)])
@@ -223,17 +218,24 @@ def _bool(row_mask: Tensor | None) -> Tensor | None:
     return None if row_mask is None else row_mask != 0
 
 
-def _head(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    kind: type[LinearLogits] = LinearLogits,
-    logits_dtype: torch.dtype | None = None,
-) -> LinearLogits:
+def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None, kind: type[LinearLogits] = LinearLogits) -> LinearLogits:
     """A head in the dtype of the hidden states or of autocast, as a linear layer in mixed-precision training."""
     if not torch.is_autocast_enabled(hidden.device.type):
         weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-    return kind(hidden, weight, bias, logits_dtype=logits_dtype)
+    return kind(hidden, weight, bias)
+
+
+def _float32_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LinearLogits:
+    """A head whose logits are float32.
+
+    Its GEMMs have the dtype of the hidden states. What rounding takes from a float32 weight is multiplied too, but for
+    that of a frozen head, which TRL has cast from this dtype.
+    """
+    half = hidden.dtype.itemsize == 2
+    with torch.autocast(hidden.device.type, hidden.dtype if half else None, enabled=half):
+        head = LinearLogits(hidden, weight, bias, logits_dtype=torch.float32 if half else None)
+    head.exact_weight = weight.requires_grad
+    return head
 
 
 def _scaled(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> LinearLogits:

@@ -102,6 +102,7 @@ class LinearLogits(TensorLike):
 
     observer: Observer | None = None
     round_before_bias = False  # whether the bias is added to the rounded product, which rounds twice
+    exact_weight = False  # see `Settings`
 
     columns = 0  # of this process, with padding, if the vocabulary is sharded
     sums_hidden = False  # whether the gradient of the hidden states is summed over the processes
@@ -218,8 +219,8 @@ class LinearLogits(TensorLike):
         """How the logits are computed."""
         sums_hidden = self.sums_hidden and not torch.compiler.is_compiling()
         return Settings(
-            self.gemm_dtype, self.logits_dtype, self.max_memory, self.round_before_bias, self.shard, sums_hidden,
-            is_batch_invariant(),
+            self.gemm_dtype, self.logits_dtype, self.max_memory, self.round_before_bias, self.exact_weight, self.shard,
+            sums_hidden, is_batch_invariant(),
         )  # fmt: skip
 
     def with_rows(self, of: Callable[[Tensor], Tensor]) -> "LinearLogits":
@@ -365,7 +366,7 @@ class LinearLogits(TensorLike):
             of_teacher = TeacherTensors(*head.tensors)
         else:
             logits = (teacher.materialize() if shard is None else teacher.local_columns(shard)).detach()
-            logits = logits.reshape(-1, logits.shape[-1])
+            logits = logits.reshape(self.shape[:-1].numel(), logits.shape[-1])
             of = TeacherDtypes(teacher.dtype, teacher.dtype)
             of_teacher = TeacherTensors(logits if logits.stride(-1) == 1 else logits.contiguous())
         if self.is_eager:

@@ -35,6 +35,7 @@ ON_CPU = 1 << 25
 LEAST_COLUMNS = 128  # of a slice: GEMMs are slow below
 # Memory of the blocks of rows in `onepass.reference`: its maximum, and bytes per logit.
 REFERENCE_BLOCKS, REFERENCE_BYTES = 1 << 26, 64
+ROWS_AT_ONCE = 4096  # of a weight whose remainder is computed
 ROW, INDEX = 1536, 64  # bytes per row, for its statistics and the programs that share it, and per index of a row
 ALIGNED = 16  # bytes to which rows are padded: GEMMs are slow if an odd vocabulary leaves rows unaligned
 
@@ -46,6 +47,7 @@ class Settings(NamedTuple):
     logits_dtype: torch.dtype  # that, or float32: the result of the GEMM is then not rounded
     max_memory: int | None = None  # bytes of workspace; None for `default_memory`
     round_before_bias: bool = False  # whether the bias is added to the rounded product, which rounds twice
+    exact_weight: bool = False  # whether float32 logits are those of a float32 weight that is not rounded
     shard: Shard = NOT_SHARDED  # the columns that this process holds, if the vocabulary is sharded
     sums_hidden: bool = False  # whether the gradient of the hidden states is summed over the processes
     invariant_gemms: bool = False  # whether rows do not depend on what rows are with them; see `batch_invariant`
@@ -67,6 +69,20 @@ class Head:
         self.settings, self.dtype, self.logits_dtype = settings, settings.dtype, settings.logits_dtype
         self.vocab = self.weight.shape[0]
         self.held: tuple[slice, Tensor, Tensor | None] | None = None
+        self.rest: tuple[slice, Tensor] | None = None
+        wide = self.weight.dtype == self.logits_dtype == torch.float32 != self.dtype
+        self.is_exact = settings.exact_weight and wide
+
+    def remainder(self, columns: slice) -> Tensor:
+        """What rounding the weight of these columns to the dtype of the GEMMs leaves, in this dtype."""
+        if self.rest is None or self.rest[0] != columns:
+            self.rest = None
+            rounded, _ = self.factors(columns)
+            rest = torch.empty_like(rounded)
+            for part, w, r in zip(*[t.split(ROWS_AT_ONCE) for t in (rest, self.weight[columns], rounded)]):
+                part.copy_(w - r)
+            self.rest = columns, rest
+        return self.rest[1]
 
     def factors(self, columns: slice) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of these columns in the dtype of the GEMMs. Those of the last call are kept."""
@@ -84,6 +100,10 @@ class Head:
             backend_of(hidden).row_gemm(hidden, weight.t(), None if rounds else bias, out)
             if rounds and bias is not None:
                 out.add_(bias)
+            if self.is_exact:
+                rest = torch.empty_like(out)
+                backend_of(hidden).row_gemm(hidden, self.remainder(columns).t(), None, rest)
+                out.add_(rest)
             return
         if out.dtype == self.dtype and bias is not None and not self.settings.round_before_bias:
             torch.addmm(bias, hidden, weight.t(), out=out)
@@ -92,10 +112,13 @@ class Head:
             torch.mm(hidden, weight.t(), out=out)
         elif self.upcasts:
             step = max(1, ON_CPU // (4 * hidden.shape[1]))  # columns whose weight is copied at a time
+            weight = self.weight[columns] if self.is_exact else weight
             for part, rows in zip(out.split(step, 1), weight.split(step)):
                 part.copy_(torch.mm(hidden.to(out.dtype), rows.to(out.dtype).t()))
         else:
             torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
+            if self.is_exact:
+                torch.addmm(out, hidden, self.remainder(columns).t(), out_dtype=out.dtype, out=out)
         if bias is not None:
             out.add_(bias)
 
@@ -104,10 +127,12 @@ class Head:
         supports: bool = backend_of(self.hidden).supports_linear_statistics(
             self.dtype, self.weight.t(), inputs, options
         )
-        return supports
+        return supports and not self.is_exact
 
     def state_bytes(self, options: Options) -> int:
-        """Bytes of workspace per row if this head `reads_its_product`."""
+        """Bytes of workspace per row if this head `reads_its_product`; 0 if it is sharded, see `tile_shape`."""
+        if self.settings.shard.sizes:
+            return 0
         count: int = backend_of(self.hidden).state_bytes(self.vocab, options)
         return count
 
@@ -129,10 +154,10 @@ class Head:
         return padded(self.vocab, dtype) * dtype.itemsize
 
     def cast_bytes(self) -> int:
-        """Bytes of weight and bias in the dtype of the GEMMs, if they have another one."""
-        return sum(
-            t.numel() * self.dtype.itemsize for t in (self.weight, self.bias) if t is not None and t.dtype != self.dtype
-        )
+        """Bytes of weight and bias in the dtype of the GEMMs, if they have another one, and of a `remainder`."""
+        casts = [t for t in (self.weight, self.bias) if t is not None and t.dtype != self.dtype]
+        rest = self.weight.numel() + 2 * ROWS_AT_ONCE * self.weight.shape[1] if self.is_exact else 0
+        return (sum(t.numel() for t in casts) + rest) * self.dtype.itemsize
 
     @property
     def upcasts(self) -> bool:
@@ -235,7 +260,7 @@ def plan(heads: Sequence[Head], row_mask: Tensor | None, use: Use) -> Plan:
     """
     vocab, total_rows = heads[0].vocab, heads[0].hidden.shape[0]
     heads = [head.widest() for head in heads]
-    shape = tile_shape(total_rows, False, heads, use)
+    shape = tile_shape(total_rows, False, heads, use, row_mask is not None)
     ids, n = valid_rows(row_mask), total_rows
     if ids is not None:
         n = len(ids)
@@ -244,13 +269,17 @@ def plan(heads: Sequence[Head], row_mask: Tensor | None, use: Use) -> Plan:
     return Plan(ids, n, rows, batch, vocab, columns, columns < heads[0].vocab)
 
 
-def tile_shape(count: int, gathered: bool, heads: Sequence[Head], use: Use) -> tuple[int, int, int]:
+def tile_shape(
+    count: int, gathered: bool, heads: Sequence[Head], use: Use, masked: bool = False
+) -> tuple[int, int, int]:  # fmt: skip
     """Rows of a tile, rows of a GEMM of the gradients, and columns of a tile.
 
-    ``count`` rows are computed, which are ``gathered`` if some are masked.
+    ``count`` rows are computed, which are ``gathered`` if some are masked. If the vocabulary is sharded, they follow
+    from nothing in which processes may differ, such as the layout of their weights, which decides on logits.
     """
     head, max_memory = heads[0], heads[0].settings.max_memory
-    per_row = use.row_bytes + sum(h.row_bytes(gathered) + use.logits * h.logits_bytes(h.logits_dtype) for h in heads)
+    logits = use.logits or bool(head.settings.shard.sizes)
+    per_row = use.row_bytes + sum(h.row_bytes(gathered) + logits * h.logits_bytes(h.logits_dtype) for h in heads)
     per_wide = wide = 0  # bytes per row of a tile of wide logits, and of the tile, beyond their gradient
     if use.gradient and head.logits_dtype != head.dtype:
         per_row, per_wide = head.row_bytes(gathered) + head.logits_bytes(head.dtype), per_row
@@ -268,7 +297,8 @@ def tile_shape(count: int, gathered: bool, heads: Sequence[Head], use: Use) -> t
     if max_memory is None:
         limit = default_memory(head, fixed + total, per_row, one_tile, use)
     else:
-        wide = max(min(wide, (max_memory - fixed - total) // 2), per_wide)
+        spare = max_memory - fixed - total
+        wide = max(min(wide, spare // 2, spare - per_row), per_wide)
         limit = max_memory - wide
     slices = SLICES if head.hidden.is_cuda else ON_CPU
     may_slice = use.known and not head.settings.invariant_gemms  # the number of slices depends on that of the rows
@@ -278,6 +308,8 @@ def tile_shape(count: int, gathered: bool, heads: Sequence[Head], use: Use) -> t
             return count, count, equal(head.vocab, columns)
     rows = count if one_tile <= limit or not count else (limit - fixed - total) // per_row
     if count and rows < 1:
+        if masked:
+            tile_shape(count, True, heads, use)  # which takes more memory, and raises
         least = min(one_tile, fixed + total + per_row) + per_wide
         raise ValueError(f"max_memory: expected at least {least} bytes, for one row at a time, got {max_memory}")
     batch = equal(count, rows)

@@ -260,11 +260,15 @@ def teacher_tokens(
 
 
 def row_gemm(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write ``a @ b + bias``, rounded once, to ``out``. Each row is a product of its own."""
+    """Write ``a @ b + bias``, rounded once, to ``out``. Each row is a product of its own, from memory of its own.
+
+    Else its alignment, and with it the order of the sum, would follow from the rows before it.
+    """
     wide = torch.promote_types(a.dtype, torch.float32)
     b, bias = b.to(wide), None if bias is None else bias.to(wide)
     for row, to in zip(a.to(wide), out):
-        to.copy_(row @ b if bias is None else row @ b + bias)
+        product = row.clone() @ b
+        to.copy_(product if bias is None else product + bias)
 
 
 def row_mean(values: Tensor, row_mask: Tensor, factor: float) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,7 @@ def pair_numbers(student: Tensor, teacher: Tensor, read: PairRows, shard: Shard,
     fields = list(zip(*normalizers(read, options)))
     parts = [state_of_rows(x, *of_x) for x, of_x in zip((student, teacher), fields)]
     of_both = of_all_ranks(torch.cat(parts), group).chunk(2, 1)
-    wide = max(student, teacher, key=lambda x: x.dtype.itemsize)
+    wide = student if student.dtype.itemsize >= teacher.dtype.itemsize else teacher
     of_student, of_teacher = (
         merge_states(s.contiguous(), wide, inputs, shard, of_x)[0][:2] for s, (inputs, of_x) in zip(of_both, fields)
     )
