@@ -216,15 +216,14 @@ def test_max_memory_is_kept(shape, trained, loss):
 
 
 @pytest.mark.gpu
-def test_a_forward_alone_is_one_product():
-    """And one that keeps its distance from the activations around it is not."""
+def test_a_forward_holds_no_logits():
     vocab = 151936
     hidden, weight, _, target = batch("cuda", torch.bfloat16, (4096,), 64, vocab)
-    for alone in (True, False):
+    for differentiable in (True, False):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        with torch.set_grad_enabled(not alone):
+        with torch.set_grad_enabled(differentiable):
             onepass.linear_selective_log_softmax_and_entropy(hidden, weight, target.abs() % vocab)
         whole = (torch.cuda.max_memory_allocated() - before) / (hidden.shape[0] * vocab * 2)
-        assert 1 <= whole < 1.1 if alone else whole < 0.6, whole
+        assert whole < 0.05, whole

@@ -126,7 +126,8 @@ def support_statistics_kernel(
                     used = (token >= 0) & (token < V)
                     z = transform(tl.load(x + token, mask=used, other=0.0), inner, outer, SOFTCAP)
                     argmax = tl.where(used & (z >= m), tl.minimum(argmax, token), argmax)
-                top1 = (relative >= 0) & (column == tl.min(argmax, axis=0))
+                # Not `relative >= 0`, since a compiler may fuse that difference with the product in `transform`.
+                top1 = member & (z_selected >= m) & (column == tl.min(argmax, axis=0))
         if SHARD:
             write_state(packed, row, rows, k, K, m, s, t, w, c, q, 0.0,
                         tl.where(inside, relative, float("inf")), top1, EXPECTED, WEIGHTED, TEMPERED, False,
