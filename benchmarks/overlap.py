@@ -1,30 +1,38 @@
 """When the kernels of a call run, and how much of the exchange between GPUs runs beside other kernels."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 # (name of the kernel, start, end), in microseconds
 Timeline = list[tuple[str, float, float]]
 GEMMS = ("gemm", "nvjet", "cutlass", "xmma")
+PAUSE = 0.5  # seconds before the call that is recorded
 KINDS = ("exchange", "GEMM", "onepass and others")
 
 
 def record(call: Callable[[], Any], device: torch.device) -> Timeline:
-    """The kernels of a call; nothing on a CPU."""
+    """The kernels of a call that all processes begin at the same time; nothing on a CPU."""
     if device.type != "cuda":
         return []
-    call()
-    torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        call()  # a profiler takes longer to start in some processes than in others
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        time.sleep(PAUSE)
         call()
         torch.cuda.synchronize()
     events = [e for e in profiler.events() or () if e.device_type == torch.autograd.DeviceType.CUDA]
     found = [(e.name, float(e.time_range.start), float(e.time_range.end)) for e in events
              if not getattr(e, "is_user_annotation", False)]  # fmt: skip
-    return sorted(found, key=lambda event: event[1])
+    found.sort(key=lambda event: event[1])
+    pauses = [n for n in range(1, len(found)) if found[n][1] - found[n - 1][2] > PAUSE * 1e6 / 2]
+    return found[pauses[-1] :] if pauses else found
 
 
 def kind(name: str) -> str:

@@ -223,7 +223,11 @@ def launch(case: Case, dtype: torch.dtype) -> None:
         kernels.linear_statistics(hidden[:, :256], other, None, of_rows, unweighted, True, False, found)
         narrow = empty(case.rows, 256, dtype=dtype)
         kernels.linear_statistics(narrow, other, None, of_rows, unweighted, True, False, found)
-    kernels.row_mean(empty((64,), dtype=torch.float32), empty((64,), dtype=torch.bool), -1.0)
+    number, mean = empty((), dtype=torch.float32), Options("log_probs", options.transform)
+    kernels.row_mean(empty((64,), dtype=torch.float32), empty((64,), dtype=torch.bool), -1.0, number)
+    of_mean = FieldGradients(selected=number.expand(logits.shape[:-1]), share=empty((2,), dtype=torch.float32))
+    of_rows = Inputs(one, row_mask)
+    kernels.softmax_gradient(logits, of_rows, packed, of_mean, mean, out, again=True)
     tokens = index.view(case.rows, -1)
     kernels.selected_logits(logits, tokens, options.transform)
     for columns in (tokens, tokens.new_empty(case.rows, 130)):

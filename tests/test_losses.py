@@ -6,9 +6,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import onepass
 from definition import assert_close, assert_gradient_close, statistics, transform
+from onepass import reference
 from onepass.backend import backend_of
 from onepass.core.options import IDENTITY, Transform
 from onepass.logits import source
@@ -263,9 +265,61 @@ def test_row_mean(device, rows, dtype):
     mask = (torch.arange(rows, device=device) % 3 != 1).to(dtype)
     values[mask == 0] = float("nan")  # a masked row is not read
     kept = values[mask != 0].double()
-    mean, share = backend_of(values).row_mean(values, mask, -1.0)
-    torch.testing.assert_close(mean.double(), -kept.mean(), rtol=1e-6, atol=1e-6, equal_nan=True)
-    assert share.item() == pytest.approx(-1 / len(kept) if len(kept) else -math.inf)
+    for guess in (None, torch.tensor(3.0, device=device)):
+        mean, share = backend_of(values).row_mean(values, mask, -1.0, guess)
+        torch.testing.assert_close(mean.double(), -kept.mean(), rtol=1e-6, atol=1e-6, equal_nan=True)
+        part = -1 / len(kept) if len(kept) else -math.inf
+        assert share.tolist() == pytest.approx([part, part if guess is None else 3 * part])
+
+
+UPSTREAM = (1.0, 1.0, 2.0, 2.0, 1 / 3, 65536.0, 0.0, math.nan, 1.0)
+
+
+@pytest.mark.parametrize("shape", [(5, 70), (2, 3, 129)])
+def test_the_gradient_of_a_mean_is_that_of_its_upstream_gradient(device, shape):
+    """Whatever that of the last call was, from which the forward computes a gradient that the backward may correct."""
+    generator = torch.Generator(device).manual_seed(5)
+    for n, upstream in enumerate(UPSTREAM):
+        x = torch.randn(shape, device=device, generator=generator).bfloat16().requires_grad_()
+        target = torch.randint(shape[-1], shape[:-1], device=device, generator=generator)
+        target.view(-1)[1] = -100
+        (found,) = torch.autograd.grad(onepass.cross_entropy(x, target) * upstream, x)
+        scaled = torch.tensor(upstream, device=device) * (-1 / (target != -100).sum())
+        rows = -onepass.cross_entropy(x, target, reduction="none")
+        (expected,) = torch.autograd.grad(rows, x, scaled.expand(target.shape))
+        assert torch.equal(found.nan_to_num(), expected.nan_to_num()), (n, upstream)
+        assert torch.equal(found.isnan(), expected.isnan())
+
+
+def test_every_backward_of_a_mean_has_a_gradient_of_its_own(device):
+    x, target, _ = batch(device)
+    x.requires_grad_()
+    loss = onepass.cross_entropy(x, target)
+    grads = [torch.autograd.grad(loss * n, x, retain_graph=True)[0] for n in (1, 2, 1)]
+    kept = [g.clone() for g in grads]
+    loss.backward()
+    assert len({g.data_ptr() for g in (*grads, x.grad)}) == 4
+    assert torch.equal(grads[0], grads[2]) and torch.equal(grads[0], x.grad)
+    assert_close(grads[1], 2 * grads[0])
+    assert all(torch.equal(a, b) for a, b in zip(grads, kept))
+    loss = onepass.cross_entropy(x, target)
+    with torch.no_grad():
+        x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_checkpoint_keeps_no_gradient_of_a_mean(device):
+    """Nor anything else that the forward has computed."""
+    x, target, _ = batch(device)
+    x.requires_grad_()
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.shape) or t, lambda t: t):
+        loss = onepass.cross_entropy(x, target)
+    assert seen.count(x.shape) == 1 + (backend_of(x) is not reference)
+    (expected,) = torch.autograd.grad(loss, x)
+    loss = checkpoint(lambda x: onepass.cross_entropy(x, target), x, use_reentrant=False)
+    assert_close(torch.autograd.grad(loss, x)[0], expected)
 
 
 def test_the_mean_of_more_rows_than_one_program_reduces(device, monkeypatch):

@@ -115,6 +115,7 @@ class FieldGradients(NamedTuple):
     weighted_logit: Tensor | None = None
     tempered_log_normalizer: Tensor | None = None
     selected: Tensor | None = None  # that of `log_probs` instead, if they are requested
+    share: Tensor | None = None  # (2,): a number that multiplies that of `selected`, see `softmax.statistics.averaged`
 
     @classmethod
     def of(cls, fields: str, grads: Sequence[Tensor | None]) -> "FieldGradients":

@@ -16,7 +16,7 @@ from onepass.kernels.row_mean import row_mean
 from onepass.kernels.scale import scale
 from onepass.kernels.scattered_linear import scattered_linear, scattered_linear_gradient
 from onepass.kernels.selected_logits import selected_logits, selected_logits_gradient
-from onepass.kernels.softmax_gradient import softmax_gradient
+from onepass.kernels.softmax_gradient import softmax_gradient, supports_early_gradient
 from onepass.kernels.softmax_loss import softmax_loss, supports_fused_loss
 from onepass.kernels.softmax_statistics import shard_statistics, softmax_statistics
 from onepass.kernels.teacher_tokens import teacher_tokens
@@ -48,6 +48,7 @@ __all__ = [
     "softmax_statistics",
     "sort_by_expert",
     "state_bytes",
+    "supports_early_gradient",
     "supports_fused_loss",
     "supports_linear_statistics",
     "teacher_tokens",

@@ -12,7 +12,8 @@ and ``dL/dx_j = dL/dz_j·dz_j/dx_j`` for the transform ``z(x)``. Given the gradi
 instead, ``b = -g_entropy`` and ``a = … + g_entropy·expected_logit``, or ``a = … - Σ_k g_log_prob_k``.
 
 Bytes moved: the logits in, the gradient out. `out` may be the logits themselves. Rows that are masked, or whose
-upstream gradients are all 0, are written but not read.
+upstream gradients are all 0, are written but not read. If the gradient is there already for the same upstream gradient,
+nothing is.
 """
 
 import torch
@@ -62,13 +63,13 @@ def write_tile(logits, out, class_weights, col0, low, high, shift, log_normalize
         "n_stride", "e_stride", "w_stride", "t_stride", "s_stride",
     ],
     do_not_specialize_on_alignment=[
-        "index", "row_mask", "temperature", "packed",
+        "share", "index", "row_mask", "temperature", "packed",
         "grad_log_normalizer", "grad_expected_logit", "grad_weighted_logit", "grad_tempered", "grad_selected",
     ],
 )  # fmt: skip
 def softmax_gradient_kernel(
-    logits: "Rows", class_weights: "Flat", out: "Rows", index: "Flat", row_mask: "Flat", temperature: "Flat",
-    packed: "Flat",
+    logits: "Rows", class_weights: "Flat", share: "Flat", out: "Rows", index: "Flat", row_mask: "Flat",
+    temperature: "Flat", packed: "Flat",
     grad_log_normalizer: "Strided", grad_expected_logit: "Strided", grad_weighted_logit: "Strided",
     grad_tempered: "Strided",
     grad_selected: "Strided",
@@ -78,13 +79,15 @@ def softmax_gradient_kernel(
     class_weight: tl.float32, sharpness: tl.float32,
     SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, ALIGN: tl.constexpr,
     SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
-    SOME_K: tl.constexpr,
+    SOME_K: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the logits, by the formula in the module docstring.
 
     Inputs: ``logits`` ``(rows, V)``; ``class_weights`` ``(V,)``, ``index`` ``(rows, K)``, ``row_mask`` and
     ``temperature`` ``(rows,)``, each or None; ``packed`` ``(len(PACKED), rows)``, the statistics; the upstream
-    gradients ``(rows,)``, of the selected classes ``(rows, K)``, each or None.
+    gradients ``(rows,)``, of the selected classes ``(rows, K)``, each or None; ``share`` ``(2,)`` or None, of which the
+    first multiplies the gradients of the selected classes. With AGAIN, ``out`` was written for the second as that
+    product, the same in all rows: nothing is written if it is the product.
     Output: ``out`` ``(rows, V)``, which may be ``logits``.
     Bytes moved: see the module docstring.
     """
@@ -103,6 +106,12 @@ def softmax_gradient_kernel(
     low = piece * (TILE * TILES)
     high = tl.minimum(head + V, low + TILE * TILES)
 
+    part = 1.0
+    if share is not None:
+        part = tl.load(share)
+    if AGAIN:  # noqa: SIM102 (the inner condition is no constant)
+        if tl.load(share + 1) == tl.load(grad_selected) * part:
+            return
     inner, outer = factors_of_row(inner, outer, temperature, row, SOFTCAP)
     a, b, d, h, tempered = 0.0, 0.0, 0.0, 0.0, 0.0
     active = True
@@ -126,7 +135,7 @@ def softmax_gradient_kernel(
             tempered = tl.load(packed + TEMPERED_LOG_NORMALIZER * rows + row)
         needed = (a != 0.0) | (b != 0.0) | (d != 0.0) | (h != 0.0)
         if grad_selected is not None:
-            w = tl.load(grad_selected + row * s_stride + k, mask=k < K, other=0.0)
+            w = tl.load(grad_selected + row * s_stride + k, mask=k < K, other=0.0) * part
             needed = needed | (tl.sum((w != 0.0).to(tl.int32), axis=0) > 0)
             if LOG_PROBS:
                 a -= tl.sum(w, axis=0)
@@ -147,7 +156,7 @@ def softmax_gradient_kernel(
             for j0 in range(0, K, SOME_K):
                 j = j0 + tl.arange(0, SOME_K)
                 others = tl.load(index + row * K + j, mask=j < K, other=-1)
-                theirs = tl.load(grad_selected + row * s_stride + j, mask=j < K, other=0.0)
+                theirs = tl.load(grad_selected + row * s_stride + j, mask=j < K, other=0.0) * part
                 g += tl.sum(tl.where(selected[:, None] == others[None, :], theirs[None, :], 0.0), axis=1)
             selected_gradient = g * slope
         begin = low
@@ -173,15 +182,19 @@ def softmax_gradient_kernel(
         write_zeros(g_base, low, high, head, LANES, VEC)
 
 
-def plan_for(x: Layout, out: Layout, gradient_strides: tuple[int, ...], rows: int, K: int, options: Options) -> Plan:
+def plan_for(
+    x: Layout, out: Layout, gradient_strides: tuple[int, ...], rows: int, K: int, options: Options, again: bool
+) -> Plan:
     """The launch for one group of rows; ``rows`` counts those of all groups."""
     g = Geometry(x, out)
     rule = dict(LANES=layout.lanes_for(g.V, g.VEC), TILES=TILES)
     LANES, tiles = choose(softmax_gradient_kernel, g.key(options.fields), rule).values()
+    if again:  # which few programs find out faster than many
+        tiles = min(power_of_two(g.pieces(LANES)), 2**30 // (LANES * g.VEC))
     constexprs = dict(
         SOFTCAP=options.transform.softcap is not None,
         LOG_PROBS=options.wants("log_probs"), ENTROPY=options.wants("entropy"), **g.constexprs,
-        LANES=LANES, TILES=tiles, BLOCK_K=power_of_two(K), SOME_K=min(power_of_two(K), 16),
+        LANES=LANES, TILES=tiles, BLOCK_K=power_of_two(K), SOME_K=min(power_of_two(K), 16), AGAIN=again,
     )  # fmt: skip
     return Plan(
         softmax_gradient_kernel, g.rows * g.pieces(LANES * tiles),
@@ -193,19 +206,28 @@ def plan_for(x: Layout, out: Layout, gradient_strides: tuple[int, ...], rows: in
 
 def softmax_gradient(
     logits: torch.Tensor, inputs: Inputs, packed: torch.Tensor, grads: FieldGradients, options: Options,
-    out: torch.Tensor,
+    out: torch.Tensor, again: bool = False,
 ) -> None:  # fmt: skip
-    """Write the gradient with respect to the logits into ``out``, which may be the logits themselves."""
+    """Write the gradient with respect to the logits into ``out``, which may be the logits themselves.
+
+    With ``again``, ``out`` was written for the second number of ``grads.share``, and may be right already.
+    """
     index, row_mask, class_weights, temperature = inputs[:4]
     rows = logits.shape[:-1].numel()
     K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
-    n, e, w, t, s = [g if g is None or g.dim() == 1 else g.reshape(-1) for g in grads]
+    n, e, w, t, s = [g if g is None or g.dim() == 1 else g.reshape(-1) for g in grads[:5]]
     s = s if s is None or K == 1 else s.contiguous()
     gradient_strides = (*[0 if g is None else g.stride(0) for g in (n, e, w, t)], 0 if s is None else s.stride(0) * K)
     if inputs.support is not None:
+        s = s if s is None or grads.share is None else s * grads.share[0]
         support_gradient(logits, inputs, packed, FieldGradients(n, e, w, t, s), gradient_strides, options, out)
         return
     for first, (x, g) in row_groups(logits, out) if rows else ():
         tensors = flat_rows(first, (index, row_mask, temperature, packed, n, e, w, t, s), (K, 1, 1, 1, 1, 1, 1, 1, K))
-        about = layout_of(x), layout_of(g), gradient_strides, rows, K, options
-        launch(plan_for, about, (x, class_weights, g, *tensors))
+        about = layout_of(x), layout_of(g), gradient_strides, rows, K, options, again
+        launch(plan_for, about, (x, class_weights, grads.share, g, *tensors))
+
+
+def supports_early_gradient(logits: torch.Tensor, inputs: Inputs) -> bool:
+    """Whether `softmax_gradient` can tell that the gradient is there already."""
+    return inputs.support is None

@@ -306,7 +306,7 @@ def support_gradient(
     values = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)  # type: ignore[union-attr]
     n, S = sizes(ids, starts)
     for first, (x, g) in row_groups(logits, out) if rows else ():
-        of_rows = ids, index, row_mask, temperature, starts, lengths, packed, *grads, values
+        of_rows = ids, index, row_mask, temperature, starts, lengths, packed, *grads[:5], values
         tensors = flat_rows(first, of_rows, (S, K, 1, 1, 1, 1, 1, 1, 1, 1, 1, K, S))
         about = layout_of(x), layout_of(g), n, gradient_strides, rows, K, options
         launch(gradient_plan_for, about, (x, class_weights, g, *tensors))

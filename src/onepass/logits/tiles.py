@@ -352,7 +352,9 @@ def default_memory(head: Head, fixed: int, per_row: int, one_tile: int, use: Use
         return one_tile
     # Wide logits take more memory for GEMMs of the same size. Those of a gradient have memory of their own.
     wide = WIDE if not use.gradient and head.logits_dtype != head.dtype else 0
-    return fixed + max(TRAINED if use.weight_gradient else UNTRAINED + wide, per_row)
+    # Each tile of a sharded vocabulary waits for the other processes twice: fewer are worth the memory.
+    large = use.weight_gradient or bool(head.settings.shard.sizes)
+    return fixed + max(TRAINED if large else UNTRAINED + wide, per_row)
 
 
 def needs_sum(head: Head, tiles: int) -> bool:

@@ -24,6 +24,7 @@ from onepass.reference.softmax import (
     softmax_gradient,
     softmax_loss,
     softmax_statistics,
+    supports_early_gradient,
     supports_fused_loss,
     teacher_tokens,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "softmax_statistics",
     "sort_by_expert",
     "state_bytes",
+    "supports_early_gradient",
     "supports_fused_loss",
     "supports_linear_statistics",
     "teacher_tokens",

@@ -161,9 +161,13 @@ def softmax_statistics(logits: Tensor, inputs: Inputs, options: Options) -> Resu
 
 
 def softmax_gradient(
-    logits: Tensor, inputs: Inputs, packed: Tensor, grads: FieldGradients, options: Options, out: Tensor
-) -> None:
-    """Write the gradient with respect to the logits into ``out``, by the formula in `kernels.softmax_gradient`."""
+    logits: Tensor, inputs: Inputs, packed: Tensor, grads: FieldGradients, options: Options, out: Tensor,
+    again: bool = False,
+) -> None:  # fmt: skip
+    """Write the gradient with respect to the logits into ``out``, by the formula in `kernels.softmax_gradient`.
+
+    It is written ``again`` in any case.
+    """
     index, row_mask, class_weights, temperature = inputs[:4]
     rows = logits.shape[:-1].numel()
     if rows == 0:
@@ -179,6 +183,7 @@ def softmax_gradient(
         index = index.reshape(rows, index.numel() // rows).long()
         outside = (index < 0) | (index >= logits.shape[-1])
         w = grads.selected.reshape(index.shape)
+        w = w if grads.share is None else w * grads.share[0]
         if inputs.support is not None:
             w = w.where(in_support(inputs, index), 0.0)
         idle &= (w == 0).all(-1, keepdim=True)
@@ -207,6 +212,11 @@ def softmax_gradient(
         if not (isinstance(slope, float) and slope == 1.0):
             g *= slope
         g_out.copy_(g.masked_fill_(idle[group] if allowed is None else idle[group] | ~allowed, 0.0))
+
+
+def supports_early_gradient(logits: Tensor, inputs: Inputs) -> bool:
+    """Return False: a host that computes gains nothing from a backward that has less to launch."""
+    return False
 
 
 def supports_fused_loss(logits: Tensor, index: Tensor | None, options: Options) -> bool:
@@ -271,10 +281,13 @@ def row_gemm(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
         to.copy_(product if bias is None else product + bias)
 
 
-def row_mean(values: Tensor, row_mask: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """``factor`` times the mean of ``values`` over the rows that are not masked, and ``factor`` over their number."""
-    share = factor / (row_mask != 0).sum().to(values.dtype)
-    return values.where(row_mask != 0, 0.0).sum() * share, share
+def row_mean(values: Tensor, row_mask: Tensor, factor: float, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``factor`` times the mean of ``values`` over the rows that are not masked, and ``factor`` over their number.
+
+    The second result also has the gradient of a row for an upstream gradient of ``guess``.
+    """
+    part = factor / (row_mask != 0).sum().to(values.dtype)
+    return values.where(row_mask != 0, 0.0).sum() * part, torch.stack([part, part if guess is None else part * guess])
 
 
 def scale(x: Tensor, factor: Tensor, out: Tensor) -> None:

@@ -22,7 +22,7 @@ from onepass.backend import backend_of
 from onepass.core.dispatch import empty_gradient, operation, refuse_forward_mode, refuse_second_derivatives
 from onepass.core.options import FieldGradients, Inputs, Options, Results, empty_results, pick
 from onepass.core.shard import Shard, per_row, state_fields
-from onepass.softmax.statistics import averaged, returned, upstream_of
+from onepass.softmax.statistics import averaged, early_gradient, returned, upstream_of
 
 # Names since torch 2.13, which deprecates the earlier ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -212,16 +212,23 @@ class _ShardStatistics(torch.autograd.Function):
         inputs = Inputs(*tensors)
         results = merged(leading_columns(logits, shard.size), inputs, shard, options)
         fields, share = averaged(pick(results, options), inputs, mean)
-        ctx.save_for_backward(logits, *inputs, share, results[0])
-        ctx.size, ctx.options = shard.size, options
+        grad, upstream = None, early_gradient(logits, inputs, share)
+        if upstream is not None:
+            grad = gradient_of(logits, inputs, results[0], upstream, shard.size, options)
+        ctx.save_for_backward(logits, *inputs, share, results[0], grad)
+        ctx.size, ctx.options, ctx.written = shard.size, options, False
         return returned(ctx, fields, options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        logits, *inputs, share, packed = ctx.saved_tensors
+        logits, *inputs, share, packed, early = ctx.saved_tensors
         upstream = upstream_of(grads, share, logits, ctx.options)
-        grad = gradient_of(logits, Inputs(*inputs), packed, upstream, ctx.size, ctx.options)
+        if early is None or upstream.share is None or ctx.written:
+            grad = gradient_of(logits, Inputs(*inputs), packed, upstream, ctx.size, ctx.options)
+        else:
+            ctx.written, grad = True, early  # given away: a second backward computes another gradient
+            write_gradient(logits, Inputs(*inputs), packed, upstream, ctx.size, ctx.options, grad, again=True)
         return grad, *[None] * (len(inputs) + 3)
 
 
@@ -231,9 +238,17 @@ def gradient_of(
 ) -> Tensor:
     """The gradient of the logits of this rank; 0 in the columns from ``size`` on, which are padding."""
     out = empty_gradient(logits)
-    if size:
-        x, to = leading_columns(logits, size), leading_columns(out, size)
-        backend_of(logits).softmax_gradient(x, inputs, packed, grads, options, to)
+    write_gradient(logits, inputs, packed, grads, size, options, out)
     if size < logits.shape[-1]:
         out[..., size:] = 0
     return out
+
+
+def write_gradient(
+    logits: Tensor, inputs: Inputs, packed: Tensor, grads: FieldGradients, size: int, options: Options, out: Tensor,
+    again: bool = False,
+) -> None:  # fmt: skip
+    """Write that of the columns that are no padding. For ``again``, see `kernels.softmax_gradient`."""
+    if size:
+        x, to = leading_columns(logits, size), leading_columns(out, size)
+        backend_of(logits).softmax_gradient(x, inputs, packed, grads, options, to, again)

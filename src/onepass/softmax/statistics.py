@@ -93,8 +93,9 @@ def statistics_of(
 
     Args:
         inplace_backward: whether the backward writes the gradient over the logits.
-        mean: if given, the result is this factor times the mean of the only field over the rows that are not masked.
-            This takes one launch, where an equivalent of operations that autograd records takes six.
+        mean: if given, the result is this factor times the mean of the only field, the log-probs, over the rows that
+            are not masked. This takes one launch, where an equivalent of operations that autograd records takes six.
+            See also `early_gradient`.
     """
     if logits.stride()[-1] != 1 and logits.shape[-1] > 1 and not inplace_backward:
         logits = logits.contiguous()
@@ -194,20 +195,47 @@ def check_range(logits: Any, inputs: Inputs, name: str = "index") -> None:
 def averaged(
     fields: tuple[Tensor, ...], inputs: Inputs, mean: float | None
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """With ``mean``, this factor times the mean of the only field, and the gradient of a row; see `statistics_of`."""
+    """With ``mean``, this factor times the mean of the only field; see `statistics_of`.
+
+    The second result is ``(2,)``: the gradient of a row for an upstream gradient of 1, and for the one that the last
+    backward of a mean had, which is a guess at the next.
+    """
     if mean is None:
         return fields, None
-    value, share = backend_of(*fields).row_mean(*fields, inputs.row_mask, mean)
+    guess = None if is_capturing(fields[0]) else _upstream.get(fields[0].device)
+    value, share = backend_of(*fields).row_mean(*fields, inputs.row_mask, mean, guess)
     return (value,), share
+
+
+_upstream: dict[torch.device, Tensor] = {}  # of the last backward of a mean
+
+
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is captured, which cannot read what changes between its replays."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def upstream_of(
     grads: tuple[Tensor | None, ...], share: Tensor | None, logits: Tensor, options: Options
 ) -> FieldGradients:
     """The upstream gradients of the fields, from those of what `averaged` returned."""
-    if share is not None and grads[0] is not None:
-        grads = ((grads[0] * share).expand(logits.shape[:-1]),)
-    return FieldGradients.of(options.fields, grads)
+    if share is None or grads[0] is None:
+        return FieldGradients.of(options.fields, grads)
+    if not is_capturing(logits):
+        _upstream[logits.device] = grads[0]
+    return FieldGradients(selected=grads[0].expand(logits.shape[:-1]), share=share)
+
+
+def early_gradient(logits: Tensor, inputs: Inputs, share: Tensor | None) -> FieldGradients | None:
+    """The upstream gradients of a mean as they probably will be, to compute its gradient in the forward.
+
+    The device is then not idle until the backward begins, which takes the host longer than a small kernel. It writes
+    the gradient again if the upstream gradient is another one, which only the device compares. None if the backward
+    should compute the gradient.
+    """
+    if share is None or not backend_of(logits).supports_early_gradient(logits, inputs):
+        return None
+    return FieldGradients(selected=share[1].expand(logits.shape[:-1]))
 
 
 def returned(ctx: Any, fields: tuple[Tensor, ...], options: Options) -> tuple[Tensor, ...]:
@@ -231,17 +259,24 @@ class _Statistics(torch.autograd.Function):
         inputs = Inputs(*tensors)
         results = _forward(logits, inputs, options)
         fields, share = averaged(pick(results, options), inputs, mean)
-        ctx.save_for_backward(logits, *inputs, share, results[0])
+        grad, upstream = None, None if inplace else early_gradient(logits, inputs, share)
+        if upstream is not None:
+            grad = _gradient(logits, inputs, results[0], upstream, options)
+        ctx.save_for_backward(logits, *inputs, share, results[0], grad)
         ctx.options, ctx.inplace, ctx.written = options, inplace, False
         return returned(ctx, fields, options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        logits, *inputs, share, packed = ctx.saved_tensors
+        logits, *inputs, share, packed, early = ctx.saved_tensors
         inputs = Inputs(*inputs)
         upstream = upstream_of(grads, share, logits, ctx.options)
-        if ctx.inplace and not torch.compiler.is_compiling():
+        if early is not None and upstream.share is not None and not ctx.written:
+            ctx.written = True  # and given away: a second backward computes another gradient
+            grad = early
+            backend_of(logits).softmax_gradient(logits, inputs, packed, upstream, ctx.options, grad, again=True)
+        elif ctx.inplace and not torch.compiler.is_compiling():
             if ctx.written:  # autograd does not detect this if hooks have packed the logits
                 raise RuntimeError(
                     "inplace_backward: a second backward, after the first has written the gradient over the logits"
