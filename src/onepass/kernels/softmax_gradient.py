@@ -36,6 +36,7 @@ from onepass.kernels.softmax_fields import (
 )
 from onepass.kernels.support import support_gradient
 
+LEAST_EARLY = 1 << 24  # logits of a gradient that is worth another launch; see `supports_early_gradient`
 TILES = 4  # tiles that a program writes: the fewest that reach the bandwidth of the device
 
 
@@ -229,5 +230,5 @@ def softmax_gradient(
 
 
 def supports_early_gradient(logits: torch.Tensor, inputs: Inputs) -> bool:
-    """Whether `softmax_gradient` can tell that the gradient is there already."""
-    return inputs.support is None
+    """Whether `softmax_gradient` can tell that the gradient is there already, and takes longer than another launch."""
+    return inputs.support is None and logits.numel() >= LEAST_EARLY
