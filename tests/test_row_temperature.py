@@ -1,5 +1,6 @@
 """A temperature of each row, where a number is a temperature of all rows: against the logits divided beforehand."""
 
+import re
 import pytest
 import torch
 
@@ -182,10 +183,11 @@ def test_hard_inputs(device, name):
                                    equal_nan=True)  # fmt: skip
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), 1e-45])
 def test_what_is_no_temperature(device, raises_index_error, bad):
     """An error where a look at the values costs nothing; else the row is NaN, and no other one."""
     x, y, p = parts_of(device, (4,))
+    x.requires_grad_()
     p["T"][1] = bad
     keep = torch.tensor([True, False, True, True], device=device)
     calls = {
@@ -198,12 +200,25 @@ def test_what_is_no_temperature(device, raises_index_error, bad):
     for name, call in calls.items():
         masked = call(temperature=p["T"], row_mask=keep)
         assert masked[1] == 0 and masked.isfinite().all(), name
+        (grad,) = torch.autograd.grad(masked.sum(), x)
+        assert not grad[1].any() and grad.isfinite().all(), name
         if x.is_cpu:
             with pytest.raises(ValueError, match="temperature: expected finite numbers above 0"):
                 call(temperature=p["T"])
         else:
             got = call(temperature=p["T"])
             assert got[1].isnan() and got[keep].isfinite().all(), name
+
+
+@pytest.mark.parametrize("bad", [1e-60, 1e60])
+def test_a_temperature_that_float32_cannot_hold(device, bad):
+    x = torch.randn(2, 5, device=device)
+    temperature = torch.tensor([bad, 1.0], dtype=torch.float64, device=device)
+    if not x.is_cpu:
+        assert onepass.entropy_from_logits(x, temperature=temperature).isnan().tolist() == [True, False]
+        return
+    with pytest.raises(ValueError, match=re.escape(f"got {bad:g}")):
+        onepass.entropy_from_logits(x, temperature=temperature)
 
 
 def test_bad_temperatures_in_the_backends(device):

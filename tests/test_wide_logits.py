@@ -280,27 +280,41 @@ def test_the_default_adds_the_tile(monkeypatch):
 @pytest.mark.parametrize("trained", (True, False), ids=("trained", "frozen"))
 @pytest.mark.parametrize("masked", (False, True), ids=("", "masked"))
 @pytest.mark.parametrize("wide", (F32, None), ids=("wide", ""))
-def test_the_least_memory_is_enough(wide, masked, trained):
-    hidden, weight = torch.randn(300, 16).bfloat16().requires_grad_(), torch.randn(500, 16).bfloat16()
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, F32), ids=str)
+@pytest.mark.parametrize("loss", ("mean", "rows", "fields"))
+def test_the_least_memory_is_enough(loss, dtype, wide, masked, trained):
+    """For the forward, and for the backward of a forward that it was enough for."""
+    hidden, weight = torch.randn(300, 16).to(dtype).requires_grad_(), torch.randn(500, 16).to(dtype)
     weight.requires_grad_(trained)
     target, mask = torch.randint(500, (300,)), torch.arange(300) % 2 == 0 if masked else None
     options = dict(row_mask=mask, logits_dtype=wide)
+
+    def of(max_memory):
+        if loss == "fields":
+            both = onepass.linear_selective_log_softmax_and_entropy
+            return sum(f.sum() for f in both(hidden, weight, target, max_memory=max_memory, **options))
+        reduction = "mean" if loss == "mean" else "none"
+        return onepass.linear_cross_entropy(
+            hidden, weight, target, max_memory=max_memory, reduction=reduction, **options
+        ).sum()
+
     with pytest.raises(ValueError, match="max_memory: expected at least") as error:
-        onepass.linear_cross_entropy(hidden, weight, target, max_memory=1, **options)
-    least = int(str(error.value).split("at least ")[1].split(" ")[0])
-    onepass.linear_cross_entropy(hidden, weight, target, max_memory=least, **options).backward()
+        of(1)
+    of(int(str(error.value).split("at least ")[1].split(" ")[0])).backward()
 
 
-@pytest.mark.parametrize("loss", ("cross-entropy", "kl_div"))
-def test_no_valid_row(device, loss):
-    hidden, weight = (torch.randn(n, 16, device=device).bfloat16().requires_grad_() for n in (5, 33))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("loss", ("cross-entropy", "kl_div", "mean"))
+def test_no_valid_row(device, loss, dtype):
+    hidden, weight = (torch.randn(n, 16, device=device).to(dtype).requires_grad_() for n in (5, 33))
     if loss == "kl_div":
         masked = torch.zeros(5, dtype=torch.bool, device=device)
         got = onepass.linear_kl_div(hidden, weight, torch.randn(5, 33, device=device), row_mask=masked)
     else:
         ignored = torch.full((5,), -100, device=device)
-        got = onepass.linear_cross_entropy(hidden, weight, ignored, reduction="sum", logits_dtype=F32)
-    assert got == 0
+        reduction = "mean" if loss == "mean" else "sum"
+        got = onepass.linear_cross_entropy(hidden, weight, ignored, reduction=reduction, logits_dtype=F32)
+    assert got.isnan() if loss == "mean" else got == 0
     assert not any(g.any() for g in gradients(got, (hidden, weight)))
 
 

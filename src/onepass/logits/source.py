@@ -184,7 +184,7 @@ class TensorLogits(LogitsSource):
     def statistics(self, inputs: Inputs, options: Options) -> Fields:
         if options.fields == "selected":  # any shift of the row will do, so no other logit is read
             selected = gather_logits(self.logits, inputs.index, options.transform)  # type: ignore[arg-type]
-            return {"selected": divided_by(selected, inputs.temperature)}
+            return {"selected": divided_by(selected, inputs.temperature, inputs.row_mask)}
         fields = statistics_of(self.logits, inputs, options, self.inplace_backward)
         return dict(zip(options.names, fields))
 
@@ -231,11 +231,13 @@ def divided(loss: Tensor, divisor: Divisor, row_dims: int) -> Tensor:
     return loss.sum() / divisor
 
 
-def divided_by(selected: Tensor, temperature: Tensor | None) -> Tensor:
-    """Selected logits ``(...)`` or ``(..., K)`` over the temperature of their row."""
+def divided_by(selected: Tensor, temperature: Tensor | None, row_mask: Tensor | None) -> Tensor:
+    """Selected logits ``(...)`` or ``(..., K)`` over the temperature of their row; that of a masked row may be bad."""
     if temperature is None:
         return selected
     temperature = temperature.where((temperature > 0) & (temperature < torch.inf), torch.nan)
+    if row_mask is not None:
+        temperature = temperature.where(row_mask != 0, 1.0)
     return selected / (temperature if temperature.dim() == selected.dim() else temperature.unsqueeze(-1))
 
 
@@ -256,13 +258,13 @@ def temperature_of_rows(
     if not isinstance(temperature, Tensor) or not temperature.dim():
         return None
     check_temperature(temperature, logits, name)
+    given, temperature = temperature, temperature.detach().to(torch.promote_types(logits.dtype, torch.float32))
     if (is_debugging() or logits.is_cpu) and logits.is_eager and is_plain(temperature):
-        good = (temperature > 0) & (temperature < INF)
+        good = (temperature > 0) & (temperature < INF) & (1 / temperature < INF)
         good = good if row_mask is None else good | (row_mask == 0)
         if not good.all():
-            raise ValueError(f"{name}: expected finite numbers above 0, got {temperature[~good][0].item():g}")
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return temperature.detach().to(wide)
+            raise ValueError(f"{name}: expected finite numbers above 0, got {given[~good][0].item():g}")
+    return temperature
 
 
 def options_for(

@@ -69,7 +69,10 @@ class TensorLike(LogitsSource):
         raise NotImplementedError
 
     def materialize(self) -> Tensor:
-        """The logits as a tensor, differentiable. They are computed once."""
+        """The logits as a tensor, differentiable. They are computed once, in the dtype of the logits.
+
+        Whatever is computed from this object later reads that tensor: a divergence, too, which else has float32 logits.
+        """
         if self.tensor is None:
             # The graph is recorded even if gradients are disabled: the tensor may be used where they are enabled.
             with torch.inference_mode(False), torch.enable_grad():

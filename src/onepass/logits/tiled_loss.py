@@ -46,6 +46,7 @@ def walk(
     needed: Sequence[bool] = NOTHING,
     scale_of: Number | None = None,
     of_inputs: Sequence[Tensor | None] = (),
+    later: Sequence[bool] = NOTHING,
 ) -> tuple[Tensor, Gradients | None]:
     """The loss of every row and, with ``scale_of``, the gradients of ``Σ scale·loss``.
 
@@ -53,13 +54,15 @@ def walk(
         needed: whether the gradients of hidden states, weight and bias are needed.
         scale_of: computes the scale, one number or one per row.
         of_inputs: receives the gradients of the row inputs; None for those that are not needed.
+        later: whether the backward needs the gradients of hidden states, weight and bias, for which it walks again.
     """
     hidden = tensors.hidden
     parameters = [p for of_head, _ in row_loss.heads for p in of_head[1:]]
     with gathered(*tensors[1:], *parameters), torch.autocast(hidden.device.type, enabled=False):
         heads = [Head(tensors, settings), *(Head(*of_head) for of_head in row_loss.heads)]
         use = row_loss.use(heads[0], scale_of is not None)._replace(weight_gradient=needed[1])
-        cut = plan(heads, row_mask, use)
+        backward = row_loss.use(heads[0], True)._replace(weight_gradient=later[1]) if any(later) else None
+        cut = plan(heads, row_mask, use, backward)
         # The first product is launched before all that it does not need: the device may be waiting for the host.
         following = tiles(heads, cut, use.logits)
         first = [*islice(following, 1)]
@@ -112,13 +115,14 @@ class _TiledLoss(torch.autograd.Function):
             ctx.save_for_backward(*tensors, row_mask, *row_loss.tensors)
             ctx.row_loss, ctx.settings = row_loss.holding([None] * len(row_loss.tensors)), settings
             ctx.generators = generator_states(hidden.device)
-            return walk(tensors, row_mask, row_loss, settings)[0]
+            return walk(tensors, row_mask, row_loss, settings, later=ctx.needs_input_grad[:3])[0]
         of_inputs = [torch.zeros_like(i) if n else None for i, n in zip(inputs, ctx.needed_inputs)]
         # Tiles are divided at once, unless they are float16: a mean's gradients might underflow before they are scaled.
         late = settings.dtype == torch.float16
 
         def scale_of() -> Tensor:
-            return torch.ones_like(divisor()) if late else 1 / divisor()
+            # Infinite without a valid row in both ways: no scale reaches masked rows, whose gradient stays 0.
+            return 1 / (divisor() != 0).to(divisor().dtype) if late else 1 / divisor()
 
         needed = ctx.needs_input_grad[:3]
         losses, ctx.gradients = walk(tensors, row_mask, row_loss, settings, needed, scale_of, of_inputs)
@@ -143,7 +147,7 @@ class _TiledLoss(torch.autograd.Function):
             )
         else:
             divisor, *of_inputs = ctx.saved_tensors
-            scale = grad if divisor is None else grad / divisor
+            scale = grad if divisor is None else grad / divisor.where(divisor != 0, 1.0)
             gradients, ctx.gradients = ctx.gradients, None
             found = gradients.scaled(scale)
             of_inputs = [None if g is None else g * scale for g in of_inputs]

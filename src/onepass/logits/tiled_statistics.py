@@ -107,7 +107,8 @@ def read_tiles(
         head = Head(tensors, settings)
         logits = not head.reads_its_product(inputs, options)
         bytes_of_row = row_bytes(inputs.index) + (0 if logits else head.state_bytes(options))
-        cut = plan([head], inputs.row_mask, Use(bytes_of_row, final=final, logits=logits))
+        later = None if final else gradient_use(inputs, weight.requires_grad)
+        cut = plan([head], inputs.row_mask, Use(bytes_of_row, final=final, logits=logits), later)
         row_mask = inputs.row_mask if defers(inputs.row_mask) else None
         if cut.row_ids is not None:
             for tensor, _ in whole:
@@ -117,6 +118,11 @@ def read_tiles(
             parts = tile.statistics(read, options) if exchange else (tile.states(read, options),)
             for (tensor, dim), part in zip(whole, [p for p in parts if p is not None]):
                 tile.rows.put(tensor, part, dim)
+
+
+def gradient_use(inputs: Inputs, of_weight: bool) -> Use:
+    """What the backward uses tiles for."""
+    return Use(row_bytes(inputs.index), weight_gradient=of_weight, gradient=True, known=True)
 
 
 def row_bytes(index: Tensor | None) -> int:
@@ -145,8 +151,7 @@ def _gradient(
     hidden, weight, bias = tensors
     with gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
         head = Head(tensors, settings)
-        use = Use(row_bytes(inputs.index), weight_gradient=needed[1], gradient=True, known=True)
-        cut = plan([head], inputs.row_mask, use)
+        cut = plan([head], inputs.row_mask, gradient_use(inputs, needed[1]))
         row_mask = inputs.row_mask if defers(inputs.row_mask) else None
         gradients = Gradients(head, cut, needed)
         for tile in tiles([head], cut):

@@ -13,6 +13,7 @@ in a second buffer, which has the rows of several tiles, so that the GEMMs of th
 """
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -244,7 +245,15 @@ class Plan(NamedTuple):
         return (slice(c, min(c + self.columns, self.vocab)) for c in range(0, self.vocab, self.columns))
 
 
-def plan(heads: Sequence[Head], row_mask: Tensor | None, use: Use) -> Plan:
+class TooLittle(ValueError):
+    """``max_memory`` is less than the ``least`` that is needed."""
+
+    def __init__(self, least: int, got: int) -> None:
+        super().__init__(f"max_memory: expected at least {least} bytes, for one row at a time, got {got}")
+        self.least = least
+
+
+def plan(heads: Sequence[Head], row_mask: Tensor | None, use: Use, later: Use | None = None) -> Plan:
     """Plan equal tiles, as large as the workspace of the first head allows.
 
     The workspace is everything that is allocated in addition to inputs, results and gradients: a tile of each head,
@@ -256,11 +265,18 @@ def plan(heads: Sequence[Head], row_mask: Tensor | None, use: Use) -> Plan:
     rows than classes.
 
     Raises:
-        ValueError: ``max_memory`` is less than a tile of one row needs.
+        ValueError: ``max_memory`` is less than a tile of one row needs, now or for ``later`` tiles of the same head.
     """
     vocab, total_rows = heads[0].vocab, heads[0].hidden.shape[0]
     heads = [head.widest() for head in heads]
-    shape = tile_shape(total_rows, False, heads, use, row_mask is not None)
+    raised = []
+    for each in [use] if later is None else [later, use]:
+        try:
+            shape = tile_shape(total_rows, False, heads, each, row_mask is not None)
+        except TooLittle as error:
+            raised.append(error)
+    if raised:
+        raise max(raised, key=attrgetter("least"))
     ids, n = valid_rows(row_mask), total_rows
     if ids is not None:
         n = len(ids)
@@ -310,8 +326,7 @@ def tile_shape(
     if count and rows < 1:
         if masked:
             tile_shape(count, True, heads, use)  # which takes more memory, and raises
-        least = min(one_tile, fixed + total + per_row) + per_wide
-        raise ValueError(f"max_memory: expected at least {least} bytes, for one row at a time, got {max_memory}")
+        raise TooLittle(min(one_tile, fixed + total + per_row) + per_wide, max_memory or 0)
     batch = equal(count, rows)
     return equal(batch, max(1, wide // per_wide)) if per_wide else batch, batch, head.vocab
 

@@ -95,9 +95,10 @@ class VocabParallelLogits(LogitsSource):
         return all_weights(weights, self.local_logits.shape[-1], self.shard)
 
     def statistics(self, inputs: Inputs, options: Options) -> Fields:
-        index, temperature = inputs.index, inputs.temperature
+        index = inputs.index
         if options.fields == "selected" and index is not None:  # no other logit is read
-            return {"selected": divided_by(self.selected(index, options.transform), temperature)}
+            selected = self.selected(index, options.transform)
+            return {"selected": divided_by(selected, inputs.temperature, inputs.row_mask)}
         return dict(zip(options.names, self.fields(inputs, options)))
 
     def mean_of_field(self, inputs: Inputs, options: Options, factor: float) -> Tensor | None:

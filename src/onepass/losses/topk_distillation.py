@@ -192,7 +192,7 @@ def distillation_loss(
     to_read = None if teacher.to_read is None else valid | teacher.to_read
     inputs, options = inputs_for(student, options, index, to_read, index_name="target or teacher_ids")
     s = student.statistics(inputs, options)
-    selected = divided_by(s["selected"] if number == 1.0 else s["selected"] / number, of_each)
+    selected = divided_by(s["selected"] if number == 1.0 else s["selected"] / number, of_each, row_mask)
     if renormalize:
         log_probs = normalized(selected[..., 1:], *teacher.tensors)
     else:
