@@ -1,6 +1,7 @@
 """A temperature of each row, where a number is a temperature of all rows: against the logits divided beforehand."""
 
 import re
+
 import pytest
 import torch
 
