@@ -284,9 +284,9 @@ def test_the_default_adds_the_tile(monkeypatch):
 @pytest.mark.parametrize("loss", ("mean", "rows", "fields"))
 def test_the_least_memory_is_enough(loss, dtype, wide, masked, trained):
     """For the forward, and for the backward of a forward that it was enough for."""
-    hidden, weight = torch.randn(300, 16).to(dtype).requires_grad_(), torch.randn(500, 16).to(dtype)
+    hidden, weight = torch.randn(30, 16).to(dtype).requires_grad_(), torch.randn(50, 16).to(dtype)
     weight.requires_grad_(trained)
-    target, mask = torch.randint(500, (300,)), torch.arange(300) % 2 == 0 if masked else None
+    target, mask = torch.randint(50, (30,)), torch.arange(30) % 2 == 0 if masked else None
     options = dict(row_mask=mask, logits_dtype=wide)
 
     def of(max_memory):

@@ -14,7 +14,7 @@ from onepass.backend import backend_of
 from onepass.logits.tiles import ALL, Head, Plan, Rows, Tile, empty_logits, needs_sum
 from onepass.softmax.shards import group_named
 
-ROWS_OF_PART = 2048  # see `Gradients.parts`; GEMMs are slow for fewer
+ROWS_OF_PART = 1024  # see `Gradients.parts`; GEMMs are slow for fewer
 
 
 class Gradients:

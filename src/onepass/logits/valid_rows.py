@@ -59,11 +59,10 @@ def valid_rows(row_mask: Tensor | None) -> Tensor | None:
     if row_mask is None or defers(row_mask):
         return None
     expected = _expected.get()
-    if expected is None or expected.rows != len(row_mask):
-        ids = row_mask.nonzero().squeeze(-1)
-        return None if len(ids) == len(row_mask) else ids
-    count = expected.read()
-    if is_debugging() and count != int(row_mask.count_nonzero()):
+    known = expected is not None and expected.rows == len(row_mask)
+    # Counted first: what is launched next, if no row is masked, is the first GEMM.
+    count = expected.read() if known else int(row_mask.count_nonzero())  # type: ignore[union-attr]
+    if known and is_debugging() and count != int(row_mask.count_nonzero()):
         raise RuntimeError(f"row_mask: expected {count} valid rows, got {int(row_mask.count_nonzero())}")
     if count == len(row_mask):
         return None
