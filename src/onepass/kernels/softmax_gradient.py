@@ -190,7 +190,8 @@ def plan_for(
     g = Geometry(x, out)
     rule = dict(LANES=layout.lanes_for(g.V, g.VEC), TILES=TILES)
     LANES, tiles = choose(softmax_gradient_kernel, g.key(options.fields), rule).values()
-    if again:  # which few programs find out faster than many
+    if again:  # few and small programs, which start and end sooner
+        LANES = 32
         tiles = min(power_of_two(g.pieces(LANES)), 2**30 // (LANES * g.VEC))
     constexprs = dict(
         SOFTCAP=options.transform.softcap is not None,

@@ -29,7 +29,7 @@ GIB = 1 << 30
 # The default workspace. If there are several tiles of rows, each costs a pass over the float32 sum of the weight's
 # gradient, which is part of the workspace; a single tile needs no such sum. In a forward without backward, no
 # activations or gradients need the memory, so that it may take a single tile, too. Otherwise small tiles cost little.
-ONE_TILE, TRAINED, UNTRAINED = int(2.5 * GIB), int(1.18 * GIB), int(0.595 * GIB)
+ONE_TILE, TRAINED, UNTRAINED, SHARDED = int(2.5 * GIB), int(1.1 * GIB), int(0.595 * GIB), int(1.18 * GIB)
 WIDE = int(0.59 * GIB)  # workspace for a tile of logits that are wider than the GEMMs' dtype, beyond their gradient
 SLICES = int(0.3 * GIB)  # workspace for slices of the vocabulary, beyond the sum of the hidden states' gradient
 ON_CPU = 1 << 25
@@ -367,9 +367,9 @@ def default_memory(head: Head, fixed: int, per_row: int, one_tile: int, use: Use
         return one_tile
     # Wide logits take more memory for GEMMs of the same size. Those of a gradient have memory of their own.
     wide = WIDE if not use.gradient and head.logits_dtype != head.dtype else 0
-    # Each tile of a sharded vocabulary waits for the other processes twice: fewer are worth the memory.
-    large = use.weight_gradient or bool(head.settings.shard.sizes)
-    return fixed + max(TRAINED if large else UNTRAINED + wide, per_row)
+    if head.settings.shard.sizes:  # each tile waits for the other processes twice: fewer are worth the memory
+        return fixed + max(SHARDED, per_row)
+    return fixed + max(TRAINED if use.weight_gradient else UNTRAINED + wide, per_row)
 
 
 def needs_sum(head: Head, tiles: int) -> bool:
