@@ -97,6 +97,13 @@ class Inputs(NamedTuple):
         support = of(support) if support is not None and starts is None else support
         return Inputs(per_row[0], per_row[1], class_weights, per_row[2], support, *per_row[3:])
 
+    def passed(self) -> tuple[Tensor | None, ...]:
+        """Without what follows the last tensor, as arguments of an autograd function, of which each costs time."""
+        count = len(self)
+        while count and self[count - 1] is None:
+            count -= 1
+        return self[:count]
+
     def columns(self, first: int, stop: int | None = None) -> "Inputs":
         """Of the classes from ``first`` to ``stop`` alone, which are counted from ``first``."""
         index, _, class_weights, _, support, *_ = self

@@ -36,7 +36,7 @@ from onepass.kernels.softmax_fields import (
 )
 from onepass.kernels.support import support_gradient
 
-LEAST_EARLY = 1 << 24  # logits of a gradient that is worth another launch; see `supports_early_gradient`
+LEAST_EARLY = 1 << 27  # logits of a gradient that is worth another launch; see `supports_early_gradient`
 TILES = 4  # tiles that a program writes: the fewest that reach the bandwidth of the device
 
 

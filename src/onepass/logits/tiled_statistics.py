@@ -28,7 +28,7 @@ from onepass.softmax.statistics import returned
 def tiled_statistics(tensors: HeadTensors, inputs: Inputs, settings: Settings, options: Options) -> tuple[Tensor, ...]:
     """The fields of ``options`` of N rows, differentiable. The index is ``(N,)`` or ``(N, K)``."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        fields: tuple[Tensor, ...] = _TiledStatistics.apply(*tensors, *inputs, settings, options)
+        fields: tuple[Tensor, ...] = _TiledStatistics.apply(*tensors, *inputs.passed(), settings, options)
         return fields
     return pick(results(tensors, inputs, True, settings, options), options)
 

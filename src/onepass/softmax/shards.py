@@ -43,7 +43,7 @@ def statistics_of_shards(
     if logits.stride(-1) != 1 and logits.shape[-1] > 1:
         logits = logits.contiguous()
     if torch.is_grad_enabled() and logits.requires_grad:
-        fields: tuple[Tensor, ...] = _ShardStatistics.apply(logits, *inputs, shard, options, mean)
+        fields: tuple[Tensor, ...] = _ShardStatistics.apply(logits, *inputs.passed(), shard, options, mean)
         return fields
     results = merged(leading_columns(logits, shard.size), inputs, shard, options)
     return averaged(pick(results, options), inputs, mean)[0]
@@ -215,21 +215,22 @@ class _ShardStatistics(torch.autograd.Function):
         grad, upstream = None, early_gradient(logits, inputs, share)
         if upstream is not None:
             grad = gradient_of(logits, inputs, results[0], upstream, shard.size, options)
-        ctx.save_for_backward(logits, *inputs, share, results[0], grad)
+        ctx.save_for_backward(logits, *tensors, share, results[0], grad)
         ctx.size, ctx.options, ctx.written = shard.size, options, False
         return returned(ctx, fields, options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        logits, *inputs, share, packed, early = ctx.saved_tensors
+        logits, *tensors, share, packed, early = ctx.saved_tensors
+        inputs = Inputs(*tensors)
         upstream = upstream_of(grads, share, logits, ctx.options)
         if early is None or upstream.share is None or ctx.written:
-            grad = gradient_of(logits, Inputs(*inputs), packed, upstream, ctx.size, ctx.options)
+            grad = gradient_of(logits, inputs, packed, upstream, ctx.size, ctx.options)
         else:
             ctx.written, grad = True, early  # given away: a second backward computes another gradient
-            write_gradient(logits, Inputs(*inputs), packed, upstream, ctx.size, ctx.options, grad, again=True)
-        return grad, *[None] * (len(inputs) + 3)
+            write_gradient(logits, inputs, packed, upstream, ctx.size, ctx.options, grad, again=True)
+        return grad, *[None] * (len(tensors) + 3)
 
 
 @operation("onepass::shard_gradient", lambda logits, **_: empty_gradient(logits))

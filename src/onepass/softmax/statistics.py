@@ -102,7 +102,7 @@ def statistics_of(
     if inplace_backward and not torch.compiler.is_compiling():
         check_inplace(logits)
     if torch.is_grad_enabled() and logits.requires_grad:
-        fields: tuple[Tensor, ...] = _Statistics.apply(logits, *inputs, options, inplace_backward, mean)
+        fields: tuple[Tensor, ...] = _Statistics.apply(logits, *inputs.passed(), options, inplace_backward, mean)
         return fields
     fields = pick(_forward(logits, inputs, options), options)
     return averaged(fields, inputs, mean)[0]
@@ -262,15 +262,15 @@ class _Statistics(torch.autograd.Function):
         grad, upstream = None, None if inplace else early_gradient(logits, inputs, share)
         if upstream is not None:
             grad = _gradient(logits, inputs, results[0], upstream, options)
-        ctx.save_for_backward(logits, *inputs, share, results[0], grad)
+        ctx.save_for_backward(logits, *tensors, share, results[0], grad)
         ctx.options, ctx.inplace, ctx.written = options, inplace, False
         return returned(ctx, fields, options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        logits, *inputs, share, packed, early = ctx.saved_tensors
-        inputs = Inputs(*inputs)
+        logits, *tensors, share, packed, early = ctx.saved_tensors
+        inputs = Inputs(*tensors)
         upstream = upstream_of(grads, share, logits, ctx.options)
         if early is not None and upstream.share is not None and not ctx.written:
             ctx.written = True  # and given away: a second backward computes another gradient
@@ -287,7 +287,7 @@ class _Statistics(torch.autograd.Function):
             mark_overwritten(logits)
         else:
             grad = _gradient(logits, inputs, packed, upstream, ctx.options)
-        return grad, *[None] * (len(inputs) + 3)
+        return grad, *[None] * (len(tensors) + 3)
 
 
 def _like_forward(logits: Tensor, inputs: Inputs, options: Options) -> Results:
