@@ -1,4 +1,7 @@
-"""Means over the rows of several processes: every loss with a reduction, against one process that has all rows."""
+"""Means over the rows of several processes: every loss with a reduction, against one process that has all rows.
+
+Two more cases share the processes of test_vocab_parallel.py.
+"""
 
 from test_vocab_parallel import job, run
 
@@ -11,8 +14,7 @@ def test_means_over_a_group(tmp_path):
     failed, printed = run(
         tmp_path,
         job(1, functions=of_cases("every_loss", "every_error")),
-        job(2, functions=of_cases("every_loss", "nothing_to_count", "compiled")),
+        job(2, functions=of_cases("every_loss", "nothing_to_count")),
         job(3, functions=of_cases("every_loss")),
-        job(4, functions=of_cases("of_a_mesh")),
     )
     assert not failed, printed

@@ -62,14 +62,15 @@ def test_patches(tmp_path):
 
 def test_meshes(tmp_path):
     """FSDP2 and a sharded vocabulary together."""
-    names = "linear_heads", "logits_of_a_head", "unsupported"
-    failed, printed = run(tmp_path, job(4, functions=[f"mesh_worker.{name}" for name in names]))
+    names = [f"mesh_worker.{name}" for name in ("linear_heads", "logits_of_a_head", "unsupported")]
+    failed, printed = run(tmp_path, job(4, functions=[*names, "mean_group_cases.of_a_mesh"]))
     assert not failed, printed
 
 
 def test_compiled(tmp_path):
     names = "logits", "heads", "shapes", "inductor", "dtensors", "refused"
-    failed, printed = run(tmp_path, job(2, functions=[f"compiled_worker.{name}" for name in names]))
+    names = [f"compiled_worker.{name}" for name in names]
+    failed, printed = run(tmp_path, job(2, functions=[*names, "mean_group_cases.compiled"]))
     assert not failed, printed
 
 
