@@ -11,7 +11,7 @@ EARLIER_TRL := 0.29.1 1.10.0
 EARLIER_TRANSFORMERS := 4.56.0 5.0.0 5.6.0 5.7.0 5.13.0
 EARLIER_PEFT := 0.21.0
 
-.PHONY: demo test pytest test-trl test-transformers test-peft lint bench clean
+.PHONY: docs plots demo test pytest test-trl test-transformers test-peft lint bench clean
 
 demo: $(READY)
 	$(BIN)/onepass demo
@@ -51,6 +51,19 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks logits
 
+# The site, in an environment of its own. A broken link or reference is an error.
+docs: $(READY) $(VENV)-docs/.ready
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=src:`echo $(VENV)/lib/python*/site-packages` $(VENV)-docs/bin/mkdocs build --strict
+
+plots: $(READY)
+	$(BIN)/python -m benchmarks table
+	$(BIN)/python -m benchmarks plots
+
+$(VENV)-docs/.ready: requirements-docs.txt
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip $(QUIETLY) -r requirements-docs.txt
+	touch $@
+
 $(READY): requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip $(QUIETLY) $(TORCH)
@@ -68,4 +81,4 @@ TORCH := $(shell grep '^torch==' requirements-dev.txt)
 AXOLOTL := axolotl==0.19.0 addict==2.4.0
 
 clean:
-	rm -rf $(VENV) $(VENV)-* .bench demo.png
+	rm -rf $(VENV) $(VENV)-* .bench demo.png site

@@ -7,13 +7,14 @@ from benchmarks.experts import experts
 from benchmarks.heads import heads
 from benchmarks.lm_steps import lm
 from benchmarks.logits import logits
+from benchmarks.plots import plots
 from benchmarks.shards import shards
 from benchmarks.table import table
 from benchmarks.trainers import trainers
 from benchmarks.versions import versions
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_show_locals=False)
-for command in (logits, heads, shards, experts, trainers, lm, autotune, versions, table):
+for command in (logits, heads, shards, experts, trainers, lm, autotune, versions, table, plots):
     app.command()(command)
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that is claimed of a GPU, in the order in which it matters: benchmarks against the installed peers, the
 # GPU suite, accuracy, and compute-sanitizer over the suite. Results go to the folder $1 (default .bench); $2 names a
-# part: logits, routers, experts, heads, parity, shards (on several GPUs), trainers (which needs TRL), autotune (Liger or
+# part: logits, routers, experts, heads, parity, shards (on several GPUs), trainers (which needs TRL), lm (Liger), autotune (Liger or
 # fla), versions (only where ONEPASS_BASELINE names a checkout of another version, against which this one is timed) or
 # checks (default all).
 # About 25 minutes on an H100, and 8 for versions. Without a .git here, say ONEPASS_COMMIT=<commit>; a baseline without
@@ -52,6 +52,9 @@ fi
 if wants trainers; then
   "$python" -W ignore -m benchmarks trainers --out "$out" 2>&1 | tee "$out/trainers.log" | tail -n 12
 fi
+if wants lm; then
+  "$python" -W ignore -m benchmarks lm --out "$out" 2>&1 | tee "$out/lm.log" | tail -n 32
+fi
 if wants autotune; then
   "$python" -W ignore -m benchmarks autotune --out "$out" 2>&1 | tee "$out/autotune.log" | tail -n 12
 fi
@@ -62,12 +65,16 @@ if wants checks; then
   "$python" -m pytest tests -m gpu -n 12 -p no:cacheprovider 2>&1 | tee "$out/tests.log" | tail -n 3
   "$python" tests/test_accuracy.py | tee "$out/accuracy.log" | tail -n 5
   # Kernels are compiled by now. Only ours are instrumented: torch's would take hours.
-  memcheck() { # kernels, test files
-    compute-sanitizer --tool memcheck --kernel-name "kernel_substring=$1" "$python" -m pytest "${@:2}" -m gpu \
-      -p no:cacheprovider -k "not more_than_2_to_the_31" 2>&1 | tee "$out/memcheck-$1.log" | tail -n 3
+  kernels=()
+  for part_of_name in softmax_ selected_ teacher_ rout divergence scale_kernel row_mean support_ statistics_kernel merge_ grouped; do
+    kernels+=(--kernel-name "kernel_substring=$part_of_name")
+  done
+  memcheck() { # name of the log, test files
+    compute-sanitizer --tool memcheck "${kernels[@]}" "$python" -m pytest "${@:2}" -m gpu \
+      -p no:cacheprovider -p no:xdist -k "not more_than_2_to_the_31" 2>&1 | tee "$out/memcheck-$1.log" | tail -n 3
   }
-  memcheck softmax_ tests/test_statistics.py tests/test_losses.py tests/test_softmax_loss.py tests/test_distillation.py
-  memcheck divergence tests/test_distillation.py
-  memcheck routing tests/test_routing.py
-  memcheck grouped tests/test_experts.py tests/test_scattered.py
+  memcheck losses tests/test_statistics.py tests/test_losses.py tests/test_softmax_loss.py tests/test_distillation.py
+  memcheck border tests/test_border.py tests/test_guard.py tests/test_defects.py
+  memcheck supports tests/test_support.py tests/test_row_temperature.py tests/test_linear_statistics.py
+  memcheck experts tests/test_routing.py tests/test_experts.py tests/test_scattered.py
 fi

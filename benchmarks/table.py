@@ -1,5 +1,4 @@
-"""`python -m benchmarks table`: writes docs/measured.md, the summaries of the README and the tables of other documents
-from the files in `benchmarks/results/`.
+"""`python -m benchmarks table`: writes docs/measured.md and the tables of other pages, from `benchmarks/results/`.
 
 Results of an earlier version are marked: those that record no hashes of their sources (see `sources.py`), and those
 whose sources have changed since.
@@ -18,7 +17,6 @@ from benchmarks.sources import staleness
 HERE = Path(__file__).resolve().parent
 Report = dict[str, Any]
 Reports = dict[Path, Report]
-SUMMARY = "<!-- summary: benchmarks/table.py -->\n", "<!-- end of summary -->\n"
 AUTOTUNE = "<!-- autotune: benchmarks/table.py -->\n", "<!-- end of autotune -->\n"
 EXPERTS = "<!-- experts: benchmarks/table.py -->\n", "<!-- end of experts -->\n"
 TRAINERS = "<!-- trainers: benchmarks/table.py -->\n", "<!-- end of trainers -->\n"
@@ -46,7 +44,7 @@ of these files, which is all but comments and docstrings, has changed since.
   timed in turns. "Extra GiB" is the peak that forward + backward allocate beyond the gradients that come out.
 """
 EARLIER = """
-Some of these results are of an earlier version; [docs/measured.md](docs/measured.md) says which.
+Some of these results are of an earlier version; [measured.md](measured.md) says which.
 """
 
 
@@ -288,7 +286,7 @@ def between(text: str, marks: tuple[str, str], inside: str) -> str:
 
 
 def measured_page(logits: Reports, heads: Reports, versions: Reports) -> str:
-    text = [INTRODUCTION]
+    text = [INTRODUCTION, "## Losses of logits, in short\n", summary(logits) + "\n"]
     for path, report in sorted((logits | heads).items()):
         text.append(f"## {path.stem}\n\n{where(path, report)}\n\n`{report['command']}`\n")
         for operation, results in groupby(report["results"], key=lambda r: r["operation"]):
@@ -354,9 +352,6 @@ def table() -> None:
     of = lambda kind: reports.get(kind, {})  # noqa: E731
     logits, heads = of("logits"), of("heads")
     (HERE.parent / "docs" / "measured.md").write_text(measured_page(logits, heads, of("versions")))
-    readme = HERE.parent / "README.md"
-    written = between(readme.read_text(), SUMMARY, with_remark(summary(logits), logits))
-    readme.write_text(between(written, LINEAR_HEAD, with_remark(head_summary(heads), heads)))
     for report in of("lm").values():
         lm_plot(report, HERE.parent / "docs" / "lm.png")
     for report in of("shards").values():
@@ -368,6 +363,7 @@ def table() -> None:
         ("tensor_parallel.md", SHARDS, [shard_table(*each) for each in of("shards").items()]),
         ("parity.md", PARITY, [parity_table(*each) for each in of("parity").items()]),
         ("integrations.md", LM, [lm_table(*each) for each in of("lm").items()]),
+        ("linear_head.md", LINEAR_HEAD, [with_remark(head_summary(heads), heads)]),
         ("autotune.md", AUTOTUNE, [autotune_table(*each) for each in of("autotune").items()]),
     ):
         document = HERE.parent / "docs" / name

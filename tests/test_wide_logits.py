@@ -104,7 +104,7 @@ def test_jsd_of_near_distributions(device, dtype, beta):
     Divergences take float32 logits unless they are told otherwise.
     """
     g = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 64, generator=g) for n in (64, 509))
+    hidden, weight = (torch.randn(n, 64, generator=g) for n in (12 if interpreted(device) else 64, 509))
     hidden, weight = (t.to(dtype).to(device).requires_grad_() for t in (hidden, weight * 0.5))
     near = (hidden.detach() + 0.05 * torch.randn(hidden.shape, generator=g).to(device)).to(dtype)
     exact_parts = exact(hidden, weight)
@@ -277,12 +277,10 @@ def test_the_default_adds_the_tile(monkeypatch):
     assert H < 8192
 
 
-@pytest.mark.parametrize("trained", (True, False), ids=("trained", "frozen"))
-@pytest.mark.parametrize("masked", (False, True), ids=("", "masked"))
-@pytest.mark.parametrize("wide", (F32, None), ids=("wide", ""))
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, F32), ids=str)
+@pytest.mark.parametrize("trained, masked", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("dtype, wide", [(torch.bfloat16, None), (torch.float16, F32), (F32, None)])
 @pytest.mark.parametrize("loss", ("mean", "rows", "fields"))
-def test_the_least_memory_is_enough(loss, dtype, wide, masked, trained):
+def test_the_least_memory_is_enough(loss, dtype, wide, trained, masked):
     """For the forward, and for the backward of a forward that it was enough for."""
     hidden, weight = torch.randn(30, 16).to(dtype).requires_grad_(), torch.randn(50, 16).to(dtype)
     weight.requires_grad_(trained)

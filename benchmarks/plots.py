@@ -1,0 +1,82 @@
+"""`python -m benchmarks plots`: the picture of the README, in a light and a dark form, from `benchmarks/results/`.
+
+Left: forward and backward of losses of logits. Right: peak of memory, and time, of a training step of a whole model.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+LOSSES = {  # title: the file of results, and the operation
+    "cross-entropy\n8192 × 151,936": ("cross-entropy", "cross_entropy"),
+    "log-probs and entropy\n8192 × 151,936": ("log-probs-entropy", "log_probs_and_entropy"),
+    "KL divergence\n4096 × 151,936": ("kl-div", "kl_div"),
+}
+WAYS = ("onepass", "best peer", "torch.compile", "eager, of a float32 copy")
+THEMES = {"light": ("#24292f", ("#3f51b5", "#8f9bd8", "#b7bcc4", "#d9dce1")),
+          "dark": ("#e6edf3", ("#8c9eff", "#5c6bc0", "#6e7681", "#484f58"))}  # fmt: skip
+
+
+def plots() -> None:
+    """Draw the picture of the README from the stored results."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    for theme, (ink, colors) in THEMES.items():
+        style: dict[str, Any] = {f"{part}.color": ink for part in ("text", "xtick", "ytick")}
+        style |= {"axes.labelcolor": ink, "axes.edgecolor": ink, "axes.titlecolor": ink, "font.size": 9}
+        style |= {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "onepass"}
+        with plt.rc_context(style):
+            figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.1), layout="constrained")
+            draw_losses(left, colors)
+            draw_steps(right, colors)
+            where = HERE.parent / "docs" / f"field-{theme}.svg"
+            figure.savefig(where, transparent=True, metadata={"Date": None})
+            plt.close(figure)
+
+
+def draw_losses(axis: Any, colors: tuple[str, ...]) -> None:
+    axis.set_title("a loss of logits, forward and backward", loc="left")
+    for place, (name, operation) in enumerate(LOSSES.values()):
+        found = {
+            r["implementation"]: r["ms"]
+            for r in results(name)
+            if r["operation"] == operation and r["pass"] == "forward+backward" and r["vocab"] == 151936
+        }
+        peers = {n: ms for n, ms in found.items() if n not in ("onepass", "torch eager", "torch.compile")}
+        best = min(peers, key=lambda n: peers[n])
+        of_ways = found["onepass"], peers[best], found.get("torch.compile"), found["torch eager"]
+        for n, (ms, color) in enumerate(zip(of_ways, colors)):
+            if ms is None:
+                continue
+            bar = axis.barh(place + 0.2 * n - 0.3, ms, 0.18, color=color, label=WAYS[n] if place == 0 else None)
+            axis.bar_label(bar, [f"{ms:.1f} {best.split(' (')[0] if n == 1 else ''}"], padding=3, fontsize=7)
+    axis.set_yticks(range(len(LOSSES)), LOSSES)
+    axis.invert_yaxis()
+    axis.set_xlabel("ms on one H100")
+    axis.legend(frameon=False, loc="lower right", fontsize=8)
+
+
+def draw_steps(axis: Any, colors: tuple[str, ...]) -> None:
+    models = {"qwen2.5-0.5b": "Qwen2.5-0.5B", "llama-3.2-1b": "Llama-3.2-1B"}
+    ways = dict(zip(("onepass", "Liger", "plain"), (colors[0], colors[1], colors[3])))
+    axis.set_title("a step of transformers' Trainer, 8 × 4096 tokens", loc="left")
+    for place, model in enumerate(models):
+        found = {r["way"]: r for r in results("lm") if r["model"] == model and r["step"] == "full"}
+        for n, (way, color) in enumerate(ways.items()):
+            gib = found[way]["peak_bytes"] / 2**30
+            bar = axis.barh(place + 0.25 * n - 0.25, gib, 0.22, color=color, label=way if place == 0 else None)
+            axis.bar_label(bar, [f"{gib:.1f} GiB, {found[way]['ms']:.0f} ms"], padding=3, fontsize=7)
+    axis.set_yticks(range(len(models)), models.values())
+    axis.invert_yaxis()
+    axis.set_xlim(right=axis.get_xlim()[1] * 1.2)
+    axis.set_xlabel("peak of memory, GiB")
+    axis.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 0.18), fontsize=8)
+
+
+def results(name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((HERE / "results" / f"h100-{name}.json").read_text())["results"]
+    return found
