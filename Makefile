@@ -43,10 +43,10 @@ test-%: $(READY)
 	PYTHONPATH=src $(VENV)-$*/bin/python -m pytest -n $(WORKERS) --dist loadgroup -p no:cacheprovider $(TESTS)
 
 lint: $(READY)
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples docs/_site.py
+	$(BIN)/ruff format --check src tests benchmarks examples docs/_site.py
 	$(BIN)/mypy
-	$(BIN)/codespell --skip '*.json' README.md CONTRIBUTING.md docs src tests benchmarks examples
+	$(BIN)/codespell --skip '*.json,*.svg' README.md CONTRIBUTING.md docs src tests benchmarks examples
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks logits

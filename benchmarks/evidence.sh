@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Everything that is claimed of a GPU, in the order in which it matters: benchmarks against the installed peers, the
 # GPU suite, accuracy, and compute-sanitizer over the suite. Results go to the folder $1 (default .bench); $2 names a
-# part: logits, routers, experts, heads, parity, shards (on several GPUs), trainers (which needs TRL), lm (Liger), autotune (Liger or
-# fla), versions (only where ONEPASS_BASELINE names a checkout of another version, against which this one is timed) or
-# checks (default all).
+# part: logits, routers, experts, heads, parity, shards (on several GPUs), trainers (which needs TRL), lm (Liger),
+# autotune (Liger or fla), versions (only where ONEPASS_BASELINE names a checkout of another version, against which this
+# one is timed) or checks (default all).
 # About 25 minutes on an H100, and 8 for versions. Without a .git here, say ONEPASS_COMMIT=<commit>; a baseline without
 # one goes by its folder's name.
 set -uo pipefail
