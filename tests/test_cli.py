@@ -7,6 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import onepass
 from onepass.autotune import AutotuneRecord
 from onepass.cli import demo_curve, distill, doctor
 from onepass.cli.app import app
@@ -29,6 +30,20 @@ def test_doctor_finds_no_fault(monkeypatch, path):
     result = run("doctor")
     assert result.exit_code == 0, result.output
     assert "18 of 18 checks passed" in result.output or torch.cuda.is_available()
+
+
+def test_version():
+    assert run("--version").output == f"onepass {onepass.__version__}\n"
+
+
+def test_doctor_says_what_to_do(monkeypatch):
+    of_gpu = {"cpu": "eager PyTorch", "cuda": "Triton kernels"}
+    monkeypatch.setattr(doctor, "path", lambda device, dtype: of_gpu[device])
+    assert doctor.verdict(2, ["cpu"]).startswith("Not well: 2 checks failed")
+    assert doctor.verdict(0, ["cpu"]).startswith("Well, without a GPU")
+    assert doctor.verdict(0, ["cpu", "cuda"]).startswith("Well: the kernels run")
+    of_gpu["cuda"] = "none (No module named 'triton')"
+    assert doctor.verdict(0, ["cpu", "cuda"]).startswith("Well, but slow")
 
 
 def test_doctor_sees_a_wrong_gradient(monkeypatch):

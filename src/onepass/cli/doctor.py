@@ -215,5 +215,24 @@ def doctor() -> None:
             checks, failures = checks + 1, failures + (not passed)
         console.print(table)
     console.print(f"{checks - failures} of {checks} checks passed")
+    console.print(f"\n{verdict(failures, devices)}", markup=False, highlight=False, soft_wrap=True)
     if failures:
         raise typer.Exit(1)
+
+
+def verdict(failures: int, devices: list[str]) -> str:
+    """Whether onepass works on this machine, and what to do."""
+    if failures:
+        return (
+            f"Not well: {failures} checks failed, which should not happen on any machine. Do not train with onepass "
+            "here, and please report the whole output of this command."
+        )
+    of_gpu = path(devices[-1], torch.bfloat16)
+    if "cuda" not in devices:
+        return (
+            "Well, without a GPU: results are right, and onepass saves memory but no time. If this machine has a GPU, "
+            "install a build of torch that can use it."
+        )
+    if of_gpu != PATHS["onepass.kernels"]:
+        return "Well, but slow: the GPU has no kernels, since Triton is not installed. Run: pip install triton"
+    return "Well: the kernels run on this GPU. Call onepass.patch() before the trainer is made."
