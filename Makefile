@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
+# Modules are compiled once, and not in every process that a test starts.
+unexport PYTHONDONTWRITEBYTECODE
 
 # `make test` takes the last version of every library. The oldest that is supported of each replacement
 # (docs/integrations.md), and what lies between where it has another form, have an environment of their own each.
