@@ -1,6 +1,7 @@
-"""The code of the README and the pages runs as it stands, and the reference has every public name."""
+"""The code of the README, the notebook and the pages runs as it stands; the reference has every public name."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -21,16 +22,34 @@ def blocks(page):
     return BLOCK.findall(page.read_text())
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
-def test_its_code_runs(page, tmp_path):
-    """Each block in a namespace of its own, and all blocks of a page in one process, which patches may change."""
-    script = "\n".join(f"exec({block!r}, {{'__name__': '__main__'}})" for block in blocks(page))
+def test_its_code_runs(tmp_path):
+    """Each block in a namespace of its own, and all of them in one process, which a patch may change."""
+    code = [(page.name, n, block) for page in RUN for n, block in enumerate(blocks(page))]
+    assert {name for name, _, _ in code} == {page.name for page in RUN}
+    script = "\n".join(
+        f"exec(compile({block!r}, '{name}, block {n}', 'exec'), {{'__name__': '__main__'}})" for name, n, block in code
+    )
     environment = os.environ | {"TRITON_INTERPRET": "", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "error:onepass", "-c", script], cwd=tmp_path, env=environment,
         capture_output=True, text=True, timeout=200,
     )  # fmt: skip
-    assert blocks(page) and done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_notebook_runs(tmp_path):
+    """Its cells, one after the other; and what it shows is so."""
+    cells = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    claims = """
+assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(of_torch, of_onepass))
+assert mib["F.linear, F.cross_entropy"][-1] > 60 and mib["onepass.linear_cross_entropy"] == [0] * len(vocabularies)
+assert rewards[-1] > 0.9 and entropies[-1] < entropies[0] / 2
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "", "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg"}
+    command = [sys.executable, "-W", "error:onepass", "-c", "\n".join([*code, claims])]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
