@@ -48,7 +48,7 @@ lint: $(READY)
 	$(BIN)/ruff check src tests benchmarks examples docs/_site.py
 	$(BIN)/ruff format --check src tests benchmarks examples docs/_site.py
 	$(BIN)/mypy
-	$(BIN)/codespell --skip '*.json,*.svg' README.md CONTRIBUTING.md docs src tests benchmarks examples
+	$(BIN)/codespell --skip '*.json,*.svg,*.ipynb' README.md CONTRIBUTING.md docs src tests benchmarks examples
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks logits
