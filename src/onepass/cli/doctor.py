@@ -222,17 +222,17 @@ def doctor() -> None:
 
 def verdict(failures: int, devices: list[str]) -> str:
     """Whether onepass works on this machine, and what to do."""
+    has_gpu = "cuda" in devices
+    if has_gpu and path("cuda", torch.bfloat16) != PATHS["onepass.kernels"]:
+        return "Not well: this GPU has no kernels, since Triton cannot be imported. Run: pip install triton"
     if failures:
         return (
             f"Not well: {failures} checks failed, which should not happen on any machine. Do not train with onepass "
             "here, and please report the whole output of this command."
         )
-    of_gpu = path(devices[-1], torch.bfloat16)
-    if "cuda" not in devices:
+    if not has_gpu:
         return (
             "Well, without a GPU: results are right, and onepass saves memory but no time. If this machine has a GPU, "
             "install a build of torch that can use it."
         )
-    if of_gpu != PATHS["onepass.kernels"]:
-        return "Well, but slow: the GPU has no kernels, since Triton is not installed. Run: pip install triton"
     return "Well: the kernels run on this GPU. Call onepass.patch() before the trainer is made."
