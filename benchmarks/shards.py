@@ -1,7 +1,10 @@
 """`python -m benchmarks shards`: losses of a vocabulary that is sharded over processes, onepass beside its peers.
 
 Each process has a GPU of its own, or all of them share the CPU. They run the same calls in the same order. A time is
-the wall time of forward and backward from a barrier until the device is idle, that of the slowest process.
+the wall time of forward and backward from a barrier until the device is idle, that of the slowest process. A second
+time is that of the device alone, which is still busy with other work when the call begins, as it is behind the layers
+of a model. The first has the time that the host takes to launch the first kernel, the second only where the host has to
+wait for the device.
 """
 
 import datetime
@@ -44,6 +47,7 @@ from onepass.cli.workloads import parse_shape
 FORM, FORM_OF_HEAD = "ROWSxVOCABULARY", "ROWSxHIDDENxVOCABULARY"
 SHAPES, SHAPES_ON_CPU = ("8192x151936", "2048x151936"), ("64x1000",)
 SHAPES_OF_HEAD, SHAPES_OF_HEAD_ON_CPU = ("8192x4096x151936",), ("64x32x1000",)
+BUSY = 20_000_000  # clock cycles of other work, about 10 ms
 CALLS, WARM_UP, TIMEOUT = 20, 3, datetime.timedelta(seconds=120)
 Request = dict[str, Any]
 
@@ -169,12 +173,18 @@ def measure(case: dict[str, Any], shard: Shard, device: torch.device, request: R
                 found["timeline"] = found["timeline"] or record(call, device)
     order = random.Random(0)
     times: list[list[float]] = [[] for _ in runs]
+    behind: list[list[float]] = [[] for _ in runs]
     for _ in range(request["rounds"]):
         for turn in order.sample(range(len(runs)), len(runs)):
-            times[turn].append(wall_ms(runs[turn], device))
-    for m, of_run in zip(measured, times):
+            times[turn].append(median_ms(wall_ms, runs[turn], device))
+            if device.type == "cuda":
+                behind[turn].append(median_ms(busy_ms, runs[turn], device))
+    for m, of_run, of_busy in zip(measured, times, behind):
         m |= {"runs": of_run, "ms": statistics.median(of_run), "baseline_ms": statistics.median(times[0])}
         m["ratio"] = m["ms"] / m["baseline_ms"]
+        if of_busy:
+            m |= {"busy_runs": of_busy, "busy_ms": statistics.median(of_busy)}
+            m["busy_ratio"] = m["busy_ms"] / statistics.median(behind[0])
     found["results"] += [case | m for m in measured]
 
 
@@ -192,18 +202,33 @@ def beyond_gradients(call: Callable[[], Any], shard: Shard, device: torch.device
     return None if extra is None else extra - sum(t.grad.nbytes for t in shard.leaves if t.grad is not None)
 
 
-def wall_ms(call: Callable[[], Any], device: torch.device) -> float:
+def median_ms(measure: Callable[..., float], call: Callable[[], Any], device: torch.device) -> float:
     """The median of several calls, of the process that takes longest."""
     times = []
-    for n in range(WARM_UP + CALLS):
+    for _ in range(WARM_UP + CALLS):
         synchronize(device)
         dist.barrier()
         synchronize(device)
-        start = time.perf_counter()
-        call()
-        synchronize(device)
-        if n >= WARM_UP:
-            times.append((time.perf_counter() - start) * 1e3)
-    of_process = torch.tensor(statistics.median(times), dtype=torch.float64, device=device)
+        times.append(measure(call, device))
+    of_process = torch.tensor(statistics.median(times[WARM_UP:]), dtype=torch.float64, device=device)
     dist.all_reduce(of_process, op=dist.ReduceOp.MAX)
     return float(of_process)
+
+
+def wall_ms(call: Callable[[], Any], device: torch.device) -> float:
+    """From an idle device to an idle device."""
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def busy_ms(call: Callable[[], Any], device: torch.device) -> float:
+    """From the end of other work, which is launched before the call, to an idle device."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(BUSY)
+    start.record()
+    call()
+    end.record()
+    synchronize(device)
+    return start.elapsed_time(end)

@@ -306,13 +306,14 @@ def shard_table(path: Path, report: Report) -> str:
     """Losses of a sharded vocabulary, beside what no implementation can do without."""
     text = [f"{where(path, report)}, {report['processes']} processes.\n"]
     for (operation, shape), group in groupby(report["results"], key=lambda r: (r["operation"], size(r))):
-        rows = []
+        rows, busy = [], ("busy_ms", "busy_ratio")
         for r in sorted(group, key=lambda r: r["ms"]):
             spread = f"{min(r['runs']):.2f} to {max(r['runs']):.2f}"
             rows.append([named(r) if r["extra_bytes"] is not None else r["implementation"], f"{r['ms']:.2f}", spread,
-                         f"{r['ratio']:.3f}", gib(r)])  # fmt: skip
+                         f"{r['ratio']:.3f}", *[f"{r[k]:.3f}" if k in r else "" for k in busy], gib(r)])  # fmt: skip
         text.append(f"`{operation}`, {shape}:\n\n" + marked(report, [operation]))
-        text.append(grid(["", "ms", "least to most", "× what none can do without", "extra GiB"], rows))
+        needed = "× what none can do without"
+        text.append(grid(["", "ms", "least to most", needed, "behind other work, ms", needed, "extra GiB"], rows))
     return "\n".join(text)
 
 

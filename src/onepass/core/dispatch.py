@@ -7,6 +7,7 @@ A plain tensor in eager mode bypasses torch's dispatcher, which costs more than 
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -202,6 +203,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def is_autocast_enabled(x: Tensor) -> bool:
     """Whether autocast is enabled for the device of ``x``."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # the meta device has no autocast
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """A context manager that disables autocast for the device of ``x``."""
+    return torch.autocast(x.device.type, enabled=False) if is_autocast_enabled(x) else nullcontext()
 
 
 ABSENT = torch.uint8  # dtype of the empty tensor that represents None; no result has this dtype

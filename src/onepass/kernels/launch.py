@@ -70,7 +70,8 @@ class Launch(NamedTuple):
     rest: tuple[Any, ...]  # numbers and constexprs
 
 
-_launches: dict[tuple[Any, ...], Launch] = {}
+Copied = tuple[bool, ...]  # for each tensor, whether the kernel takes a contiguous copy of it
+_launches: dict[tuple[Any, ...], Launch | Copied] = {}
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -107,7 +108,9 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
         device = tensors[0].device  # type: ignore[union-attr]
         plan = plan_for(*about)
         passed = guarded(plan.kernel, tensors, device)
-        if any(t is not given for t, given in zip(passed, tensors)):
+        copied = tuple([t is not given for t, given in zip(passed, tensors)])
+        if any(copied):
+            _keep(key, copied)
             return launch(plan_for, about, passed)
         numbers = typed(plan.kernel, len(tensors) + (plan.workspace is not None), plan.numbers)
         name = plan.kernel, plan.num_warps, *plan.constexprs.values(), variant
@@ -119,13 +122,14 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
             if isinstance(plan.kernel, JITFunction):  # not the interpreter's function
                 _compiled[name] = compiled
             return
-        if len(_launches) >= MOST:
-            _launches.clear()
         run = compiled.run
         if getattr(compiled.metadata, "global_scratch_size", 0):  # for tensor descriptors
             run = with_scratch(run)
         known = Launch(compiled, run, plan.programs, plan.workspace, (*numbers, *plan.constexprs.values()))
-        _launches[key] = known
+        _keep(key, known)
+    elif not isinstance(known, Launch):
+        copies = [t.contiguous() if copied else t for t, copied in zip(tensors, known)]  # type: ignore[union-attr]
+        return launch(plan_for, about, copies)
     compiled, run, programs, workspace, rest = known
     # Pointers, since Triton's launcher asks the driver about the memory of every tensor.
     arguments = *pointers, *_zeros(workspace, tensors), *rest
@@ -134,6 +138,13 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
     if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
         hooks = compiled.launch_metadata((programs, 1, 1), stream, *arguments), enter, leave
     run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, *hooks, *arguments)
+
+
+def _keep(key: tuple[Any, ...], known: Launch | Copied) -> None:
+    """Add an entry to the table of launches."""
+    if len(_launches) >= MOST:
+        _launches.clear()
+    _launches[key] = known
 
 
 @cache

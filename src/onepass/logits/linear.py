@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.checks import FLOATS, check_integer, described
-from onepass.core.dispatch import autocast_dtype, is_autocast_enabled, is_untraced
+from onepass.core.dispatch import autocast_dtype, is_autocast_enabled, is_untraced, without_autocast
 from onepass.core.invariance import is_batch_invariant
 from onepass.core.options import Inputs, Options, PairOptions, PairRows
 from onepass.core.shard import NOT_SHARDED, Group, Shard, shared_columns
@@ -286,7 +286,7 @@ class LinearLogits(TensorLike):
     def untransformed_columns(self) -> Tensor:
         """`untransformed`, but only the columns that this process holds."""
         self.check_unchanged()
-        with gathered(self.weight, self.bias), torch.autocast(self.device.type, enabled=False):
+        with gathered(self.weight, self.bias), without_autocast(self.hidden):
             hidden, weight, bias = (
                 None if t is None else t.to(self.gemm_dtype) for t in (self.hidden, self.weight, self.bias)
             )
@@ -386,7 +386,8 @@ class LinearLogits(TensorLike):
     def flat(self, inputs: Inputs) -> Inputs:
         """The inputs with all rows in one dimension; index and class weights are those of this process's columns."""
         rows = self.shape[:-1]
-        inputs = inputs.rows(lambda t: t.reshape(rows.numel(), *t.shape[len(rows) :]))
+        if len(rows) != 1:
+            inputs = inputs.rows(lambda t: t.reshape(rows.numel(), *t.shape[len(rows) :]))
         return inputs.columns(self.shard.first, self.shard.first + self.shard.size) if self.shard.sizes else inputs
 
     def all_class_weights(self, weights: Tensor) -> Tensor:

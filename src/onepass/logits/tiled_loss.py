@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.core.dispatch import refuse_forward_mode, refuse_second_derivatives
+from onepass.core.dispatch import refuse_forward_mode, refuse_second_derivatives, without_autocast
 from onepass.logits.gradients import Gradients
 from onepass.logits.partitioned import gathered
 from onepass.logits.row_loss import RowLoss
@@ -58,7 +58,7 @@ def walk(
     """
     hidden = tensors.hidden
     parameters = [p for of_head, _ in row_loss.heads for p in of_head[1:]]
-    with gathered(*tensors[1:], *parameters), torch.autocast(hidden.device.type, enabled=False):
+    with gathered(*tensors[1:], *parameters), without_autocast(hidden):
         heads = [Head(tensors, settings), *(Head(*of_head) for of_head in row_loss.heads)]
         use = row_loss.use(heads[0], scale_of is not None)._replace(weight_gradient=needed[1])
         backward = row_loss.use(heads[0], True)._replace(weight_gradient=later[1]) if any(later) else None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onepass.backend import backend_of
-from onepass.core.dispatch import empty_gradients, operation, refuse_second_derivatives
+from onepass.core.dispatch import empty_gradients, operation, refuse_second_derivatives, without_autocast
 from onepass.core.options import FieldGradients, Inputs, Options, Results, empty_results, pick
 from onepass.logits.gradients import Gradients
 from onepass.logits.partitioned import gathered
@@ -103,7 +103,7 @@ def read_tiles(
     """
     hidden, weight, bias = tensors
     whole = [(tensor, dim) for tensor, dim in found if tensor is not None]
-    with gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
+    with gathered(weight, bias), without_autocast(hidden):
         head = Head(tensors, settings)
         logits = not head.reads_its_product(inputs, options)
         bytes_of_row = row_bytes(inputs.index) + (0 if logits else head.state_bytes(options))
@@ -149,7 +149,7 @@ def _gradient(
     The statistics of the rows are known, so that the gradient of a slice of the vocabulary depends on no other slice.
     """
     hidden, weight, bias = tensors
-    with gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
+    with gathered(weight, bias), without_autocast(hidden):
         head = Head(tensors, settings)
         cut = plan([head], inputs.row_mask, gradient_use(inputs, needed[1]))
         row_mask = inputs.row_mask if defers(inputs.row_mask) else None

@@ -442,8 +442,10 @@ def tiles(heads: Sequence[Head], plan: Plan, logits: bool = True) -> Iterator[Ti
 
 def empty_logits(head: Head, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """An uninitialized tile, with rows padded to `ALIGNED` bytes."""
-    logits = head.hidden.new_empty((rows, padded(columns, dtype)), dtype=dtype)
-    logits[:, columns:] = 0  # bfloat16 GEMMs on a CPU multiply the padding by 0, so it must not be NaN
+    width = padded(columns, dtype)
+    logits = head.hidden.new_empty((rows, width), dtype=dtype)
+    if width > columns:
+        logits[:, columns:] = 0  # bfloat16 GEMMs on a CPU multiply the padding by 0, so it must not be NaN
     return logits[:, :columns]
 
 
