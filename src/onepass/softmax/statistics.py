@@ -32,6 +32,10 @@ from onepass.core.options import (
 from onepass.reference.softmax import active_rows, out_of_range
 from onepass.softmax.inplace import mark_overwritten
 
+# Of a gradient that is computed in the forward: where rows are shorter, the comparison of the backward takes more than
+# a hundredth of the time of the gradient.
+LEAST_VOCABULARY = 1 << 16
+
 
 @dataclass(frozen=True)
 class SoftmaxStatistics:
@@ -259,7 +263,8 @@ class _Statistics(torch.autograd.Function):
         inputs = Inputs(*tensors)
         results = _forward(logits, inputs, options)
         fields, share = averaged(pick(results, options), inputs, mean)
-        grad, upstream = None, None if inplace else early_gradient(logits, inputs, share)
+        late = inplace or logits.shape[-1] < LEAST_VOCABULARY
+        grad, upstream = None, None if late else early_gradient(logits, inputs, share)
         if upstream is not None:
             grad = _gradient(logits, inputs, results[0], upstream, options)
         ctx.save_for_backward(logits, *tensors, share, results[0], grad)
