@@ -66,7 +66,6 @@ def linear_statistics_kernel(
             column = tl.load(index + row, mask=present, other=-1).to(tl.int64) - n_tile * BLOCK_N
         here = present & (column >= 0) & (column < min(N - n_tile * BLOCK_N, BLOCK_N))
         column = tl.where(here, column, -1).to(tl.int32)
-        any_here = tl.max(here.to(tl.int32), axis=0) > 0
         empty = tl.zeros([BLOCK_M], tl.float32)
         first = tl.full([BLOCK_M], NOWHERE, tl.int32)
         state = empty + LOWEST, empty, empty, empty, empty, empty, first
@@ -77,7 +76,7 @@ def linear_statistics_kernel(
         parts = part0, part1, part2, part3
         for n in tl.static_range(4):
             state = read_columns(
-                parts[n], n * QUARTER + tl.arange(0, QUARTER), n_tile * BLOCK_N, state, column, any_here, bias,
+                parts[n], n * QUARTER + tl.arange(0, QUARTER), n_tile * BLOCK_N, state, column, bias,
                 row_inner, row_outer, sharpness, a.dtype.element_ty, N, BLOCK_N, ROUND, TWICE, PACKED, SOFTCAP,
                 EXPECTED, TEMPERED, MEAN, index is not None, TOP1,
             )  # fmt: skip
@@ -136,7 +135,7 @@ def rounded(z, DTYPE: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def read_columns(
-    z, place, n0, state, column, any_here, bias, inner, outer, sharpness,
+    z, place, n0, state, column, bias, inner, outer, sharpness,
     DTYPE: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, ROUND: tl.constexpr, TWICE: tl.constexpr,
     PACKED: tl.constexpr, SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, TEMPERED: tl.constexpr, MEAN: tl.constexpr,
     INDEX: tl.constexpr, TOP1: tl.constexpr,
@@ -144,7 +143,7 @@ def read_columns(
     """Add the columns ``place`` of the tile that begins at ``n0`` to the ``state`` of every row.
 
     The state is that of `kernels.online_softmax` without class weights, followed by the logit of ``column`` and by the
-    first column of the largest logit so far. ``any_here`` says whether any row has its ``column`` in this tile.
+    first column of the largest logit so far.
     """
     m, s, t, q, u, chosen, first = state
     n = n0 + place
@@ -164,9 +163,8 @@ def read_columns(
         u += tl.sum(z, axis=1)
     before = m
     m, s, t, _w, _c, q, u = update(m, s, t, 0.0, 0.0, q, u, z, 0.0, sharpness, EXPECTED, False, TEMPERED, MEAN)
-    if INDEX:  # noqa: SIM102 (the inner condition is no constant)
-        if any_here:
-            chosen += tl.sum(tl.where(place[None, :] == column[:, None], z, 0.0), axis=1)
+    if INDEX:
+        chosen += tl.sum(tl.where(place[None, :] == column[:, None], z, 0.0), axis=1)
     if TOP1:
         largest = tl.min(tl.where(z == m[:, None], place[None, :], NOWHERE), axis=1)
         first = tl.where(m > before, largest, first)
