@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import onepass
+import reading
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(py\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -122,3 +125,21 @@ def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     for page in PAGES:
         assert f": {page.relative_to(ROOT / 'docs')}" in navigation, page
+
+
+def test_no_page_is_harder_to_read_than_those_of_pytorch():
+    pytest.importorskip("textstat")
+    limit, pages = reading.of_torch(), reading.of_pages()
+    assert limit > 40 and len(pages) > 20
+    assert not {page: ease for page, (ease, _) in pages.items() if ease < limit}
+
+
+def test_what_is_prose():
+    page = """# A title\n\nA *line* with `code.of(x)`, [a link](docs/moe.md#part) and $`x^2`$.\n\n| a | table |\n
+```python\ncode = 1\n```\n- An entry\n  of a list.\n- Another one, here.\n<!-- a comment of words -->\n"""
+    prose = ["A line with x, a link and x.", "An entry of a list.", "Another one, here."]
+    assert reading.prose_of_page(page) == prose
+    docstring = """The sum of :attr:`input` and ``1``.\n
+    Args:\n        input: a tensor of words\n\n    .. math::\n        a = b\n
+    Note:\n        See `the paper <address>`__ for more.\n\n        >>> code = 1\n    """
+    assert reading.prose_of_docstring(docstring) == ["The sum of x and x.", "See the paper for more."]
