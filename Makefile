@@ -13,7 +13,7 @@ EARLIER_TRL := 0.29.1 1.10.0
 EARLIER_TRANSFORMERS := 4.56.0 5.0.0 5.6.0 5.7.0 5.13.0
 EARLIER_PEFT := 0.21.0
 
-.PHONY: docs plots demo test pytest test-trl test-transformers test-peft lint bench clean
+.PHONY: docs reading plots demo test pytest test-trl test-transformers test-peft lint bench clean
 
 demo: $(READY)
 	$(BIN)/onepass demo
@@ -56,6 +56,10 @@ bench: $(READY)
 # The site, in an environment of its own. A broken link or reference is an error.
 docs: $(READY) $(VENV)-docs/.ready
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=src:`echo $(VENV)/lib/python*/site-packages` $(VENV)-docs/bin/mkdocs build --strict
+
+# How easy each page is to read, beside PyTorch's documentation; a test demands that none is harder.
+reading: $(READY)
+	PYTHONPATH=src $(BIN)/python tests/reading.py
 
 plots: $(READY)
 	$(BIN)/python -m benchmarks table

@@ -1,8 +1,9 @@
 """What the pages and docstrings need beyond Markdown to become a site (`make docs`).
 
-mkdocs calls `on_page_markdown`, and mkdocstrings loads `Docstrings`. A link to a file outside of this folder becomes
-the file's path, since the site does not have it. A formula of a docstring is written as in Sphinx, with ``:math:`` or
-``.. math::``, and becomes MathML, for which browsers need no script. Public names become links.
+mkdocs calls `on_page_markdown` and `on_post_page`, and mkdocstrings loads `Docstrings`. A link to a file outside of
+this folder becomes the file's path, since the site does not have it. A formula becomes MathML, for which browsers need
+no script: in a docstring it is written as in Sphinx, with ``:math:`` or ``.. math::``, and in a page as on GitHub,
+between ``$` `` and `` `$`` or in a block ``math``. Public names become links, and pictures links to themselves.
 """
 
 import re
@@ -15,6 +16,13 @@ from latex2mathml.converter import convert
 LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<path>\.\./[^)#\s]*)(?:#[^)\s]*)?\)")
 ROLE = re.compile(r":math:`(?P<latex>[^`]+)`")
 DIRECTIVE = re.compile(r"\.\. math::\s*(?P<latex>.*(?:\n[ \t]+\S.*)*)")
+INLINE = re.compile(r"\$`(?P<latex>[^`]+)`\$")
+BLOCK = re.compile(r"^```math\n(?P<latex>.*?)^```", re.MULTILINE | re.DOTALL)
+PICTURE = re.compile(r"(?<!\[)!\[[^\]]*\]\((?P<path>[^)\s#]+)(?:#[\w-]+)?\)")
+SHORT = re.compile(r"<(?P<tag>td|th|h[1-6])\b[^>]*>.*?</(?P=tag)>", re.DOTALL)
+WITHIN = re.compile(r"(?<=[a-z])(?=[A-Z][a-z])")  # a long name, as in LigerFusedLinearCrossEntropyLoss
+BETWEEN = re.compile(r"(?<=[A-Za-z])[._/](?=\w)|(?<=\w)[(=](?=[^\s)])")  # parts of an expression
+FUNCTION = re.compile(r"(<mi>(?:log|exp|tanh|max)</mi>)(?=<m(?:i|n|sub|sup|row)\b)")
 NAME = re.compile(r"(?<!`)`(?P<name>onepass\.[\w.]+)`(?!`)")
 
 
@@ -28,7 +36,30 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         text, path = link["text"], link["path"].replace("../", "")
         return text if path.strip("/") in text else f"{text} (`{path}`)"
 
-    return LINK.sub(outside, markdown)
+    text = BLOCK.sub(lambda m: formula(m["latex"], block=True), LINK.sub(outside, markdown))
+    text = PICTURE.sub(lambda m: f"[{m[0]}]({m['path']})", text)
+    return INLINE.sub(lambda m: formula(m["latex"]), text)
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Marks where names in tables and headings may break; after the index of the search was made."""
+
+    def with_breaks(text: str) -> str:
+        text = re.sub(r"\w{17,}", lambda name: WITHIN.sub("<wbr>", name[0]), text)
+        return BETWEEN.sub(lambda sign: f"{sign[0]}<wbr>", text)
+
+    def marked(part: re.Match[str]) -> str:
+        # Text alone: what lies between tags, and not attributes or the names of characters.
+        return re.sub(r"(?<=>)[^<>&]+(?=[<&])", lambda text: with_breaks(text[0]), part[0])
+
+    return SHORT.sub(marked, output)
+
+
+def formula(latex: str, block: bool = False) -> str:
+    math = convert(" ".join(latex.split()), display="block" if block else "inline")
+    math = FUNCTION.sub(r'\1<mspace width="0.17em"/>', math)
+    # Within a span, since Markdown takes a line that begins with another element for a block.
+    return f'<span class="formula">{math}</span>' if block else f"<span>{math}</span>"
 
 
 class Docstrings(griffe.Extension):
@@ -40,9 +71,9 @@ class Docstrings(griffe.Extension):
 
 
 def as_markdown(text: str) -> str:
-    text = DIRECTIVE.sub(lambda m: convert(" ".join(m["latex"].split()), display="block"), text)
-    # Within a span, since Markdown takes a line that begins with another element for a block.
-    text = ROLE.sub(lambda m: f"<span>{convert(' '.join(m['latex'].split()))}</span>", text)
+    text = DIRECTIVE.sub(lambda m: formula(m["latex"], block=True), text)
+    text = ROLE.sub(lambda m: formula(m["latex"]), text)
+    text = re.sub(r"::$", ":", text, flags=re.MULTILINE)  # before a block of code
     return NAME.sub(lambda m: f"[`{m['name']}`][{m['name']}]" if is_public(m["name"]) else m[0], text)
 
 
