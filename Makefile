@@ -13,7 +13,7 @@ EARLIER_TRL := 0.29.1 1.10.0
 EARLIER_TRANSFORMERS := 4.56.0 5.0.0 5.6.0 5.7.0 5.13.0
 EARLIER_PEFT := 0.21.0
 
-.PHONY: docs plots demo test pytest test-trl test-transformers test-peft lint bench clean
+.PHONY: docs plots kernel demo test pytest test-trl test-transformers test-peft lint bench clean
 
 demo: $(READY)
 	$(BIN)/onepass demo
@@ -45,10 +45,10 @@ test-%: $(READY)
 	PYTHONPATH=src $(VENV)-$*/bin/python -m pytest -n $(WORKERS) --dist loadgroup -p no:cacheprovider $(TESTS)
 
 lint: $(READY)
-	$(BIN)/ruff check src tests benchmarks examples docs/_site.py
-	$(BIN)/ruff format --check src tests benchmarks examples docs/_site.py
+	$(BIN)/ruff check src tests benchmarks examples hub docs/_site.py
+	$(BIN)/ruff format --check src tests benchmarks examples hub docs/_site.py
 	$(BIN)/mypy
-	$(BIN)/codespell --skip '*.json,*.svg,*.ipynb' README.md CONTRIBUTING.md docs src tests benchmarks examples
+	$(BIN)/codespell --skip '*.json,*.svg,*.ipynb' README.md CONTRIBUTING.md docs src tests benchmarks examples hub
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks logits
@@ -56,6 +56,10 @@ bench: $(READY)
 # The site, in an environment of its own. A broken link or reference is an error.
 docs: $(READY) $(VENV)-docs/.ready
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=src:`echo $(VENV)/lib/python*/site-packages` $(VENV)-docs/bin/mkdocs build --strict
+
+# A kernel for Hugging Face's library `kernels` (docs/integrations.md).
+kernel:
+	$(PYTHON) -m hub.build build/kernel
 
 plots: $(READY)
 	$(BIN)/python -m benchmarks table
