@@ -5,10 +5,11 @@ import torch
 
 from definition import assert_close, assert_gradient_close, statistics
 from inputs import HARD
-from onepass import kernels, reference
+from onepass import reference
 from onepass.backend import backend_of
 from onepass.core.options import FieldGradients, Inputs, Options, Transform, pick
 
+kernels = pytest.importorskip("onepass.kernels")
 ROWS, PLAIN = 7, Options("log_probs")
 
 
