@@ -13,7 +13,12 @@ EARLIER_TRL := 0.29.1 1.10.0
 EARLIER_TRANSFORMERS := 4.56.0 5.0.0 5.6.0 5.7.0 5.13.0
 EARLIER_PEFT := 0.21.0
 
-.PHONY: docs reading plots demo test pytest test-trl test-transformers test-peft lint bench clean
+# Pythons and torches together, the oldest and the newest of both among them (docs/versions.md). Each torch brings its
+# own Triton, which `notriton` removes, as on macOS and Windows.
+MATRIX := python3.10-torch2.9.0 python3.13-torch2.9.1 python3.12-torch2.10.0 python3.11-torch2.11.0 \
+	python3.12-torch2.12.1 python3.10-torch2.13.0 python3.13-torch2.13.0 python3.13-torch2.13.0-notriton
+
+.PHONY: docs reading plots kernel demo test pytest test-trl test-transformers test-peft test-matrix lint bench clean
 
 demo: $(READY)
 	$(BIN)/onepass demo
@@ -30,6 +35,8 @@ test-transformers: $(EARLIER_TRANSFORMERS:%=test-transformers-%)
 
 test-peft: $(EARLIER_PEFT:%=test-peft-%)
 
+test-matrix: $(MATRIX:%=test-%)
+
 test-trl-%: ALSO := requests  # which they import
 test-trl-%: TESTS := tests/test_trainers.py tests/test_patching.py tests/test_integrations.py
 test-transformers-%: ALSO := datasets  # of a version for the same huggingface-hub
@@ -44,11 +51,23 @@ test-%: $(READY)
 	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts $(subst -,==,$*) $(ALSO)
 	PYTHONPATH=src $(VENV)-$*/bin/python -m pytest -n $(WORKERS) --dist loadgroup -p no:cacheprovider $(TESTS)
 
+# One Python, which is looked for on the PATH, with one torch. On Linux for x86_64 torch brings CUDA, and an environment
+# takes 6 GB, so it is removed once its tests have passed. Triton 3.5 and 3.6 interpret nothing with NumPy 2.4.
+test-python%:
+	rm -rf $(VENV)-python$*
+	python$(word 1,$(subst -, ,$*)) -m venv $(VENV)-python$*
+	$(VENV)-python$*/bin/python -m pip $(QUIETLY) $(subst torch,torch==,$(word 2,$(subst -, ,$*))) \
+		'numpy<2.4' 'pytest<9.2' pytest-xdist hypothesis
+	$(if $(findstring notriton,$*),$(VENV)-python$*/bin/python -m pip uninstall --quiet --yes triton)
+	PYTHONPATH=src $(VENV)-python$*/bin/python -m pytest -n $(WORKERS) --dist loadgroup -p no:cacheprovider \
+		$(addprefix tests/test_,statistics.py losses.py softmax_loss.py guard.py torch.py)
+	rm -rf $(VENV)-python$*
+
 lint: $(READY)
-	$(BIN)/ruff check src tests benchmarks examples docs/_site.py
-	$(BIN)/ruff format --check src tests benchmarks examples docs/_site.py
+	$(BIN)/ruff check src tests benchmarks examples hub docs/_site.py
+	$(BIN)/ruff format --check src tests benchmarks examples hub docs/_site.py
 	$(BIN)/mypy
-	$(BIN)/codespell --skip '*.json,*.svg,*.ipynb' README.md CONTRIBUTING.md docs src tests benchmarks examples
+	$(BIN)/codespell --skip '*.json,*.svg,*.ipynb' README.md CONTRIBUTING.md docs src tests benchmarks examples hub
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks logits
@@ -60,6 +79,10 @@ docs: $(READY) $(VENV)-docs/.ready
 # How easy each page is to read, beside PyTorch's documentation; a test demands that none is harder.
 reading: $(READY)
 	PYTHONPATH=src $(BIN)/python tests/reading.py
+
+# A kernel for Hugging Face's library `kernels` (docs/integrations.md).
+kernel:
+	$(PYTHON) -m hub.build build/kernel
 
 plots: $(READY)
 	$(BIN)/python -m benchmarks table

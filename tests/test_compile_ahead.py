@@ -173,7 +173,7 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     states = kernels.shard_statistics(logits, inputs, options)
     row = empty(case.rows, dtype=torch.int64)
     of_support = inputs._replace(support=empty(case.rows * 64, dtype=torch.int64), starts=row, lengths=row)
-    restricted = options._replace(fields=" ".join(n for n in options.names if n != "mean_logit"))
+    restricted = options._replace(fields=" ".join(n for n in options.names() if n != "mean_logit"))
     kernels.softmax_statistics(logits, of_support, restricted)
     kernels.shard_statistics(logits, of_support, restricted)
     shard = Shard(0, (case.vocab, case.vocab) if case.K > 1 else (case.vocab,) * 3)
@@ -194,7 +194,7 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     padded = inputs._replace(support=empty(case.rows, 64, dtype=torch.int64))
     kernels.softmax_statistics(logits, padded, restricted)
     kernels.softmax_gradient(logits, padded, packed, upstream, restricted, out)
-    fields = [n for n in options.names if n in ("selected", "log_probs", "weighted_logit")]
+    fields = [n for n in options.names() if n in ("selected", "log_probs", "weighted_logit")]
     of_loss = options._replace(fields=" ".join(fields))
     whole_vectors, one = (
         empty(case.rows, -(-case.vocab // 8) * 8, dtype=dtype)[:, : case.vocab],
@@ -211,7 +211,7 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     kernels.row_gemm(hidden, weight.t(), weight[:, 0], rows)
     kernels.row_gemm(rows, weight, None, hidden)
     read_once = inputs._replace(index=one)
-    unweighted = options._replace(fields=" ".join(n for n in options.names if n != "weighted_logit"))
+    unweighted = options._replace(fields=" ".join(n for n in options.names() if n != "weighted_logit"))
     if kernels.supports_linear_statistics(dtype, weight.t(), read_once, unweighted):
         for rounds, shard in ((True, False), (False, True)):
             found = (torch.empty_like(states), None, None) if shard else empty_results(hidden, one, options)

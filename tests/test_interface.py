@@ -1,10 +1,10 @@
 """Public functions are alike: one name, kind and default for one thing, which a type checker sees."""
 
 import inspect
+import json
 import os
 import subprocess
 import sys
-import textwrap
 import typing
 import warnings
 from pathlib import Path
@@ -209,18 +209,30 @@ onepass.moe.softmax_topk(x, 2, renormalise=False)  # wrong
 onepass.moe.route(x, 2).weights.sum()
 onepass.CrossEntropyLoss(reduction="sum")(x, t).backward()
 """
+WRONG = [n for n, line in enumerate(USER.splitlines(), 1) if line.endswith("# wrong")]
 
 
 def test_a_type_checker_sees_a_misspelt_option(tmp_path):
     pytest.importorskip("mypy")
     file = tmp_path / "user.py"
-    file.write_text(textwrap.dedent(USER))
+    file.write_text(USER)
     (tmp_path / "mypy.ini").write_text(  # without the types of torch, which take a minute to read
         "[mypy]\nstrict = True\nfollow_imports = silent\n[mypy-torch.*,triton.*]\nfollow_imports = skip\n"
     )
     command = [sys.executable, "-m", "mypy", file.name]
     environment = os.environ | {"MYPYPATH": str(Path(onepass.__file__).parents[1])}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    wrong = [n for n, line in enumerate(USER.splitlines(), 1) if line.endswith("# wrong")]
-    found = sorted({int(line.split(":")[1]) for line in done.stdout.splitlines() if line.startswith("user.py:")})
-    assert found == wrong, done.stdout
+    found = {int(line.split(":")[1]) for line in done.stdout.splitlines() if line.startswith("user.py:")}
+    assert sorted(found) == WRONG, done.stdout
+
+
+def test_pyright_sees_the_same(tmp_path):
+    """And that every type which a user's file gets from onepass is known, in its strict mode."""
+    pytest.importorskip("basedpyright")  # pyright in a wheel, which installs without a download of its own
+    (tmp_path / "user.py").write_text(USER)
+    settings = {"typeCheckingMode": "strict", "extraPaths": [str(Path(onepass.__file__).parents[1])]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--outputjson"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    found = {d["range"]["start"]["line"] + 1 for d in json.loads(done.stdout)["generalDiagnostics"]}
+    assert sorted(found) == WRONG, done.stdout

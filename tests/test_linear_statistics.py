@@ -62,7 +62,7 @@ def logits_of(parts, rounds=True, twice=False):
 
 def check(results, expected, options, name):
     packed, selected, is_top1 = results
-    for field in options.names:
+    for field in options.names():
         if field == "is_top1":
             assert torch.equal(is_top1, expected["is_top1"]), name
         elif field in ("log_probs", "selected"):
@@ -89,7 +89,7 @@ def test_equals_the_definition(place, shape, fields):
             t = 1.0 if own is None else own.double().unsqueeze(-1)
             expected = definition.statistics(x, index, row_mask=mask, softcap=softcap, logit_scale=0.9, temperature=t)
             if place.type == "cuda" and rounds:  # sums in another order may be rounded to the other side
-                for field in options.names:
+                for field in options.names():
                     if field in ("log_probs", "selected"):
                         torch.testing.assert_close(found[1].double(), expected[field], rtol=2e-2, atol=0.15)
                 continue
@@ -115,7 +115,7 @@ def test_hard_rows(place, rounds):
         inside = (index >= 0) & (index < 700)
         x = logits_of((a, w, bias), rounds)
         expected = definition.statistics(x, index.where(inside, 0))
-        for field in options.names:
+        for field in options.names():
             of = expected[field]
             expected[field] = of & inside if field == "is_top1" else of.masked_fill(~inside, torch.nan)
         rows = [0, 1, 3, 4, 5]

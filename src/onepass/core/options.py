@@ -67,14 +67,13 @@ class Options(NamedTuple):
     sharpness: float = 2.0  # the inverse of the second temperature; `log_sum_sq_probs` needs 2
     invariant: bool = False  # whether a row's results are the same whatever rows are with it; see `batch_invariant`
 
-    @property
     def names(self) -> tuple[str, ...]:
         """The names of the requested fields."""
         return _names(self.fields)
 
     def wants(self, name: str) -> bool:
         """Whether a field is requested."""
-        return name in self.names
+        return name in self.names()
 
 
 class Inputs(NamedTuple):

@@ -192,7 +192,7 @@ def supports_fused_loss(logits: torch.Tensor, index: torch.Tensor | None, option
         return False
     one = index is not None and index.dim() == 1
     aligned = not (logits.stride(0) * logits.element_size() % 16 or logits.data_ptr() % 16)
-    return one and aligned and FIELDS.issuperset(options.names)
+    return one and aligned and FIELDS.issuperset(options.names())
 
 
 def softmax_loss(

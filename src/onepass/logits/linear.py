@@ -308,7 +308,7 @@ class LinearLogits(TensorLike):
             return super().statistics(inputs, options)
         fields = tiled_statistics(self.tensors, self.flat(inputs), self.settings, composed)
         rows = self.shape[:-1]
-        return {name: f.reshape((*rows, *f.shape[1:])) for name, f in zip(options.names, fields)}
+        return {name: f.reshape((*rows, *f.shape[1:])) for name, f in zip(options.names(), fields)}
 
     def loss(
         self,
@@ -334,8 +334,8 @@ class LinearLogits(TensorLike):
         field = options.fields
         loss_fn = loss_fn or (lambda fields: fields[field])
         if self.observer is not None and index is not None and index.dim() == 1:
-            loss_fn, linear = observed(loss_fn, self.observer, options.names), False
-            options = options._replace(fields=" ".join(dict.fromkeys((*options.names, "entropy", "is_top1"))))
+            loss_fn, linear = observed(loss_fn, self.observer, options.names()), False
+            options = options._replace(fields=" ".join(dict.fromkeys((*options.names(), "entropy", "is_top1"))))
             self.observer.begin(rows.numel() if row_mask is None else row_mask.bool().sum())
         row_loss = StatisticsLoss(loss_fn, options, self.gemm_dtype, inputs._replace(row_mask=None), flat, linear)
         return self.tiled(row_loss, row_mask, divisor)
@@ -401,7 +401,7 @@ class LinearLogits(TensorLike):
 
         @cache
         def number() -> Tensor:
-            found = divisor.number if isinstance(divisor, Count) else divisor
+            found = divisor.number() if isinstance(divisor, Count) else divisor
             if isinstance(found, Tensor):
                 return found.detach().reshape(()).to(self.device, row_loss.dtype)
             # Filled on the device: a copy from the host would synchronize.

@@ -135,10 +135,10 @@ class StatisticsLoss:
         of_rows = None if scale is None else scale(rows)
         if results is None:
             x = tile.logits[0]
-            anywhere = {n: x.new_zeros(rows.n, dtype=self.dtype) for n in options.names}
+            anywhere = {n: x.new_zeros(rows.n, dtype=self.dtype) for n in options.names()}
             _, upstream, _ = self.differentiated(anywhere, inputs, rows.n, of_rows)
             results = backend.softmax_loss(x, read, upstream, options, out)
-        fields = dict(zip(options.names, pick(results, options)))
+        fields = dict(zip(options.names(), pick(results, options)))
         if fused or (of_rows is None and self.checked):
             with torch.no_grad():
                 return self.losses(fields, inputs, rows.n), ()

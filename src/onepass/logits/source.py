@@ -40,7 +40,6 @@ class Count(NamedTuple):
     rows: Tensor
     factor: float
 
-    @property
     def number(self) -> Tensor:
         return self.rows.sum() * self.factor
 
@@ -186,7 +185,7 @@ class TensorLogits(LogitsSource):
             selected = gather_logits(self.logits, inputs.index, options.transform)  # type: ignore[arg-type]
             return {"selected": divided_by(selected, inputs.temperature, inputs.row_mask)}
         fields = statistics_of(self.logits, inputs, options, self.inplace_backward)
-        return dict(zip(options.names, fields))
+        return dict(zip(options.names(), fields))
 
     def mean_of_field(self, inputs: Inputs, options: Options, factor: float) -> Tensor | None:
         if not self.is_eager or self.shape[:-1].numel() > MOST_ROWS_OF_MEAN:
@@ -223,7 +222,7 @@ def divided(loss: Tensor, divisor: Divisor, row_dims: int) -> Tensor:
     """The sum of a loss over the divisor or, without a divisor, the loss of every row, with ``row_dims`` dimensions."""
     if divisor is None:
         return loss.sum(-1) if loss.dim() > row_dims else loss
-    divisor = divisor.number if isinstance(divisor, Count) else divisor
+    divisor = divisor.number() if isinstance(divisor, Count) else divisor
     if isinstance(divisor, Tensor):
         divisor = divisor.to(loss.device)
     elif divisor in (1, -1):

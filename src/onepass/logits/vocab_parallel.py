@@ -99,7 +99,7 @@ class VocabParallelLogits(LogitsSource):
         if options.fields == "selected" and index is not None:  # no other logit is read
             selected = self.selected(index, options.transform)
             return {"selected": divided_by(selected, inputs.temperature, inputs.row_mask)}
-        return dict(zip(options.names, self.fields(inputs, options)))
+        return dict(zip(options.names(), self.fields(inputs, options)))
 
     def mean_of_field(self, inputs: Inputs, options: Options, factor: float) -> Tensor | None:
         if not self.is_eager or self.shape[:-1].numel() > MOST_ROWS_OF_MEAN:
