@@ -12,6 +12,7 @@ from onepass.core.options import PACKED, FieldGradients, Inputs, Options, Result
 from onepass.core.support import of_each_row
 
 BLOCK_ELEMENTS = 1 << 20
+OF_SUMS = {"shift", "log_normalizer", "log_probs", "selected", "is_top1"}  # fields that need no other sum of a row
 FLOOR = -1e30  # differences are clamped to this before they are multiplied by their exp(): 0·(-inf) is NaN
 
 
@@ -38,9 +39,13 @@ def row_blocks(*tensors: Tensor, alone: bool = False) -> Iterator[tuple[slice, l
 def transformed(
     x: Tensor, transform: Transform, dtype: torch.dtype, temperature: Tensor | None = None
 ) -> tuple[Tensor, Tensor | float]:
-    """The logits ``(n, V)`` after their transform, and its derivative; ``temperature`` ``(n,)`` is that of each row."""
+    """The logits ``(n, V)`` after their transform, and its derivative; ``temperature`` ``(n,)`` is that of each row.
+
+    Without a transform these are the logits themselves, or a copy in another dtype.
+    """
     inner, outer = transform.factors()
-    z = x.to(dtype) * inner
+    z = x.to(dtype)
+    z = z if inner == 1.0 else z * inner
     slope: Tensor | float = inner
     if transform.softcap is not None:
         z = z.tanh()
@@ -49,6 +54,16 @@ def transformed(
         return z, slope
     t = temperature.where((temperature > 0) & (temperature < torch.inf), torch.nan).unsqueeze(-1)
     return z / t, slope / t
+
+
+def softmax_of(z: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The softmax of ``z`` ``(n, V)``, and the largest of each row of ``z`` and of the softmax, ``(n, 1)``.
+
+    On a CPU, torch's softmax takes less time than `exp` alone. It loses digits in the sum of long rows, which cancel
+    where its results are divided by their largest: that is the exponential of a logit relative to the largest logit.
+    """
+    p = torch.softmax(z, -1, out=out) if out is not None else torch.softmax(z, -1)
+    return p, z.amax(-1, keepdim=True), p.amax(-1, keepdim=True)
 
 
 def temperature_of(temperature: Tensor | None, rows: slice) -> Tensor | None:
@@ -116,22 +131,27 @@ def softmax_statistics(logits: Tensor, inputs: Inputs, options: Options) -> Resu
         bad = out_of_range(index, None, logits.shape[-1]).any(-1)
         index = index.clamp(0, logits.shape[-1] - 1).long()
     is_top1 = None if is_top1 is None or per_index is None else is_top1.view(per_index.shape)
+    room: Tensor | None = None  # of the first block, and no other block is larger
     for group, (x,) in row_blocks(logits, alone=options.invariant):
         z, _ = transformed(x, options.transform, packed.dtype, temperature_of(temperature, group))
         allowed, outside = support_of(inputs, group, z)
         z = z if allowed is None else z.masked_fill(~allowed, -torch.inf)
-        shift = z.amax(-1, keepdim=True)
-        z = z - shift
-        e = z.exp()
-        total = e.sum(-1)
+        p, shift, largest = softmax_of(z, room[: len(z)] if room is not None else None)
+        room = p if room is None else room
+        total = p.sum(-1) / largest[:, 0]
         for none in (None if bad is None else bad[group], outside):
             if none is not None:
                 total.masked_fill_(none, float("nan"))
         void = 0 * total  # NaN if the row defines no distribution: a logit is NaN or +inf, or all are -inf
+        if not OF_SUMS.issuperset(options.names()):
+            z = z - shift if z is x else z.sub_(shift)
+            relative = z if index is None else z.gather(-1, index[group])
+        elif index is not None:
+            relative = z.gather(-1, index[group]) - shift
         out["shift"][group] = shift[:, 0] + void
         out["log_normalizer"][group] = total.log()
         if options.wants("expected_logit") or options.wants("entropy"):
-            expected = (e * z.clamp(min=FLOOR)).sum(-1) / total
+            expected = p.mul_(z.clamp(min=FLOOR)).sum(-1) / (total * largest[:, 0])
             out["expected_logit"][group] = expected
             out["entropy"][group] = total.log() - expected
         if options.wants("weighted_logit"):
@@ -148,7 +168,7 @@ def softmax_statistics(logits: Tensor, inputs: Inputs, options: Options) -> Resu
         if options.wants("mean_logit"):
             out["mean_logit"][group] = (z / z.shape[-1]).sum(-1) + shift[:, 0] + void
         if index is not None and per_index is not None:
-            relative = z.gather(-1, index[group]) + void.unsqueeze(-1)
+            relative = relative + void.unsqueeze(-1)
             if is_top1 is not None:
                 is_top1[group] = (relative == 0) & (index[group] == z.argmax(-1, keepdim=True))
             per_index[group] = relative - total.log().unsqueeze(-1) if options.wants("log_probs") else relative
@@ -192,16 +212,26 @@ def softmax_gradient(
         index, w = index.masked_fill(outside, 0), w.masked_fill(outside, 0.0)
     if active is not None:
         idle |= ~active.unsqueeze(-1)
+    some_idle = not idle.is_cpu or bool(idle.any())  # to look would synchronize a GPU
+    needs_z = grads.expected_logit is not None or grads.tempered_log_normalizer is not None
     for group, (x, g_out) in row_blocks(logits, out, alone=options.invariant):
         z, slope = transformed(x, options.transform, packed.dtype, temperature_of(temperature, group))
         allowed, _ = support_of(inputs, group, z)
         z = z if allowed is None else z.masked_fill(~allowed, -torch.inf)
-        z = z - field["shift"][group]
-        p = (z - field["log_normalizer"][group]).exp_()
+        shift, log_normalizer = field["shift"][group], field["log_normalizer"][group]
+        to = g_out if g_out.dtype == z.dtype and g_out.data_ptr() != x.data_ptr() else None
+        p, top, largest = softmax_of(z, to)
+        # The row may be a part of the row that the statistics are of.
+        empty = top == -torch.inf
+        factor = (top - shift - log_normalizer).exp() / largest.masked_fill(empty, 1.0)
+        if not empty.is_cpu or empty.any():
+            p.masked_fill_(empty, 0.0)
+        if needs_z:
+            z = z - shift if z is x else z.sub_(shift)
         if grads.expected_logit is not None:
-            g = p * (a[group] + b[group] * z.clamp_(min=FLOOR))
+            g = p.mul_(factor * (a[group] + b[group] * z.clamp(min=FLOOR)))
         else:
-            g = p.mul_(a[group])
+            g = p.mul_(factor * a[group])
         if grads.tempered_log_normalizer is not None:
             tempered = field["tempered_log_normalizer"][group]
             g = g + (z * options.sharpness - tempered).exp_() * (h[group] * options.sharpness)
@@ -211,7 +241,10 @@ def softmax_gradient(
             g.scatter_add_(-1, index[group], w[group])
         if not (isinstance(slope, float) and slope == 1.0):
             g *= slope
-        g_out.copy_(g.masked_fill_(idle[group] if allowed is None else idle[group] | ~allowed, 0.0))
+        if some_idle or allowed is not None:
+            g.masked_fill_(idle[group] if allowed is None else idle[group] | ~allowed, 0.0)
+        if g is not g_out:
+            g_out.copy_(g)
 
 
 def supports_early_gradient(logits: Tensor, inputs: Inputs) -> bool:
