@@ -18,9 +18,12 @@ ROWS_OF_PART = 1024  # see `Gradients.parts`; GEMMs are slow for fewer
 
 
 class Gradients:
-    """The gradients of hidden states, weight and bias, each if ``needed``, to which tiles are added."""
+    """The gradients of hidden states, weight and bias, each if ``needed``, to which tiles are added.
 
-    def __init__(self, head: Head, plan: Plan, needed: Sequence[bool]) -> None:
+    That of the hidden states is in the dtype of sums if it is ``wide``, and is then scaled later; see `derivative`.
+    """
+
+    def __init__(self, head: Head, plan: Plan, needed: Sequence[bool], wide: bool = False) -> None:
         self.head, self.plan, self.needed = head, plan, needed
         self.sum_dtype = torch.promote_types(head.dtype, torch.float32)
         self.hidden: Tensor | None = None
@@ -36,7 +39,7 @@ class Gradients:
         if needed[0] and not (plan.sliced and plan.row_ids is None):  # else the total is the gradient itself
             new = torch.empty if plan.row_ids is None else torch.zeros
             # A float16 gradient is rounded once, after it is scaled.
-            dtype = torch.float32 if head.dtype == torch.float16 else head.hidden.dtype
+            dtype = self.sum_dtype if wide or head.dtype == torch.float16 else head.hidden.dtype
             self.hidden = new(head.hidden.shape, dtype=dtype, device=head.hidden.device)
         summed = needs_sum(head, -(-plan.n // plan.batch)) and not plan.sliced
         self.weight_dtype = self.sum_dtype if summed else head.weight.dtype
@@ -186,6 +189,14 @@ class Gradients:
             total.addmm_(a, b)
         else:
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+    def derivative(self) -> Tensor:
+        """The gradient of the hidden states, not rounded; 0 for rows that were not computed."""
+        self.exchange()
+        self.finish()
+        if self.hidden is None:
+            return self.head.hidden.new_zeros(self.shapes[0], dtype=self.sum_dtype)
+        return self.hidden
 
     def scaled(self, scale: Tensor | None) -> list[Tensor | None]:
         """The three gradients times ``scale``, each rounded once to the dtype of its tensor.

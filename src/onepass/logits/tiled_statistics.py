@@ -1,17 +1,27 @@
 """The softmax statistics of every row of a linear head, for any loss, and their gradient.
 
 `LinearLogits.statistics` calls `tiled_statistics`. The backward computes the logits again, which makes four GEMMs.
+
+If only the hidden states require a gradient, and only one field of a row has one, their gradient is a multiple of the
+derivative of that field, whatever the loss will be. The forward then computes this derivative, ``(N, H)`` in float32,
+while a tile of logits is in memory, and the backward multiplies its rows: two GEMMs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onepass.backend import backend_of
-from onepass.core.dispatch import empty_gradients, operation, refuse_second_derivatives, without_autocast
-from onepass.core.options import FieldGradients, Inputs, Options, Results, empty_results, pick
+from onepass.core.dispatch import (
+    empty_gradients,
+    is_untraced,
+    operation,
+    refuse_second_derivatives,
+    without_autocast,
+)
+from onepass.core.options import NOT_DIFFERENTIABLE, FieldGradients, Inputs, Options, Results, empty_results, pick
 from onepass.logits.gradients import Gradients
 from onepass.logits.partitioned import gathered
 from onepass.logits.tiles import ALL, INDEX, ROW, Head, HeadTensors, Settings, Use, plan, tiles
@@ -44,23 +54,66 @@ def results(tensors: HeadTensors, inputs: Inputs, final: bool, settings: Setting
     return merged
 
 
+# Of the fields that were requested together, those that had a gradient in the last backward.
+_had_gradient: dict[str, set[str]] = {}
+
+
+def field_to_derive(
+    tensors: HeadTensors, inputs: Inputs, needed: Sequence[bool], settings: Settings, options: Options
+) -> str | None:
+    """The field whose derivative the forward computes; None if the backward computes the gradient.
+
+    Of several fields, this is the one that alone had a gradient the last time; the first time, it is the log-probs. The
+    processes of a sharded vocabulary must decide alike and do not guess.
+    """
+    if tuple(needed) != (True, False, False) or settings.max_memory is not None or not is_untraced(*tensors):
+        return None
+    names = {name for name in options.names() if name not in NOT_DIFFERENTIABLE}
+    if inputs.index is not None and inputs.index.dim() > 1 and names & {"log_probs", "selected"}:
+        return None  # each index of a row has a derivative
+    if len(names) > 1 and not settings.shard.sizes:
+        names = names & _had_gradient.get(options.fields, {"log_probs"})
+    return names.pop() if len(names) == 1 else None
+
+
 class _TiledStatistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         *tensors, settings, options = arguments
-        found = results(HeadTensors(*tensors[:3]), Inputs(*tensors[3:]), False, settings, options)
-        ctx.save_for_backward(*tensors, found[0])
-        ctx.settings, ctx.options = settings, options
+        head, inputs, derivative = HeadTensors(*tensors[:3]), Inputs(*tensors[3:]), None
+        field = field_to_derive(head, inputs, ctx.needs_input_grad[:3], settings, options)
+        if field is None:
+            found = results(head, inputs, False, settings, options)
+        else:
+            found = _like_forward(head, inputs, settings, options)
+            derivative = read_tiles(head, inputs, False, settings, options, zip(found, (1, 0, 0)), field=field)
+        ctx.save_for_backward(*tensors, found[0], derivative)
+        ctx.settings, ctx.options, ctx.field = settings, options, field
         return returned(ctx, pick(found, options), options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        *tensors, packed = ctx.saved_tensors
-        upstream = FieldGradients.of(ctx.options.fields, grads)
+        *tensors, packed, derivative = ctx.saved_tensors
+        options = ctx.options
         head, inputs, needed = HeadTensors(*tensors[:3]), Inputs(*tensors[3:]), list(ctx.needs_input_grad[:3])
-        found = _gradient(head, inputs, packed, upstream, needed, ctx.settings, ctx.options)
+        had = {name for name, grad in zip(options.names(), grads) if grad is not None}
+        if not torch.compiler.is_compiling():
+            _had_gradient[options.fields] = had
+        if derivative is not None and had == {ctx.field}:
+            grad = grads[options.names().index(ctx.field)]
+            found: list[Tensor | None] = [times_rows(derivative, grad, head.hidden.dtype), None, None]
+        else:
+            upstream = FieldGradients.of(options.fields, grads)
+            found = _gradient(head, inputs, packed, upstream, needed, ctx.settings, options)
         return *found, *[None] * (len(inputs) + 2)
+
+
+def times_rows(derivative: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """``derivative`` ``(N, H)`` times a factor of each row, rounded once; 0 where the factor is."""
+    factors = factors.unsqueeze(-1)
+    out = torch.mul(derivative, factors, out=torch.empty_like(derivative, dtype=dtype))
+    return out.masked_fill_(factors == 0, 0.0)
 
 
 def rows_of(tensors: HeadTensors, settings: Settings) -> Tensor:
@@ -95,20 +148,23 @@ def _states(tensors: HeadTensors, inputs: Inputs, final: bool, settings: Setting
 
 def read_tiles(
     tensors: HeadTensors, inputs: Inputs, final: bool, settings: Settings, options: Options,
-    found: Iterable[tuple[Tensor | None, int]], exchange: bool = True,
-) -> None:  # fmt: skip
+    found: Iterable[tuple[Tensor | None, int]], exchange: bool = True, field: str | None = None,
+) -> Tensor | None:  # fmt: skip
     """Write the statistics to the tensors ``found``, each with the dimension of its rows; 0 where masked.
 
-    Without ``exchange`` they are the states of this process's columns.
+    Without ``exchange`` they are the states of this process's columns. With a ``field``, returns its derivative with
+    respect to the hidden states.
     """
     hidden, weight, bias = tensors
     whole = [(tensor, dim) for tensor, dim in found if tensor is not None]
     with gathered(weight, bias), without_autocast(hidden):
         head = Head(tensors, settings)
-        logits = not head.reads_its_product(inputs, options)
+        logits = field is not None or not head.reads_its_product(inputs, options)
         bytes_of_row = row_bytes(inputs.index) + (0 if logits else head.state_bytes(options))
         later = None if final else gradient_use(inputs, weight.requires_grad)
-        cut = plan([head], inputs.row_mask, Use(bytes_of_row, final=final, logits=logits), later)
+        use = Use(bytes_of_row, gradient=field is not None, final=final, logits=logits)
+        cut = plan([head], inputs.row_mask, use, later)
+        gradients = None if field is None else Gradients(head, cut, (True, False, False), wide=True)
         row_mask = inputs.row_mask if defers(inputs.row_mask) else None
         if cut.row_ids is not None:
             for tensor, _ in whole:
@@ -118,6 +174,13 @@ def read_tiles(
             parts = tile.statistics(read, options) if exchange else (tile.states(read, options),)
             for (tensor, dim), part in zip(whole, [p for p in parts if p is not None]):
                 tile.rows.put(tensor, part, dim)
+            if gradients is not None:
+                ones = torch.ones((), dtype=parts[0].dtype, device=hidden.device).expand(tile.rows.n)
+                upstream = FieldGradients.of(options.fields, [ones if n == field else None for n in options.names()])
+                place = gradients.place(tile)
+                backend_of(place).softmax_gradient(tile.logits[0], read, parts[0], upstream, options, place)
+                gradients.add(tile, place)
+        return None if gradients is None else gradients.derivative()
 
 
 def gradient_use(inputs: Inputs, of_weight: bool) -> Use:

@@ -84,6 +84,9 @@ def linear_selective_log_softmax_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """`selective_log_softmax_and_entropy` of a linear head, for any upstream gradient (four GEMMs).
 
+    With a frozen head, if only the log-probs are differentiated, forward and backward take two GEMMs; see
+    `LinearLogits`.
+
     The arguments are those of `linear_softmax_statistics`.
     """
     logits = LinearLogits(

@@ -1,0 +1,124 @@
+"""A head whose hidden states alone require a gradient: two GEMMs for any loss of one field of each row."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import onepass
+from linear_cases import H, V, assert_all_close, batch, exact, gradients
+from onepass.logits import tiled_statistics
+from test_linear_cost import Products
+
+FIELDS = {
+    "log-probs": lambda logits, index, **o: onepass.selective_log_softmax(logits, index, **o),
+    "entropy": lambda logits, index, **o: onepass.entropy_from_logits(logits, **o),
+    "both, of which one is used": lambda logits, index, **o: onepass.selective_log_softmax_and_entropy(
+        logits, index, **o
+    )[0],
+}
+OPTIONS = {
+    "plain": {},
+    "transformed": dict(temperature=0.7, softcap=5.0, logit_scale=2.0),
+    "masked": dict(row_mask=...),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch):
+    monkeypatch.setattr(tiled_statistics, "_had_gradient", {})
+
+
+def draw(device, dtype=torch.float32):
+    hidden, weight, bias, target = batch(device, dtype)
+    return hidden, weight.detach(), bias.detach(), target.abs() % V
+
+
+def coupled(field):
+    """A loss that couples rows, as DPO does: the gradient of a row follows from all of them."""
+    half = len(field) // 2
+    return -F.logsigmoid(field[:half].sum() - field[half:].sum()) + field.square().mean()
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", FIELDS)
+def test_two_products(device, tile, name, options):
+    hidden, weight, bias, index = draw(device)
+    options = dict(OPTIONS[options])
+    kept = len(index)
+    if "row_mask" in options:
+        options["row_mask"] = torch.arange(len(index), device=device) % 3 != 1
+        kept = int(options["row_mask"].sum())
+    with Products() as products:
+        field = FIELDS[name](onepass.LinearLogits(hidden, weight, bias), index, **options)
+        (found,) = gradients(coupled(field), (hidden,))
+    assert products.multiplications == 2 * kept * H * V
+    reference = exact(hidden)
+    logits = F.linear(*reference, weight.double(), bias.double())
+    expected = coupled(FIELDS[name](logits, index, **options))
+    assert_all_close([field.sum().detach()], [FIELDS[name](logits, index, **options).sum().detach()], "field")
+    assert_all_close([found], gradients(expected, reference))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_it_is_rounded_once(device, dtype):
+    """No further from float64 than the gradient of a head whose bias is trained, which takes the other way."""
+    hidden, weight, bias, index = draw(device, dtype)
+    upstream = torch.randn(len(index), device=device)
+    reference = exact(hidden)
+    logits = F.linear(*reference, weight.double(), bias.double())
+    (expected,) = gradients((onepass.selective_log_softmax(logits, index) * upstream).sum(), reference)
+    errors = []
+    for other in (bias, bias.clone().requires_grad_()):
+        field = onepass.selective_log_softmax(onepass.LinearLogits(hidden, weight, other), index)
+        (found,) = gradients((field * upstream).sum(), (hidden,))
+        assert found.dtype == dtype
+        errors.append((found.double() - expected).norm() / expected.norm())
+    assert errors[0] <= 1.1 * errors[1] + 1e-12
+
+
+def test_a_wrong_guess_is_computed_again_and_remembered(device):
+    """Whether the entropy has a gradient is known in the backward only. The next forward expects what came last."""
+    hidden, weight, bias, index = draw(device)
+    reference = exact(hidden)
+    of_exact = onepass.selective_log_softmax_and_entropy(F.linear(*reference, weight.double(), bias.double()), index)
+    counts = []
+    for both in (True, True, False, False):
+        with Products() as products:
+            log_probs, entropy = onepass.selective_log_softmax_and_entropy(
+                onepass.LinearLogits(hidden, weight, bias), index
+            )
+            (found,) = gradients(coupled(log_probs) + (0.1 * entropy.sum() if both else 0.0), (hidden,))
+        expected = coupled(of_exact[0]) + (0.1 * of_exact[1].sum() if both else 0.0)
+        assert_all_close([found], torch.autograd.grad(expected, reference, retain_graph=True))
+        counts.append(products.multiplications // (len(index) * H * V))
+    assert counts == [4, 3, 3, 2]
+
+
+def test_every_backward_has_the_gradient_of_its_upstream(device):
+    """Several backwards of one forward, and rows without an upstream gradient, whatever is in them."""
+    hidden, weight, bias, index = draw(device)
+    with torch.no_grad():
+        hidden[1] = torch.nan
+    log_probs = onepass.selective_log_softmax(onepass.LinearLogits(hidden, weight, bias), index)
+    upstream = torch.ones_like(log_probs)
+    upstream[1] = 0.0
+    first, second = (torch.autograd.grad(log_probs, hidden, upstream * n, retain_graph=True)[0] for n in (1.0, 3.0))
+    assert not first[1].any() and first.isfinite().all()
+    torch.testing.assert_close(3 * first, second)
+    (with_nan,) = torch.autograd.grad(log_probs, hidden, torch.ones_like(upstream))
+    assert with_nan[1].isnan().all() and torch.equal(with_nan[2:], first[2:])
+
+
+@pytest.mark.parametrize("why", ["several indices", "max_memory", "a trained bias"])
+def test_where_the_backward_computes_it(device, why):
+    hidden, weight, bias, index = draw(device)
+    limit = 1 << 30 if why == "max_memory" else None
+    bias = bias.requires_grad_() if why == "a trained bias" else bias
+    index = torch.stack([index, (index + 1) % V], -1) if why == "several indices" else index
+    with Products() as products:
+        logits = onepass.LinearLogits(hidden, weight, bias, max_memory=limit)
+        (found,) = gradients(onepass.selective_log_softmax(logits, index).square().sum(), (hidden,))
+    assert products.multiplications == 3 * len(index) * H * V
+    reference = exact(hidden)
+    logits = F.linear(*reference, weight.double(), bias.double())
+    assert_all_close([found], gradients(onepass.selective_log_softmax(logits, index).square().sum(), reference))
