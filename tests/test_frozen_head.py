@@ -122,3 +122,22 @@ def test_where_the_backward_computes_it(device, why):
     reference = exact(hidden)
     logits = F.linear(*reference, weight.double(), bias.double())
     assert_all_close([found], gradients(onepass.selective_log_softmax(logits, index).square().sum(), reference))
+
+
+def test_trl_fused_heads(device):
+    """As its trainers call them, with the entropy for their logs alone."""
+    from onepass.integrations.trl import ChunkedLogProbFunction
+
+    hidden, weight, bias, index = draw(device)
+    with Products() as products:
+        log_probs, entropy, *_, is_top1 = ChunkedLogProbFunction.apply(
+            hidden, weight, bias, index, 0.9, 4096, outputs=("log_probs", "entropy", "is_top1")
+        )
+        (found,) = gradients(coupled(log_probs), (hidden,))
+    assert products.multiplications == 2 * len(index) * H * V
+    reference = exact(hidden)
+    logits = F.linear(*reference, weight.double(), bias.double())
+    of_exact = onepass.selective_log_softmax_and_entropy(logits, index, temperature=0.9)
+    assert_all_close([log_probs.detach(), entropy.detach()], [f.detach() for f in of_exact])
+    assert_all_close([found], gradients(coupled(of_exact[0]), reference))
+    assert torch.equal(is_top1, logits.argmax(-1) == index)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from onepass.core.checks import check_number
-from onepass.core.options import Metric
 from onepass.integrations.patching import Target, original, parameters
 from onepass.logits.linear import LinearLogits
 from onepass.losses import log_probs
@@ -19,7 +18,8 @@ from onepass.losses.statistics import softmax_statistics
 FUSED = "trl.kernels.chunked_logprob"
 FUSED_HEAD = "trl.trainer.utils", "add_fused_lm_head"
 TOKENS = 4096  # of a tile of TRL's own
-METRICS: dict[str, Metric] = {"log_sum_sq_probs": "log_sum_sq_probs", "mean_logits": "mean_logit", "is_top1": "is_top1"}
+METRICS = {"log_sum_sq_probs": "log_sum_sq_probs", "mean_logits": "mean_logit", "is_top1": "is_top1"}
+FIELDS = {"log_probs": "log_probs", "entropy": "entropy"} | METRICS  # TRL's outputs, in its order, and our fields
 
 
 def selective_log_softmax(
@@ -108,7 +108,7 @@ def add_fused_lm_head(
 
 
 class ChunkedLogProbFunction:
-    """The statistics of TRL's fused heads, from `onepass.softmax_statistics` of a linear head."""
+    """The statistics of TRL's fused heads, from one read of the logits of a linear head."""
 
     @staticmethod
     def apply(
@@ -128,13 +128,10 @@ class ChunkedLogProbFunction:
         outputs = tuple(outputs)
         for rows, target in _parts(hidden, targets):
             head = _float32_head(rows, weight, bias) if wide else _head(rows, weight, bias, TwiceRounded)
-            s = softmax_statistics(
-                head, target, temperature=float(temperature),
-                softcap=final_logit_softcapping, logit_scale=float(logit_scale), expected_logit="entropy" in outputs,
-                metrics=[ours for theirs, ours in METRICS.items() if theirs in outputs],
-            )  # fmt: skip
-            entropy = s.entropy if "entropy" in outputs else None
-            parts.append((s.log_probs, entropy, s.log_sum_sq_probs, s.mean_logit, s.is_top1))
+            transform = float(temperature), final_logit_softcapping, float(logit_scale)
+            wanted = [ours for theirs, ours in FIELDS.items() if theirs in outputs or theirs == "log_probs"]
+            found = log_probs.fields_of_rows(" ".join(wanted), head, target, transform=transform)
+            parts.append(tuple([found.get(name) for name in FIELDS.values()]))
         return parts[0] if len(parts) == 1 else tuple([p[0] if p[0] is None else torch.cat(p) for p in zip(*parts)])
 
 

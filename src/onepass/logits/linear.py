@@ -88,9 +88,9 @@ class LinearLogits(TensorLike):
     All three tensors are differentiable. A gradient that is not needed costs neither time nor memory. The gradient of
     the weight is summed over tiles in float32 and rounded once.
 
-    If only ``hidden`` requires a gradient (a frozen head), log-probs and all losses of log-probs take two GEMMs, forward
-    and backward: the forward computes the derivative of each log-prob, which is kept in float32, and the backward
-    multiplies it. This holds for one index per row, without ``max_memory`` and outside of `torch.compile`.
+    If only ``hidden`` requires a gradient (a frozen head), log-probs and all losses of log-probs take two GEMMs: the
+    forward computes the derivative of each log-prob, which is kept in float32, and the backward multiplies it. This
+    holds for one index per row, without ``max_memory`` and outside of `torch.compile`.
 
     Rows that are masked or ignored take part in no GEMM. The number of valid rows is read from the device once per
     call. This is not possible while a CUDA graph is captured: then all rows take part.

@@ -1,5 +1,7 @@
 """Log-probabilities of selected classes, and the entropy of each row, from one read of the logits."""
 
+from typing import Any
+
 from torch import Tensor
 
 from onepass.core.checks import check_index
@@ -35,11 +37,8 @@ def selective_log_softmax(
     Raises:
         TypeError, ValueError, IndexError: as `onepass.softmax_statistics`, which also documents -inf and NaN logits.
     """
-    source = as_source(logits, inplace_backward=inplace_backward)
-    check_index(index, source)
-    options = options_for("log_probs", temperature, softcap, logit_scale)
-    inputs, options = inputs_for(source, options, index, row_mask, temperature=temperature, support=support)
-    return source.statistics(inputs, options)["log_probs"]
+    transform = temperature, softcap, logit_scale
+    return fields_of_rows("log_probs", logits, index, row_mask, support, transform, inplace_backward)["log_probs"]
 
 
 def entropy_from_logits(
@@ -57,10 +56,8 @@ def entropy_from_logits(
     The arguments and errors are those of `selective_log_softmax`; the result has the shape of the rows, ``(...)``.
     Classes of probability 0 contribute 0.
     """
-    source = as_source(logits, inplace_backward=inplace_backward)
-    options = options_for("entropy", temperature, softcap, logit_scale)
-    inputs, options = inputs_for(source, options, row_mask=row_mask, temperature=temperature, support=support)
-    return source.statistics(inputs, options)["entropy"]
+    transform = temperature, softcap, logit_scale
+    return fields_of_rows("entropy", logits, None, row_mask, support, transform, inplace_backward)["entropy"]
 
 
 def selective_log_softmax_and_entropy(
@@ -79,9 +76,29 @@ def selective_log_softmax_and_entropy(
     Returns:
         ``(log_probs, entropy)``, of the shape of ``index`` and of the rows ``(...)``.
     """
-    source = as_source(logits, inplace_backward=inplace_backward)
-    check_index(index, source)
-    options = options_for("log_probs entropy", temperature, softcap, logit_scale)
-    inputs, options = inputs_for(source, options, index, row_mask, temperature=temperature, support=support)
-    fields = source.statistics(inputs, options)
+    transform = temperature, softcap, logit_scale
+    fields = fields_of_rows("log_probs entropy", logits, index, row_mask, support, transform, inplace_backward)
     return fields["log_probs"], fields["entropy"]
+
+
+def fields_of_rows(
+    names: str,
+    logits: Logits,
+    index: Tensor | None,
+    row_mask: Tensor | None = None,
+    support: Support | None = None,
+    transform: tuple[Any, ...] = (1.0, None, 1.0),
+    inplace_backward: bool = False,
+) -> dict[str, Tensor]:
+    """The fields of `Options` of these names, of every row, from one read of the logits.
+
+    Args:
+        names: separated by spaces.
+        transform: temperature, soft-cap and logit scale.
+    """
+    source = as_source(logits, inplace_backward=inplace_backward)
+    if index is not None or "log_probs" in names:
+        check_index(index, source)  # type: ignore[arg-type]
+    options = options_for(names, *transform)
+    inputs, options = inputs_for(source, options, index, row_mask, temperature=transform[0], support=support)
+    return source.statistics(inputs, options)
