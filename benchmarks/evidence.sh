@@ -62,7 +62,7 @@ if wants versions && [[ -n ${ONEPASS_BASELINE:-} ]]; then
   "$python" -W ignore -m benchmarks versions --baseline "$ONEPASS_BASELINE" --out "$out" 2>&1 | tee "$out/versions.log"
 fi
 if wants checks; then
-  "$python" -m pytest tests -m gpu -n 12 -p no:cacheprovider 2>&1 | tee "$out/tests.log" | tail -n 3
+  "$python" -m pytest tests -m gpu -n 12 -v -p no:cacheprovider 2>&1 | tee "$out/tests.log" | tail -n 3
   "$python" tests/test_accuracy.py | tee "$out/accuracy.log" | tail -n 5
   # Kernels are compiled by now. Only ours are instrumented: torch's would take hours.
   kernels=()

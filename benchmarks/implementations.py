@@ -46,6 +46,9 @@ class Implementation:
         return onepass.__version__ if self.package == "onepass" else package_version(self.package)
 
 
+EAGER, AS_IT_IS = "torch eager", "torch eager, in the dtype of the logits"
+OF_TORCH = ("torch.compile", AS_IT_IS, EAGER)  # what is no peer; eager is in float32 unless its name says otherwise
+
 Peer = tuple[str, str, Callable[[str, str], Implementation]]  # its name, its package, and what loads it
 
 
@@ -63,7 +66,7 @@ def available(
     """The implementations that can be run here, and why each of the other peers cannot."""
     found = [
         Implementation("onepass", "onepass", ours),
-        Implementation("torch eager", "torch", definition, masks=masks),
+        Implementation(EAGER, "torch", definition, masks=masks),
     ]
     if compiled:
         found.append(Implementation("torch.compile", "torch", torch.compile(definition, dynamic=False), masks=masks))

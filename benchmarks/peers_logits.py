@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.implementations import Forward, Implementation, Peer, attribute
+from benchmarks.implementations import AS_IT_IS, Forward, Implementation, Peer, attribute
 
 
 def trl_pair(name: str, package: str) -> Implementation:
@@ -68,6 +68,10 @@ def axolotl_topk_kl_div(name: str, package: str) -> Implementation:
         return (loss(x[None], ids[None], log_probs[None], kept[None]) * ids.shape[-1],)
 
     return Implementation(name, package, forward)
+
+
+def torch_cross_entropy(name: str, package: str) -> Implementation:
+    return Implementation(name, package, lambda x, t, m: (torch.nn.functional.cross_entropy(x, t),))
 
 
 def liger_cross_entropy(name: str, package: str) -> Implementation:
@@ -133,6 +137,7 @@ PEERS: dict[str, list[Peer]] = {
     ],
     "log_probs": [("TRL", "trl", trl_log_probs), ("axolotl", "axolotl", axolotl_log_probs)],
     "cross_entropy": [
+        (AS_IT_IS, "torch", torch_cross_entropy),
         ("TRL", "trl", trl_cross_entropy),
         ("axolotl", "axolotl", axolotl_cross_entropy),
         ("QuACK", "quack-kernels", quack_cross_entropy),

@@ -7,15 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.implementations import OF_TORCH
+
 HERE = Path(__file__).resolve().parent
 LOSSES = {  # title: the file of results, and the operation
     "cross-entropy\n8192 × 151,936": ("cross-entropy", "cross_entropy"),
     "log-probs and entropy\n8192 × 151,936": ("log-probs-entropy", "log_probs_and_entropy"),
     "KL divergence\n4096 × 151,936": ("kl-div", "kl_div"),
 }
-WAYS = ("onepass", "best peer", "torch.compile", "eager, of a float32 copy")
-THEMES = {"light": ("#24292f", ("#3f51b5", "#8f9bd8", "#b7bcc4", "#d9dce1")),
-          "dark": ("#e6edf3", ("#8c9eff", "#5c6bc0", "#6e7681", "#484f58"))}  # fmt: skip
+WAYS = ("onepass", "best peer", "torch.compile", "eager, in bfloat16", "eager, of a float32 copy")
+THEMES = {"light": ("#24292f", ("#3f51b5", "#8f9bd8", "#b7bcc4", "#cbd0d6", "#d9dce1")),
+          "dark": ("#e6edf3", ("#8c9eff", "#5c6bc0", "#6e7681", "#5a616a", "#484f58"))}  # fmt: skip
 
 
 def plots() -> None:
@@ -46,23 +48,27 @@ def draw_losses(axis: Any, colors: tuple[str, ...]) -> None:
             for r in results(name)
             if r["operation"] == operation and r["pass"] == "forward+backward" and r["vocab"] == 151936
         }
-        peers = {n: ms for n, ms in found.items() if n not in ("onepass", "torch eager", "torch.compile")}
+        peers = {n: ms for n, ms in found.items() if n not in ("onepass", *OF_TORCH)}
         best = min(peers, key=lambda n: peers[n])
-        of_ways = found["onepass"], peers[best], found.get("torch.compile"), found["torch eager"]
-        for n, (ms, color) in enumerate(zip(of_ways, colors)):
-            if ms is None:
-                continue
-            bar = axis.barh(place + 0.2 * n - 0.3, ms, 0.18, color=color, label=WAYS[n] if place == 0 else None)
-            axis.bar_label(bar, [f"{ms:.1f} {best.split(' (')[0] if n == 1 else ''}"], padding=3, fontsize=7)
+        of_ways = found["onepass"], peers[best], *[found.get(name) for name in OF_TORCH]
+        bars = [bar for bar in zip(of_ways, colors, WAYS) if bar[0] is not None]
+        for n, (ms, color, way) in enumerate(bars):
+            bar = axis.barh(place + 0.17 * (n - (len(bars) - 1) / 2), ms, 0.15, color=color, label=way)
+            axis.bar_label(
+                bar, [f"{ms:.1f} {best.split(' (')[0] if way == 'best peer' else ''}"], padding=3, fontsize=7
+            )
     axis.set_yticks(range(len(LOSSES)), LOSSES)
     axis.invert_yaxis()
     axis.set_xlabel("ms on one H100")
-    axis.legend(frameon=False, loc="lower right", fontsize=8)
+    axis.set_xlim(right=1.3 * axis.get_xlim()[1])  # room for the legend beside the bars
+    first = {label: handle for handle, label in reversed([*zip(*axis.get_legend_handles_labels())])}
+    shown = [way for way in WAYS if way in first]
+    axis.legend([first[way] for way in shown], shown, frameon=False, loc="upper right", fontsize=8)
 
 
 def draw_steps(axis: Any, colors: tuple[str, ...]) -> None:
     models = {"qwen2.5-0.5b": "Qwen2.5-0.5B", "llama-3.2-1b": "Llama-3.2-1B"}
-    ways = dict(zip(("onepass", "Liger", "plain"), (colors[0], colors[1], colors[3])))
+    ways = dict(zip(("onepass", "Liger", "plain"), (colors[0], colors[1], colors[-1])))
     axis.set_title("a step of transformers' Trainer, 8 × 4096 tokens", loc="left")
     for place, model in enumerate(models):
         found = {r["way"]: r for r in results("lm") if r["model"] == model and r["step"] == "full"}

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.implementations import OF_TORCH
 from benchmarks.overlap import draw_overlap
 from benchmarks.sources import staleness
 
@@ -268,14 +269,15 @@ def summary(reports: Reports) -> str:
         large = [r for r in report["results"] if r["pass"] == "forward+backward" and r["kernel_us"] is None]
         for (operation, shape), group in groupby(large, key=lambda r: (r["operation"], size(r))):
             found = {r["implementation"]: r for r in group}
-            ours, torch = found.pop("onepass"), {n: found.pop(n, None) for n in ("torch.compile", "torch eager")}
+            ours, torch = found.pop("onepass"), {n: found.pop(n, None) for n in OF_TORCH}
             if not found:
                 continue
             best = min(found.values(), key=lambda r: r["ms"])
             times = [f"{r['ms']:.2f}" if r else "" for r in torch.values()]
             peer = f"{best['ms']:.3f} ({best['implementation']} {best['version']})"
             rows.append([f"`{operation}`", shape, f"**{ours['ms']:.3f}**", share(ours), peer, *times])
-    head = ["forward + backward, ms", "rows × vocabulary", "onepass", "of copy", "best peer", "torch.compile", "eager"]
+    of_torch = ["torch.compile", "eager, in the logits' dtype", "eager, of a float32 copy"]
+    head = ["forward + backward, ms", "rows × vocabulary", "onepass", "of copy", "best peer", *of_torch]
     return grid(head, rows)
 
 
