@@ -318,5 +318,5 @@ def test_random_supports(device, data):
     (of_exact,) = gradients(total(expected, expected), (z,))
     of_exact = of_exact[valid].masked_fill(~allowed[valid], 0.0)
     torch.testing.assert_close(
-        of_ours.double().cpu()[valid], of_exact, rtol=2e-5, atol=2e-6
-    )  # a difference of terms of 1
+        of_ours.double().cpu()[valid], of_exact, rtol=2e-5, atol=2e-5
+    )  # a difference of terms up to 14, of logits up to 20 that a GPU rounds in a product and not in its sum
