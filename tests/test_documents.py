@@ -11,6 +11,7 @@ import pytest
 
 import onepass
 import reading
+from hub.build import build
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(py\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -71,6 +72,7 @@ def test_its_code_runs(tmp_path):
 
     So a page defines what its blocks use, in an earlier block or in the same one.
     """
+    build(tmp_path / "build" / "kernel")  # as `make kernel`, by which integrations.md begins
     pages = [page for page in [ROOT / "README.md", *PAGES] if blocks(page, "python")]
     assert len(pages) > 12
     errors = broken(pages, tmp_path, IMPORTS)
