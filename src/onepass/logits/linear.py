@@ -90,7 +90,7 @@ class LinearLogits(TensorLike):
 
     If only ``hidden`` requires a gradient (a frozen head), log-probs and all losses of log-probs take two GEMMs: the
     forward computes the derivative of each log-prob, which is kept in float32, and the backward multiplies it. This
-    holds for one index per row, without ``max_memory`` and outside of `torch.compile`.
+    holds for one index per row, without ``max_memory`` or a support, not in float16 and outside of `torch.compile`.
 
     Rows that are masked or ignored take part in no GEMM. The number of valid rows is read from the device once per
     call. This is not possible while a CUDA graph is captured: then all rows take part.

@@ -54,26 +54,25 @@ def results(tensors: HeadTensors, inputs: Inputs, final: bool, settings: Setting
     return merged
 
 
-# Of the fields that were requested together, those that had a gradient in the last backward.
-_had_gradient: dict[str, set[str]] = {}
-
-
 def field_to_derive(
     tensors: HeadTensors, inputs: Inputs, needed: Sequence[bool], settings: Settings, options: Options
 ) -> str | None:
     """The field whose derivative the forward computes; None if the backward computes the gradient.
 
-    Of several fields, this is the one that alone had a gradient the last time; the first time, it is the log-probs. The
-    processes of a sharded vocabulary must decide alike and do not guess.
+    Of several fields these are the log-probs: an entropy beside them is mostly logged. If it has a gradient after all,
+    the backward computes that of both. The choice depends on nothing that a backward changes, so that a forward that is
+    computed again, in a checkpoint, chooses alike, and so do all processes.
     """
-    if tuple(needed) != (True, False, False) or settings.max_memory is not None or not is_untraced(*tensors):
+    if tuple(needed) != (True, False, False) or not is_untraced(*tensors):
+        return None
+    # A float16 derivative may overflow where the gradient, of a small loss, does not. Of a row that selects a class
+    # outside of its support, a gradient is 0, whatever its upstream gradient is.
+    if settings.max_memory is not None or settings.dtype == torch.float16 or inputs.support is not None:
         return None
     names = {name for name in options.names() if name not in NOT_DIFFERENTIABLE}
     if inputs.index is not None and inputs.index.dim() > 1 and names & {"log_probs", "selected"}:
         return None  # each index of a row has a derivative
-    if len(names) > 1 and not settings.shard.sizes:
-        names = names & _had_gradient.get(options.fields, {"log_probs"})
-    return names.pop() if len(names) == 1 else None
+    return names.pop() if len(names) == 1 else "log_probs" if "log_probs" in names else None
 
 
 class _TiledStatistics(torch.autograd.Function):
@@ -97,20 +96,19 @@ class _TiledStatistics(torch.autograd.Function):
         *tensors, packed, derivative = ctx.saved_tensors
         options = ctx.options
         head, inputs, needed = HeadTensors(*tensors[:3]), Inputs(*tensors[3:]), list(ctx.needs_input_grad[:3])
-        had = {name for name, grad in zip(options.names(), grads) if grad is not None}
-        if not torch.compiler.is_compiling():
-            _had_gradient[options.fields] = had
-        if derivative is not None and had == {ctx.field}:
+        have = [name for name, grad in zip(options.names(), grads) if grad is not None]
+        if derivative is not None and have == [ctx.field]:
             grad = grads[options.names().index(ctx.field)]
-            found: list[Tensor | None] = [times_rows(derivative, grad, head.hidden.dtype), None, None]
+            found: list[Tensor | None] = [times_rows(derivative, grad, inputs.row_mask, head.hidden.dtype), None, None]
         else:
             upstream = FieldGradients.of(options.fields, grads)
             found = _gradient(head, inputs, packed, upstream, needed, ctx.settings, options)
         return *found, *[None] * (len(inputs) + 2)
 
 
-def times_rows(derivative: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """``derivative`` ``(N, H)`` times a factor of each row, rounded once; 0 where the factor is."""
+def times_rows(derivative: Tensor, factors: Tensor, row_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``derivative`` ``(N, H)`` times a factor of each row, rounded once; 0 where the factor is, or the mask."""
+    factors = factors if row_mask is None else factors.where(row_mask != 0, 0.0)
     factors = factors.unsqueeze(-1)
     out = torch.mul(derivative, factors, out=torch.empty_like(derivative, dtype=dtype))
     return out.masked_fill_(factors == 0, 0.0)
