@@ -141,7 +141,7 @@ def test_demo_fails_if_the_losses_of_the_trainer_differ(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("difference, told", [
-    (0.01, "Close: no loss of any step differs by more than 1.0e-02"),
+    (0.01, "Close: no step differs by more than 1.0e-02"),
     (float("nan"), "Not equal: largest difference nan over 1 steps (not finite)"),
 ])  # fmt: skip
 def test_demo_tells_of_the_speed_on_a_gpu(difference, told):

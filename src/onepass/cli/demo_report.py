@@ -89,7 +89,7 @@ def tell_costs(
     console.print(
         f"The logits of a step in float32 are {tokens} tokens x {size.vocab} entries of the vocabulary x 4 bytes = "
         f"{unit / MIB:.1f} MiB. Beyond {head.given}, torch holds {theirs:.1f} times that at once, onepass {ours:.1f} "
-        "times. Both grow with the vocabulary, and so does what is saved."
+        "times. What is saved grows with the vocabulary:"
     )
     table = Table(
         "vocabulary", "torch, MiB", "onepass, MiB", "saved", title=f"peak of tensor memory beyond {head.given}"
@@ -110,9 +110,9 @@ def summarize(agreements: Sequence[Agreement], all_costs: Sequence[Costs], place
     if failed:
         console.print(f"Not equal: {'; '.join(map(str, failed))}.")
     elif place == "cpu":
-        console.print(f"Equal: in float32, no loss of any step differs by more than {largest:.1e}.")
+        console.print(f"Equal: in float32, no step differs by more than {largest:.1e}.")
     else:
-        console.print(f"Close: no loss of any step differs by more than {largest:.1e}, with bfloat16 logits.")
+        console.print(f"Close: no step differs by more than {largest:.1e}, with bfloat16 logits.")
     rows = [(costs.of, *memory_row(*costs.memory)) for costs in all_costs]
     memory = "; ".join(f"{of}, {ours} MiB instead of {theirs} ({saved})" for of, theirs, ours, saved in rows)
     console.print(f"Memory: {memory}.")
