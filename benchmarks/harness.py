@@ -4,18 +4,20 @@ import datetime
 import json
 import shlex
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
 from rich.console import Console
+from rich.progress import Progress
 
 from benchmarks.implementations import Forward, Tensors
 from onepass.cli.environment import environment
 from onepass.cli.timing import median_ms, synchronize
 
+Item = TypeVar("Item")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Masked = Annotated[float, typer.Option(min=0, max=0.99, help="Share of rows that are masked.")]
 Compiled = Annotated[bool, typer.Option("--compile/--no-compile", help="Also run torch.compile.")]
@@ -37,6 +39,20 @@ def check_choices(*given: tuple[list[str] | None, Collection[str]]) -> None:
 
 def new_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def follow(items: Sequence[Item], title: str, name: Callable[[Item], str], console: Console) -> Iterator[Item]:
+    """The items, while a bar says which of them runs; where the output is no terminal, one line names all of them."""
+    if not console.is_terminal:
+        console.print(f"{title}: {', '.join(dict.fromkeys(map(name, items)))}", highlight=False, soft_wrap=True)
+        yield from items
+        return
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task(title, total=len(items))
+        for item in items:
+            progress.update(task, description=f"{name(item)}: {title}")
+            yield item
+            progress.advance(task)
 
 
 def new_report(console: Console, device: torch.device) -> dict[str, Any]:

@@ -11,11 +11,10 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.harness import bars, extra_memory
+from benchmarks.harness import bars, extra_memory, follow
 from benchmarks.implementations import Forward, Tensors, first_line
 from benchmarks.sources import add_sources
 from onepass.cli.timing import median_ms
@@ -94,19 +93,18 @@ def compare(
         {"implementation": baseline, "version": torch.__version__, "extra_bytes": None, "error": None}
     ]
     runs: list[Callable[[], Any]] = [bare]
-    with Progress(console=console, transient=True) as progress:
-        for entrant in progress.track(entrants, description=title):
-            free(device)
-            try:
-                record = check(entrant.forward, batch)
-            except Exception as error:  # a peer may run out of memory, fail to compile, ...
-                report["not_run"][f"{entrant.name} {title}"] = first_line(error)
-            else:
-                if entrant.name == "onepass":
-                    add_sources(report, case["operation"], lambda forward=entrant.forward: batch.call(forward))  # type: ignore[misc]
-                measured.append({"implementation": entrant.name, "version": entrant.version, **record})
-                runs.append(lambda forward=entrant.forward: batch.call(forward))  # type: ignore[misc]
-    time_in_turns(measured, runs, rounds, milliseconds, device, console)
+    for entrant in follow(entrants, f"{title}, error and memory", lambda e: e.name, console):
+        free(device)
+        try:
+            record = check(entrant.forward, batch)
+        except Exception as error:  # a peer may run out of memory, fail to compile, ...
+            report["not_run"][f"{entrant.name} {title}"] = first_line(error)
+        else:
+            if entrant.name == "onepass":
+                add_sources(report, case["operation"], lambda forward=entrant.forward: batch.call(forward))  # type: ignore[misc]
+            measured.append({"implementation": entrant.name, "version": entrant.version, **record})
+            runs.append(lambda forward=entrant.forward: batch.call(forward))  # type: ignore[misc]
+    time_in_turns(title, measured, runs, rounds, milliseconds, device, console)
     report["results"] += [case | m for m in measured]
     console.print(table(title, baseline, measured))
 
@@ -121,6 +119,7 @@ def check(forward: Forward, batch: Batch) -> dict[str, Any]:
 
 
 def time_in_turns(
+    title: str,
     measured: list[dict[str, Any]],
     runs: list[Callable[[], Any]],
     rounds: int,
@@ -136,10 +135,10 @@ def time_in_turns(
     """
     times: list[list[float]] = [[] for _ in runs]
     order = random.Random(0)
-    with Progress(console=console, transient=True) as progress:
-        for _ in progress.track(range(rounds), description="rounds"):
-            for turn in order.sample(range(len(runs)), len(runs)):
-                times[turn].append(median_ms(runs[turn], device, milliseconds, milliseconds))
+    turns = [turn for _ in range(rounds) for turn in order.sample(range(len(runs)), len(runs))]
+    names = [record["implementation"] for record in measured]
+    for turn in follow(turns, f"{title}, time in turns", names.__getitem__, console):
+        times[turn].append(median_ms(runs[turn], device, milliseconds, milliseconds))
     for record, of_run in zip(measured, times):
         record["runs"], record["ms"] = of_run, statistics.median(of_run)
         record["baseline_ms"] = measured[0]["ms"]

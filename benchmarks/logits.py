@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.harness import (
@@ -25,6 +24,7 @@ from benchmarks.harness import (
     conclude,
     exact,
     extra_memory,
+    follow,
     new_console,
     new_report,
     write,
@@ -69,20 +69,25 @@ def logits(
         case = {"operation": operation, "rows": rows, "vocab": vocab, "dtype": kind, "masked": masked}
         measured: list[dict[str, Any]] = []
         runs: list[Run] = []
-        with Progress(console=console, transient=True) as progress:
-            for implementation in progress.track(found, description=f"{operation} {rows}x{vocab} {kind}"):
-                try:
-                    records, again = measure(implementation, case, device, report, milliseconds)
-                except Exception as error:  # a peer may run out of memory, fail to compile, ...
-                    missing[f"{implementation.name} {operation} {rows}x{vocab}"] = first_line(error)
-                    continue
-                measured += records
-                runs += again if rows * vocab <= SMALL else ()
-                del again  # which holds the tensors, and these may be large
+        title = f"{operation} {rows}x{vocab} {kind}"
+        for implementation in follow(found, title, lambda i: i.name, console):
+            try:
+                records, again = measure(implementation, case, device, report, milliseconds)
+            except Exception as error:  # a peer may run out of memory, fail to compile, ...
+                missing[f"{implementation.name} {operation} {rows}x{vocab}"] = first_line(error)
+                continue
+            measured += records
+            runs += again if in_turns(rows * vocab, device) else ()
+            del again  # which holds the tensors, and these may be large
         # The host's speed drifts by more than the implementations differ, so that few rows are timed in short turns.
-        walls = [[wall_ms(run, device, milliseconds // 5) for run in runs] for _ in range(ROUNDS)] if runs else []
-        for record, times in zip(measured, zip(*walls)):
-            record["wall_ms"] = statistics.median(times)
+        if runs:
+            walls: list[list[float]] = [[] for _ in runs]
+            names = [m["implementation"] for m in measured]
+            turns = list(range(len(runs))) * ROUNDS
+            for turn in follow(turns, f"{title}, time in turns", names.__getitem__, console):
+                walls[turn].append(wall_ms(runs[turn], device, milliseconds // 5))
+            for record, times in zip(measured, walls):
+                record["wall_ms"] = statistics.median(times)
         if compiled:
             torch._dynamo.reset()
         report["results"] += [case | m for m in measured]
@@ -90,6 +95,11 @@ def logits(
         write(report, out / f"{name}.json")  # after every case, in case that a later one fails
     plot(report, out / f"{name}.png")
     conclude(console, report, out / name)
+
+
+def in_turns(numel: int, device: torch.device) -> bool:
+    """Whether the wall time is measured in turns. On a CPU, where it is no result to publish, that takes too long."""
+    return device.type == "cuda" and numel <= SMALL
 
 
 def shapes_of(operation: str, device: torch.device) -> Sequence[str]:
@@ -134,7 +144,7 @@ def measure(
             graph = forward()
             gradients = [torch.ones_like(g) for g in graph]
             passes["backward"] = lambda: torch.autograd.grad(graph, logits, gradients, retain_graph=True)
-    measured, small = [], logits.numel() <= SMALL
+    measured, few = [], in_turns(logits.numel(), device)
     for name, run in passes.items():
         ms = median_ms(run, device, milliseconds)
         traffic = size * (reads[name] * kept + (name != "forward"))  # masked rows are written but not read
@@ -142,8 +152,8 @@ def measure(
         measured.append({
             "implementation": implementation.name, "version": implementation.version, "pass": name, "ms": ms,
             "gb_per_s": gb_per_s, "share_of_copy": gb_per_s / report["copy_gb_per_s"],
-            "wall_ms": None if small else wall_ms(run, device, milliseconds),  # of few rows it is measured in turns
-            "kernel_us": kernel_us(run, device) if small else None,
+            "wall_ms": None if few else wall_ms(run, device, milliseconds),
+            "kernel_us": kernel_us(run, device) if few else None,
             "extra_bytes": found.get(name), "error": error if name == "forward" else None,
         })  # fmt: skip
         logits.grad = None

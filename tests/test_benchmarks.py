@@ -1,18 +1,22 @@
 """The benchmarks of a checkout, for real but small: their commands, and which results are stale."""
 
 import ast
+import io
 import itertools
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import onepass
 from benchmarks import overlap, sources, table, versions, versions_operations, versions_worker, workers
 from benchmarks.__main__ import app
+from benchmarks.harness import follow
 from benchmarks.logits import PASSES
 from benchmarks.operations_logits import OPERATIONS
 from benchmarks.versions import CHECKOUT
@@ -30,9 +34,16 @@ def test_help_lists_the_commands():
     assert result.exit_code == 0 and all(command in result.output for command in commands)
 
 
+def test_a_bar_names_what_is_running():
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    for n, name in enumerate(follow(["onepass", "torch eager"], "jsd 300x104", str, console)):
+        time.sleep(0.3)  # the bar is drawn ten times a second
+        shown = console.file.getvalue()
+        assert f"{name}: jsd 300x104" in shown and (n > 0 or "torch eager" not in shown)
+
+
 def test_logits_writes_what_it_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "")
-    monkeypatch.setattr("benchmarks.logits.ROUNDS", 1)  # of the walls of few rows, for which a CPU takes minutes
     monkeypatch.setattr("onepass.cli.timing.FEWEST_CALLS", 2)
     monkeypatch.setattr("onepass.cli.timing.WARMUP_CALLS", 1)
     # TRL's kernels would run in the interpreter here.
@@ -41,6 +52,7 @@ def test_logits_writes_what_it_measured(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "logits.json").read_text())
     assert report["environment"]["torch"] == torch.__version__ and report["copy_gb_per_s"] > 0
+    assert "jsd 300x104 fp32: onepass, torch eager\n" in result.output, "what runs, before it does"
     rows = report["results"]
     ours = {(r["operation"], r["pass"]): r for r in rows if r["implementation"] == "onepass"}
     assert set(ours) == set(itertools.product(OPERATIONS, PASSES))
@@ -57,6 +69,9 @@ def test_heads_writes_what_it_measured(tmp_path, monkeypatch):
     result = run("heads", "--op", "linear_policy_loss", "--shape", "40x16x100", *alone, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "heads.json").read_text())
+    what = "linear_policy_loss, 40 x 16 x 100, fp32, 50% of the rows masked"
+    for running in "error and memory: onepass, torch eager\n", "time in turns: ":
+        assert f"{what}, {running}" in result.output, result.output
     bare, ours, eager = report["results"]
     assert [r["implementation"] for r in (bare, ours, eager)] == ["three bare GEMMs", "onepass", "torch eager"]
     assert [ours[k] for k in ("rows", "hidden", "vocab", "masked")] == [40, 16, 100, 0.5]

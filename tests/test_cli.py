@@ -1,15 +1,17 @@
 """The commands, for real but small."""
 
+import io
 import json
 import re
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import onepass
 from onepass.autotune import AutotuneRecord
-from onepass.cli import demo_curve, distill, doctor
+from onepass.cli import demo, demo_curve, demo_report, distill, doctor
 from onepass.cli.app import app
 
 
@@ -55,6 +57,15 @@ def test_doctor_sees_a_wrong_gradient(monkeypatch):
     assert result.exit_code == 1 and "FAIL" in result.output
 
 
+def saved(row, output):
+    """The percentage in a row of the demo's tables, which the row's peaks of memory must yield."""
+    found = re.search(rf"{row}\W+(\S+)\W+(\S+)\W+(\S+)% less", output)
+    assert found, output
+    theirs, ours, share = map(float, found.groups())
+    assert share == pytest.approx(100 * (1 - ours / theirs), abs=1)
+    return share
+
+
 def test_demo_trains_the_same_curve(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "")
     record = AutotuneRecord("k", "local", "0", {}, [], {}, None)
@@ -62,6 +73,7 @@ def test_demo_trains_the_same_curve(tmp_path, monkeypatch):
     arguments = "--steps", 3, "--device", "cpu", "--autotune-report", tmp_path / "autotuned.jsonl"
     result = run("demo", *arguments, "--out", tmp_path / "curves.png")
     assert result.exit_code == 0, result.output
+    assert "32768" not in result.output, "the report is of the training alone"
     lines = (tmp_path / "autotuned.jsonl").read_text().splitlines()
     assert [AutotuneRecord.from_json(json.loads(line)) for line in lines] == [record], "once"
     assert run("demo", "--distill", *arguments).exit_code == 2
@@ -69,8 +81,14 @@ def test_demo_trains_the_same_curve(tmp_path, monkeypatch):
     assert re.search(r"largest difference in the Trainer \S+ over 3 steps \(below 1e-04\)", result.output), (
         result.output
     )
-    peaks = re.search(r"peak of tensor memory beyond the model, 1 step, MiB\W+(\S+)\W+(\S+)", result.output)
-    assert peaks and float(peaks[2]) < float(peaks[1]), result.output
+    for row in "│ 4096", "peak of tensor memory, MiB":  # of the loss, and of a step
+        assert 0 < saved(row, result.output) < 100
+    told = " ".join(result.output.split())
+    assert "1024 tokens x 4096 entries of the vocabulary x 4 bytes = 16.0 MiB" in told
+    assert "training, torch's loss" in told and "training, onepass' loss" in told
+    summary = told[told.index("Summary") :]
+    expected = "Equal: in float32", "Memory: loss and its gradient, 28.", "Speed: needs a GPU", "onepass.patch()"
+    assert all(text in summary for text in expected), summary
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
@@ -82,6 +100,7 @@ def test_demo_trains_the_same_curves_from_hidden_states(tmp_path, monkeypatch):
     for series in "training loss", "mean entropy":
         verdict = rf"largest difference of the {series} \S+ over 3 steps \(below 1e-03\)"
         assert re.search(verdict, result.output), result.output
+    assert saved("│ 32768", result.output) > saved("│ 16384", result.output) > 50
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
@@ -109,6 +128,33 @@ def test_demo_fails_if_the_curves_of_a_sharded_head_differ(tmp_path, monkeypatch
     assert result.exit_code == 1 and "(not below 1e-04)" in result.output, result.output
 
 
+def test_demo_fails_if_the_losses_of_the_trainer_differ(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "")
+    monkeypatch.setattr(demo, "OTHER_VOCABULARIES", ())
+    found = demo_report.Agreement(" in the Trainer", 0.1, 1, 1e-4), demo_report.Costs("a step", (2, 1), (1.0, 1.0))
+    monkeypatch.setattr("onepass.cli.demo_trainer.compare", lambda *_: found)
+    threads = torch.get_num_threads()
+    result = run("demo", "--steps", 1, "--device", "cpu", "--out", tmp_path / "curves.png")
+    told = " ".join(result.output.split())
+    assert result.exit_code == 1 and "Not equal: largest difference in the Trainer 1.0e-01" in told, result.output
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("difference, told", [
+    (0.01, "Close: no step differs by more than 1.0e-02"),
+    (float("nan"), "Not equal: largest difference nan over 1 steps (not finite)"),
+])  # fmt: skip
+def test_demo_tells_of_the_speed_on_a_gpu(difference, told):
+    console = Console(file=io.StringIO(), width=200)
+    found = demo_report.agreement(torch.zeros(1), torch.full((1,), difference), 1e-4, "cuda")
+    costs = demo_report.Costs("loss and its gradient", (300 << 20, 75 << 20), (8.0, 2.0))
+    demo_report.summarize([found], [costs], "cuda", console)
+    printed = console.file.getvalue()
+    assert told in printed and found.holds is ("Close" in told)
+    assert "Memory: loss and its gradient, 75.0 MiB instead of 300.0 (75% less)." in printed
+    assert "Speed: loss and its gradient, 4.0 times as fast." in printed
+
+
 @pytest.mark.parametrize("wrong, told", [
     (("--processes", 0), "expected 1 to 4096, the number of tokens of the vocabulary, got 0"),
     (("--processes", 300, "--vocab", 299), "expected 1 to 299, the number of tokens of the vocabulary, got 300"),
@@ -132,10 +178,11 @@ def test_demo_takes_one_process_for_each_gpu(monkeypatch):
 @pytest.mark.parametrize("taught", [True, False])
 def test_demo_distils_and_fails_without_a_gain(tmp_path, monkeypatch, taught):
     monkeypatch.setenv("TRITON_INTERPRET", "")
-    monkeypatch.setattr(distill, "TEACHER_STEPS", 6)
+    monkeypatch.setattr(distill, "TEACHER_STEPS", 2)
     if not taught:
         monkeypatch.setattr(distill, "distillation", lambda teacher: distill.hard_labels)
     result = run("demo", "--distill", "--steps", 3, "--device", "cpu", "--out", tmp_path / "curves.png")
     assert result.exit_code == (0 if taught else 1), result.output
     assert ("not below" in result.output) is not taught
+    assert "6 steps on 100% of the text" in result.output, "of the teacher, whose training is shorter too"
     assert (tmp_path / "curves.png").stat().st_size > 10_000

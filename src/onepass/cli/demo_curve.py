@@ -1,7 +1,7 @@
 """A training run of `onepass demo`, and what it records."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,9 +11,11 @@ from rich.progress import track
 from torch import Tensor
 
 from onepass.cli.demo_head import Head, Loss, mixed_precision
+from onepass.cli.demo_model import Size, build_model
 from onepass.cli.measure import clock, peak_memory
 
 LEARNING_RATE = 1e-3
+BARS = {"torch": "training, torch's loss", "onepass": "training, onepass' loss"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def train(
     device = windows.device
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses, entropies, seconds, memory = [], [], 0.0, 0
-    for step, window in enumerate(track(windows, description=f"{name:>8}", total=len(windows), console=console)):
+    for step, window in enumerate(track(windows, description=BARS[name], total=len(windows), console=console)):
         labels = window[:, 1:]
         with mixed_precision(device):
             # Shifted before the model and not after it: torch's loss would have to copy `logits[:, :-1]`.
@@ -63,3 +65,15 @@ def train(
     recorded = {"training loss": losses, "mean entropy": entropies}
     series = {title: torch.stack(values).double().cpu() for title, values in recorded.items() if values}
     return Curve(name, series, 1e3 * seconds / len(losses), memory)
+
+
+@torch.no_grad()
+def memory_with(size: Size, head: Head, device: torch.device) -> tuple[int, int]:
+    """The peaks of tensor memory of torch's head and of that of onepass, for a batch of this size."""
+    window = torch.zeros(size.batch, size.length + 1, dtype=torch.long, device=device)
+    with mixed_precision(device):
+        inputs = head.inputs(build_model(replace(size, layers=1), seed=0).to(device), window[:, :-1])
+    with torch.enable_grad():
+        calls = [partial(loss_and_gradients, head.losses[name], inputs, window[:, 1:]) for name in BARS]
+        theirs, ours = (peak_memory(call, device) for call in calls)
+    return theirs, ours

@@ -16,7 +16,7 @@ Loss = Callable[..., Tensor]  # (*inputs of a head, labels) -> scalar
 class Head:
     """What a demo measures apart from the model: a loss of these inputs, by each implementation."""
 
-    title: str
+    name: str
     part: str
     given: str
     inputs: Callable[[Any, Tensor], tuple[Tensor, ...]]  # (model, ids) -> the tensors that get gradients
@@ -69,7 +69,7 @@ def onepass_linear_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Te
 
 HEADS = {
     "logits": Head(
-        title="One model, one seed, two implementations of cross-entropy",
+        name="cross-entropy",
         part="loss and its gradient",
         given="the logits",
         inputs=logits_of,
@@ -79,9 +79,9 @@ HEADS = {
         bound=1e-4,
     ),
     "linear": Head(
-        title="One model, one seed, two implementations of a linear head and its loss",
+        name="linear head with cross-entropy",
         part="linear head, loss and their gradients",
-        given="the inputs",
+        given="the hidden states and the weight",
         inputs=hidden_and_weight,
         losses={"torch": torch_linear_loss, "onepass": onepass_linear_loss},
         entropies={"torch": torch_linear_entropy, "onepass": onepass_linear_entropy},

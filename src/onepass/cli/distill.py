@@ -17,9 +17,9 @@ from onepass.cli.demo_model import Size, build_model, load_text, sample_windows,
 HELD_OUT = 0.1  # of the paragraphs
 SEEN = 0.2  # of the training tokens, by the students; the teacher sees them all, and that is what it can pass on
 STUDENT_HIDDEN = 64
-TEACHER_STEPS = 600  # also for few of the students': the top K of a poor teacher hold too little of its probability
+TEACHER_STEPS, MOST_TEACHER_STEPS = 8, 600  # for each step of a student, and in all
 TOP_K = 64
-ALPHA = 0.9  # the teacher's share of the loss
+ALPHA = 0.5  # the teacher's share of the loss; a larger one needs a teacher that was trained for longer
 LEARNING_RATE = 4e-3
 EVALUATIONS = 10
 
@@ -71,7 +71,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=len(windows))
     perplexities = []
-    for step, window in enumerate(track(windows, description=f"{name:>11}", total=len(windows), console=console)):
+    for step, window in enumerate(track(windows, description=f"training, {name}", total=len(windows), console=console)):
         if step in evaluate_at:
             perplexities.append(perplexity(model, held_out))
         optimizer.zero_grad()
@@ -100,20 +100,26 @@ def plot(steps: Sequence[int], curves: dict[str, Tensor], teacher: float, path: 
 
 def compare(size: Size, steps: int, seed: int, place: str, out: Path, console: Console) -> bool:
     """Train a teacher of this size and both students; whether the teacher improved the perplexity of held-out text."""
-    text, rest = split_text(load_text())
-    tokenizer = train_tokenizer(text, size.vocab)
-    tokens, unseen = (torch.tensor(tokenizer.encode(part).ids) for part in (text, rest))
+    console.print(
+        "\nThis demo trains a teacher, and then one student twice from one seed: on labels alone, and with "
+        f"onepass.distillation_loss, which also takes the teacher's {TOP_K} most probable tokens at each position. "
+        "It shows whether the teacher improves the student on text that neither of them has seen."
+    )
+    with console.status("preparing text and tokenizer"):
+        text, rest = split_text(load_text())
+        tokenizer = train_tokenizer(text, size.vocab)
+        tokens, unseen = (torch.tensor(tokenizer.encode(part).ids) for part in (text, rest))
     held_out = unseen.unfold(0, size.length + 1, size.length).to(place)  # no token is predicted twice
     seen = tokens[: round(SEEN * len(tokens))]
-    student = replace(size, hidden=STUDENT_HIDDEN)
+    student, of_teacher = replace(size, hidden=STUDENT_HIDDEN), min(TEACHER_STEPS * steps, MOST_TEACHER_STEPS)
     console.print(f"text: pydoc_data.topics, no paragraph twice; {len(tokens)} tokens, and {len(unseen)} held out")
     console.print(f"vocabulary: {size.vocab}; batches of {size.batch} x {size.length}")
-    for name, each, count, share in ("teacher", size, TEACHER_STEPS, 1), ("students", student, steps, SEEN):
+    for name, each, count, share in ("teacher", size, of_teacher, 1), ("students", student, steps, SEEN):
         console.print(f"{name}: Llama, {each.layers} layers of {each.hidden}; {count} steps on {share:.0%} of the text")
     console.print(f"distillation: {ALPHA:.0%} of the loss from the teacher's top {TOP_K} log-probs")
 
     teacher = build_model(size, seed).to(place)
-    windows = sample_windows(tokens, TEACHER_STEPS, size, seed).to(place)
+    windows = sample_windows(tokens, of_teacher, size, seed).to(place)
     goal = train("teacher", teacher, hard_labels, windows, held_out, console).item()
 
     windows = sample_windows(seen, steps, student, seed).to(place)
@@ -128,10 +134,15 @@ def compare(size: Size, steps: int, seed: int, place: str, out: Path, console: C
         table.add_row(str(step), *(f"{value:.1f}" for value in (*row, goal)))
     console.print(table)
     plot([*evaluate_at, steps], curves, goal, out)
-    console.print(f"curves: {out}")
+    console.print(f"Both curves are drawn in {out}.")
 
     best = hard.min()  # not its last: a student that overfits may stop early. The start is among them; NaN stays NaN.
     helped = bool(distilled[-1] < best)
     verdict = "below" if helped else "not below"
-    console.print(f"distilled {distilled[-1]:.1f}, {verdict} the hard labels' best {best:.1f}; teacher {goal:.1f}")
+    console.print("\n[bold]Summary[/bold]")
+    console.print(
+        f"Perplexity on unseen text: distilled {distilled[-1]:.1f}, {verdict} the best of hard labels, {best:.1f}. "
+        f"The teacher has {goal:.1f}."
+    )
+    console.print("Next: docs/distillation.md shows the same loss with a teacher's log-probs from a server or a file.")
     return helped

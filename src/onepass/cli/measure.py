@@ -3,7 +3,8 @@
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,3 +34,14 @@ def peak_memory(call: Callable[[], Any], device: torch.device) -> int:
         held += event.nbytes() if event.name() == "[memory]" else 0
         peak = max(peak, held)
     return peak
+
+
+@contextmanager
+def one_core_left() -> Iterator[None]:
+    """Use one thread fewer than torch would: where another process runs, threads on all cores wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads - 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
