@@ -4,6 +4,7 @@ import ast
 import io
 import itertools
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -34,7 +35,8 @@ def test_help_lists_the_commands():
     assert result.exit_code == 0 and all(command in result.output for command in commands)
 
 
-def test_a_bar_names_what_is_running():
+def test_a_bar_names_what_is_running(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")  # a dumb one has no bars
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
     for n, name in enumerate(follow(["onepass", "torch eager"], "jsd 300x104", str, console)):
         time.sleep(0.3)  # the bar is drawn ten times a second
@@ -311,7 +313,9 @@ def test_the_version_that_fails_is_named(started, monkeypatch):
 
 def test_a_worker_answers_errors_and_tells_when_it_ends(monkeypatch):
     monkeypatch.setattr(workers, "SECONDS_TO_ANSWER", 60)
-    worker = workers.Worker("tests.echo_worker", environment={"PYTHONPATH": str(CHECKOUT)})  # a namespace package
+    # Not as tests.echo_worker: textstat installs a package of the name tests.
+    path = os.pathsep.join(map(str, (CHECKOUT, CHECKOUT / "tests")))
+    worker = workers.Worker("echo_worker", environment={"PYTHONPATH": path})
     try:
         assert worker.ask("echo", value=[1]) == [1]
         with pytest.raises(workers.Failure, match="KeyError"):
