@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.losses.cross_entropy import cross_entropy
+from onepass.losses.next_token import mean_loss, next_tokens
 
 
 class ForCausalLMLoss(nn.Module):
@@ -26,8 +25,7 @@ class ForCausalLMLoss(nn.Module):
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if shift_labels is None:
-            shift_labels = F.pad(labels, (-1, 1), value=ignore_index)
+        shift_labels = next_tokens(labels, ignore_index) if shift_labels is None else shift_labels
         logits = logits.reshape(-1, vocab_size)
         target = shift_labels.reshape(-1).to(logits.device)
-        return cross_entropy(logits, target, ignore_index=ignore_index, num_items=num_items_in_batch)
+        return mean_loss(logits, target, num_items_in_batch, ignore_index)

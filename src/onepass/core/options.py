@@ -68,7 +68,7 @@ class Options(NamedTuple):
     invariant: bool = False  # whether a row's results are the same whatever rows are with it; see `batch_invariant`
 
     def names(self) -> tuple[str, ...]:
-        """The names of the requested fields."""
+        """The names of the requested fields. A method: Dynamo of torch 2.9 and 2.10 traces no property of a tuple."""
         return _names(self.fields)
 
     def wants(self, name: str) -> bool:

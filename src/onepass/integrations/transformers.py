@@ -1,20 +1,18 @@
 """Replacements for the causal-LM loss and the MoE routers of transformers; see `onepass.patch`."""
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from onepass.integrations.lazy_logits import asked_for, expecting_count, run
 from onepass.integrations.patching import Target, original
 from onepass.integrations.transformers_experts import INTERFACE, PEFT, SINCE, activate_lora, experts_forward, register
-from onepass.losses.cross_entropy import cross_entropy
+from onepass.losses.next_token import mean_loss, next_tokens
 from onepass.moe.router_families import router_outputs
 
 __all__ = ["TARGETS", "ForCausalLMLoss", "register", "router_of"]
@@ -41,26 +39,12 @@ def ForCausalLMLoss(
     """
     count: AbstractContextManager[None] = nullcontext()
     if shift_labels is None:
-        shift_labels = F.pad(labels, (-1, 1), value=ignore_index) if labels.shape[-1] else labels
+        shift_labels = next_tokens(labels, ignore_index)
         count = expecting_count(labels, ignore_index)
     logits = logits if logits.shape[-1] == vocab_size else logits.reshape(-1, vocab_size)
     target = shift_labels.reshape(logits.shape[:-1]).to(logits.device)
     with count:
         return mean_loss(logits, target, num_items_in_batch, ignore_index)
-
-
-def mean_loss(logits: Any, target: Tensor, num_items: Any, ignore_index: int, label_smoothing: float = 0.0) -> Tensor:
-    """`onepass.cross_entropy`, in the shape that transformers' own loss has."""
-    divisor = None
-    num_items = int(num_items) if isinstance(num_items, bool) else num_items
-    if isinstance(num_items, int | float) and not 0 < num_items < math.inf:
-        divisor, num_items = num_items, 1  # transformers divides by whatever it is given
-    loss = cross_entropy(
-        logits, target, ignore_index=ignore_index, num_items=num_items, label_smoothing=label_smoothing
-    )
-    if divisor is not None:
-        return loss / divisor
-    return loss.reshape(num_items.shape) if isinstance(num_items, Tensor) else loss
 
 
 def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

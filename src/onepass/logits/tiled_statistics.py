@@ -72,7 +72,9 @@ def field_to_derive(
     names = {name for name in options.names() if name not in NOT_DIFFERENTIABLE}
     if inputs.index is not None and inputs.index.dim() > 1 and names & {"log_probs", "selected"}:
         return None  # each index of a row has a derivative
-    return names.pop() if len(names) == 1 else "log_probs" if "log_probs" in names else None
+    if "log_probs" in names:
+        return "log_probs"
+    return names.pop() if len(names) == 1 else None
 
 
 class _TiledStatistics(torch.autograd.Function):

@@ -131,7 +131,7 @@ def softmax_statistics(logits: Tensor, inputs: Inputs, options: Options) -> Resu
         bad = out_of_range(index, None, logits.shape[-1]).any(-1)
         index = index.clamp(0, logits.shape[-1] - 1).long()
     is_top1 = None if is_top1 is None or per_index is None else is_top1.view(per_index.shape)
-    room: Tensor | None = None  # of the first block, and no other block is larger
+    room: Tensor | None = None  # memory for the softmax of a block: that of the first, and no other is larger
     for group, (x,) in row_blocks(logits, alone=options.invariant):
         z, _ = transformed(x, options.transform, packed.dtype, temperature_of(temperature, group))
         allowed, outside = support_of(inputs, group, z)
@@ -143,11 +143,10 @@ def softmax_statistics(logits: Tensor, inputs: Inputs, options: Options) -> Resu
             if none is not None:
                 total.masked_fill_(none, float("nan"))
         void = 0 * total  # NaN if the row defines no distribution: a logit is NaN or +inf, or all are -inf
+        if index is not None:
+            relative = z.gather(-1, index[group]) - shift + void.unsqueeze(-1)
         if not OF_SUMS.issuperset(options.names()):
             z = z - shift if z is x else z.sub_(shift)
-            relative = z if index is None else z.gather(-1, index[group])
-        elif index is not None:
-            relative = z.gather(-1, index[group]) - shift
         out["shift"][group] = shift[:, 0] + void
         out["log_normalizer"][group] = total.log()
         if options.wants("expected_logit") or options.wants("entropy"):
@@ -168,7 +167,6 @@ def softmax_statistics(logits: Tensor, inputs: Inputs, options: Options) -> Resu
         if options.wants("mean_logit"):
             out["mean_logit"][group] = (z / z.shape[-1]).sum(-1) + shift[:, 0] + void
         if index is not None and per_index is not None:
-            relative = relative + void.unsqueeze(-1)
             if is_top1 is not None:
                 is_top1[group] = (relative == 0) & (index[group] == z.argmax(-1, keepdim=True))
             per_index[group] = relative - total.log().unsqueeze(-1) if options.wants("log_probs") else relative
@@ -221,7 +219,7 @@ def softmax_gradient(
         shift, log_normalizer = field["shift"][group], field["log_normalizer"][group]
         to = g_out if g_out.dtype == z.dtype and g_out.data_ptr() != x.data_ptr() else None
         p, top, largest = softmax_of(z, to)
-        # The row may be a part of the row that the statistics are of.
+        # The logits may be a slice of the vocabulary, and the statistics those of the whole row.
         empty = top == -torch.inf
         factor = (top - shift - log_normalizer).exp() / largest.masked_fill(empty, 1.0)
         if not empty.is_cpu or empty.any():

@@ -32,8 +32,8 @@ from onepass.core.options import (
 from onepass.reference.softmax import active_rows, out_of_range
 from onepass.softmax.inplace import mark_overwritten
 
-# Of a gradient that is computed in the forward: where rows are shorter, the comparison of the backward takes more than
-# a hundredth of the time of the gradient.
+# The smallest vocabulary of a gradient that is computed in the forward: below, the comparison in the backward takes
+# more than a hundredth of its time. Sharded logits have no such limit, since their exchange makes the host later.
 LEAST_VOCABULARY = 1 << 16
 
 
