@@ -19,7 +19,7 @@ import onepass
 from benchmarks.harness import exact
 from benchmarks.implementations import Forward, Tensors, in_batch_invariant_mode
 from benchmarks.in_turns import Batch
-from benchmarks.operations_logits import cross_entropy, kl_div, log_probs_and_entropy, mean
+from benchmarks.operations_logits import cross_entropy, kl_div, log_probs, log_probs_and_entropy, mean
 
 COUNTS = {1: "one bare GEMM", 2: "two bare GEMMs", 3: "three bare GEMMs", 4: "four bare GEMMs"}
 
@@ -161,6 +161,11 @@ def pair(products: str) -> HeadOperation:
     return HeadOperation(log_probs_and_entropy, ours, products, masks=False)
 
 
+def our_log_probs(h: Tensor, w: Tensor, t: Tensor, m: Tensor | None) -> Tensors:
+    """As GRPO needs them: the entropy is logged, and only the log-probs have a gradient."""
+    return onepass.linear_selective_log_softmax_and_entropy(h, w, t, row_mask=m)[:1]
+
+
 def cross_entropy_of(products: str) -> HeadOperation:
     return HeadOperation(cross_entropy, lambda h, w, t, m: (onepass.linear_cross_entropy(h, w, t),), products)
 
@@ -191,6 +196,7 @@ HEAD_OPERATIONS: dict[str, HeadOperation] = {
     "linear_cross_entropy_frozen": cross_entropy_of("lh"),
     "linear_log_probs_and_entropy_forward": pair("l"),
     "linear_log_probs_and_entropy": pair("llhw"),
+    "linear_log_probs_frozen": HeadOperation(log_probs, our_log_probs, "lh", masks=False),
     "linear_policy_loss": HeadOperation(
         lambda x, t, a, old, m: mean(policy_loss(a, old, *log_probs_and_entropy(x, t, m)), m),
         our_policy_loss,

@@ -71,6 +71,11 @@ def trl_pair(name: str, package: str) -> Implementation:
     return Implementation(name, package, trl("entropy"))
 
 
+def trl_log_probs(name: str, package: str) -> Implementation:
+    rows = trl("entropy")
+    return Implementation(name, package, lambda h, w, t, m: rows(h, w, t, m)[:1])
+
+
 def trl_cross_entropy(name: str, package: str) -> Implementation:
     log_probs = trl()
     return Implementation(name, package, lambda h, w, t, m: mean(-log_probs(h, w, t, m)[0], m))
@@ -138,6 +143,7 @@ HEAD_PEERS: dict[str, list[Peer]] = {
     "linear_cross_entropy_frozen": CROSS_ENTROPY,
     "linear_log_probs_and_entropy_forward": [("TRL", "trl", trl_pair)],
     "linear_log_probs_and_entropy": [("TRL", "trl", trl_pair)],
+    "linear_log_probs_frozen": [("TRL", "trl", trl_log_probs)],
     "linear_policy_loss": [("TRL", "trl", trl_policy_loss)],
     "linear_cross_entropy_wide": wide("linear_cross_entropy"),
     "linear_log_probs_and_entropy_forward_wide": wide("linear_log_probs_and_entropy_forward"),
