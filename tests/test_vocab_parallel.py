@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,7 +69,9 @@ def test_meshes(tmp_path):
 
 
 def test_compiled(tmp_path):
-    names = "logits", "heads", "shapes", "inductor", "dtensors", "refused"
+    names = ["logits", "heads", "shapes", "dtensors", "refused"]
+    if shutil.which(os.environ.get("CXX", "g++")):  # a fresh machine has no C++ compiler
+        names.insert(3, "inductor")
     names = [f"compiled_worker.{name}" for name in names]
     failed, printed = run(tmp_path, job(2, functions=[*names, "mean_group_cases.compiled"]))
     assert not failed, printed
