@@ -114,9 +114,10 @@ assert rewards[-1] > 0.9 and entropies[-1] < entropies[0] / 2
 
 
 def test_the_reference_has_every_public_name():
-    written = {
-        name for page in ROOT.glob("docs/api/*.md") for name in re.findall(r"^::: (\S+)", page.read_text(), re.M)
-    }
+    text = "\n".join(page.read_text() for page in ROOT.glob("docs/api/*.md"))
+    # A function whose module has its name is written with both, under a heading of its own.
+    text = re.sub(r"^::: \S+\n +options:\n +heading:", ":::", text, flags=re.M)
+    written = set(re.findall(r"^::: (\S+)", text, re.M))
     public = {f"onepass.{name}" for name in onepass.__all__ if name != "moe"}
     public |= {f"onepass.moe.{name}" for name in onepass.moe.__all__}
     assert public <= written, public - written
