@@ -43,19 +43,21 @@ TILES = 4  # tiles that a program writes: the fewest that reach the bandwidth of
 @triton.jit
 def write_tile(logits, out, class_weights, col0, low, high, shift, log_normalizer, tempered, a, b, d, h, inner, outer,
                sharpness, class_weight, SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
-               TEMPERED: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+               TEMPERED: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr,
+               CACHED: tl.constexpr):  # fmt: skip
     """Write columns ``[col0, col0 + LANES·VEC)`` of the gradient, only those within [low, high) if MASKED.
 
-    The term of the selected classes is left out.
+    The term of the selected classes is left out. CACHED is the eviction policy of logits and gradient.
     """
     col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     valid = (col >= low) & (col < high) if MASKED else None
     weight = class_weight
     if class_weights is not None:
         weight = tl.load(class_weights + col - low, mask=valid).to(tl.float32)
-    g, slope = gradient(tl.load(logits + col, mask=valid), weight, shift, log_normalizer, tempered, a, b, d, h,
-                        inner, outer, sharpness, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED)  # fmt: skip
-    tl.store(out + col, (g * slope).to(out.dtype.element_ty), mask=valid)
+    x = tl.load(logits + col, mask=valid, eviction_policy=CACHED)
+    g, slope = gradient(x, weight, shift, log_normalizer, tempered, a, b, d, h, inner, outer, sharpness, SOFTCAP,
+                        EXPECTED, WEIGHTED, TEMPERED)  # fmt: skip
+    tl.store(out + col, (g * slope).to(out.dtype.element_ty), mask=valid, eviction_policy=CACHED)
 
 
 @triton.jit(
@@ -166,16 +168,16 @@ def softmax_gradient_kernel(
             if low < head:
                 write_tile(x_base, g_base, class_weights, low, head, high, shift, log_normalizer, tempered,
                            a, b, d, h, inner, outer, sharpness, class_weight, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED,
-                           LANES, VEC, True)  # fmt: skip
+                           LANES, VEC, True, "")  # fmt: skip
         full = begin + tl.maximum(high - begin, 0) // TILE * TILE
         for col in range(begin, full, TILE):
             write_tile(x_base, g_base, class_weights, col, head, high, shift, log_normalizer, tempered,
                        a, b, d, h, inner, outer, sharpness, class_weight, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED,
-                       LANES, VEC, False)  # fmt: skip
+                       LANES, VEC, False, "")  # fmt: skip
         if full < high:
             write_tile(x_base, g_base, class_weights, full, head, high, shift, log_normalizer, tempered,
                        a, b, d, h, inner, outer, sharpness, class_weight, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED,
-                       LANES, VEC, True)  # fmt: skip
+                       LANES, VEC, True, "")  # fmt: skip
         if grad_selected is not None:
             tl.debug_barrier()
             tl.store(out + out_start + selected, selected_gradient.to(out.dtype.element_ty), mask=mine)
