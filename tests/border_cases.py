@@ -330,6 +330,7 @@ CASES = [
     }, ("logits",)),
     Case("cross_entropy", {"logits": LOGITS, "target": TARGET, "row_mask": MASK, "num_items": ITEMS}, ("logits",),
          "of a batch"),
+    Case("cross_entropy", {"logits": LOGITS, "target": TARGET, "gradient_in_forward": False}, ("logits",), "late"),
     Case("cross_entropy", {"logits": LOGITS, "target": TARGET.int(), "reduction": "none", "inplace_backward": True},
          ("logits",), "in place", refused={"logits": "inplace_backward"}),
     Case("cross_entropy", {**head("logits"), "target": TARGET, "class_weights": CLASSES}, tuple(head("logits")),
@@ -411,7 +412,8 @@ CASES = [
     }, ("hidden", "weight", "row_inputs[0]"), "of rows"),
     Case("CrossEntropyLoss", {
         "class_weights": CLASSES, "ignore_index": IGNORED, "reduction": "sum", "label_smoothing": FRACTION,
-        "z_loss_weight": WEIGHT, **TRANSFORM, "inplace_backward": False, "logits": LOGITS, "target": TARGET,
+        "z_loss_weight": WEIGHT, **TRANSFORM, "inplace_backward": False, "gradient_in_forward": False, "logits": LOGITS,
+        "target": TARGET,
         "row_mask": MASK, "num_items": ITEMS,
     }, ("logits",)),
     Case("LinearCrossEntropyLoss", {

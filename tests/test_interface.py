@@ -31,7 +31,7 @@ ORDER = (
     "ignore_index", "row_mask", "teacher_mask", "metrics", "expected_logit", "alpha", "direction", "beta",
     "renormalize", "label_smoothing", "z_loss_weight", "support", "vocab_size", "reduction", "num_items", "mean_group",
     "temperature", "softcap", "logit_scale", "teacher_temperature", "teacher_softcap", "teacher_logit_scale",
-    "inplace_backward", "logits_dtype", "max_memory", "vocab_group", "sequence_parallel",
+    "inplace_backward", "gradient_in_forward", "logits_dtype", "max_memory", "vocab_group", "sequence_parallel",
 )  # fmt: skip
 MODULES = ("CrossEntropyLoss", "LinearCrossEntropyLoss", "KLDivLoss", "TopKKLDivLoss")
 

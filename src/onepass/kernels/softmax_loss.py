@@ -204,19 +204,35 @@ def supports_fused_loss(logits: torch.Tensor, index: torch.Tensor | None, option
     return one and aligned and FIELDS.issuperset(options.names())
 
 
+def reads_once(logits: torch.Tensor, inputs: Inputs, options: Options) -> bool:
+    """Whether `softmax_loss` supports logits ``(..., V)`` and a new gradient, and is faster than two kernels."""
+    index, vocab = inputs.index, logits.shape[-1]
+    if index is None or index.dim() != logits.dim() - 1 or inputs.support is not None or options.invariant:
+        return False
+    # A soft-cap is computed twice and is then the limit, to which waiting for other programs adds.
+    if options.transform.softcap is not None or not logits.numel() or vocab * logits.element_size() % 16:
+        return False
+    if logits.dim() != 2 and not logits.is_contiguous():
+        return False
+    return supports_fused_loss(logits.view(-1, vocab), index.reshape(-1), options)
+
+
 def softmax_loss(
     logits: torch.Tensor, inputs: Inputs, grads: FieldGradients, options: Options, out: torch.Tensor
 ) -> Results:
-    """Return the `softmax_statistics` of the logits, and write their `softmax_gradient` to ``out``.
+    """Return the `softmax_statistics` of logits ``(..., V)``, and write their `softmax_gradient` to ``out``.
 
     ``out`` may be the logits. `supports_fused_loss` says whether this is possible.
     """
     index, row_mask, class_weights, temperature = inputs[:4]
     packed, selected, _ = results = empty_results(logits, index, options)
-    if len(logits):
-        of_fields = grads.log_normalizer, grads.weighted_logit, grads.selected  # `FIELDS` has no others
+    if logits.numel():
+        of_fields = [
+            g if g is None else g.reshape(-1) for g in (grads.log_normalizer, grads.weighted_logit, grads.selected)
+        ]
         strides = tuple([0 if g is None else g.stride(0) for g in of_fields])
-        to = None if out is logits else out
-        about = layout_of(logits), 0 if to is None else to.stride(0), strides, options
-        launch(plan_for, about, (logits, to, class_weights, index, row_mask, temperature, packed, selected, *of_fields))
+        x = logits if logits.dim() == 2 else logits.view(-1, logits.shape[-1])
+        to = None if out is logits else out if out.dim() == 2 else out.view(x.shape)
+        about = layout_of(x), 0 if to is None else to.stride(0), strides, options
+        launch(plan_for, about, (x, to, class_weights, index, row_mask, temperature, packed, selected, *of_fields))
     return results
