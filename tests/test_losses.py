@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 
 import pytest
 import torch
@@ -285,6 +286,7 @@ UPSTREAM = (1.0, 1.0, 2.0, 2.0, 1 / 3, 65536.0, 0.0, math.nan, 1.0)
 def early(monkeypatch):
     """Gradients of few logits are computed in the forward too, as those of many are."""
     monkeypatch.setattr(pytest.importorskip("onepass.kernels.softmax_gradient"), "LEAST_EARLY", 0)
+    monkeypatch.setattr(sys.modules["onepass.kernels.softmax_loss"], "LEAST_LOGITS", 0)
     monkeypatch.setattr(primitive, "LEAST_VOCABULARY", 0)
 
 
@@ -310,7 +312,7 @@ REDUCED = ({"reduction": "mean"}, {"reduction": "sum"}, {"num_items": 3}, {"num_
 
 @pytest.mark.parametrize("options", REDUCED, ids=str)
 @pytest.mark.parametrize("logits", [{}, {"temperature": 0.7}, {"temperature": "rows"}, {"logit_scale": -2.0}], ids=str)
-def test_statistics_and_gradient_take_one_read(device, monkeypatch, options, logits):
+def test_statistics_and_gradient_take_one_read(device, early, monkeypatch, options, logits):
     """The gradient is bitwise that of the backward, for a right guess of its upstream gradient and for wrong ones."""
     x = torch.randn(4, 6, 72, device=device).requires_grad_()
     target = torch.randint(72, (4, 6), device=device)

@@ -10,7 +10,8 @@ import triton.language as tl
 from onepass.core.options import Average
 from onepass.kernels.launch import Flat, Out, Plan, launch
 
-BLOCK = 1024
+# One program reads all rows: a block at a time, with its latency, so that many rows come in large ones.
+FEW, MANY = 1024, 8192
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -56,14 +57,21 @@ def row_sum_kernel(values: "Flat", row_mask: "Flat", share: "Flat", total: "Out"
     tl.store(total, tl.sum(sums, axis=0) * tl.load(share))
 
 
+def block_for(rows: int) -> int:
+    """Rows that a program reads at a time."""
+    return FEW if rows <= FEW else MANY
+
+
 def plan_of_share(rows: int, factor: float, counted: bool) -> Plan:
     """The launch of `row_share_kernel`."""
-    return Plan(row_share_kernel, 1, (rows, factor), dict(COUNTED=counted, BLOCK=BLOCK), BLOCK // 128)
+    block = block_for(rows if counted else 0)
+    return Plan(row_share_kernel, 1, (rows, factor), dict(COUNTED=counted, BLOCK=block), block // 256)
 
 
 def plan_of_sum(rows: int) -> Plan:
     """The launch of `row_sum_kernel`."""
-    return Plan(row_sum_kernel, 1, (rows,), dict(BLOCK=BLOCK), BLOCK // 128)
+    block = block_for(rows)
+    return Plan(row_sum_kernel, 1, (rows,), dict(BLOCK=block), block // 256)
 
 
 def row_share(

@@ -23,6 +23,7 @@ from onepass.kernels.softmax_statistics import read_tile
 FIELDS = {"log_probs", "selected", "shift", "log_normalizer", "weighted_logit"}  # the fields that the kernel computes
 # A piece is short enough for those of all running programs to stay in the cache, but long enough to hide the waiting.
 MOST_LANES, TILES, MOST_SPLITS = 256, 6, 32
+LEAST_LOGITS = 1 << 26  # of a tensor that is read once: below, the host is the limit, which has more to do for it
 
 
 @triton.jit(
@@ -210,7 +211,7 @@ def reads_once(logits: torch.Tensor, inputs: Inputs, options: Options) -> bool:
     if index is None or index.dim() != logits.dim() - 1 or inputs.support is not None or options.invariant:
         return False
     # A soft-cap is computed twice and is then the limit, to which waiting for other programs adds.
-    if options.transform.softcap is not None or not logits.numel() or vocab * logits.element_size() % 16:
+    if options.transform.softcap is not None or logits.numel() < max(LEAST_LOGITS, 1) or vocab * logits.element_size() % 16:
         return False
     if logits.dim() != 2 and not logits.is_contiguous():
         return False
