@@ -47,9 +47,7 @@ def route(
     return weights, experts, counts, prob_sums, logsumexp, changed
 
 
-def replayed(
-    given: Tensor, natural: Tensor, token_mask: Tensor | None, experts: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def replayed(given: Tensor, natural: Tensor, token_mask: Tensor | None, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """The ``given`` experts of a token, or its ``natural`` ones if one of those is -1 or the token is masked.
 
     Also returns a mask ``(T, 1)`` of tokens with an id that is repeated or is no expert, which have the experts
