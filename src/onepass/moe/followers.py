@@ -24,7 +24,13 @@ def in_backward() -> bool:
 
 
 class Follower:
-    """Is asked for the choice of a router in each forward pass, and told its results."""
+    """Is asked for the choice of a router in each forward pass, and told its results.
+
+    Attributes:
+        keeps: whether a layer that is computed again takes the choice of the first time.
+    """
+
+    keeps = False
 
     def choice(self, router: nn.Module) -> Tensor | None:
         """The experts ``(T, K)`` of this call, or None if they do not matter to the follower."""
@@ -72,8 +78,12 @@ class Followed:
             experts = _noted(routing.experts, routing.counts, routing.changed, self.slot)  # type: ignore[arg-type]
             return routing._replace(experts=experts)
         given = self.choice(shape, logits.device)
-        routing = route(logits, experts=given, count_changed=given is not None, **arguments)
-        self.note(routing.experts, routing.counts, routing.changed, given is not None)
+        replayed = given is not None
+        if given is None and torch.is_grad_enabled() and any([f.keeps for f in self.followers]):
+            # Gradient checkpointing demands that a layer saves as many tensors when it is computed again.
+            given = logits.new_full(shape, -1, dtype=torch.int16)
+        routing = route(logits, experts=given, count_changed=replayed, **arguments)
+        self.note(routing.experts, routing.counts, routing.changed, replayed)
         return routing
 
     def choice(self, shape: tuple[int, ...], device: torch.device) -> Tensor | None:

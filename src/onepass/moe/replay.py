@@ -56,6 +56,8 @@ class Choices(Follower):
         waiting: the passes of which no output of the model has been seen yet.
     """
 
+    keeps = True
+
     def __init__(self, model: nn.Module) -> None:
         self.routers = routers_of(model)
         self.calls = dict.fromkeys(self.routers.values(), 0)
@@ -121,7 +123,7 @@ class Replay(Choices):
         found = {}
         for n, router in zip(numbers, self.routers.values()):
             device = next((p.device for p in router.parameters()), layers[n].device)
-            found[router] = layers[n] if device.type == "meta" else layers[n].to(device)
+            found[router] = layers[n].to("cpu" if device.type == "meta" else device, torch.int16)
         return found
 
     def choice(self, router: nn.Module) -> Tensor | None:
