@@ -65,6 +65,7 @@ def same(a, b):
 
 def drifted(record):
     """Another choice of every layer, which no router would make."""
+
     def other(ids):
         g = torch.Generator().manual_seed(len(ids))
         return torch.rand(len(ids), 4, generator=g).argsort(-1)[:, : ids.shape[-1]].short()

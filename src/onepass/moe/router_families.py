@@ -178,6 +178,14 @@ def _family(router: nn.Module, block: nn.Module) -> str | None:
     return None
 
 
+def bias_of(router: nn.Module, block: nn.Module) -> Tensor | None:
+    """The selection bias of a router; None if its family has none."""
+    name = _family(router, block)
+    names = (FAMILIES[name] if name else OTHER).arguments.get("selection_bias")
+    bias: Tensor | None = None if names is None else _read(names, router, block, name)
+    return bias
+
+
 def _read(names: Attribute, router: nn.Module, block: nn.Module, family: str | None) -> Any:
     for module in (router, block):
         for name in names:

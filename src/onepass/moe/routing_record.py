@@ -76,7 +76,7 @@ class RoutingRecord:
         if attention_mask is not None and attention_mask.shape[1] - found not in (0, 1):
             raise ValueError(f"attention_mask: expected {found} or {found + 1} tokens, the first {found} of which the "
                              f"record has, got shape {tuple(attention_mask.shape)}")  # fmt: skip
-        if lengths is not None and sum(lengths) - found > 1:
+        if attention_mask is None and lengths is not None and sum(lengths) - found > 1:
             raise ValueError(f"lengths: expected at most {found + 1} tokens, got {sum(lengths)}")
         if dtype == torch.uint8 and joined.numel() and not 0 <= int(joined.min()) <= int(joined.max()) < 256:
             raise ValueError("dtype: expected torch.int16 for ids below 0 or above 255, got torch.uint8")
