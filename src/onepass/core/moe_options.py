@@ -50,8 +50,8 @@ class RoutingGradients(NamedTuple):
 RoutingResults = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-def empty_routing(logits: Tensor, options: RouterOptions) -> RoutingResults:
-    """Uninitialized results of a router for ``(T, E)`` logits.
+def empty_routing(logits: Tensor, options: RouterOptions, counts: Tensor | None = None) -> RoutingResults:
+    """Uninitialized results of a router for ``(T, E)`` logits, with these ``counts`` if there are any already.
 
     Returns:
         Weights ``(T, K)``, experts ``(T, K)``, counts ``(E,)``, summed probabilities ``(E,)``, logsumexp ``(T,)`` and
@@ -63,7 +63,7 @@ def empty_routing(logits: Tensor, options: RouterOptions) -> RoutingResults:
     return (
         logits.new_empty((T, options.k), dtype=dtype),
         logits.new_empty((T, options.k), dtype=torch.int64),
-        logits.new_empty(E, dtype=torch.int32),
+        logits.new_empty(E, dtype=torch.int32) if counts is None else counts,
         logits.new_empty(E, dtype=dtype) if options.sums else None,
         logits.new_empty(T, dtype=dtype) if options.sums else None,
         logits.new_empty((), dtype=torch.int32) if options.count_changed else None,
