@@ -335,7 +335,7 @@ def topk_routing_kernel(
         bad = tl.max(odd, axis=1) != 0
         top = value_of_key(v[0])  # the largest logit, unless there is a bias
     else:
-        bad = tl.max(odd & SIGNS, axis=1) != 0
+        bad = tl.max(((odd & SIGNS) != 0).to(tl.int32), axis=1) != 0
         top = upper_half(ordered(v[0], 0x7FFF0000), dtype)
     top = transform(top, inner, outer, SOFTCAP)
     if SCORE == SOFTMAX:
