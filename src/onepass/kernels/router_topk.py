@@ -146,6 +146,12 @@ def upper_half(bits, dtype: tl.constexpr):
 
 
 @triton.jit
+def logit(x, inner, outer, SOFTCAP: tl.constexpr):
+    """The logit after its soft-cap, if it has one."""
+    return transform(x, inner, outer, SOFTCAP) if SOFTCAP else x.to(tl.float32)
+
+
+@triton.jit
 def only(there, x, least, WHOLE: tl.constexpr):
     """``x``, but ``least`` where there is no expert. WHOLE says that there is one everywhere."""
     return x if WHOLE else tl.where(there, x, least)
@@ -272,7 +278,7 @@ def topk_routing_kernel(
                 every = e + tl.zeros([BLOCK_T, 1, 1], tl.int32)
                 bias = columns(tl.load(selection_bias + every, mask=every < E, other=0.0), VECTOR)
             for i in tl.static_range(VECTOR):
-                z_i = transform(x[i], inner, outer, SOFTCAP)
+                z_i = logit(x[i], inner, outer, SOFTCAP)
                 odd = odd | has_no_score(z_i, SCORE).to(tl.int32)
                 value = values_of(z_i, x[i], bias[i] if selection_bias is not None else None, SCORE, AFTER)
                 key = key_of_value(value, first + i)
@@ -289,7 +295,7 @@ def topk_routing_kernel(
             for i in tl.static_range(VECTOR // 2):
                 odd = odd | ((words[i] & 0x7FFF7FFF) + (0x007F007F if dtype == tl.bfloat16 else 0x03FF03FF))
                 for half in tl.static_range(2 if TOTAL else 0):
-                    z_i = transform(upper_half(words[i] if half else words[i] << 16, dtype), inner, outer, SOFTCAP)
+                    z_i = logit(upper_half(words[i] if half else words[i] << 16, dtype), inner, outer, SOFTCAP)
                     z = z + (only(first + 2 * i < E, z_i, float("-inf"), (r + 1) * STEP <= E),)
 
     # The largest keys of each lane, sorted.
@@ -313,8 +319,8 @@ def topk_routing_kernel(
         if TOP2:
             second = value_of_key(v[1])
             if selection_bias is None:
-                judged = score_of_group(transform(judged, inner, outer, SOFTCAP), SCORE, AFTER)
-                second = score_of_group(transform(second, inner, outer, SOFTCAP), SCORE, AFTER)
+                judged = score_of_group(logit(judged, inner, outer, SOFTCAP), SCORE, AFTER)
+                second = score_of_group(logit(second, inner, outer, SOFTCAP), SCORE, AFTER)
             judged += second
         judged = tl.maximum(judged, LOWEST)
         for _ in tl.static_range(TOPK_GROUP):
@@ -326,23 +332,30 @@ def topk_routing_kernel(
             w = w + (tl.where(judged == float("-inf"), v[i], LEAST),)
         v = w
     v = largest_keys(v, LEAST, K)
-    for i in tl.static_range(K, BLOCK_K):
-        v = v + (v[0],)
-    key = row(v, BLOCK_K)
-    selected = (key & LOW).to(tl.int32) ^ LOW
 
+    # Tokens without a valid routing; the largest logit, unless there is a bias.
     if WIDE:
         bad = tl.max(odd, axis=1) != 0
-        top = value_of_key(v[0])  # the largest logit, unless there is a bias
+        top = value_of_key(v[0])
     else:
         bad = tl.max(((odd & SIGNS) != 0).to(tl.int32), axis=1) != 0
         top = upper_half(ordered(v[0], 0x7FFF0000), dtype)
-    top = transform(top, inner, outer, SOFTCAP)
+    top = logit(top, inner, outer, SOFTCAP)
     if SCORE == SOFTMAX:
         bad = bad | (tl.abs(top) == float("inf"))
     elif SCORE == SQRTSOFTPLUS and not WIDE:
         bad = bad | (top == float("inf"))
-    selected = tl.where((bad | (active == 0))[:, None], k, selected)
+    if not WIDE:  # the logits of these are NaN, which makes their weights NaN
+        w = ()
+        for i in tl.static_range(K):
+            w = w + (tl.where(bad, (0x7FFF << 16) | (8191 - i), v[i]),)
+        v = w
+    for i in tl.static_range(K, BLOCK_K):
+        v = v + (v[0],)
+    key = row(v, BLOCK_K)
+    selected = (key & LOW).to(tl.int32) ^ LOW
+    if WIDE:
+        selected = tl.where((bad | (active == 0))[:, None], k, selected)
     if given is not None:
         selected, invalid, differ = replayed(given, selected, t, k, active, T, E, K)
         bad = bad | invalid
@@ -357,7 +370,7 @@ def topk_routing_kernel(
         x_selected = tl.load(start[:, None] + selected, mask=counted, other=0.0).to(tl.float32)
     else:
         x_selected = upper_half(ordered(key, 0x7FFF0000), dtype)
-    z_selected = transform(x_selected, inner, outer, SOFTCAP)
+    z_selected = logit(x_selected, inner, outer, SOFTCAP)
     total = tl.zeros([BLOCK_T], tl.float32)
     if TOTAL:
         of_lane = tl.zeros([BLOCK_T, LANES], tl.float32)
@@ -370,7 +383,10 @@ def topk_routing_kernel(
         if RELATIVE:
             s, n, _ = relative(s, z_selected, top, total, k < K, eps, SCORE)
         s = s / (tl.sum(s, axis=1) + n)[:, None]
-    w = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), s * scale), 0.0)
+    w = s * scale
+    if WIDE or given is not None:
+        w = tl.where(bad[:, None], float("nan"), w)
+    w = tl.where(active[:, None], w, 0.0)
     tl.store(weights + t[:, None] * K + k, w, mask=valid)
     tl.store(experts + t[:, None] * K + k, selected.to(tl.int64), mask=valid)
     if counts is not None:
