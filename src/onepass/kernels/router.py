@@ -124,9 +124,9 @@ def routing_kernel(
 
     Inputs: ``logits`` ``(T, E)``; ``selection_bias`` ``(E,)``, ``token_mask`` ``(T,)`` and ``given`` ``(T, K)``, the
     experts to replay, each or None.
-    Outputs: ``weights`` and ``experts`` ``(T, K)``; ``counts`` ``(E,)``, to which the program adds unless it is ALONE;
-    ``prob_sums`` ``(programs, E)``, summed over the tokens of each program, and ``logsumexp`` ``(T,)``, or None;
-    ``changed`` ``()``, the number of replayed choices that differ, to which the program adds as to ``counts``, or None.
+    Outputs: ``weights`` and ``experts`` ``(T, K)``; and, each or None, ``counts`` ``(E,)``, to which the program adds
+    unless it is ALONE; ``prob_sums`` ``(programs, E)``, summed over the tokens of each program; ``logsumexp`` ``(T,)``;
+    ``changed`` ``()``, the number of replayed choices that differ, to which the program adds as to ``counts``.
     Bytes moved: see the module docstring.
     """
     GROUPS_OF_CHUNK: tl.constexpr = BLOCK_G // CHUNKS
@@ -249,12 +249,13 @@ def routing_kernel(
     w = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), s * scale), 0.0)
     tl.store(weights + t[:, None] * K + k, w, mask=valid)
     tl.store(experts + t[:, None] * K + k, selected.to(tl.int64), mask=valid)
-    count = tl.histogram(tl.reshape(selected, [BLOCK_T * BLOCK_K]), BINS,
-                         mask=tl.reshape(counted, [BLOCK_T * BLOCK_K]))  # fmt: skip
-    if ALONE:
-        tl.store(counts + bins, count, mask=bins < E)
-    else:
-        tl.atomic_add(counts + bins, count, mask=(bins < E) & (count > 0), sem="relaxed")
+    if counts is not None:
+        count = tl.histogram(tl.reshape(selected, [BLOCK_T * BLOCK_K]), BINS,
+                             mask=tl.reshape(counted, [BLOCK_T * BLOCK_K]))  # fmt: skip
+        if ALONE:
+            tl.store(counts + bins, count, mask=bins < E)
+        else:
+            tl.atomic_add(counts + bins, count, mask=(bins < E) & (count > 0), sem="relaxed")
 
 
 def groups_of(E: int, n_group: int) -> tuple[int, int, int]:
@@ -310,7 +311,7 @@ def route(
     is_plain = router_topk.takes(logits, selection_bias, options)
     tokens = router_topk.tile_of(T, E, options)[0] if is_plain else tokens_of_tile(T, E, options)
     alone = 0 < T <= tokens
-    counts = None if alone else zeros(E, logits.device)
+    counts = zeros(E, logits.device) if options.counts and not alone else None
     weights, experts, counts, prob_sums, logsumexp, changed = results = empty_routing(logits, options, counts)
     if changed is not None and (not alone or given is None):
         changed.zero_()

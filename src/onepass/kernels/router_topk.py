@@ -9,7 +9,7 @@ it keeps the largest K. Then K rounds take the maximum over the heads of all lan
 nearly all the work is in minima and maxima of registers.
 """
 
-# mypy: disable-error-code="assignment, var-annotated"
+# mypy: disable-error-code="assignment, var-annotated, misc"
 # (tuples grow in a `static_range`)
 
 import math
@@ -43,13 +43,13 @@ MOST_K = 16
 LEAST_EPS = 1e-12  # below this, eps changes no weight of a softmax, whose selected scores sum up to at least K / E
 LOGITS, MOST_LANES = 64, 16  # of a thread; threads per token
 # Threads per program. Programs add to the counts in turns, so that there must not be too many of them.
-WARPS, MOST_WARPS, MOST_ADDITIONS = 4, 8, 1 << 18
+THREADS_WITHOUT_COUNTS, THREADS, MOST_THREADS, MOST_ADDITIONS = 32, 128, 256, 1 << 18
 ONE_PROGRAM = 512  # the most threads of a program that is alone
 
 
 @triton.constexpr_function
 def is_lower(a, n, p, q):
-    """Whether element a of n is the lower one of a pair (a, a + k) in step q of stage p of Batcher's odd-even merge sort."""
+    """Whether a of n elements is the lower one of a pair in step q of stage p of Batcher's odd-even merge sort."""
     p, k = 1 << p, (1 << p) >> q
     return a >= k % p and a + k < n and (a - k % p) // k % 2 == 0 and a // (2 * p) == (a + k) // (2 * p)
 
@@ -350,7 +350,7 @@ def topk_routing_kernel(
         for i in tl.static_range(K):
             w = w + (tl.where(bad, (0x7FFF << 16) | (8191 - i), v[i]),)
         v = w
-    for i in tl.static_range(K, BLOCK_K):
+    for _ in tl.static_range(K, BLOCK_K):
         v = v + (v[0],)
     key = row(v, BLOCK_K)
     selected = (key & LOW).to(tl.int32) ^ LOW
@@ -429,8 +429,11 @@ def tile_of(T: int, E: int, options: RouterOptions) -> tuple[int, int]:
     lanes, T = lanes_of(E, options), MANY if options.invariant else T
     if power_of_two(T) * lanes <= ONE_PROGRAM:
         return power_of_two(T), power_of_two(T) * lanes
-    threads = WARPS * 32
-    while threads < MOST_WARPS * 32 and -(-T * lanes // threads) * E > MOST_ADDITIONS:
+    if not options.counts:
+        threads = THREADS_WITHOUT_COUNTS if E > LOGITS else THREADS
+        return threads // lanes, threads
+    threads = THREADS
+    while threads < MOST_THREADS and -(-T * lanes // threads) * E > MOST_ADDITIONS:
         threads *= 2
     return threads // lanes, threads
 
