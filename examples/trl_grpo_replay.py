@@ -23,7 +23,7 @@ from trl_grpo import small_llama, variety
 import onepass
 from onepass.moe import RoutingRecord, record_routing, replay_routing
 
-LENGTH = 12
+LENGTH = 8
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # of `rollout_func`
 
 
@@ -80,6 +80,10 @@ class ReplayTrainer(trl.GRPOTrainer):  # type: ignore[misc]
 
     arrays: list[Any]  # the experts of each of the last samples: (tokens - 1, layers, K)
 
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        found = super()._generate_and_score_completions(inputs)
+        return found | {"sample": torch.arange(len(self.arrays))}  # TRL shuffles the samples
+
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
         self.of_batch = inputs
         return super()._compute_loss(model, inputs)
@@ -87,10 +91,9 @@ class ReplayTrainer(trl.GRPOTrainer):  # type: ignore[misc]
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, *args: Any, **options: Any
     ) -> tuple[Tensor, Tensor, None]:
-        method, record = (
-            super()._get_per_token_logps_and_entropies,
-            RoutingRecord.from_array(self.arrays, attention_mask),
-        )
+        method = super()._get_per_token_logps_and_entropies
+        arrays = [self.arrays[n] for n in self.of_batch["sample"].tolist()]
+        record = RoutingRecord.from_array(arrays, attention_mask)
         with torch.no_grad(), record_routing(model):
             own, *_ = method(model, input_ids, attention_mask, *args, **options)
         # The context may end before the backward, and layers may be computed again in it.
@@ -100,7 +103,7 @@ class ReplayTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         for name, found in (("own", own), ("replayed", log_probs.detach())):
             error = onepass.ratio_report(found, sampled, mask).to_dict()["mean_abs_ratio_error"]
             print(f"step {self.state.global_step}, {name} experts: mean |ratio - 1| {error:.3e}")
-        choices = sum(array.size for array in self.arrays)
+        choices = sum(array.size for array in arrays)
         print(f"step {self.state.global_step}, {int(replay.changed)} of {choices} choices differ")
         return log_probs, entropies, *rest
 
