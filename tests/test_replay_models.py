@@ -246,7 +246,7 @@ def test_arrays_of_all_layers_of_the_decoder():
     whole = RoutingRecord([[torch.zeros_like(record.passes[0][0]), *record.passes[0]]])
     with replay_routing(model, whole):
         assert same(losses(model, inputs), expected)
-    with pytest.raises(ValueError, match="record: expected 1 layers, those with a router, or all.* got 0"):
+    with pytest.raises(ValueError, match=r"record: expected 1 layers, those with a router, or all.* got 0"):
         replay_routing(model, RoutingRecord([[]])).__enter__()
 
 
@@ -347,9 +347,11 @@ def test_errors():
     free = RoutingRecord.from_array([a[:-1] for a in record.to_array(mask)], mask)
     with pytest.raises(ValueError, match=r"dtype: expected torch.int16 for ids below 0"):
         free.to_array(mask, dtype=torch.uint8)
-    with replay_routing(model, record):
-        with pytest.raises(ValueError, match="record: expected 12 tokens of 2 experts.* got .14, 2."):
-            model(input_ids=ids[:, 1:])
+    with (
+        replay_routing(model, record),
+        pytest.raises(ValueError, match=r"record: expected 12 tokens of 2 experts.* got .14, 2."),
+    ):
+        model(input_ids=ids[:, 1:])
     with replay_routing(model, record + record[:0]):
         model(input_ids=ids)
         with pytest.raises(ValueError, match="every forward pass of the model, got 1 and another"):

@@ -26,6 +26,14 @@ dist.destroy_process_group()
 """
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors are small
+    yield
+    torch.set_num_threads(threads)
+
+
 def test_the_rule(device):
     """DeepSeek's: the bias moves by the rate, against the sign of the load less the mean load."""
     g = torch.Generator().manual_seed(0)
@@ -44,15 +52,15 @@ def test_the_rule(device):
 
 
 def test_it_balances_skewed_data():
-    """200 steps; the loads of the next batches are then within 1.2 of the mean, from more than 3 times."""
+    """200 steps; the loads of the next batches are then within 1.2 of the mean, from more than 2.5 times."""
     g = torch.Generator().manual_seed(0)
-    skew, bias, found = torch.linspace(-1.5, 1.5, 16), torch.zeros(16), []
+    skew, bias, found = torch.linspace(-1.5, 1.5, 8), torch.zeros(8), []
     for step in range(220):
-        routing = route(torch.randn(512, 16, generator=g) + skew, 2, score="sigmoid", selection_bias=bias)
+        routing = route(torch.randn(2048, 8, generator=g) + skew, 2, score="sigmoid", selection_bias=bias)
         found.append(routing.counts.max() / routing.counts.float().mean())
         if step < 200:
-            update_selection_bias(bias, routing.counts, 0.01)
-    assert found[0] > 3 and sum(found[200:]) / 20 < 1.2
+            update_selection_bias(bias, routing.counts, 0.004)
+    assert found[0] > 2.5 and max(found[200:]) < 1.2
 
 
 def test_two_processes(tmp_path):
@@ -70,6 +78,7 @@ def test_two_processes(tmp_path):
 BAD = {
     "bias: expected a floating-point tensor, got torch.int64": (torch.zeros(3).long(), torch.ones(3).int(), 1.0),
     "counts: expected a tensor of integers, got torch.float32": (torch.zeros(3), torch.ones(3), 1.0),
+    "counts: expected device cpu, that of the bias, got meta": (torch.zeros(3), torch.ones(3).int().to("meta"), 1.0),
     "counts: expected shape (3,), got (4,)": (torch.zeros(3), torch.ones(4).int(), 1.0),
     "rate: expected a finite number of at least 0, got -1": (torch.zeros(3), torch.ones(3).int(), -1),
     "rate: expected a number, got '1'": (torch.zeros(3), torch.ones(3).int(), "1"),
@@ -147,7 +156,8 @@ def test_a_trainer_updates_after_each_step(models, tmp_path, monkeypatch):
     transformers.Trainer(model, args, train_dataset=data, callbacks=[SelectionBiasCallback(0.125)]).train()
     assert seen == [2 * 2 * models.S * 2] * 3  # micro-batches, sequences, tokens, experts
     moved = (router.e_score_correction_bias - before) / 0.125
-    assert moved.abs().max() >= 1 and torch.equal(moved, moved.round())
+    assert moved.abs().max() >= 1
+    torch.testing.assert_close(moved, moved.round(), rtol=0, atol=1e-5)
     assert "forward" not in vars(router)
     with pytest.raises(ValueError, match="rate"):
         SelectionBiasCallback(-1.0)

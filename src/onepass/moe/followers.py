@@ -75,7 +75,7 @@ class Followed:
         if torch.compiler.is_compiling():
             ids = _choice(logits, arguments["k"], self.slot)
             routing = route(logits, experts=ids, count_changed=True, **arguments)
-            experts = _noted(routing.experts, routing.counts, routing.changed, self.slot)  # type: ignore[arg-type]
+            experts = _noted(routing.experts, routing.counts, routing.changed, self.slot)
             return routing._replace(experts=experts)
         given = self.choice(shape, logits.device)
         replayed = given is not None

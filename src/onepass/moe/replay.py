@@ -38,7 +38,7 @@ class Pass:
         """Have layers that are computed again take the same choices, also after the context was left."""
         for router in self.routers:
             follow(router, self, forward).backward_choice = self.made.get
-        Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(self.end_backward)
 
     def end_backward(self) -> None:
         for router in self.routers:
@@ -229,7 +229,7 @@ def is_router(module: nn.Module) -> bool:
     """Whether the module is a router of a known family that returns ``(logits, weights, experts)``."""
     for cls in type(module).__mro__:
         if cls.__name__ in FAMILY_OF and cls.__name__.endswith(OF_ROUTERS) and "forward" in vars(cls):
-            return returns_logits(cls.forward)
+            return returns_logits(vars(cls)["forward"])
     return False
 
 

@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onepass.core.checks import check_device, check_number, described
+from onepass.core.checks import check_number, described
 from onepass.moe.followers import Follower, follow, unfollow
 from onepass.moe.replay import forward, routers_of
+from onepass.moe.router import INTEGERS
 from onepass.moe.router_families import bias_of
 
 
 def update_selection_bias(bias: Tensor, counts: Tensor, rate: float, group: dist.ProcessGroup | None = None) -> Tensor:
-    r"""Move a router's selection bias towards equal loads: :math:`b_e \mathrel{+}= u \cdot \mathrm{sign}(\bar c - c_e)`.
+    r"""Move a router's selection bias towards equal loads, to :math:`b_e + u\,\mathrm{sign}(\bar c - c_e)`.
 
     An expert with more tokens than the mean of all becomes less likely to be selected, one with fewer more likely.
     Weights and gradients do not depend on the bias.
@@ -39,16 +40,12 @@ def update_selection_bias(bias: Tensor, counts: Tensor, rate: float, group: dist
     """
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
         raise TypeError(f"bias: expected a floating-point tensor, got {described(bias)}")
-    if (
-        not isinstance(counts, Tensor)
-        or counts.is_floating_point()
-        or counts.is_complex()
-        or counts.dtype == torch.bool
-    ):
+    if not isinstance(counts, Tensor) or counts.dtype not in INTEGERS:
         raise TypeError(f"counts: expected a tensor of integers, got {described(counts)}")
     if counts.dim() != 1 or counts.numel() != bias.numel():
         raise ValueError(f"counts: expected shape ({bias.numel()},), got {tuple(counts.shape)}")
-    check_device(counts, bias, "counts")
+    if counts.device != bias.device:
+        raise ValueError(f"counts: expected device {bias.device}, that of the bias, got {counts.device}")
     rate = check_number(rate, "rate", 0, open_low=False)
     loads = counts.to(torch.int64, copy=True)
     if group is not None:
