@@ -308,8 +308,8 @@ def route(
     programs add to are `zeros`.
     """
     T, E = logits.shape
-    is_plain = router_topk.takes(logits, selection_bias, options)
-    tokens = router_topk.tile_of(T, E, options)[0] if is_plain else tokens_of_tile(T, E, options)
+    is_plain, biased = router_topk.takes(logits, selection_bias, options), selection_bias is not None
+    tokens = router_topk.tile_of(T, E, options, biased)[0] if is_plain else tokens_of_tile(T, E, options)
     alone = 0 < T <= tokens
     counts = zeros(E, logits.device) if options.counts and not alone else None
     weights, experts, counts, prob_sums, logsumexp, changed = results = empty_routing(logits, options, counts)
@@ -318,7 +318,7 @@ def route(
     tensors = selection_bias, token_mask, given, weights, experts, counts
     about = (T, E, logits.stride(0)), options
     if T and is_plain:
-        launch(router_topk.plan_for, about, (logits, *tensors, changed))
+        launch(router_topk.plan_for, (*about, biased), (logits, *tensors, changed))
     elif T:
         parts = prob_sums if prob_sums is None or alone else prob_sums.new_empty((-(-T // tokens), E))
         launch(plan_for, about, (logits, *tensors, parts, logsumexp, changed))

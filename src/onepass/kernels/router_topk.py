@@ -13,6 +13,7 @@ nearly all the work is in minima and maxima of registers.
 # (tuples grow in a `static_range`)
 
 import math
+from functools import lru_cache
 
 import torch
 import triton
@@ -38,10 +39,9 @@ from onepass.kernels.router_scores import (
 
 LOW = tl.constexpr(8191)  # the bits of an inverted id
 SIGNS = tl.constexpr(-0x7FFF8000)  # the sign bits of two 16-bit floats
-VECTOR = tl.constexpr(8)  # adjacent logits of a vector
-MOST_K = 16
+MOST_K, MOST_K_WITH_BIAS = 16, 8  # in keys of 32 or 64 bits
 LEAST_EPS = 1e-12  # below this, eps changes no weight of a softmax, whose selected scores sum up to at least K / E
-LOGITS, MOST_LANES = 64, 16  # of a thread; threads per token
+LOGITS, LOGITS_WITH_BIAS, MOST_LANES = 64, 32, 16  # per thread, in keys of 32 or 64 bits; threads per token
 # Threads per program. Programs add to the counts in turns, so that there must not be too many of them.
 THREADS_WITHOUT_COUNTS, THREADS, MOST_THREADS, MOST_ADDITIONS = 32, 128, 256, 1 << 18
 ONE_PROGRAM = 512  # the most threads of a program that is alone
@@ -98,8 +98,12 @@ def columns(x, V: tl.constexpr):
     """The V columns of ``(T, L, V)`` as V tensors ``(T, L)``. It costs nothing if a thread has all of them."""
     if V == 8:
         parts = (tl.reshape(x, [x.shape[0], x.shape[1], 2, 2, 2]),)
-    else:
+    elif V == 4:
         parts = (tl.reshape(x, [x.shape[0], x.shape[1], 2, 2]),)
+    elif V == 2:
+        parts = (x,)
+    else:
+        parts = (tl.reshape(x, [x.shape[0], x.shape[1]]),)
     for _ in tl.static_range(log2(V)):
         firsts, seconds = (), ()
         for i in tl.static_range(len(parts)):
@@ -171,13 +175,13 @@ def values_of(z, x, bias, SCORE: tl.constexpr, AFTER: tl.constexpr):
 
 
 @triton.jit
-def keys_of_words(words, first, E, LANES: tl.constexpr, OFFSET: tl.constexpr, WHOLE: tl.constexpr):
+def keys_of_words(words, first, E, BITS_OF_LANE: tl.constexpr, OFFSET: tl.constexpr, WHOLE: tl.constexpr):
     """Keys of 32 bits for pairs of 16-bit logits, where ``first`` is the first expert. The bits of its lane are 0."""
     keys = ()
     for i in tl.static_range(len(words)):
         m = ordered_halves(words[i])
         there = first + 2 * i < E
-        inverted = LOW - (LANES - 1) * VECTOR - OFFSET - 2 * i
+        inverted = LOW - BITS_OF_LANE - OFFSET - 2 * i
         keys = keys + (only(there, (m << 16) | inverted, -(2**31), WHOLE),)
         keys = keys + (only(there, (m & -65536) | (inverted - 1), -(2**31), WHOLE),)
     return keys
@@ -250,7 +254,8 @@ def topk_routing_kernel(
     dtype: tl.constexpr = logits.dtype.element_ty
     WIDE: tl.constexpr = selection_bias is not None or GROUPS > 1 or dtype == tl.float32  # keys of 64 bits
     LEAST: tl.constexpr = -(2**63) if WIDE else -(2**31)
-    RUN: tl.constexpr = BLOCK_K if BLOCK_K > VECTOR else VECTOR
+    VECTOR: tl.constexpr = 4 if dtype == tl.float32 and VEC == 8 else VEC  # adjacent logits of a thread: 16 bytes
+    RUN: tl.constexpr = BLOCK_K if BLOCK_K > 8 else 8
     N: tl.constexpr = 2 if GROUPS > 1 and BLOCK_K == 1 else BLOCK_K  # keys that a lane keeps
     STEP: tl.constexpr = LANES * VECTOR
     VECTORS: tl.constexpr = (E + STEP - 1) // STEP  # of a thread
@@ -291,7 +296,7 @@ def topk_routing_kernel(
             if (r + 1) * STEP <= E:
                 there = active[:, None, None]
             words = columns(tl.load(pairs[:, None, None] + e, mask=there, other=0), VECTOR // 2)
-            keys = keys + keys_of_words(words, first, E, LANES, r * STEP, (r + 1) * STEP <= E)
+            keys = keys + keys_of_words(words, first, E, (LANES - 1) * VECTOR, r * STEP, (r + 1) * STEP <= E)
             for i in tl.static_range(VECTOR // 2):
                 odd = odd | ((words[i] & 0x7FFF7FFF) + (0x007F007F if dtype == tl.bfloat16 else 0x03FF03FF))
                 for half in tl.static_range(2 if TOTAL else 0):
@@ -403,30 +408,31 @@ Shape = tuple[int, int, int]  # tokens, experts, stride of the logits
 
 
 def takes(logits: torch.Tensor, selection_bias: torch.Tensor | None, options: RouterOptions) -> bool:
-    """Whether `topk_routing_kernel` computes this."""
+    """Whether `topk_routing_kernel` computes this: not the sums for losses, nor a softmax plus a bias."""
     o, E = options, logits.shape[1]
-    if o.sums or o.k > MOST_K or logits.stride(0) % 2 or E % 2 or logits.data_ptr() % 4:
+    wide = o.n_group > 1 or selection_bias is not None
+    if o.sums or o.k > (MOST_K_WITH_BIAS if wide else MOST_K) or logits.stride(0) % 2 or E % 2 or logits.data_ptr() % 4:  # pairs are read
+        return False
+    if wide and o.score == "softmax":
         return False
     if o.n_group > 1:
         size = E // o.n_group
-        grouped = o.n_group == power_of_two(o.n_group) <= MOST_LANES and size % 8 == 0 and size <= LOGITS
-        return grouped and o.score != "softmax"
-    if selection_bias is not None:
-        return o.score != "softmax"
-    return logits.element_size() == 2
+        return o.n_group == power_of_two(o.n_group) <= MOST_LANES and size % 8 == 0 and size <= LOGITS
+    return wide or logits.element_size() == 2
 
 
-def lanes_of(E: int, options: RouterOptions) -> int:
+def lanes_of(E: int, options: RouterOptions, biased: bool = False) -> int:
     """Threads per token."""
     if options.n_group > 1:
         return options.n_group
-    lanes = max(power_of_two(-(-E // LOGITS)), min(2, power_of_two(E) // 8))
+    lanes = max(power_of_two(-(-E // (LOGITS_WITH_BIAS if biased else LOGITS))), min(2, power_of_two(E) // 8))
     return max(lanes, power_of_two(options.k) // 4)
 
 
-def tile_of(T: int, E: int, options: RouterOptions) -> tuple[int, int]:
+@lru_cache
+def tile_of(T: int, E: int, options: RouterOptions, biased: bool = False) -> tuple[int, int]:
     """Tokens and threads per program; one program if the tokens are few."""
-    lanes, T = lanes_of(E, options), MANY if options.invariant else T
+    lanes, T = lanes_of(E, options, biased), MANY if options.invariant else T
     if power_of_two(T) * lanes <= ONE_PROGRAM:
         return power_of_two(T), power_of_two(T) * lanes
     if not options.counts:
@@ -438,18 +444,18 @@ def tile_of(T: int, E: int, options: RouterOptions) -> tuple[int, int]:
     return threads // lanes, threads
 
 
-def plan_for(shape: Shape, options: RouterOptions) -> Plan:
+def plan_for(shape: Shape, options: RouterOptions, biased: bool) -> Plan:
     """The launch of `topk_routing_kernel`."""
     T, E, stride = shape
     o = options
-    BLOCK_T, threads = tile_of(T, E, o)
+    BLOCK_T, threads = tile_of(T, E, o, biased)
     after, renormalize, softmax = o.score_after_topk, o.renormalize, o.score == "softmax"
     if softmax and renormalize and o.eps <= LEAST_EPS:  # the same weights, without the normalizer of all logits
         after, renormalize = True, False
     constexprs = dict(
         E=E, K=o.k, SCORE=o.score, GROUPS=o.n_group, TOPK_GROUP=o.topk_group, TOP2=o.group_score == "top2_sum",
         RENORMALIZE=renormalize, RELATIVE=is_relative(o) and not softmax, AFTER=after, SOFTCAP=o.softcap is not None,
-        TOTAL=softmax and not after, ALONE=BLOCK_T >= T, VEC=math.gcd(8, stride), LANES=lanes_of(E, o),
+        TOTAL=softmax and not after, ALONE=BLOCK_T >= T, VEC=math.gcd(8, stride), LANES=lanes_of(E, o, biased),
         BLOCK_T=BLOCK_T, BLOCK_K=power_of_two(o.k), BINS=max(64, power_of_two(E)),
     )  # fmt: skip
     numbers = (T, stride, *o.factors(), o.scale, o.eps)
