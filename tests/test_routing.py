@@ -50,6 +50,7 @@ CASES = {
     "softmax, groups": (40, 6, {"n_group": 5, "topk_group": 2, "group_score": "max", "renormalize": False}),
     "one expert": (1, 1, {}),
     "all of them": (9, 9, {"score": "sigmoid"}),
+    "ten": (96, 10, {"eps": 1e-6}),
     "many": (1024, 32, {"score": "sigmoid"}),
 }  # fmt: skip
 

@@ -308,6 +308,8 @@ def route(
     programs add to are `zeros`.
     """
     T, E = logits.shape
+    if T < 2:
+        logits = logits.view(-1).view(T, E)  # the stride of a single token may be any number
     is_plain, biased = router_topk.takes(logits, selection_bias, options), selection_bias is not None
     tokens = router_topk.tile_of(T, E, options, biased)[0] if is_plain else tokens_of_tile(T, E, options)
     alone = 0 < T <= tokens
@@ -318,7 +320,7 @@ def route(
     tensors = selection_bias, token_mask, given, weights, experts, counts
     about = (T, E, logits.stride(0)), options
     if T and is_plain:
-        launch(router_topk.plan_for, (*about, biased), (logits, *tensors, changed))
+        launch(router_topk.plan_for, (*about, biased, given is not None), (logits, *tensors, changed))
     elif T:
         parts = prob_sums if prob_sums is None or alone else prob_sums.new_empty((-(-T // tokens), E))
         launch(plan_for, about, (logits, *tensors, parts, logsumexp, changed))

@@ -239,8 +239,8 @@ def topk_routing_kernel(
     T: tl.int32, stride: tl.int64, inner: tl.float32, outer: tl.float32, scale: tl.float32, eps: tl.float32,
     E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
     TOP2: tl.constexpr, RENORMALIZE: tl.constexpr, RELATIVE: tl.constexpr, AFTER: tl.constexpr,
-    SOFTCAP: tl.constexpr, TOTAL: tl.constexpr, ALONE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BINS: tl.constexpr,
+    SOFTCAP: tl.constexpr, TOTAL: tl.constexpr, EPS_OF_ALL: tl.constexpr, ALONE: tl.constexpr, VEC: tl.constexpr,
+    LANES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Select K experts for every token, and compute their weights and the counts.
 
@@ -248,7 +248,7 @@ def topk_routing_kernel(
     experts to replay, each or None.
     Outputs: ``weights`` and ``experts`` ``(T, K)``; ``counts`` ``(E,)`` and ``changed`` ``()``, each or None, to which
     the program adds unless it is ALONE.
-    TOTAL: whether the weights need the normalizer of all logits.
+    TOTAL: whether the weights need the normalizer of all logits; EPS_OF_ALL: whether it is for ``eps`` alone.
     Bytes moved: ``T·E`` logits in, ``O(T·K)`` out.
     """
     dtype: tl.constexpr = logits.dtype.element_ty
@@ -383,6 +383,11 @@ def topk_routing_kernel(
             of_lane += tl.exp2((z[i] - top[:, None]) * LOG2E)
         total = tl.sum(of_lane, axis=1)
     s = raw_scores(z_selected, top, total, k < K, SCORE, AFTER)
+    if EPS_OF_ALL:  # replayed scores may be as small as eps; added to those of the natural choice, it is lost
+        z_top = tl.maximum(tl.max(tl.where(k < K, z_selected, float("-inf")), axis=1), LOWEST)
+        s = tl.where(k < K, tl.exp2((z_selected - z_top[:, None]) * LOG2E), 0.0)
+        n = tl.exp2(tl.log2(eps) + (top + tl.log(total) - z_top) * LOG2E)
+        s = s / (tl.sum(s, axis=1) + n)[:, None]
     if RENORMALIZE:
         n = eps
         if RELATIVE:
@@ -411,7 +416,9 @@ def takes(logits: torch.Tensor, selection_bias: torch.Tensor | None, options: Ro
     """Whether `topk_routing_kernel` computes this: not the sums for losses, nor a softmax plus a bias."""
     o, E = options, logits.shape[1]
     wide = o.n_group > 1 or selection_bias is not None
-    if o.sums or o.k > (MOST_K_WITH_BIAS if wide else MOST_K) or logits.stride(0) % 2 or E % 2 or logits.data_ptr() % 4:  # pairs are read
+    if (
+        o.sums or o.k > (MOST_K_WITH_BIAS if wide else MOST_K) or logits.stride(0) % 2 or E % 2 or logits.data_ptr() % 4
+    ):  # pairs are read
         return False
     if wide and o.score == "softmax":
         return False
@@ -444,19 +451,20 @@ def tile_of(T: int, E: int, options: RouterOptions, biased: bool = False) -> tup
     return threads // lanes, threads
 
 
-def plan_for(shape: Shape, options: RouterOptions, biased: bool) -> Plan:
-    """The launch of `topk_routing_kernel`."""
+def plan_for(shape: Shape, options: RouterOptions, biased: bool, replays: bool) -> Plan:
+    """The launch of `topk_routing_kernel`, with a bias and with experts to replay or without."""
     T, E, stride = shape
     o = options
     BLOCK_T, threads = tile_of(T, E, o, biased)
     after, renormalize, softmax = o.score_after_topk, o.renormalize, o.score == "softmax"
+    of_all = softmax and renormalize and not after and o.eps <= LEAST_EPS and replays
     if softmax and renormalize and o.eps <= LEAST_EPS:  # the same weights, without the normalizer of all logits
         after, renormalize = True, False
     constexprs = dict(
         E=E, K=o.k, SCORE=o.score, GROUPS=o.n_group, TOPK_GROUP=o.topk_group, TOP2=o.group_score == "top2_sum",
         RENORMALIZE=renormalize, RELATIVE=is_relative(o) and not softmax, AFTER=after, SOFTCAP=o.softcap is not None,
-        TOTAL=softmax and not after, ALONE=BLOCK_T >= T, VEC=math.gcd(8, stride), LANES=lanes_of(E, o, biased),
-        BLOCK_T=BLOCK_T, BLOCK_K=power_of_two(o.k), BINS=max(64, power_of_two(E)),
+        TOTAL=softmax and (not after or of_all), EPS_OF_ALL=of_all, ALONE=BLOCK_T >= T, VEC=math.gcd(8, stride),
+        LANES=lanes_of(E, o, biased), BLOCK_T=BLOCK_T, BLOCK_K=power_of_two(o.k), BINS=max(64, power_of_two(E)),
     )  # fmt: skip
     numbers = (T, stride, *o.factors(), o.scale, o.eps)
     return Plan(topk_routing_kernel, -(-T // BLOCK_T), numbers, constexprs, layout.warps(threads))
