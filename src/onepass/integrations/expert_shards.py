@@ -39,8 +39,8 @@ def local_weight(experts: nn.Module, name: str, weight: Tensor) -> Tensor:
         placements, mesh = weight.placements, weight.device_mesh  # type: ignore[attr-defined]
         raise ValueError(
             f"{type(experts).__name__}.{name}: expected all of {count} experts on this process, got "
-            f"{tuple(own.shape)} of {tuple(weight.shape)}, a DTensor with {placements} on {mesh}. FSDP2 gathers it for a "
-            "call of the module to which fully_shard was applied, and expert parallelism shards it by expert"
+            f"{tuple(own.shape)} of {tuple(weight.shape)}, a DTensor with {placements} on {mesh}. FSDP2 gathers it for "
+            "a call of the module to which fully_shard was applied, and expert parallelism shards it by expert"
         )
     return own
 

@@ -20,6 +20,7 @@ NAME = "onepass"
 INTERFACE = "transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS"
 SINCE = "5.7"  # the first version of transformers whose models accept a registered name
 PEFT = "peft.tuners.lora.layer", "ParamWrapper._activate_lora"
+PEFT_PLAN = "peft.tuners.lora.model", "get_tp_plan_and_mesh"
 DEFAULTS = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False}
 HELD = "_onepass_adapters"  # the attribute of experts that has the LoRA factors while their forward runs
 
@@ -143,6 +144,17 @@ def activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         del held[self.parameter_name]
+
+
+def tp_plan_and_mesh(model: Any, current_key: str) -> tuple[str | None, Any]:
+    """Tell PEFT that adapters of experts have no tensor-parallel plan: it takes the experts for a linear layer.
+
+    The plan of the model has entries for experts, also if expert parallelism has replaced them.
+    """
+    module = current_key.rpartition(".")[0]
+    of_experts = original(*PEFT_PLAN)(model, module)[0] == "moe_tp_experts"
+    found: tuple[str | None, Any] = (None, None) if of_experts else original(*PEFT_PLAN)(model, current_key)
+    return found
 
 
 def register() -> None:

@@ -154,7 +154,10 @@ def expert_mlp_gradient(
 
 
 def sort_by_expert(experts: Tensor, num_experts: int, counts: Maybe = None) -> Groups:
-    """Sort the assignments ``(T, K)`` by expert. Those to out-of-range ids come last. With ``counts`` they are sorted."""
+    """Sort the assignments ``(T, K)`` by expert. Those to out-of-range ids come last.
+
+    With ``counts`` ``(E,)`` they are sorted already.
+    """
     E = num_experts
     if counts is not None:
         ends = counts.cumsum(0, dtype=torch.int32)
