@@ -35,6 +35,8 @@ SIZES = dict(
     pad_token_id=0, eos_token_id=1, bos_token_id=2,
 )  # fmt: skip
 FAMILIES = {"qwen3_moe": modeling_qwen3_moe, "mixtral": modeling_mixtral, "gpt_oss": modeling_gpt_oss}
+# FSDP2 divides float64 gradients of experts twice if they are sharded by expert alone (efsdp_size = 1).
+DTYPES = {"qwen3_moe": torch.float64, "mixtral": torch.float32, "gpt_oss": torch.float64}
 FOLDER = ""
 
 
@@ -62,7 +64,7 @@ def adapted(model):
 
 def load(family, path=None, implementation="onepass", **options):
     return transformers.AutoModelForCausalLM.from_pretrained(
-        path or f"{FOLDER}/{family}", experts_implementation=implementation, dtype=torch.float32,
+        path or f"{FOLDER}/{family}", experts_implementation=implementation, dtype=DTYPES[family],
         attn_implementation="eager", **options,
     )  # fmt: skip
 
@@ -177,7 +179,7 @@ def train(model, layout, rank):
     optimizer = optimizer_of(model)
     for n in range(STEPS):
         optimizer.zero_grad()
-        total = torch.zeros(())
+        total = torch.zeros((), dtype=torch.float64)
         for number, part in enumerate(parts):
             if layout.accumulate:
                 sharded = model.base_model.model if layout.lora else model
@@ -186,7 +188,7 @@ def train(model, layout, rank):
             loss.backward()
             total += loss.detach()
         dist.all_reduce(total, group=group)
-        close(total / layout.fsdp, losses[n], f"{layout}, loss {n}")
+        close(total / layout.fsdp, losses[n].double(), f"{layout}, loss {n}")
         found = {k: p for k, p in model.named_parameters() if p.requires_grad}
         assert found.keys() == gradients[n].keys()
         for name, p in found.items():
@@ -307,8 +309,8 @@ def without_rows(rank, ranks):
     generator = torch.Generator().manual_seed(5)
     for how, counts in (("all_to_all", (7, 0)), ("all_to_all", (0, 0)), ("all_reduce", (0, 0)), ("all_reduce", (3, 3))):
         experts, expected = sharded_experts(ranks, how)
-        hidden, ids = torch.randn(7, 8, generator=generator), torch.randint(EXPERTS, (7, K), generator=generator)
-        weights = torch.rand(7, K, generator=generator)
+        hidden, ids = torch.randn(7, 8, generator=generator).double(), torch.randint(EXPERTS, (7, K), generator=generator)
+        weights = torch.rand(7, K, generator=generator).double()
         given, expert_mlp = [], transformers_experts.expert_mlp
         mine, all_rows = slice(0, counts[rank]), slice(0, max(counts))
         leaves = [t.clone().requires_grad_() for t in (hidden[mine], weights[mine])]
