@@ -1,11 +1,9 @@
 """MoE models whose experts are sharded over processes, by transformers' expert parallelism and by FSDP2."""
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -35,3 +33,52 @@ def test_as_one_process(tmp_path):
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=400,
     )  # fmt: skip
     assert not process.returncode, process.stdout
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_zero_3(family):
+    """DeepSpeed's engine gathers parameters when they are read in its forward, and again for the backward."""
+    import peft
+
+    import onepass
+    from test_experts_transformers import experts_of
+
+    integration.register()
+    generator = torch.Generator().manual_seed(1)
+    hidden, ids = torch.randn(9, 24, generator=generator), torch.randint(6, (9, 2), generator=generator)
+    weights, found = torch.rand(9, 2, generator=generator), []
+    for implementation in ("eager", "onepass"):
+        block = torch.nn.ModuleDict({"experts": experts_of(family)})
+        config = peft.LoraConfig(
+            r=3, init_lora_weights=False, target_modules=[],
+            target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        )  # fmt: skip
+        torch.manual_seed(0)
+        peft.inject_adapter_in_model(config, block)
+        experts = block["experts"].get_base_layer()
+        experts.config._experts_implementation = implementation
+        x = hidden.clone().requires_grad_()
+        with onepass.patch("transformers"):
+            if implementation == "onepass":
+                data = {p: p.data for p in block.parameters()}
+                for number, p in enumerate(data):
+                    p.ds_id, p.ds_shape, p.data = number, p.shape, torch.empty(0)
+                for names, name in (((), "down_proj.lora_A"), (("lora_",), r"Experts\.gate_up_proj")):
+                    for key, p in block.named_parameters():
+                        p.data = data[p] if any(n in key for n in names) else p.data
+                    with pytest.raises(ValueError, match=rf"{name}: expected a parameter of shape \(.*, got \(0,\), as"):
+                        block["experts"](x, ids, weights)
+                for p in data:
+                    p.data = data[p]
+            out = block["experts"](x, ids, weights)
+        out.sum().backward()
+        found.append([out.detach(), x.grad, *(p.grad for name, p in block.named_parameters() if "lora" in name)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5 * a.abs().max().item())
+
+
+def test_an_adapter_of_more_experts_than_there_are_is_an_error():
+    factors = torch.zeros(6, 4, 2), torch.zeros(6, 2, 3), 1.0
+    weight = torch.zeros(3, 4, 3)
+    with pytest.raises(NotImplementedError, match=r"an adapter of 6 experts, of which this process holds 3: .* plain"):
+        expert_shards.local_factors(torch.nn.Module(), "down_proj", weight, weight, factors)

@@ -2,8 +2,8 @@
 
 Under expert parallelism (transformers' ``ep_dispatch_experts``) a process holds some experts, whole. Their weights are
 DTensors, of which only the local tensor is read. The factors of a LoRA adapter are not sharded by expert: they are
-parameters of all experts, of which a process uses those of its own, or DTensors that FSDP2 has sharded, or partitioned
-by ZeRO-3. The modules that own them are never called, so that neither FSDP2 nor ZeRO-3 gathers them.
+parameters of all experts, of which a process uses those of its own, or DTensors that FSDP2 has sharded. The modules that
+own them are never called, so that FSDP2 does not gather them. (ZeRO-3 gathers a parameter when it is read.)
 """
 
 from functools import lru_cache
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onepass.logits.partitioned import gathered, whole
+from onepass.logits.partitioned import whole
 
 Factors = tuple[Tensor, Tensor, float]
 
@@ -25,12 +25,7 @@ def local_weight(experts: nn.Module, name: str, weight: Tensor) -> Tensor:
     Raises:
         ValueError: FSDP2 or ZeRO-3 have not gathered it, or a DTensor is sharded over another dimension than experts.
     """
-    shape = getattr(weight, "ds_shape", weight.shape)
-    if tuple(shape) != tuple(weight.shape):
-        raise ValueError(
-            f"{type(experts).__name__}.{name}: expected a weight that ZeRO-3 has gathered, got one of {weight.numel()} "
-            f"elements for {tuple(shape)}; call the module of the experts, or one above it, not its forward"
-        )
+    check_gathered(weight, f"{type(experts).__name__}.{name}")
     if not hasattr(weight, "device_mesh"):
         return weight
     own: Tensor = weight.to_local()  # type: ignore[attr-defined]
@@ -45,6 +40,16 @@ def local_weight(experts: nn.Module, name: str, weight: Tensor) -> Tensor:
     return own
 
 
+def check_gathered(parameter: Tensor, name: str) -> None:
+    """Raise a ValueError if a parameter that ZeRO-3 partitions is not whole."""
+    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    if shape != tuple(parameter.shape):
+        raise ValueError(
+            f"{name}: expected a parameter of shape {shape}, got {tuple(parameter.shape)}, as ZeRO-3 partitions it; it "
+            "gathers parameters in a forward of DeepSpeed's engine, for calls of modules, not of their forward"
+        )
+
+
 def is_sharded(experts: nn.Module, *parameters: Tensor) -> bool:
     """Whether any of an adapter's parameters and its experts' weight is sharded over processes."""
     return getattr(experts, "_is_expert_parallel", False) or any(
@@ -54,34 +59,16 @@ def is_sharded(experts: nn.Module, *parameters: Tensor) -> bool:
 
 def whole_factors(wrapper: Any, adapter: str) -> Factors:
     """``wrapper.get_delta_factors(adapter)`` of PEFT's `ParamWrapper`, of all experts, wherever they are sharded."""
-    modules = {name: getattr(wrapper, name)[adapter] for name in ("lora_A", "lora_B")}
-    found = {name: {adapter: SimpleNamespace(weight=gather(m.weight))} for name, m in modules.items()}
+    found = {}
+    for name in ("lora_A", "lora_B"):
+        weight = getattr(wrapper, name)[adapter].weight
+        check_gathered(weight, f"{wrapper.parameter_name}.{name}")
+        found[name] = {adapter: SimpleNamespace(weight=whole(weight))}
     view = SimpleNamespace(**found, **{
         name: getattr(wrapper, name) for name in ("num_experts", "scaling", "get_param", "_did_swap_in_out_features")
     })  # fmt: skip
     factors: Factors = type(wrapper).get_delta_factors(view, adapter)
     return factors
-
-
-def gather(parameter: Tensor) -> Tensor:
-    """All of a parameter. Its gradient is that of this process' batch, and the mean over processes in the end."""
-    if not hasattr(parameter, "ds_id"):
-        return whole(parameter)
-    with gathered(parameter):
-        copy: Tensor = _Copied.apply(parameter)
-    return copy
-
-
-class _Copied(torch.autograd.Function):
-    """A copy that outlives the context in which ZeRO-3 has gathered a parameter, for the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor) -> Tensor:
-        return parameter.detach().clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
 
 
 def local_factors(experts: nn.Module, name: str, weight: Tensor, base: Any, factors: Factors) -> Factors:
