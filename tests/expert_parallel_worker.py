@@ -1,4 +1,4 @@
-"""What every process of test_expert_parallel.py runs: MoE models of transformers, sharded by expert, by FSDP2 and by both.
+"""What every process of test_expert_parallel.py runs: MoE models, sharded by expert, by FSDP2 and by both.
 
 A model is trained for ten steps by one process, and by several in every layout: losses and gradients are the same.
 The model of one process has the eager experts of transformers, the others have ours.
@@ -6,7 +6,7 @@ The model of one process has the eager experts of transformers, the others have 
 
 import functools
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import peft
@@ -266,21 +266,28 @@ def of_one(rank, ranks):
     loaded(Layout("gpt_oss", True), None, f"{FOLDER}/adapter of gpt_oss")
 
 
+@contextmanager
+def calls_of_expert_mlp():
+    """The arguments of all calls."""
+    given, expert_mlp = [], transformers_experts.expert_mlp
+
+    def spy(*arguments, **options):
+        given.append((arguments, options))
+        return expert_mlp(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(transformers_experts, "expert_mlp", spy)
+        yield given
+
+
 def mixed_precision(rank, ranks):
     """Experts compute in bfloat16, also with factors that FSDP2 does not cast."""
-    dtypes, expert_mlp = [], transformers_experts.expert_mlp
-
-    def spy(hidden, *arguments, **options):
-        dtypes.append(hidden.dtype)
-        return expert_mlp(hidden, *arguments, **options)
-
-    with onepass.patch("transformers"), pytest.MonkeyPatch.context() as m:
-        m.setattr(transformers_experts, "expert_mlp", spy)
+    with onepass.patch("transformers"), calls_of_expert_mlp() as given:
         layout = Layout("qwen3_moe", True, fsdp=2, ep=2, factors=0)
         model = build(layout, fsdp_mixed_precision=True)
         loss = loss_of(model, 0, slice(2 * rank, 2 * rank + 2), 2)
         loss.backward()
-    assert set(dtypes) == {torch.bfloat16}
+    assert {hidden.dtype for (hidden, *_), _ in given} == {torch.bfloat16}
     dist.all_reduce(loss.data)
     losses, gradients = REFERENCES["qwen3_moe", True]
     torch.testing.assert_close(loss.detach().float() / 2, losses[0], rtol=0.02, atol=0)
@@ -309,13 +316,14 @@ def without_rows(rank, ranks):
     generator = torch.Generator().manual_seed(5)
     for how, counts in (("all_to_all", (7, 0)), ("all_to_all", (0, 0)), ("all_reduce", (0, 0)), ("all_reduce", (3, 3))):
         experts, expected = sharded_experts(ranks, how)
-        hidden, ids = torch.randn(7, 8, generator=generator).double(), torch.randint(EXPERTS, (7, K), generator=generator)
+        hidden, ids = (
+            torch.randn(7, 8, generator=generator).double(),
+            torch.randint(EXPERTS, (7, K), generator=generator),
+        )
         weights = torch.rand(7, K, generator=generator).double()
-        given, expert_mlp = [], transformers_experts.expert_mlp
         mine, all_rows = slice(0, counts[rank]), slice(0, max(counts))
         leaves = [t.clone().requires_grad_() for t in (hidden[mine], weights[mine])]
-        with pytest.MonkeyPatch.context() as m:
-            m.setattr(transformers_experts, "expert_mlp", lambda *a, **k: given.append((a, k)) or expert_mlp(*a, **k))
+        with calls_of_expert_mlp() as given:
             out = experts(leaves[0], ids[mine], leaves[1])
         out.sum().backward()
         of_one = [t.clone().requires_grad_() for t in (hidden[all_rows], weights[all_rows])]
@@ -340,16 +348,22 @@ def unsupported(rank, ranks):
     experts = sharded_experts(ranks, "all_to_all")[0]
     rows = torch.zeros(3, 8), torch.zeros(3, K, dtype=torch.long), torch.ones(3, K)
     experts.num_experts = EXPERTS
-    with pytest.raises(ValueError, match=r"GptOssExperts\.gate_up_proj: expected all of 8 experts on this process, got \("):
+    with pytest.raises(
+        ValueError, match=r"GptOssExperts\.gate_up_proj: expected all of 8 experts on this process, got \("
+    ):
         transformers_experts.experts_forward(experts, *rows)
     with onepass.patch("transformers"):
         model = adapted(distributed(Layout("mixtral", True, tp=2)))
-        with pytest.raises(NotImplementedError, match=r"expected whole experts for an adapter of 24 x 8, got shards of 12"):
+        with pytest.raises(
+            NotImplementedError, match=r"expected whole experts for an adapter of 24 x 8, got shards of 12"
+        ):
             loss_of(model, 0)
         model = adapted(distributed(Layout("mixtral", True, tp=2, ep=2)))
         model.add_adapter("other", model.peft_config["default"])
         model.base_model.set_adapter(["default", "other"])
-        with pytest.raises(NotImplementedError, match=r"MixtralExperts\.down_proj is sharded .* got adapters \['default', 'o"):
+        with pytest.raises(
+            NotImplementedError, match=r"MixtralExperts\.down_proj is sharded .* got adapters \['default', 'o"
+        ):
             loss_of(model, 0)
     model = distributed(Layout("mixtral", False, tp=2))  # without an adapter, shards of each expert
     with torch.no_grad():

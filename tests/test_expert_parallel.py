@@ -66,7 +66,9 @@ def test_zero_3(family):
                 for names, name in (((), "down_proj.lora_A"), (("lora_",), r"Experts\.gate_up_proj")):
                     for key, p in block.named_parameters():
                         p.data = data[p] if any(n in key for n in names) else p.data
-                    with pytest.raises(ValueError, match=rf"{name}: expected a parameter of shape \(.*, got \(0,\), as"):
+                    with pytest.raises(
+                        ValueError, match=rf"{name}: expected a parameter of shape \(.*, got \(0,\), as"
+                    ):
                         block["experts"](x, ids, weights)
                 for p in data:
                     p.data = data[p]

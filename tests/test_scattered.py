@@ -91,7 +91,9 @@ def test_rows_that_are_grouped_already_are_not_sorted(device, rows, outside):
     ids = torch.arange(E).repeat_interleave(counts.long())
     experts = torch.cat([ids, torch.full((outside,), E)]).unsqueeze(1).to(device)
     generator = torch.Generator().manual_seed(2)
-    x, first, second = (torch.randn(n, generator=generator).to(device) for n in ((len(experts), 4), (E, 6, 4), (E, 4, 3)))
+    x, first, second = (
+        torch.randn(n, generator=generator).to(device) for n in ((len(experts), 4), (E, 6, 4), (E, 4, 3))
+    )
     expected, found = group_by_expert(experts, E, x), group_by_expert(experts, E, x, counts=counts.to(device))
     used = (expected.tile_expert < E).nonzero().flatten()  # the first rows of unused tiles are not read
     for name, a, b in zip(expected._fields, expected, found):
@@ -108,14 +110,14 @@ def test_rows_that_are_grouped_already_are_not_sorted(device, rows, outside):
     ([1, 2], r"counts: expected an int32 or int64 tensor, got \[1, 2\] \(list\)"),
     (torch.ones(E), "counts: expected an int32 or int64 tensor, got torch.float32"),
     (torch.tensor([3, 1]), r"counts: expected shape \(5,\), got \(2,\)"),
-    (torch.tensor([2, 2, 0, 0, 0]), r"counts: expected those of experts, .* got \[2, 2, 0, 0, 0\] for experts with \[3, 1, "),
+    (torch.tensor([2, 2, 0, 0, 0]), r"counts: expected those of experts, .* got \[2, 2, 0, 0, 0\] for experts with \[3"),
     (torch.tensor([3, 1, 0, 0, 0], device="meta"), "counts: expected device cpu"),
 ])  # fmt: skip
 def test_errors_of_counts(counts, message):
     with pytest.raises((TypeError, ValueError), match=message):
         group_by_expert(torch.tensor([[0], [0], [0], [1], [E]]), E, torch.zeros(1), counts=counts)
     for ids in ([[1], [0], [0], [0]], [[-1], [0], [0], [0], [1]]):
-        with pytest.raises(ValueError, match="counts: .* for unsorted experts"):
+        with pytest.raises(ValueError, match=r"counts: .* for unsorted experts"):
             group_by_expert(torch.tensor(ids), E, torch.zeros(1), counts=torch.tensor([3, 1, 0, 0, 0]))
 
 

@@ -2,8 +2,8 @@
 
 Under expert parallelism (transformers' ``ep_dispatch_experts``) a process holds some experts, whole. Their weights are
 DTensors, of which only the local tensor is read. The factors of a LoRA adapter are not sharded by expert: they are
-parameters of all experts, of which a process uses those of its own, or DTensors that FSDP2 has sharded. The modules that
-own them are never called, so that FSDP2 does not gather them. (ZeRO-3 gathers a parameter when it is read.)
+parameters of all experts, of which a process uses those of its own, or DTensors that FSDP2 has sharded. The modules
+that own them are never called, so that FSDP2 does not gather them. (ZeRO-3 gathers a parameter when it is read.)
 """
 
 from functools import lru_cache

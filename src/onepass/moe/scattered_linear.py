@@ -66,10 +66,6 @@ def scattered_linear(
     if weights is not None and (not isinstance(weights, Tensor) or weights.dtype not in FLOATS):
         raise TypeError(f"weights: expected a floating-point tensor, got {described(weights)}")
     check_assignments(experts)
-    if groups is None:
-        groups = group_by_expert(experts, len(weight), x)
-    else:
-        check_groups(groups, experts, len(weight), x)
     (T, K), (E, N, inputs) = experts.shape, weight.mT.shape if transposed else weight.shape
     shapes = {
         "weight": (weight, tuple(weight.shape)), "experts": (experts, (T, K)),
@@ -80,6 +76,10 @@ def scattered_linear(
             raise ValueError(f"{name}: expected shape {shape}, got {tuple(t.shape)}")
         if t is not None:
             check_device(t, x, name)
+    if groups is None:
+        groups = group_by_expert(experts, E, x)
+    else:
+        check_groups(groups, experts, E, x)
     if weights is not None and grouped_out:
         raise ValueError("grouped_out: expected False where there are weights, got True")
     weights = weights if weights is None or x.dtype == torch.float64 else weights.float()
