@@ -84,3 +84,31 @@ def test_an_adapter_of_more_experts_than_there_are_is_an_error():
     weight = torch.zeros(3, 4, 3)
     with pytest.raises(NotImplementedError, match=r"an adapter of 6 experts, of which this process holds 3: .* plain"):
         expert_shards.local_factors(torch.nn.Module(), "down_proj", weight, weight, factors)
+
+
+def test_experts_of_torchtitan(monkeypatch):
+    """`GroupedExperts` as its loop over experts computes them, one without rows, and padding that no expert has."""
+    moe = pytest.importorskip("torchtitan.models.moe.moe")
+
+    import onepass
+
+    monkeypatch.setenv("TRITON_INTERPRET", "")  # which has no products of bfloat16
+    generator = torch.Generator().manual_seed(1)
+    experts = moe.GroupedExperts(dim=8, hidden_dim=12, num_experts=4, use_grouped_mm=True)
+    with torch.no_grad():
+        for p in experts.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.5)
+    counts, found = torch.tensor([5, 0, 3, 9]), []
+    x = torch.randn(20, 8, generator=generator)
+    for grouped in (False, True):
+        experts.zero_grad()
+        leaf = x.clone().requires_grad_()
+        weights = experts.w1, experts.w2, experts.w3
+        with onepass.patch("torchtitan"):
+            run = moe._run_experts_grouped_mm if grouped else moe._run_experts_for_loop
+            assert not grouped or run.__module__.startswith("onepass")
+            out = run(*weights, leaf, counts)
+        out.square().sum().backward()
+        found.append([out.detach(), leaf.grad, *(p.grad.clone() for p in weights)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=4e-2 * a.abs().max().item())
