@@ -305,7 +305,8 @@ OF_ROUTE = {
 
 
 def _groups(values: dict[str, Any]) -> dict[str, Tensor]:
-    groups = group_by_expert(values["experts"], E, values["x"])
+    experts, like = (values[n] for n in (("experts", "x") if "x" in values else ("routing.experts", "hidden")))
+    groups = group_by_expert(experts, E, like)
     return {f"groups.{name}": t for name, t in groups._asdict().items()}
 
 
@@ -451,6 +452,8 @@ CASES = [
         **BLOCK, "gate_up_weight": BLOCK["gate_up_weight"].mT.contiguous(),
         "down_weight": BLOCK["down_weight"].mT.contiguous(), "transposed": True, "interleaved": True,
     }, OF_BLOCK, "transposed"),
+    Case("moe.expert_mlp", {**BLOCK, "groups": Derived(_groups)}, OF_BLOCK, "grouped",
+         frozenset({*GROUPED_ROWS, "routing.experts"})),
     Case("moe.scattered_linear", {**SCATTERED, "transposed": False}, ("x", "weight", "bias", "weights")),
     Case("moe.scattered_linear", {
         "x": randn(N * K, H), "weight": randn(E, H, OUTPUTS), "experts": EXPERTS.int(), "bias": SCATTERED["bias"],
@@ -459,6 +462,10 @@ CASES = [
     Case("moe.group_by_expert", {
         "experts": EXPERTS, "num_experts": Integer(E, (0, -1, HUGE)), "like": BLOCK["hidden"],
     }),
+    Case("moe.group_by_expert", {
+        "experts": EXPERTS.flatten().sort().values.unsqueeze(1), "num_experts": Integer(E, (0, -1, HUGE)),
+        "like": BLOCK["hidden"], "counts": EXPERTS.flatten().bincount(minlength=E),
+    }, (), "sorted", frozenset({"experts", "counts"})),
     Case("moe.ParallelExperts", {
         "num_experts": E, "input_size": H, "output_size": OUTPUTS, "bias": True, "x": SCATTERED["x"],
         "experts": EXPERTS, "groups": Derived(_groups), "weights": SCATTERED["weights"],

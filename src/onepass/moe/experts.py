@@ -19,7 +19,7 @@ from onepass.core.moe_options import (
     Groups,
 )
 from onepass.moe.router import Routing
-from onepass.moe.token_sort import group_by_expert
+from onepass.moe.token_sort import check_groups, group_by_expert
 
 Adapter = tuple[Tensor, Tensor, float]
 
@@ -39,6 +39,7 @@ def expert_mlp(
     lora_down: Adapter | None = None,
     alpha: float = 1.702,
     limit: float = 7.0,
+    groups: Groups | None = None,
 ) -> Tensor:
     r"""The weighted sum of a token's experts: :math:`\sum_k w_k\, D_e\, f(G_e x, U_e x)`, e its k-th expert.
 
@@ -57,6 +58,7 @@ def expert_mlp(
         lora_gate_up, lora_down: ``(A, B, scaling)`` with A ``(E, R, inputs)`` and B ``(E, outputs, R)``: scaling·B A is
             added to the weight, without being materialized.
         alpha, limit: parameters of ``"swiglu_clamped"``.
+        groups: the result of `group_by_expert` for ``routing.experts``, as ``(T, K)``; it is called if this is None.
 
     Returns:
         The shape and dtype of ``hidden``, summed over k in float32. Differentiable with respect to ``hidden``, the
@@ -93,7 +95,10 @@ def expert_mlp(
     rows = tensors.hidden.reshape(tokens, hidden.shape[-1]).contiguous()
     if rows.dtype != torch.float64:
         weights = weights.float()
-    groups = group_by_expert(experts, len(gate_up_weight), rows)
+    if groups is None:
+        groups = group_by_expert(experts, len(gate_up_weight), rows)
+    else:
+        check_groups(groups, experts, len(gate_up_weight), rows)
     tensors = tensors._replace(hidden=rows, weights=weights)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         out: Tensor = _Experts.apply(options, *tensors, experts, *groups)
