@@ -35,7 +35,14 @@ EXEMPT = {
     "batch_invariant": "takes no tensor",
     "gather_parameters": "takes a function",
     "moe": "is a module",
+    "moe.ExpertCounts": "is made by count_experts",
+    "moe.Replay": "is made by replay_routing",
     "moe.Routing": "is what route returns, and is taken apart in the cases that take one",
+    "moe.RoutingRecord": "takes arrays; test_replay_models.py has its arguments",
+    "moe.count_experts": "takes a model; test_selection_bias.py has its arguments",
+    "moe.record_routing": "takes a model; test_replay_models.py has its arguments",
+    "moe.replay_routing": "takes a model; test_replay_models.py has its arguments",
+    "moe.update_selection_bias": "writes to what it takes; test_selection_bias.py has its arguments",
     "patch": "takes names of libraries",
 }
 
@@ -434,6 +441,8 @@ CASES = [
     Case("moe.route", {**ROUTE, **OF_ROUTE, **GROUPED, "score": "sigmoid", "renormalize": True}, ("router_logits",)),
     Case("moe.route", {**ROUTE, "score": "softmax", "score_after_topk": True, "scale": Number(2.5, 1)},
          ("router_logits",), "score of the chosen"),
+    Case("moe.route", {**ROUTE, **OF_ROUTE, "score": "sigmoid", "experts": EXPERTS + 3, "count_changed": True},
+         ("router_logits",), "replayed", frozenset({"experts"})),
     Case("moe.softmax_topk", {**ROUTE, **{n: v for n, v in OF_ROUTE.items() if n != "selection_bias"},
                               "renormalize": False},
          ("router_logits",)),
@@ -443,7 +452,8 @@ CASES = [
     Case("moe.router_z_loss", LOSSES_OF_ROUTES, ("routing.logsumexp",)),
     Case("moe.route_block", {
         "block.weight": randn(E, H), "hidden_states": randn(N, H), "token_mask": MASK, "losses": True,
-    }, ("block.weight", "hidden_states")),
+        "experts": EXPERTS, "count_changed": True,
+    }, ("block.weight", "hidden_states"), "", frozenset({"experts"})),
     Case("ratio_report", {"log_probs": -rand(N, V), "sampler_log_probs": -rand(N, V), "row_mask": rand(N, V) < 0.7}),
     Case("moe.expert_mlp", {
         **BLOCK, **LORA, "activation": "swiglu_clamped", "alpha": Number(1.75, 2), "limit": Number(1.5, 7, ABOVE_0),

@@ -391,6 +391,8 @@ UNREAD = {
 ONE_DTYPE = {"weight", "bias", "gate_up_weight", "down_weight", "gate_up_bias", "down_bias", "lora_gate_up[0]",
              "lora_gate_up[1]", "lora_down[0]", "lora_down[1]"}  # fmt: skip
 
+ANY_INTEGERS = ("moe.route", "moe.route_block")
+
 
 def wrong_dtypes(case, leaf, tensor):
     if tensor.dtype == torch.bool or "mask" in leaf:
@@ -400,7 +402,8 @@ def wrong_dtypes(case, leaf, tensor):
     if root(leaf) == "row_inputs":
         return ()  # what the function takes
     if not tensor.is_floating_point():
-        return torch.float32, torch.bool, torch.int16
+        of_any_size = case.function in ANY_INTEGERS and leaf == "experts"
+        return (torch.float32, torch.bool) if of_any_size else (torch.float32, torch.bool, torch.int16)
     found = (torch.int64, torch.bool, torch.complex64)
     in_head = "hidden" in case.arguments or "x" in case.arguments
     return (*found, torch.float64, torch.float16) if leaf in ONE_DTYPE and in_head else found
@@ -459,6 +462,7 @@ MAY_BE_WRITTEN = {
     "linear_kl_div, a head teaches, of rows": {"row_mask"},
     "linear_loss, of rows": {"row_mask"},
     "moe.route": {"selection_bias"},
+    "moe.route, replayed": {"selection_bias"},
     "moe.sigmoid_topk": {"selection_bias"},
     "moe.load_balancing_loss": {"routing.experts", "routing.counts", "routing.prob_sums", "routing.logsumexp"},
     "moe.router_z_loss": {"routing.experts", "routing.counts", "routing.prob_sums"},

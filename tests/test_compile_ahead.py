@@ -242,9 +242,12 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     kernels.teacher_tokens(of_teacher, tokens, *masks, row_mask is None)
     routed = empty(case.tokens, case.experts, dtype=dtype)
     bias, token_mask = (empty(case.experts), empty(case.tokens, dtype=torch.bool)) if case.router.sums else (None, None)
-    weights, experts, _, prob_sums, logsumexp = kernels.route(routed, bias, token_mask, case.router)
+    weights, experts, _, prob_sums, logsumexp, _ = kernels.route(routed, bias, token_mask, None, case.router)
     grads = RoutingGradients(weights, prob_sums, logsumexp)
-    kernels.route_gradient(routed, experts, token_mask, grads, case.router)
+    kernels.route_gradient(routed, experts, token_mask, None, grads, case.router)
+    if dtype == torch.bfloat16:  # a replayed choice
+        kernels.route(routed, bias, token_mask, experts.short(), case.router._replace(count_changed=True))
+        kernels.route_gradient(routed, experts, token_mask, experts.short(), grads, case.router)
     if case.mlp is not None and dtype == torch.bfloat16:
         launch_experts(case.mlp, case.trained, partial(empty, dtype=dtype))
 
