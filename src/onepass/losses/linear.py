@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from onepass.core.checks import check_device, check_index, described
+from onepass.core.checks import Adapter, check_device, check_index, described
 from onepass.core.deprecated import renamed
 from onepass.core.options import Direction, Metric, Reduction
 from onepass.core.shard import Group
@@ -28,6 +28,7 @@ def linear_softmax_statistics(
     index: Tensor | None = None,
     *,
     bias: Tensor | None = None,
+    lora: Adapter | None = None,
     class_weights: Tensor | float | None = None,
     row_mask: Tensor | None = None,
     metrics: Sequence[Metric] = (),
@@ -48,6 +49,7 @@ def linear_softmax_statistics(
 
     Args:
         hidden, weight, bias: ``(..., H)``, ``(V, H)`` and ``(V,)``, see `LinearLogits`.
+        lora: ``(A, B, scaling)`` of a low-rank adapter of the head, see `LinearLogits`.
         logits_dtype, max_memory: how the logits are computed, see `LinearLogits`.
         vocab_group, vocab_size, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
         index: ``(...)`` or ``(..., K)``, int32 or int64.
@@ -55,7 +57,7 @@ def linear_softmax_statistics(
     The other arguments, and what is returned and raised, are those of `softmax_statistics`.
     """
     logits = LinearLogits(
-        hidden, weight, bias, logits_dtype=logits_dtype, max_memory=max_memory, vocab_group=vocab_group,
+        hidden, weight, bias, lora=lora, logits_dtype=logits_dtype, max_memory=max_memory, vocab_group=vocab_group,
         vocab_size=vocab_size, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     return softmax_statistics(
@@ -71,6 +73,7 @@ def linear_selective_log_softmax_and_entropy(
     index: Tensor,
     *,
     bias: Tensor | None = None,
+    lora: Adapter | None = None,
     row_mask: Tensor | None = None,
     support: Support | None = None,
     vocab_size: int | None = None,
@@ -90,7 +93,7 @@ def linear_selective_log_softmax_and_entropy(
     The arguments are those of `linear_softmax_statistics`.
     """
     logits = LinearLogits(
-        hidden, weight, bias, logits_dtype=logits_dtype, max_memory=max_memory, vocab_group=vocab_group,
+        hidden, weight, bias, lora=lora, logits_dtype=logits_dtype, max_memory=max_memory, vocab_group=vocab_group,
         vocab_size=vocab_size, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     return selective_log_softmax_and_entropy(
@@ -105,6 +108,7 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     bias: Tensor | None = None,
+    lora: Adapter | None = None,
     class_weights: Tensor | None = None,
     ignore_index: int = -100,
     row_mask: Tensor | None = None,
@@ -126,6 +130,7 @@ def linear_cross_entropy(
 
     Args:
         hidden, weight, bias: ``(..., H)``, ``(V, H)`` and ``(V,)``, see `LinearLogits`.
+        lora: ``(A, B, scaling)`` of a low-rank adapter of the head, see `LinearLogits`.
         logits_dtype, max_memory: how the logits are computed, see `LinearLogits`.
         vocab_group, vocab_size, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
         target: ``(...)``, int32 or int64; rows that are ``ignore_index`` are left out of all GEMMs.
@@ -135,7 +140,7 @@ def linear_cross_entropy(
     recomputes the logits (four GEMMs).
     """
     logits = LinearLogits(
-        hidden, weight, bias, logits_dtype=logits_dtype, max_memory=max_memory, vocab_group=vocab_group,
+        hidden, weight, bias, lora=lora, logits_dtype=logits_dtype, max_memory=max_memory, vocab_group=vocab_group,
         vocab_size=vocab_size, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     return cross_entropy(
@@ -154,6 +159,7 @@ def linear_topk_kl_div(
     teacher_log_probs: Tensor,
     *,
     bias: Tensor | None = None,
+    lora: Adapter | None = None,
     row_mask: Tensor | None = None,
     teacher_mask: Tensor | None = None,
     direction: Direction = "forward",
@@ -175,13 +181,14 @@ def linear_topk_kl_div(
 
     Args:
         hidden, weight, bias: ``(..., H)``, ``(V, H)`` and ``(V,)``, see `LinearLogits`.
+        lora: ``(A, B, scaling)`` of a low-rank adapter of the head, see `LinearLogits`.
         logits_dtype, max_memory: how the logits are computed, see `LinearLogits`.
         vocab_group, vocab_size, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
 
     The other arguments, and what is returned and raised, are those of `topk_kl_div`.
     """
     logits = LinearLogits(
-        hidden, weight, bias, logits_dtype=logits_dtype, max_memory=max_memory, vocab_group=vocab_group,
+        hidden, weight, bias, lora=lora, logits_dtype=logits_dtype, max_memory=max_memory, vocab_group=vocab_group,
         vocab_size=vocab_size, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     return topk_kl_div(
@@ -198,6 +205,7 @@ def linear_kl_div(
     teacher_logits: Tensor | LinearLogits,
     *,
     bias: Tensor | None = None,
+    lora: Adapter | None = None,
     row_mask: Tensor | None = None,
     direction: Direction = "forward",
     beta: float = BETA,
@@ -220,6 +228,7 @@ def linear_kl_div(
 
     Args:
         hidden, weight, bias: ``(..., H)``, ``(V, H)`` and ``(V,)``, see `LinearLogits`.
+        lora: ``(A, B, scaling)`` of a low-rank adapter of the head, see `LinearLogits`.
         logits_dtype, max_memory: how the logits are computed, see `LinearLogits`.
         vocab_group, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
         teacher_logits: a constant, either logits ``(..., V)`` or ``LinearLogits(teacher_hidden, teacher_weight)``,
@@ -228,7 +237,7 @@ def linear_kl_div(
     The other arguments, and what is returned and raised, are those of `kl_div`.
     """
     logits = LinearLogits(
-        hidden, weight, bias, logits_dtype=logits_dtype, max_memory=max_memory, vocab_group=vocab_group,
+        hidden, weight, bias, lora=lora, logits_dtype=logits_dtype, max_memory=max_memory, vocab_group=vocab_group,
         sequence_parallel=sequence_parallel,
     )  # fmt: skip
     return kl_div(
@@ -247,6 +256,7 @@ def linear_loss(
     loss_fn: Callable[..., Tensor],
     *row_inputs: Tensor,
     bias: Tensor | None = None,
+    lora: Adapter | None = None,
     class_weights: Tensor | float | None = None,
     row_mask: Tensor | None = None,
     metrics: Sequence[Metric] = (),
@@ -273,6 +283,7 @@ def linear_loss(
 
     Args:
         hidden, weight, bias: ``(..., H)``, ``(V, H)`` and ``(V,)``, see `LinearLogits`.
+        lora: ``(A, B, scaling)`` of a low-rank adapter of the head, see `LinearLogits`.
         logits_dtype, max_memory: how the logits are computed, see `LinearLogits`.
         vocab_group, vocab_size, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
         index: ``(...)`` or ``(..., K)``, int32 or int64, or None.
@@ -303,7 +314,7 @@ def linear_loss(
         loss = onepass.linear_loss(hidden, lm_head.weight, tokens, policy_loss, advantages, old_log_probs)
     """
     logits = LinearLogits(
-        hidden, weight, bias, logits_dtype=logits_dtype, max_memory=max_memory, vocab_group=vocab_group,
+        hidden, weight, bias, lora=lora, logits_dtype=logits_dtype, max_memory=max_memory, vocab_group=vocab_group,
         vocab_size=vocab_size, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     fields = fields_of(index, class_weights, metrics, expected_logit)
@@ -383,13 +394,14 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         target: Tensor,
         *,
         bias: Tensor | None = None,
+        lora: Adapter | None = None,
         row_mask: Tensor | None = None,
         num_items: float | Tensor | None = None,
     ) -> Tensor:
         return linear_cross_entropy(
-            hidden, weight, target, bias=bias, class_weights=self.class_weights, ignore_index=self.ignore_index,
-            row_mask=row_mask, label_smoothing=self.label_smoothing, z_loss_weight=self.z_loss_weight,
-            reduction=self.reduction, num_items=num_items, mean_group=self.mean_group,
+            hidden, weight, target, bias=bias, lora=lora, class_weights=self.class_weights,
+            ignore_index=self.ignore_index, row_mask=row_mask, label_smoothing=self.label_smoothing,
+            z_loss_weight=self.z_loss_weight, reduction=self.reduction, num_items=num_items, mean_group=self.mean_group,
             temperature=self.temperature, softcap=self.softcap, logit_scale=self.logit_scale,
             logits_dtype=self.logits_dtype, max_memory=self.max_memory, vocab_group=self.vocab_group,
             vocab_size=self.vocab_size, sequence_parallel=self.sequence_parallel,
