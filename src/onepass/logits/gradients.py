@@ -86,7 +86,7 @@ class Gradients:
         self.left -= rows.n
         if self.batch is not None and not self.plan.sliced:
             self.held += rows.n
-            if self.held < min(self.plan.batch, self.plan.n - self.done):
+            if not rows.ends_batch:
                 return
             gradient, several = self.batch[: self.held], self.held > rows.n
             if several:

@@ -17,6 +17,7 @@ from onepass.core.options import Inputs, Options, PairOptions, PairRows
 from onepass.core.shard import NOT_SHARDED, Group, Shard, shared_columns
 from onepass.logits.invariant_linear import linear
 from onepass.logits.partitioned import gathered, whole
+from onepass.logits.row_groups import GroupTooLong
 from onepass.logits.row_loss import RowLoss, StatisticsLoss
 from onepass.logits.source import Count, Divisor, Fields, LogitsSource, LossFunction, TensorLogits, divided
 from onepass.logits.tensor_like import TensorLike, compose
@@ -377,15 +378,22 @@ class LinearLogits(TensorLike):
         row_inputs: Sequence[Tensor],
         divisor: Divisor,
         linear: bool = False,
+        groups: Sequence[int] | None = None,
     ) -> Tensor:
-        """See `LogitsSource.loss`. This takes three GEMMs, or four with ``divisor=None`` and if the call is traced."""
+        """See `LogitsSource.loss`. This takes three GEMMs, or four with ``divisor=None`` and if the call is traced.
+
+        With ``groups``, how many of the rows ``(N,)`` that are not masked belong to each, ``loss_fn`` computes the loss
+        of every group; it gets the slice ``groups`` of those that it is called for, or none for all. If a tile does not
+        hold one of them, this takes four GEMMs.
+        """
         composed = self.transformed_by(options)
         if composed is None:
             logits = TensorLogits(self.materialize())
             return logits.loss(loss_fn, inputs, options, row_inputs, divisor, linear)
-        if not self.is_eager:  # a Python function cannot be part of a registered operation
+        # A Python function cannot be part of a registered operation. The loss of every group takes four GEMMs anyhow.
+        if not self.is_eager or (groups is not None and divisor is None):
             return super().loss(loss_fn, inputs, options, row_inputs, divisor)
-        options = composed
+        given, asked, options = inputs, options, composed
         inputs = self.flat(inputs)
         index, row_mask = inputs[:2]
         rows = self.shape[:-1]
@@ -396,8 +404,13 @@ class LinearLogits(TensorLike):
             loss_fn, linear = observed(loss_fn, self.observer, options.names()), False
             options = options._replace(fields=" ".join(dict.fromkeys((*options.names(), "entropy", "is_top1"))))
             self.observer.begin(rows.numel() if row_mask is None else row_mask.bool().sum())
-        row_loss = StatisticsLoss(loss_fn, options, self.gemm_dtype, inputs._replace(row_mask=None), flat, linear)
-        return self.tiled(row_loss, row_mask, divisor)
+        row_loss = StatisticsLoss(
+            loss_fn, options, self.gemm_dtype, inputs._replace(row_mask=None), flat, linear, groups
+        )
+        try:
+            return self.tiled(row_loss, row_mask, divisor)
+        except GroupTooLong:
+            return super().loss(loss_fn, given, asked, row_inputs, divisor)
 
     def divergence(self, teacher: LogitsSource, read: PairRows, options: PairOptions, divisor: Divisor) -> Tensor:
         """See `LogitsSource.divergence`. The teacher is a constant, and may be a linear head too."""

@@ -61,14 +61,15 @@ def walk(
         heads = [Head(tensors, settings), *(Head(*of_head) for of_head in row_loss.heads)]
         use = row_loss.use(heads[0], scale_of is not None)._replace(weight_gradient=needed[1])
         backward = row_loss.use(heads[0], True)._replace(weight_gradient=later[1]) if any(later) else None
-        cut = plan(heads, row_mask, use, backward)
+        cut = plan(heads, row_mask, use, backward)._replace(lengths=row_loss.groups)
         # The first product is launched before all that it does not need: the device may be waiting for the host.
         following = tiles(heads, cut, use.logits)
         first = [*islice(following, 1)]
         for tile in first:
             tile.start()
         row_mask = row_mask if defers(row_mask) else None
-        losses = hidden.new_zeros(hidden.shape[0], dtype=row_loss.dtype)
+        count = hidden.shape[0] if row_loss.groups is None else len(row_loss.groups)
+        losses = hidden.new_zeros(count, dtype=row_loss.dtype)
         gradients = None if scale_of is None else Gradients(heads[0], cut, needed)
         of_rows = None if scale_of is None else of_some_rows(cache(scale_of))
         for tile in chain(first, following):
@@ -76,7 +77,7 @@ def walk(
             place = None if gradients is None else gradients.place(tile)
             parts = iter(()) if gradients is None or place is None else gradients.parts(tile, place)
             part, found = row_loss(tile, mask, of_rows, place, parts)
-            tile.rows.put(losses, part)
+            tile.rows.of_losses.put(losses, part)
             for out, value in zip(of_inputs, found):
                 if out is not None and value is not None:
                     tile.rows.put(out, value)
@@ -90,7 +91,7 @@ def of_some_rows(number: Number) -> Callable[[Rows], Tensor]:
 
     def of(rows: Rows) -> Tensor:
         found = number()
-        return found if found.dim() == 0 else rows.take(found)
+        return found if found.dim() == 0 else rows.of_losses.take(found)
 
     return of
 

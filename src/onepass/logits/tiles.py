@@ -22,6 +22,7 @@ from torch import Tensor
 from onepass.backend import backend_of
 from onepass.core.options import Inputs, Options, Results, empty_results
 from onepass.core.shard import NOT_SHARDED, Shard
+from onepass.logits.row_groups import packed
 from onepass.logits.valid_rows import valid_rows
 from onepass.softmax.shards import empty_states, merged_states, results_of, state_of_rows
 
@@ -220,6 +221,13 @@ class Rows(NamedTuple):
 
     ids: slice | Tensor
     n: int
+    ends_batch: bool = True  # whether the GEMMs of the gradients follow, see `Plan.batch`
+    groups: slice | None = None  # of all groups, those of a tile of whole groups
+
+    @property
+    def of_losses(self) -> "Rows":
+        """Those of the losses, of which there is one for each row or group."""
+        return self if self.groups is None else Rows(self.groups, self.groups.stop - self.groups.start)
 
     def take(self, tensor: Tensor, dim: int = 0) -> Tensor:
         """The entries of these rows."""
@@ -266,12 +274,28 @@ class Plan(NamedTuple):
     vocab: int  # columns of this process
     columns: int  # per tile
     sliced: bool  # whether a tile is a slice of the vocabulary
+    lengths: Sequence[int] | None = None  # of groups of rows that a tile holds whole
 
     def cut(self) -> Iterator[Rows]:
         """The rows of each tile."""
+        if self.lengths is not None:
+            yield from self.cut_groups(self.lengths)
+            return
         for start in range(0, self.n, self.batch):
-            for first in range(start, min(start + self.batch, self.n), self.rows):
-                yield self.between(first, min(first + self.rows, start + self.batch, self.n))
+            end = min(start + self.batch, self.n)
+            for first in range(start, end, self.rows):
+                stop = min(first + self.rows, end)
+                yield self.between(first, stop)._replace(ends_batch=stop == end)
+
+    def cut_groups(self, lengths: Sequence[int]) -> Iterator[Rows]:
+        """The rows of each tile, which has whole groups."""
+        tiles = packed(lengths, self.rows) if self.n else []
+        counts = [sum(lengths[groups]) for groups in tiles]
+        ends = {part.stop for part in packed(counts, self.batch)}
+        first = 0
+        for number, (groups, count) in enumerate(zip(tiles, counts), 1):
+            yield self.between(first, first + count)._replace(ends_batch=number in ends, groups=groups)
+            first += count
 
     def between(self, first: int, stop: int) -> Rows:
         """The rows from ``first`` to ``stop``, of those that are computed."""
