@@ -79,7 +79,7 @@ def counted(trainer, model, monkeypatch):
         return compute_loss(*args, **kwargs)
 
     def training_step(model, inputs, *rest):
-        products.step = lambda: training_step(model, inputs)
+        products.step = lambda: training_step(model, inputs, *rest)
         with products:
             return step(model, inputs, *rest)
 

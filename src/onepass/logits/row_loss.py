@@ -240,7 +240,7 @@ class DivergenceLoss:
     """
 
     row_inputs: Sequence[Tensor] = ()
-    groups = None
+    groups: Sequence[int] | None = None
 
     def __init__(
         self,
