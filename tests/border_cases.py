@@ -266,7 +266,7 @@ BIAS = randn(V)
 TRANSFORM = {"temperature": TEMPERATURE, "softcap": SOFTCAP, "logit_scale": SCALE}
 DIVERGENCE = {"direction": "jsd", "beta": Number(0.25, 0, (-0.5, 1.5, INF, HUGE))}
 ADAPTER = {
-    "lora[0]": torch.linspace(-1, 1, R * H).view(R, H), "lora[1]": torch.linspace(1, -0.5, V * R).view(V, R),
+    "lora[0]": torch.linspace(-0.5, 0.5, R * H).view(R, H), "lora[1]": torch.linspace(0.2, -0.1, V * R).view(V, R),
     "lora[2]": Number(0.5, 2),
 }  # fmt: skip
 OF_HEAD = ("hidden", "weight", "bias", "lora[0]", "lora[1]")
