@@ -420,7 +420,8 @@ CASES = [
         "row_mask": MASK, "class_weights": CLASSES, "metrics": ("is_top1",), "reduction": "none",
     }, ("hidden", "weight", "row_inputs[0]"), "of rows"),
     Case("linear_loss", {
-        **HEAD, "index": INDEX, "loss_fn": loss_of_groups, "row_inputs[0]": BIAS[:N].clone(), "row_mask": MASK, "class_weights": CLASSES,
+        **HEAD, "index": INDEX, "loss_fn": loss_of_groups, "row_inputs[0]": BIAS[:N].clone(),
+        "row_mask": MASK, "class_weights": CLASSES,
         "groups": torch.tensor([2, 1]), "reduction": "mean",
     }, ("hidden", "weight", "row_inputs[0]"), "of groups", frozenset(("groups",))),
     Case("CrossEntropyLoss", {

@@ -269,6 +269,9 @@ def _resolved(targets: Sequence[Target]) -> tuple[dict[tuple[str, str], _Active]
             _check(t, original)
             found[key] = _Active(INHERITED, t.replacement, holder)
             continue
+        if t.alone and original is None:
+            kept.append(Kept(*key, "it is not imported there"))
+            continue
         _check(t, original)
         if not t.registered:
             found[key] = _Active(original, t.replacement, holder if t.alone else None)
