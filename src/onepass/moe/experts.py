@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onepass.backend import backend_of
-from onepass.core.checks import FLOATS, INF, check_choice, check_device, check_number, described
+from onepass.core.checks import FLOATS, INF, Adapter, adapter_of, check_choice, check_device, check_number, described
 from onepass.core.dispatch import autocast_dtype, empty_gradients, operation, refuse_second_derivatives
 from onepass.core.moe_options import (
     ACTIVATIONS,
@@ -20,8 +20,6 @@ from onepass.core.moe_options import (
 )
 from onepass.moe.router import Routing
 from onepass.moe.token_sort import check_groups, group_by_expert
-
-Adapter = tuple[Tensor, Tensor, float]
 
 
 def expert_mlp(
@@ -105,14 +103,6 @@ def expert_mlp(
     else:
         out = _forward(tensors, experts, groups, False, options)[0]
     return out.view(hidden.shape)
-
-
-def adapter_of(value: Adapter | None, name: str) -> tuple[Tensor | None, Tensor | None, float]:
-    if value is None:
-        return None, None, 0.0
-    if not isinstance(value, tuple | list) or len(value) != 3 or not all(isinstance(t, Tensor) for t in value[:2]):
-        raise TypeError(f"{name}: expected (A, B, scaling), two tensors and a number, got {described(value)}")
-    return value[0], value[1], check_number(value[2], f"{name}[2]", -INF)
 
 
 def check_experts(tensors: ExpertTensors, experts: Tensor, o: ExpertOptions) -> None:
