@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from onepass.core.checks import described
+from onepass.core.moe_options import SCORES
 from onepass.logits.invariant_linear import linear
 from onepass.logits.partitioned import whole
 from onepass.moe.router import Routing, route
@@ -108,9 +108,7 @@ def routed_parts(parts: Parts, described_as: RouterDescription, given: Tensor, *
     else:
         raw = _gate_logits(parts, d, given)
     arguments = {**dict(d.arguments), **arguments}
-    if "selection_bias" not in arguments:
-        arguments["selection_bias"] = _selection_bias(parts, d)
-    bias = arguments["selection_bias"]
+    bias = arguments["selection_bias"] if "selection_bias" in arguments else _selection_bias(parts, d)
     if bias is not None:
         arguments["selection_bias"] = whole(bias).flatten()
     logits = raw * d.multiplier if d.multiplier != 1.0 else raw
@@ -141,36 +139,34 @@ def _selection_bias(parts: Parts, d: RouterDescription) -> Tensor | None:
 def outputs(d: RouterDescription, found: Routed, hidden: Tensor, tokens: tuple[int, ...]) -> Any:
     """The results of a router in its own form. ``tokens`` is the shape of the tokens in its input."""
     weights, experts = found.routing.weights, found.routing.experts
-    dtype = {"gate": found.raw.dtype, "hidden": hidden.dtype}.get(d.weights, torch.float32)
     full = torch.float32 if d.full == "float32" else found.raw.dtype
-    cap = dict(d.arguments).get("softcap")
-
-    def one(kind: str) -> Tensor:
+    dtype = {"gate": found.raw.dtype, "hidden": hidden.dtype}.get(d.weights, torch.float32)
+    results = []
+    for kind in d.outputs:
         if kind == "experts":
-            return experts
-        if kind == "weights":
-            return weights.to(dtype)
-        z = found.logits.float()
-        if kind == "dense":
-            return torch.zeros_like(z).scatter(-1, experts, weights).to(full)
-        if kind == "raw":
-            return found.raw.to(full)
-        if kind == "logits":
-            return found.logits.to(full)
-        z = z if cap is None else cap * torch.tanh(z / cap)
-        return (z if kind == "capped" else SCORE[kind](z)).to(full)
-
-    results = tuple(one(kind) for kind in d.outputs)
-    if not d.flat and len(tokens) > 1:
-        results = tuple(t.view(*tokens, t.shape[-1]) for t in results)
-    return results if len(results) > 1 else results[0]
+            result = experts
+        elif kind == "weights":
+            result = weights.to(dtype)
+        elif kind == "dense":
+            result = weights.new_zeros(found.raw.shape).scatter(-1, experts, weights).to(full)
+        else:
+            result = full_output(kind, found, dict(d.arguments).get("softcap")).to(full)
+        results.append(result if d.flat or len(tokens) == 1 else result.view(*tokens, result.shape[-1]))
+    return tuple(results) if len(results) > 1 else results[0]
 
 
-SCORE = {
-    "softmax": lambda z: z.softmax(-1),
-    "sigmoid": torch.sigmoid,
-    "sqrtsoftplus": lambda z: torch.nn.functional.softplus(z).sqrt(),
-}
+FULL = ("logits", "raw", "capped", *SCORES)  # outputs over all experts
+
+
+def full_output(kind: str, found: Routed, softcap: float | None) -> Tensor:
+    """Logits, in the dtype of the gate, or scores of all experts, in float32."""
+    if kind in ("logits", "raw"):
+        return found.logits if kind == "logits" else found.raw
+    z = found.logits.float()
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    if kind == "sqrtsoftplus":
+        return torch.nn.functional.softplus(z).sqrt()
+    return z if kind == "capped" else z.softmax(-1) if kind == "softmax" else z.sigmoid()
 
 
 def called(parts: Parts, d: RouterDescription, *inputs: Tensor | None, **arguments: Any) -> Any:
