@@ -4,7 +4,6 @@ from onepass.moe.blocks import route_block
 from onepass.moe.experts import expert_mlp
 from onepass.moe.losses import load_balancing_loss, router_z_loss
 from onepass.moe.router import Routing, route, sigmoid_topk, softmax_topk
-
 from onepass.moe.scattered_linear import GLUMLP, ParallelExperts, scattered_linear
 from onepass.moe.token_sort import group_by_expert
 

@@ -155,6 +155,6 @@ def _read(names: Attribute, router: nn.Module, block: nn.Module, family: str | N
                 pass
     wanted = " or ".join(map(repr, names))
     of = f"for {family}" if family else (
-        "of a router that does not compute what `route` does: the k largest softmax, sigmoid or sqrt-softplus scores of "
-        "one gate, with a selection bias, groups of experts, renormalisation and a scale")  # fmt: skip
+        "of a router that does not compute what `route` does: the k largest softmax, sigmoid or sqrt-softplus scores "
+        "of one gate, with a selection bias, groups of experts, renormalisation and a scale")  # fmt: skip
     raise TypeError(f"block: expected the attribute {wanted} on it or its router, {of}, got {type(block).__name__}")

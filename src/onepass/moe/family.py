@@ -23,7 +23,9 @@ class Prepared(NamedTuple):
 
 
 class RouterDescription(NamedTuple):
-    """What the router of a model computes, in terms of `route`. Names are of attributes of the router, as ``"wg.weight"``.
+    """What the router of a model computes, in terms of `route`.
+
+    Names are of attributes of the router, as ``"wg.weight"``.
 
     Attributes:
         arguments: of `route`, as pairs of name and value.
@@ -100,13 +102,9 @@ def at(module: nn.Module, path: str) -> Any:
     return getattr(module, name)
 
 
-def routed_parts(parts: Parts, described_as: RouterDescription, given: Tensor, **arguments: Any) -> Routed:
+def routed_parts(parts: Parts, d: RouterDescription, given: Tensor, **arguments: Any) -> Routed:
     """Logits and `Routing` of hidden states, or of logits if the router has no gate. ``arguments`` are of `route`."""
-    d, router = described_as, parts.router
-    if d.gate is None:
-        raw = given
-    else:
-        raw = _gate_logits(parts, d, given)
+    raw = given if d.gate is None else _gate_logits(parts, d, given)
     arguments = {**dict(d.arguments), **arguments}
     bias = arguments["selection_bias"] if "selection_bias" in arguments else _selection_bias(parts, d)
     if bias is not None:
@@ -117,7 +115,7 @@ def routed_parts(parts: Parts, described_as: RouterDescription, given: Tensor, *
     if d.min_sum:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=d.min_sum)
     if d.expert_scale:
-        weights = weights * whole(at(router, d.expert_scale)).flatten()[routing.experts]
+        weights = weights * whole(at(parts.router, d.expert_scale)).flatten()[routing.experts]
     return Routed(logits, raw, routing._replace(weights=weights))
 
 

@@ -6,7 +6,7 @@ shapes in float32 on the CPU and without hooks, so that the module itself is nei
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache
 from itertools import product
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from onepass.moe.family import FULL, Parts, Prepared, RouterDescription, called,
 
 EPS = (0.0, 1e-20, 1e-15, 1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5)
 PLAIN = (bool, int, float, str, type(None))
-TOKENS, ORDINARY = 48, 24  # tokens that are tried, and the first of them, by which the selection is found
+TOKENS, ORDINARY = 160, 120  # tokens that are tried, and the first of them, by which the selection is found
 OF_LOGITS = 64  # experts that are tried for a method whose input are logits
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 DTYPES = (FLOAT32, FLOAT32), (BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT32), (FLOAT32, BFLOAT16)  # of tokens and weights
@@ -38,10 +38,12 @@ def described_method(module: nn.Module, name: str) -> RouterDescription | None:
     if last is not None and last[0] == key:
         return last[1]
     if key not in _known:
-        with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-            with torch.autocast("cpu", enabled=False):
-                torch.manual_seed(0)
-                _known[key] = _recognised(module, name)
+        with (
+            _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+        ):  # fmt: skip
+            torch.manual_seed(0)
+            _known[key] = _recognised(module, name)
     _last[module][name] = key, _known[key]
     return _known[key]
 
@@ -49,7 +51,7 @@ def described_method(module: nn.Module, name: str) -> RouterDescription | None:
 constant_in_trace(described_method)
 
 
-@lru_cache(maxsize=None)
+@cache
 def methods_of(cls: type) -> tuple[str, ...]:
     """The names of methods that may route: they call ``topk``, themselves or (`forward`) in another method."""
     cls = next((c for c in cls.__mro__ if "forward" in vars(c)), cls)  # FSDP2 and parametrizations make subclasses
@@ -190,8 +192,9 @@ def _tokens(n: int, of_logits: bool = False) -> Tensor:
     shift = torch.zeros(TOKENS, 1)
     shift[ORDINARY:] = -torch.linspace(12.0, 46.0, TOKENS - ORDINARY)[:, None]
     x = torch.randn(TOKENS, n, dtype=FLOAT32)
+    x[:ORDINARY:2] *= 0.3  # so that the largest score does not decide about a group alone
     x[ORDINARY::2] *= 3
-    x[-2:] *= 6
+    x[-4:] *= 6
     return 1.5 * x + shift if of_logits else torch.cat([shift, x[:, 1:]], 1)
 
 
