@@ -39,7 +39,7 @@ def described_method(module: nn.Module, name: str) -> RouterDescription | None:
         return last[1]
     if key not in _known:
         with (
-            _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad(),
+            _disable_current_modes(), torch.random.fork_rng(devices=[]), torch._C.DisableTorchFunction(), torch.no_grad(),
             torch.autocast("cpu", enabled=False),
         ):  # fmt: skip
             torch.manual_seed(0)
@@ -53,11 +53,11 @@ constant_in_trace(described_method)
 
 @cache
 def methods_of(cls: type) -> tuple[str, ...]:
-    """The names of methods that may route: they call ``topk``, themselves or (`forward`) in another method."""
+    """The names of methods that may route: `forward`, or methods that it calls, if they call ``topk``."""
     cls = next((c for c in cls.__mro__ if "forward" in vars(c)), cls)  # FSDP2 and parametrizations make subclasses
     own = {n: f for n in vars(cls) if isinstance(f := method(cls, n), FunctionType)}
     topk = [n for n, f in own.items() if "topk" in inspect.unwrap(f).__code__.co_names]
-    names = dict.fromkeys(["forward", *topk]) if topk else {}
+    names = ["forward"] if "forward" in topk else ["forward", *topk] if topk else []
     return tuple(n for n in names if 2 <= len(inspect.signature(own[n]).parameters) <= 3)
 
 
@@ -194,7 +194,7 @@ def _tokens(n: int, of_logits: bool = False) -> Tensor:
     x = torch.randn(TOKENS, n, dtype=FLOAT32)
     x[:ORDINARY:2] *= 0.3  # so that the largest score does not decide about a group alone
     x[ORDINARY::2] *= 3
-    x[-4:] *= 6
+    x[-12:] *= 6
     return 1.5 * x + shift if of_logits else torch.cat([shift, x[:, 1:]], 1)
 
 
@@ -357,7 +357,7 @@ def _with_dtypes(probe: _Probe, d: RouterDescription) -> RouterDescription | Non
         with torch.autocast("cpu", BFLOAT16, enabled=autocast):
             return cast.ours(as_, d.dims[0])
 
-    precise = [d._replace(float32=float32, autocast=a) for a in (True, False) for float32 in (False, True)]
+    precise = [d._replace(float32=float32, autocast=a, full="float32") for a in (True, False) for float32 in (False, True)]
     rounded = [r for r in ran if r[1] or r[0].inputs[0].dtype == BFLOAT16]
     d = min(precise, key=lambda p: sum(_distance(d, theirs, ours(*how, p)) for *how, theirs in rounded))
     rules = {"full": {"gate", "float32"}, "weights": {"float32", "gate", "hidden"}}
