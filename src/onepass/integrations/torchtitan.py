@@ -1,11 +1,12 @@
-"""The replacement for torchtitan's cross-entropy, of tensors and of logits whose vocabulary is sharded.
+"""Replacements for torchtitan's router, and its cross-entropy of tensors and of logits whose vocabulary is sharded.
 
 torchtitan converts the logits to float32 before its loss; onepass reads them in their own dtype.
-`onepass.patch("torchtitan")` installs it.
+`onepass.patch("torchtitan")` installs them.
 """
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from onepass.integrations.patching import Target, original
@@ -13,7 +14,9 @@ from onepass.integrations.torch import replicated, sharded_over
 from onepass.logits.source import Logits
 from onepass.logits.vocab_parallel import VocabParallelLogits
 from onepass.losses.cross_entropy import cross_entropy
+from onepass.moe.router import route
 
+ROUTER = "torchtitan.models.common.moe", "TokenChoiceTopKRouter.forward"
 CROSS_ENTROPY = "torchtitan.components.loss", "cross_entropy_loss"
 
 
@@ -54,5 +57,29 @@ def has_backends(library: Any) -> bool:
     return hasattr(library, "get_spmd_backend")
 
 
+def choose_experts(self: Any, x_BLD: Tensor, expert_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """`TokenChoiceTopKRouter.forward`: the weights and experts of each token, and the scores of all experts.
+
+    The original is called for DTensors, and with torchtitan's round robin for debugging.
+    """
+    with torch.autocast(x_BLD.device.type, dtype=torch.float32):
+        logits = self.gate(x_BLD)
+    if self._debug_force_load_balance or hasattr(logits, "device_mesh"):
+        found: tuple[Tensor, Tensor, Tensor] = original(*ROUTER)(self, x_BLD, expert_bias_E)
+        return found
+    groups = {} if self.num_expert_groups is None else {
+        "n_group": self.num_expert_groups, "topk_group": self.num_limited_groups
+    }  # fmt: skip
+    routing = route(
+        logits, self.top_k, score=self.score_func, selection_bias=expert_bias_E, renormalize=self.route_norm,
+        scale=self.route_scale, **groups,
+    )  # fmt: skip
+    scores = logits.sigmoid() if self.score_func == "sigmoid" else logits.softmax(-1)
+    return routing.weights.to(scores.dtype), routing.experts, scores
+
+
 SIGNATURES = "pred, labels", "pred, labels, global_vocab_size"
-TARGETS = [Target(*CROSS_ENTROPY, cross_entropy_loss, SIGNATURES, since="0.2", until="0.4")]
+TARGETS = [
+    Target(*CROSS_ENTROPY, cross_entropy_loss, SIGNATURES, since="0.2", until="0.4"),
+    Target(*ROUTER, choose_experts, ("self, x_BLD, expert_bias_E",), since="0.3", until="0.4"),
+]
