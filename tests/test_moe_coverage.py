@@ -28,7 +28,10 @@ UNCOVERED = {
     "switch_transformers": "has a capacity for the expert, and noise in training",
     "zaya": "has a network of several layers as gate, and an expert that skips the layer",
 }
-NO_ROUTER = {"vitpose_backbone": "the data set decides", "nemotron3_5_transcribe": "that of its language model, nemotron_h"}
+NO_ROUTER = {
+    "vitpose_backbone": "the data set decides",
+    "nemotron3_5_transcribe": "that of its language model, nemotron_h",
+}
 SMALL = dict(
     hidden_size=H, intermediate_size=8, moe_intermediate_size=8, num_local_experts=E, num_experts=E, n_routed_experts=E,
     moe_num_experts=E, num_experts_per_tok=K, moe_topk=K, moe_top_k=K, top_k_experts=K, n_group=4, topk_group=2,
@@ -130,7 +133,9 @@ def check(router, of, d):
         same_form(theirs, ours)
         exact = dense(d, function(router.float(), *(x if x is None else x.float() for x in inputs)))[0]
         found = [dense(d, results)[0].detach() for results in (theirs, ours)]
-        same = ((found[0] != 0) == (found[1] != 0)).all(1)  # of logits that are equal after rounding, either may be chosen
+        same = ((found[0] != 0) == (found[1] != 0)).all(
+            1
+        )  # of logits that are equal after rounding, either may be chosen
         assert same.float().mean() > 0.75
         errors = [(weights - exact)[same].abs().mean() for weights in found]
         assert errors[1] <= 1.02 * errors[0] + 1e-6
@@ -183,5 +188,10 @@ def table(covered):
         for d in covered[name]:
             kinds.setdefault(kind(d), []).append(f"`{name}`")
     rows = [f"| {k} | {', '.join(dict.fromkeys(kinds[k]))} |" for k in sorted(kinds)]
-    rows += ["", "| not covered | because it |", "| --- | --- |", *(f"| `{n}` | {why} |" for n, why in UNCOVERED.items())]
+    rows += [
+        "",
+        "| not covered | because it |",
+        "| --- | --- |",
+        *(f"| `{n}` | {why} |" for n, why in UNCOVERED.items()),
+    ]
     return "\n".join(["| scores | families |", "| --- | --- |", *rows])

@@ -16,7 +16,9 @@ def compare(call, leaves):
     outcomes = []
     for _ in range(2):
         results = call()
-        loss = sum((r.float() * torch.linspace(-1, 1, r.numel()).view(r.shape)).sum() for r in results if r.requires_grad)
+        loss = sum(
+            (r.float() * torch.linspace(-1, 1, r.numel()).view(r.shape)).sum() for r in results if r.requires_grad
+        )
         outcomes.append((results, torch.autograd.grad(loss, leaves)))
         yield
     (theirs, of_theirs), (ours, of_ours) = outcomes

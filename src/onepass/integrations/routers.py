@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ def _target(cls: type, name: str) -> Target:
     return Target(cls.__module__, path, routing_method(original, name), (parameters(original),), since="4.56")
 
 
+@cache
 def routing_method(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     """The replacement for a method that routes. It calls the original of a module whose router is not recognised."""
 

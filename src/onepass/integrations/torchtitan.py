@@ -60,11 +60,13 @@ def has_backends(library: Any) -> bool:
 def choose_experts(self: Any, x_BLD: Tensor, expert_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """`TokenChoiceTopKRouter.forward`: the weights and experts of each token, and the scores of all experts.
 
-    The original is called for DTensors, and with torchtitan's round robin for debugging.
+    The original is called for DTensors, while spmd_types checks types, and for torchtitan's round robin.
     """
+    from torchtitan.models.common import moe as library
+
     with torch.autocast(x_BLD.device.type, dtype=torch.float32):
         logits = self.gate(x_BLD)
-    if self._debug_force_load_balance or hasattr(logits, "device_mesh"):
+    if self._debug_force_load_balance or hasattr(logits, "device_mesh") or library.spmd.is_type_checking():
         found: tuple[Tensor, Tensor, Tensor] = original(*ROUTER)(self, x_BLD, expert_bias_E)
         return found
     groups = {} if self.num_expert_groups is None else {

@@ -113,7 +113,7 @@ def routed_parts(parts: Parts, d: RouterDescription, given: Tensor, **arguments:
     routing = route(logits, **arguments)
     weights = routing.weights
     if d.min_sum:
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=d.min_sum)
+        weights = weights / (weights.sum(-1, keepdim=True) / arguments.get("scale", 1.0)).clamp(min=d.min_sum)
     if d.expert_scale:
         weights = weights * whole(at(parts.router, d.expert_scale)).flatten()[routing.experts]
     return Routed(logits, raw, routing._replace(weights=weights))

@@ -22,6 +22,8 @@ from onepass.moe.family import FULL, Parts, Prepared, RouterDescription, called,
 
 EPS = (0.0, 1e-20, 1e-15, 1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5)
 PLAIN = (bool, int, float, str, type(None))
+LISTS = (list, tuple, dict, set)
+OF_MODULES = frozenset(vars(nn.Module()))  # what every module has, `training` among it
 TOKENS, ORDINARY = 160, 120  # tokens that are tried, and the first of them, by which the selection is found
 OF_LOGITS = 64  # experts that are tried for a method whose input are logits
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
@@ -68,14 +70,27 @@ def method(cls: type, name: str) -> Any:
 
 
 def _settings(module: nn.Module, name: str) -> Any:
-    """What a description depends on: code, settings and shapes."""
+    """What a description depends on: code, settings and shapes, and, of a `forward`, those of the children."""
     config = getattr(vars(module).get("config"), "__dict__", {})
-    return (method(type(module), name), _plain(vars(module)), _plain(config),
-            tuple((n, t.shape) for n, t in _tensors(module)))  # fmt: skip
+    deep = (_children(module), tuple((n, t.shape) for n, t in _tensors(module))) if name == "forward" else ()
+    return method(type(module), name), _held(vars(module)), _plain(config), *deep
 
 
 def _plain(held: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple((n, v) for n, v in held.items() if type(v) in PLAIN and n != "training" and n[0] != "_")
+    return tuple((n, v) for n, v in held.items() if type(v) in PLAIN and n not in OF_MODULES)
+
+
+def _held(held: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The attributes of a module as something that can be hashed; of other objects, their class."""
+    return tuple(
+        (n, v if isinstance(v, (*PLAIN, FunctionType, torch.dtype)) else repr(v) if type(v) in LISTS else type(v))
+        for n, v in held.items() if n not in OF_MODULES
+    )  # fmt: skip
+
+
+def _children(module: nn.Module) -> tuple[Any, ...]:
+    children = [(n, unwrapped(child)[0]) for n, child in module._modules.items() if child is not None]
+    return tuple((n, type(c), _held(vars(c)), _children(c)) for n, c in children if n != "parametrizations")
 
 
 def _tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -254,8 +269,8 @@ def _read(
     if dense is None:
         if weights is None or weights.shape != experts.shape:
             return None
-        dense = torch.zeros(TOKENS, E).scatter(1, experts, weights.float())
-    return tuple(names), experts.sort()[0], dense
+        dense = torch.zeros(TOKENS, E).scatter(1, experts.long(), weights.float())
+    return tuple(names), experts.long().sort()[0], dense
 
 
 def _selections(
@@ -375,9 +390,15 @@ def _with_dtypes(probe: _Probe, d: RouterDescription) -> RouterDescription | Non
 
 
 def _distance(d: RouterDescription, theirs: tuple[Tensor, ...], ours: tuple[Tensor, ...]) -> float:
-    full = [i for i, kind in enumerate(d.outputs) if kind not in ("experts", "weights")]
-    i = full[0] if full else d.outputs.index("weights")
-    return float((theirs[i].float() - ours[i].float()).abs().mean())
+    """How far logits or scores are apart, or else the weights of all experts."""
+    full = [(a, b) for kind, a, b in zip(d.outputs, theirs, ours) if kind not in ("experts", "weights")]
+    if full:
+        a, b = (t.float() for t in full[0])
+    else:
+        at, of = d.outputs.index("experts"), d.outputs.index("weights")
+        E = 1 + int(max(theirs[at].max(), ours[at].max()))
+        a, b = (torch.zeros(*t[at].shape[:-1], E).scatter(-1, t[at].long(), t[of].float()) for t in (theirs, ours))
+    return float((a - b).abs().mean())
 
 
 def adapters_of(router: nn.Module, d: RouterDescription) -> list[nn.Module]:
