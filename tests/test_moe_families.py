@@ -284,7 +284,9 @@ def test_bad_arguments():
     block.gate.weight = nn.Parameter(torch.zeros(E * H // 2, 1, dtype=torch.uint8), requires_grad=False)
     refused(TypeError, "block: expected a floating-point gate.*quantised.*got torch.uint8", block, hidden)
     alone = build(MINIMAX_M2).gate
-    refused(TypeError, "'e_score_correction_bias', which it passes to its router, got MiniMaxM2TopKRouter", alone, hidden)
+    refused(
+        TypeError, "'e_score_correction_bias', which it passes to its router, got MiniMaxM2TopKRouter", alone, hidden
+    )
     block = build(DEEPSEEK_V2)
     block.gate.topk_method = "noaux_tc"
     refused(ValueError, "topk_method: expected one of 'greedy', 'group_limited_greedy', got", block, hidden)

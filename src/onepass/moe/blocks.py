@@ -36,7 +36,7 @@ ERNIE = {
     "float32": True, "autocast": False, "min_sum": Attribute(["norm_min"]),
 }  # fmt: skip
 EARLIER: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("Mixtral", "MiniMax"), SOFTMAX),
+    **dict.fromkeys(("Mixtral", "MiniMax", "HunYuanMoEV1"), SOFTMAX),
     **dict.fromkeys(("Qwen2Moe", "Qwen3Moe", "Qwen3Next", "Olmoe"), QWEN),
     **dict.fromkeys(("DeepseekV3", "Glm4Moe", "Dots1"), DEEPSEEK_V3),
     "DeepseekV2": DEEPSEEK_V2,
@@ -44,7 +44,8 @@ EARLIER: dict[str, dict[str, Any]] = {
 }
 # Any other class must have all of these attributes, under the names of DeepSeek-V3's own code.
 OTHER = {**DEEPSEEK_V3, "score": Attribute(["scoring_func"])}
-NAMES = {n + end: n for n in EARLIER for end in ("SparseMoeBlock", "MoE", "Moe", "TopkRouter")}
+SUFFIXES = ("SparseMoeBlock", "MoE", "Moe", "TopKRouter", "TopkRouter", "MoEGate", "Gate")
+NAMES = {name + suffix: name for name in EARLIER for suffix in SUFFIXES}
 
 
 def describe_router(module: nn.Module) -> RouterDescription | None:
@@ -126,7 +127,10 @@ def earlier_parts(block: nn.Module) -> tuple[Parts, RouterDescription]:
     block, outer = unwrapped(block)
     gate = gate_of(block)
     router, adapters = unwrapped(gate) if gate is not block else (block, outer)
-    if not isinstance(getattr(router, "weight", None), Tensor):
+    linear, path = router, "weight"
+    if isinstance(getattr(router, "wg", None), nn.Module):
+        (linear, adapters), path = unwrapped(router.wg), "wg.weight"
+    if not isinstance(getattr(linear, "weight", None), Tensor):
         raise TypeError(f"block: expected a MoE block with a 'gate' or 'router', or a router with a 'weight', "
                         f"got {type(block).__name__}, which has none")  # fmt: skip
     classes = [c.__name__ for m in (router, block) for c in type(m).__mro__]  # FSDP2 makes subclasses
@@ -141,8 +145,8 @@ def earlier_parts(block: nn.Module) -> tuple[Parts, RouterDescription]:
     if method == "greedy":
         settings |= {"n_group": 1, "topk_group": 1}
     own = {key: settings.pop(key) for key in ("float32", "autocast", "min_sum") if key in settings}
-    bias = getattr(router, "bias", None)
-    d = RouterDescription(tuple(settings.items()), gate_bias=None if bias is None else "bias", **own)
+    bias = None if getattr(linear, "bias", None) is None else path.replace("weight", "bias")
+    d = RouterDescription(tuple(settings.items()), gate=path, gate_bias=bias, **own)
     return Parts(router, adapters, block), d
 
 

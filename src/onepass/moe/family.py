@@ -105,7 +105,7 @@ def at(module: nn.Module, path: str) -> Any:
 def routed_parts(parts: Parts, d: RouterDescription, given: Tensor, **arguments: Any) -> Routed:
     """Logits and `Routing` of hidden states, or of logits if the router has no gate. ``arguments`` are of `route`."""
     raw = given if d.gate is None else _gate_logits(parts, d, given)
-    arguments = {**dict(d.arguments), **arguments}
+    arguments = {**{n: _constant(v) for n, v in d.arguments}, **arguments}
     bias = arguments["selection_bias"] if "selection_bias" in arguments else _selection_bias(parts, d)
     if bias is not None:
         arguments["selection_bias"] = whole(bias).flatten()
@@ -117,6 +117,16 @@ def routed_parts(parts: Parts, d: RouterDescription, given: Tensor, **arguments:
     if d.expert_scale:
         weights = weights * whole(at(parts.router, d.expert_scale)).flatten()[routing.experts]
     return Routed(logits, raw, routing._replace(weights=weights))
+
+
+def _constant(value: Any) -> Any:
+    """The value; of a description, Dynamo would look for the place in the model that it came from."""
+    if value is None or not torch.compiler.is_compiling():
+        return None if value is None else value
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return value
 
 
 def _selection_bias(parts: Parts, d: RouterDescription) -> Tensor | None:

@@ -41,8 +41,8 @@ def described_method(module: nn.Module, name: str) -> RouterDescription | None:
         return last[1]
     if key not in _known:
         with (
-            _disable_current_modes(), torch.random.fork_rng(devices=[]), torch._C.DisableTorchFunction(), torch.no_grad(),
-            torch.autocast("cpu", enabled=False),
+            _disable_current_modes(), torch._C.DisableTorchFunction(), torch.random.fork_rng(devices=[]),
+            torch.no_grad(), torch.autocast("cpu", enabled=False),
         ):  # fmt: skip
             torch.manual_seed(0)
             _known[key] = _recognised(module, name)
@@ -372,7 +372,8 @@ def _with_dtypes(probe: _Probe, d: RouterDescription) -> RouterDescription | Non
         with torch.autocast("cpu", BFLOAT16, enabled=autocast):
             return cast.ours(as_, d.dims[0])
 
-    precise = [d._replace(float32=float32, autocast=a, full="float32") for a in (True, False) for float32 in (False, True)]
+    d = d._replace(full="float32")
+    precise = [d._replace(float32=float32, autocast=a) for a in (True, False) for float32 in (False, True)]
     rounded = [r for r in ran if r[1] or r[0].inputs[0].dtype == BFLOAT16]
     d = min(precise, key=lambda p: sum(_distance(d, theirs, ours(*how, p)) for *how, theirs in rounded))
     rules = {"full": {"gate", "float32"}, "weights": {"float32", "gate", "hidden"}}

@@ -113,8 +113,7 @@ def route(
         k, score, n_group, topk_group, group_score, renormalize, scale, eps, score_after_topk, softcap, losses,
         is_batch_invariant(),
     )  # fmt: skip
-    # A tensor may change, and a list cannot be hashed. Dynamo cannot compare the types of constants of the graph.
-    plain = not torch.compiler.is_compiling() and all([type(value) in SCALARS for value in options])
+    plain = all([type(value) in SCALARS for value in options])  # a tensor may change, and a list cannot be hashed
     options = (check_once if plain else check_options)(router_logits.shape[-1], *options)
     k = options.k
     tokens, E = router_logits.shape[:-1], router_logits.shape[-1]
