@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import onepass
-from onepass.moe.recognition import described_method, method, methods_of
+from onepass.moe.probe import method, methods_of
+from onepass.moe.recognition import described_method
 
 transformers = pytest.importorskip("transformers")
 MODELS = Path(transformers.__file__).parent / "models"

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from onepass.integrations.patching import Target, parameters
 from onepass.moe.family import Parts, called
-from onepass.moe.recognition import adapters_of, described_method, method, methods_of
+from onepass.moe.probe import method, methods_of
+from onepass.moe.recognition import adapters_of, described_method
 
 MODELS = "transformers.models."
 
@@ -22,7 +23,8 @@ def router_targets(modules: Iterable[str]) -> list[Target]:
         if name.startswith(MODELS) and ".modeling_" in name and module is not None:
             for cls in vars(module).copy().values():
                 if isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__ == name:
-                    found += [_target(cls, of) for of in methods_of(cls) if of in vars(cls)]
+                    methods = methods_of(cls)  # type: ignore[arg-type]
+                    found += [_target(cls, of) for of in methods if of in vars(cls)]
     return found
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from onepass.core.checks import check_choice, described
 from onepass.moe.family import Parts, Routed, RouterDescription, routed_parts, unwrapped
-from onepass.moe.recognition import adapters_of, described_method, methods_of
+from onepass.moe.probe import methods_of
+from onepass.moe.recognition import adapters_of, described_method
 from onepass.moe.router import Routing
 
 
@@ -62,7 +63,7 @@ def recognised_parts(block: nn.Module) -> tuple[Parts, RouterDescription] | None
     block, outer = unwrapped(block)
     children = [(name, *unwrapped(child)) for name, child in block.named_children()]
     for _, router, adapters in [("", block, outer), *sorted(children, key=lambda c: c[0] not in ("gate", "router"))]:
-        for name in methods_of(type(router)):
+        for name in methods_of(type(router)):  # type: ignore[arg-type]
             d = described_method(router, name)
             if d is not None:
                 return Parts(router, [*adapters, *adapters_of(router, d)], block), d
@@ -144,7 +145,7 @@ def earlier_parts(block: nn.Module) -> tuple[Parts, RouterDescription]:
         check_choice(method, "topk_method", ("greedy", "group_limited_greedy"))
     if method == "greedy":
         settings |= {"n_group": 1, "topk_group": 1}
-    own = {key: settings.pop(key) for key in ("float32", "autocast", "min_sum") if key in settings}
+    own: dict[str, Any] = {key: settings.pop(key) for key in ("float32", "autocast", "min_sum") if key in settings}
     bias = None if getattr(linear, "bias", None) is None else path.replace("weight", "bias")
     d = RouterDescription(tuple(settings.items()), gate=path, gate_bias=bias, **own)
     return Parts(router, adapters, block), d

@@ -5,11 +5,9 @@ shapes in float32 on the CPU and without hooks, so that the module itself is nei
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from itertools import product
-from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,14 +16,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from onepass.core.dispatch import constant_in_trace
 from onepass.core.moe_options import GROUP_SCORES, MAX_EXPERTS, MAX_K, SCORES
-from onepass.moe.family import FULL, Parts, Prepared, RouterDescription, called, full_output, routed_parts, unwrapped
+from onepass.moe.family import FULL, Prepared, RouterDescription, full_output, routed_parts, unwrapped
+from onepass.moe.probe import OF_LOGITS, TOKENS, Probe, method, plain, settings, tensors_of
 
 EPS = (0.0, 1e-20, 1e-15, 1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5)
-PLAIN = (bool, int, float, str, type(None))
-LISTS = (list, tuple, dict, set)
-OF_MODULES = frozenset(vars(nn.Module()))  # what every module has, `training` among it
-TOKENS, ORDINARY = 160, 120  # tokens that are tried, and the first of them, by which the selection is found
-OF_LOGITS = 64  # experts that are tried for a method whose input are logits
+ORDINARY = 120  # the first of the tokens, by which the selection is found
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 DTYPES = (FLOAT32, FLOAT32), (BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT32), (FLOAT32, BFLOAT16)  # of tokens and weights
 
@@ -35,7 +30,7 @@ _last: "WeakKeyDictionary[nn.Module, dict[str, tuple[Any, RouterDescription | No
 
 def described_method(module: nn.Module, name: str) -> RouterDescription | None:
     """The description of a method of a module, by its code and its settings; None if it computes something else."""
-    key = _settings(module, name)
+    key = settings(module, name)
     last = _last.setdefault(module, {}).get(name)
     if last is not None and last[0] == key:
         return last[1]
@@ -53,144 +48,22 @@ def described_method(module: nn.Module, name: str) -> RouterDescription | None:
 constant_in_trace(described_method)
 
 
-@cache
-def methods_of(cls: type) -> tuple[str, ...]:
-    """The names of methods that may route: `forward`, or methods that it calls, if they call ``topk``."""
-    cls = next((c for c in cls.__mro__ if "forward" in vars(c)), cls)  # FSDP2 and parametrizations make subclasses
-    own = {n: f for n in vars(cls) if isinstance(f := method(cls, n), FunctionType)}
-    topk = [n for n, f in own.items() if "topk" in inspect.unwrap(f).__code__.co_names]
-    names = ["forward"] if "forward" in topk else ["forward", *topk] if topk else []
-    return tuple(n for n in names if 2 <= len(inspect.signature(own[n]).parameters) <= 3)
-
-
-def method(cls: type, name: str) -> Any:
-    """A method of a class, and not its replacement by `onepass.patch`."""
-    found = next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
-    return getattr(found, "of_library", found)
-
-
-def _settings(module: nn.Module, name: str) -> Any:
-    """What a description depends on: code, settings and shapes, and, of a `forward`, those of the children."""
-    config = getattr(vars(module).get("config"), "__dict__", {})
-    deep = (_children(module), tuple((n, t.shape) for n, t in _tensors(module))) if name == "forward" else ()
-    return method(type(module), name), _held(vars(module)), _plain(config), *deep
-
-
-def _plain(held: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple((n, v) for n, v in held.items() if type(v) in PLAIN and n not in OF_MODULES)
-
-
-def _held(held: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The attributes of a module as something that can be hashed; of other objects, their class."""
-    return tuple(
-        (n, v if isinstance(v, (*PLAIN, FunctionType, torch.dtype)) else repr(v) if type(v) in LISTS else type(v))
-        for n, v in held.items() if n not in OF_MODULES
-    )  # fmt: skip
-
-
-def _children(module: nn.Module) -> tuple[Any, ...]:
-    children = [(n, unwrapped(child)[0]) for n, child in module._modules.items() if child is not None]
-    return tuple((n, type(c), _held(vars(c)), _children(c)) for n, c in children if n != "parametrizations")
-
-
-def _tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, under their names without adapters and parametrizations."""
-    for held in (module._parameters, module._buffers):
-        yield from ((prefix + n, t) for n, t in held.items() if t is not None)
-    for name, child in module._modules.items():
-        if name == "parametrizations" and child is not None:
-            yield from ((prefix + n, p.original) for n, p in child.named_children())  # type: ignore[misc]
-        elif child is not None:
-            yield from _tensors(unwrapped(child)[0], f"{prefix}{name}.")
-
-
-def _twin(module: nn.Module, values: dict[str, Tensor], training: bool = False, prefix: str = "") -> nn.Module:
-    """An object of the same class with other tensors, and without hooks, adapters and parametrizations."""
-    twin: nn.Module = object.__new__(next(c for c in type(module).__mro__ if "forward" in vars(c)))
-    twin.__dict__ |= {n: v for n, v in vars(module).items() if n != "forward"} | vars(nn.Module())
-    twin.__dict__["training"] = training
-    for held, own in ((module._parameters, twin._parameters), (module._buffers, twin._buffers)):
-        own.update({n: values.get(prefix + n) for n in held})  # type: ignore[arg-type]
-    for name, child in module._modules.items():
-        if name == "parametrizations" and child is not None:
-            twin._parameters.update({n: values.get(prefix + n) for n, _ in child.named_children()})  # type: ignore
-        elif child is not None:
-            twin._modules[name] = _twin(unwrapped(child)[0], values, training, f"{prefix}{name}.")
-    return twin
-
-
-class _Probe(NamedTuple):
-    """A method of a module, and what it is given."""
-
-    module: nn.Module
-    method: Callable[..., Any]
-    name: str
-    gate: str | None
-    names: tuple[str, ...]  # of the method's parameters
-    values: dict[str, Tensor]  # the twin's tensors
-    inputs: tuple[Tensor, ...]
-
-    def run(self, dim: int = 2, training: bool = False) -> tuple[Tensor, ...] | None:
-        """What the method returns, for tokens in an input of ``dim`` dimensions; None if it does not take them."""
-        given = [x.view(2, TOKENS // 2, -1) if dim == 3 and x.dim() == 2 else x for x in self.inputs]
-        try:
-            results = self.method(_twin(self.module, self.values, training), *(x.clone() for x in given))
-        except Exception:  # of the library's code, which need not take every form and dtype of input
-            return None
-        results = results if isinstance(results, tuple) else (results,)
-        tensors = all(isinstance(r, Tensor) and r.dim() > 1 and r.numel() == TOKENS * r.shape[-1] for r in results)
-        return results if tensors else None
-
-    def ours(self, d: RouterDescription, dim: int = 2) -> tuple[Tensor, ...]:
-        """What `route` makes of it."""
-        given = [x.view(2, TOKENS // 2, -1) if dim == 3 and x.dim() == 2 else x for x in self.inputs]
-        results = called(self.parts(), d, *given)
-        return results if isinstance(results, tuple) else (results,)
-
-    def parts(self) -> Parts:
-        twin = _twin(self.module, self.values)
-        return Parts(twin, [], twin)
-
-    def cast(self, hidden: torch.dtype, weights: torch.dtype) -> "_Probe":
-        inputs = (self.inputs[0].to(hidden), *self.inputs[1:]) if self.gate else (
-            *(x.to(hidden) for x in self.inputs[:-1]), self.inputs[-1].to(weights))  # fmt: skip
-        return self._replace(values={n: v.to(weights) for n, v in self.values.items()}, inputs=inputs)
-
-    def paired(self) -> "_Probe":
-        """Each expert twice, one after the other."""
-
-        def twice(x: Tensor) -> Tensor:
-            return x[: len(x) // 2].repeat_interleave(2, 0)
-
-        E = self.experts
-        values = {n: twice(v.flatten() if v.numel() == E else v).view_as(v) if v.numel() == E or n == self.gate else v
-                  for n, v in self.values.items()}  # fmt: skip
-        inputs = tuple(twice(x) if x.shape == (E,) else x for x in self.inputs)
-        if self.gate is None:
-            inputs = (*inputs[:-1], twice(inputs[-1].T).T)
-        return self._replace(values=values, inputs=inputs)
-
-    @property
-    def experts(self) -> int:
-        return len(self.values[self.gate]) if self.gate else OF_LOGITS
-
-
 def _recognised(module: nn.Module, name: str) -> RouterDescription | None:
     function = method(type(module), name)
-    shapes = {n: tuple(t.shape) for n, t in _tensors(module) if t.is_floating_point()}
+    shapes = {n: tuple(t.shape) for n, t in tensors_of(module) if t.is_floating_point()}
     matrices = [n for n, shape in shapes.items() if len(shape) > 1 and 1 not in shape]
     names = tuple(inspect.signature(function).parameters)[1:]
     gate = matrices[0] if name == "forward" and len(matrices) == 1 and len(shapes[matrices[0]]) == 2 else None
-    if name == "forward" and (gate is None or shapes[gate][0] > MAX_EXPERTS or shapes[gate][0] % 2):
+    if name == "forward" and (gate is None or shapes[gate][0] > MAX_EXPERTS):
         return None
     E, H = shapes[gate] if gate else (OF_LOGITS, 8)
     values = {n: torch.rand(shape, dtype=FLOAT32) * 2 for n, shape in shapes.items() if n not in matrices}
     if gate:
         values[gate] = torch.randn(E, H, dtype=FLOAT32) * 1.5 / H**0.5
         values[gate][:, 0] = 1.0  # so that the first hidden state is added to all logits
-    inputs = (_tokens(H), torch.rand(E, dtype=FLOAT32) * 2) if gate else (_tokens(H), _tokens(E, of_logits=True))
+    inputs: tuple[Tensor, ...] = (_tokens(H), torch.rand(E, dtype=FLOAT32) * 2 if gate else _tokens(E, of_logits=True))
     inputs = inputs[: len(names)] if gate else inputs[2 - len(names) :]
-    probe = _Probe(module, function, name, gate, names, values, inputs)
+    probe = Probe(module, function, name, gate, names, values, inputs)
     for dim in (2, 3):
         results = probe.run(dim)
         if results is not None:
@@ -213,11 +86,11 @@ def _tokens(n: int, of_logits: bool = False) -> Tensor:
     return 1.5 * x + shift if of_logits else torch.cat([shift, x[:, 1:]], 1)
 
 
-def _hypotheses(probe: _Probe, results: tuple[Tensor, ...]) -> Iterator[RouterDescription]:
+def _hypotheses(probe: Probe, results: tuple[Tensor, ...]) -> Iterator[RouterDescription]:
     """Descriptions by which `route` returns these results."""
     E, parts = probe.experts, probe.parts()
     vectors = [n for n, v in probe.values.items() if v.numel() == E and n != probe.gate]
-    own = [v for _, v in _plain(vars(probe.module)) if type(v) in (int, float)]
+    own = [v for _, v in plain(vars(probe.module)) if type(v) in (int, float)]
     factors = [float(v) for v in own if type(v) is float and v not in (0.0, 1.0)]
     for prepared, gate_bias in product(_prepared(probe, factors), [None, *vectors] if probe.gate else [None]):
         multipliers = [(f, None) for f in factors] if prepared is None else []
@@ -232,7 +105,7 @@ def _hypotheses(probe: _Probe, results: tuple[Tensor, ...]) -> Iterator[RouterDe
                 yield from _selections(probe, d, own, vectors, *read)
 
 
-def _prepared(probe: _Probe, factors: list[float]) -> Iterator[Prepared | None]:
+def _prepared(probe: Probe, factors: list[float]) -> Iterator[Prepared | None]:
     """No preparation, or a child that is no gate with the vectors and numbers of the router as factors."""
     yield None
     if probe.gate:
@@ -255,11 +128,14 @@ def _read(
         if kind:
             names.append(kind)
         elif not r.is_floating_point():
-            experts, _ = r, names.append("experts")
+            experts = r
+            names.append("experts")
         elif r.shape[1] == E and len(chosen := (r != 0).sum(1).unique()) == 1 and chosen[0] < E:
-            dense, _ = r, names.append("dense")
+            dense = r
+            names.append("dense")
         else:
-            weights, _ = r, names.append("weights")
+            weights = r
+            names.append("weights")
     if len(set(names)) < len(names):
         return None
     if experts is None and dense is not None:
@@ -274,7 +150,7 @@ def _read(
 
 
 def _selections(
-    probe: _Probe, d: RouterDescription, own: list[Any], vectors: list[str], outputs: tuple[str, ...], experts: Tensor,
+    probe: Probe, d: RouterDescription, own: list[Any], vectors: list[str], outputs: tuple[str, ...], experts: Tensor,
     dense: Tensor,
 ) -> Iterator[RouterDescription]:  # fmt: skip
     """The ways to select these experts, and for each the ways to compute these weights."""
@@ -316,7 +192,7 @@ def _nearest(value: float, known: list[float]) -> float:
     return next((k for k in known if abs(k - value) <= 5e-6 * abs(value)), value)
 
 
-def _completed(probe: _Probe, d: RouterDescription) -> RouterDescription | None:
+def _completed(probe: Probe, d: RouterDescription) -> RouterDescription | None:
     """The description with its dtypes and shapes; None if it does not give the results for all tokens."""
     dims, flat = [], True
     for dim in (2, 3):
@@ -359,7 +235,7 @@ def _agree(d: RouterDescription, theirs: tuple[Tensor, ...], ours: tuple[Tensor,
     )  # fmt: skip
 
 
-def _with_dtypes(probe: _Probe, d: RouterDescription) -> RouterDescription | None:
+def _with_dtypes(probe: Probe, d: RouterDescription) -> RouterDescription | None:
     """The precision of the gate, and the dtypes of the results; None if they follow no rule."""
     ran = []
     for cast, autocast in [*((probe.cast(*dtypes), False) for dtypes in DTYPES), (probe, True)]:
@@ -368,26 +244,26 @@ def _with_dtypes(probe: _Probe, d: RouterDescription) -> RouterDescription | Non
         if theirs is not None:
             ran.append((cast, autocast, theirs))
 
-    def ours(cast: _Probe, autocast: bool, as_: RouterDescription) -> tuple[Tensor, ...]:
+    def ours(cast: Probe, autocast: bool, as_: RouterDescription) -> tuple[Tensor, ...]:
         with torch.autocast("cpu", BFLOAT16, enabled=autocast):
             return cast.ours(as_, d.dims[0])
 
     d = d._replace(full="float32")
     precise = [d._replace(float32=float32, autocast=a) for a in (True, False) for float32 in (False, True)]
     rounded = [r for r in ran if r[1] or r[0].inputs[0].dtype == BFLOAT16]
-    d = min(precise, key=lambda p: sum(_distance(d, theirs, ours(*how, p)) for *how, theirs in rounded))
+    d = min(precise, key=lambda p: sum(_distance(d, theirs, ours(cast, a, p)) for cast, a, theirs in rounded))
     rules = {"full": {"gate", "float32"}, "weights": {"float32", "gate", "hidden"}}
-    for *how, theirs in ran:
-        of_gate = ours(*how, d._replace(full="gate", weights="gate"))
+    for cast, autocast, theirs in ran:
+        of_gate = ours(cast, autocast, d._replace(full="gate", weights="gate"))
         for kind, a, b in zip(d.outputs, theirs, of_gate):
             if kind != "experts":
-                of = {"gate": b.dtype, "hidden": how[0].inputs[0].dtype, "float32": FLOAT32}
+                of = {"gate": b.dtype, "hidden": cast.inputs[0].dtype, "float32": FLOAT32}
                 rules["weights" if kind == "weights" else "full"] &= {
                     rule for rule, dtype in of.items() if dtype == a.dtype
                 }
     if not all(rules.values()):
         return None
-    return d._replace(**{name: max(allowed) for name, allowed in rules.items()})
+    return d._replace(full=max(rules["full"]), weights=max(rules["weights"]))
 
 
 def _distance(d: RouterDescription, theirs: tuple[Tensor, ...], ours: tuple[Tensor, ...]) -> float:
