@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.core.moe_options import ACTIVATIONS, Activation, ExpertOptions
+from onepass.integrations.expert_shards import is_sharded, local_factors, local_weight, whole_factors
 from onepass.integrations.patching import original, unsupported
 from onepass.moe.experts import Adapter, expert_mlp
 from onepass.moe.router import Routing
@@ -19,6 +20,7 @@ NAME = "onepass"
 INTERFACE = "transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS"
 SINCE = "5.7"  # the first version of transformers whose models accept a registered name
 PEFT = "peft.tuners.lora.layer", "ParamWrapper._activate_lora"
+PEFT_PLAN = "peft.tuners.lora.model", "get_tp_plan_and_mesh"
 DEFAULTS = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False}
 HELD = "_onepass_adapters"  # the attribute of experts that has the LoRA factors while their forward runs
 
@@ -53,8 +55,7 @@ def experts_forward(
     return expert_mlp(
         hidden_states, routing, gate_up, down, activation=gate.activation, interleaved=gate.interleaved,
         alpha=gate.alpha, limit=gate.limit, transposed=option(self, "is_transposed"),
-        gate_up_bias=self.gate_up_proj_bias if option(self, "has_bias") else None,  # type: ignore[arg-type]
-        down_bias=self.down_proj_bias if option(self, "has_bias") else None,  # type: ignore[arg-type]
+        gate_up_bias=bias_of(self, "gate_up_proj_bias"), down_bias=bias_of(self, "down_proj_bias"),
         lora_gate_up=lora_gate_up, lora_down=lora_down,
     )  # fmt: skip
 
@@ -93,17 +94,26 @@ def candidates(experts: nn.Module) -> list[Gate]:
     return [Gate(a, interleaved, alpha, limit) for a in get_args(Activation) for interleaved in (False, True)]
 
 
+def bias_of(experts: nn.Module, name: str) -> Tensor | None:
+    return local_weight(experts, name, getattr(experts, name)) if option(experts, "has_bias") else None
+
+
 def weight_of(experts: nn.Module, name: str) -> tuple[Tensor, Adapter | None]:
-    """The weight and its adapter, separately if there is one adapter; else the sum that PEFT computes, and None."""
+    """The weight and its adapter, separately if there is one adapter; else the sum that PEFT computes, and None.
+
+    Both are those of this process' experts.
+    """
     held, parametrized = experts.__dict__.get(HELD, {}), getattr(experts, "parametrizations", {})
-    factors, weight = held.get(name), None
+    (factors, base), weight = held.get(name, (None, None)), None
     if factors is None and name in parametrized and len(parametrized[name]) == 1:
         proxy = parametrized[name][0]
         if type(proxy).__name__ == "_LoraFactorsProxy":  # PEFT is not patched
             factors, weight = (proxy.lhs, proxy.rhs, proxy.scaling), parametrized[name].original
-    weight = getattr(experts, name) if weight is None else weight
+    weight = local_weight(experts, name, getattr(experts, name) if weight is None else weight)
     if factors is None:
         return weight, None
+    if base is not None:
+        factors = local_factors(experts, name, weight, base, factors)
     left, right, scaling = factors
     return weight, (left.mT, right.mT, scaling) if option(experts, "is_transposed") else (right, left, scaling)
 
@@ -114,17 +124,37 @@ def activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
     experts = self.get_base_layer()
     adapters = [name for name in active_adapters if name in self.lora_A]
     ours = getattr(getattr(experts, "config", None), "_experts_implementation", None) == NAME
-    whole = self.get_param().is_floating_point() and self.get_param().element_size() > 1  # not quantized
+    base = self.get_param()
+    whole = base.is_floating_point() and base.element_size() > 1  # not quantized
+    sharded = is_sharded(experts, base, *(m[n].weight for m in (self.lora_A, self.lora_B) for n in adapters))
     if not (ours and whole and len(adapters) == 1 and self.num_experts > 1):
+        if ours and sharded and adapters:
+            raise NotImplementedError(
+                f"experts_implementation='{NAME}': {type(experts).__name__}.{self.parameter_name} is sharded over "
+                f"processes, which requires one adapter and a weight that is not quantized, got adapters {adapters} "
+                f"and {base.dtype}"
+            )
         with original(*PEFT)(self, active_adapters):
             yield
         return
     held = experts.__dict__.setdefault(HELD, {})
-    held[self.parameter_name] = self.get_delta_factors(adapters[0])
+    factors = whole_factors(self, adapters[0]) if sharded else self.get_delta_factors(adapters[0])
+    held[self.parameter_name] = factors, base if sharded else None
     try:
         yield
     finally:
         del held[self.parameter_name]
+
+
+def tp_plan_and_mesh(model: Any, current_key: str) -> tuple[str | None, Any]:
+    """Tell PEFT that adapters of experts have no tensor-parallel plan: it takes the experts for a linear layer.
+
+    The plan of the model has entries for experts, also if expert parallelism has replaced them.
+    """
+    module = current_key.rpartition(".")[0]
+    of_experts = original(*PEFT_PLAN)(model, module)[0] == "moe_tp_experts"
+    found: tuple[str | None, Any] = (None, None) if of_experts else original(*PEFT_PLAN)(model, current_key)
+    return found
 
 
 def register() -> None:

@@ -4,14 +4,17 @@ A router is recognised by what it computes (`recognition.py`). In transformers 4
 block does everything else itself, so that there is no router to try: these blocks are known by name, in a table here.
 """
 
+from collections.abc import Callable
+from functools import cache, wraps
 from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 
 from onepass.core.checks import check_choice, described
-from onepass.moe.family import Parts, Routed, RouterDescription, routed_parts, unwrapped
-from onepass.moe.probe import methods_of
+from onepass.moe.family import Parts, Routed, RouterDescription, called, routed_parts, unwrapped
+from onepass.moe.followers import ATTRIBUTE
+from onepass.moe.probe import method, methods_of
 from onepass.moe.recognition import adapters_of, described_method
 from onepass.moe.router import Routing
 
@@ -63,11 +66,49 @@ def recognised_parts(block: nn.Module) -> tuple[Parts, RouterDescription] | None
     block, outer = unwrapped(block)
     children = [(name, *unwrapped(child)) for name, child in block.named_children()]
     for _, router, adapters in [("", block, outer), *sorted(children, key=lambda c: c[0] not in ("gate", "router"))]:
-        for name in methods_of(type(router)):  # type: ignore[arg-type]
-            d = described_method(router, name)
-            if d is not None:
-                return Parts(router, [*adapters, *adapters_of(router, d)], block), d
+        d = own_description(router)
+        if d is not None:
+            return Parts(router, [*adapters, *adapters_of(router, d)], block), d
     return None
+
+
+def own_description(router: nn.Module) -> RouterDescription | None:
+    """What the first method of a module computes that routes; None if there is none."""
+    for name in methods_of(type(router)):  # type: ignore[arg-type]
+        d = described_method(router, name)
+        if d is not None:
+            return d
+    return None
+
+
+def own_method(router: nn.Module) -> tuple[str, Callable[..., Any]]:
+    """The name of the method of a router that routes, and its replacement by `route`."""
+    d = own_description(router)
+    assert d is not None
+    return d.function, routing_method(method(type(router), d.function), d.function)
+
+
+@cache
+def routing_method(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The replacement for a method that routes. It calls the original of a module whose router is not recognised."""
+
+    @wraps(original)
+    def replacement(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        d = described_method(self, name)
+        if d is not None:
+            given = dict(zip(d.inputs, args)) | kwargs
+            inputs = [given.get(n) for n in d.inputs]
+            x = inputs[0 if d.gate else -1]
+            if len(args) <= len(d.inputs) >= len(given) and isinstance(x, Tensor) and x.dim() in d.dims:
+                return called(Parts(self, adapters_of(self, d), self), d, *inputs)
+        if getattr(self, ATTRIBUTE, None) is not None:
+            raise TypeError(f"model: expected routers that are called as they were recognised, got {type(self).__name__} "
+                            f"with {name}({', '.join(map(described, (*args, *kwargs.values())))})")  # fmt: skip
+        return original(self, *args, **kwargs)
+
+    replacement.__module__ = __name__
+    replacement.of_library = original  # type: ignore[attr-defined]
+    return replacement
 
 
 def routed(module: nn.Module, hidden_states: Tensor, **arguments: Any) -> Routed:
@@ -91,7 +132,13 @@ def routed(module: nn.Module, hidden_states: Tensor, **arguments: Any) -> Routed
 
 
 def route_block(
-    block: nn.Module, hidden_states: Tensor, *, token_mask: Tensor | None = None, losses: bool = False
+    block: nn.Module,
+    hidden_states: Tensor,
+    *,
+    token_mask: Tensor | None = None,
+    losses: bool = False,
+    experts: Tensor | None = None,
+    count_changed: bool = False,
 ) -> Routing:
     """`route` with the gate and the settings of a MoE block of transformers.
 
@@ -106,16 +153,17 @@ def route_block(
             ``scoring_func``, ``e_score_correction_bias``, ``n_group``, ``topk_group``, ``norm_topk_prob``,
             ``routed_scaling_factor``.
         hidden_states: ``(..., H)``, including the noise of a block that is trained with ``router_jitter_noise``.
-        token_mask, losses: see `route`.
+        token_mask, losses, experts, count_changed: see `route`.
 
     Returns:
         `Routing` of the tokens ``(...)``, differentiable with respect to hidden states, gate and LoRA.
 
     Raises:
         TypeError: the router is not recognised, or its gate has an adapter other than plain LoRA.
-        TypeError, ValueError: as `route`.
+        TypeError, ValueError, IndexError: as `route`.
     """
-    return routed(block, hidden_states, token_mask=token_mask, losses=losses).routing
+    given = {"experts": experts, "count_changed": count_changed}
+    return routed(block, hidden_states, token_mask=token_mask, losses=losses, **given).routing
 
 
 def gate_of(block: nn.Module) -> nn.Module:

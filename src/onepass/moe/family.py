@@ -11,6 +11,7 @@ from onepass.core.checks import described
 from onepass.core.moe_options import SCORES
 from onepass.logits.invariant_linear import linear
 from onepass.logits.partitioned import whole
+from onepass.moe.followers import ATTRIBUTE
 from onepass.moe.router import Routing, route
 
 
@@ -106,11 +107,12 @@ def routed_parts(parts: Parts, d: RouterDescription, given: Tensor, **arguments:
     """Logits and `Routing` of hidden states, or of logits if the router has no gate. ``arguments`` are of `route`."""
     raw = given if d.gate is None else _gate_logits(parts, d, given)
     arguments = {**{n: _constant(v) for n, v in d.arguments}, **arguments}
-    bias = arguments["selection_bias"] if "selection_bias" in arguments else _selection_bias(parts, d)
+    bias = arguments["selection_bias"] if "selection_bias" in arguments else selection_bias_of(parts, d)
     if bias is not None:
         arguments["selection_bias"] = whole(bias).flatten()
     logits = raw * d.multiplier if d.multiplier != 1.0 else raw
-    routing = route(logits, **arguments)
+    followed = None if arguments.get("experts") is not None else getattr(parts.router, ATTRIBUTE, None)
+    routing = route(logits, **arguments) if followed is None else followed.route(logits, arguments)
     weights = routing.weights
     if d.min_sum:
         weights = weights / (weights.sum(-1, keepdim=True) / arguments.get("scale", 1.0)).clamp(min=d.min_sum)
@@ -129,15 +131,17 @@ def _constant(value: Any) -> Any:
     return value
 
 
-def _selection_bias(parts: Parts, d: RouterDescription) -> Tensor | None:
+def selection_bias_of(parts: Parts, d: RouterDescription) -> Tensor | None:
+    """The selection bias of a router, as it or its block has it; None if there is none."""
     if d.selection_bias:
         bias: Tensor = at(parts.router, d.selection_bias)
         return bias
     if d.given_bias is None:
         return None
     for module in (parts.block, parts.router):
-        if isinstance(getattr(module, d.given_bias, None), Tensor):
-            return whole(getattr(module, d.given_bias))
+        bias = getattr(module, d.given_bias, None)
+        if isinstance(bias, Tensor):
+            return bias
     raise TypeError(
         f"block: expected the attribute {d.given_bias!r}, which it passes to its router, got "
         f"{type(parts.block).__name__}"

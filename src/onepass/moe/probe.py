@@ -3,13 +3,14 @@
 import inspect
 from collections.abc import Callable, Iterator
 from functools import cache
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from onepass.moe.family import Parts, RouterDescription, called, unwrapped
+from onepass.moe.followers import ATTRIBUTE
 
 PLAIN = (bool, int, float, str, type(None))
 LISTS = (list, tuple, dict, set)
@@ -38,24 +39,31 @@ def settings(module: nn.Module, name: str) -> Any:
     """What a description depends on: code, settings and shapes, and, of a `forward`, those of the children."""
     config = getattr(vars(module).get("config"), "__dict__", {})
     deep = (children_of(module), tuple((n, t.shape) for n, t in tensors_of(module))) if name == "forward" else ()
-    return method(type(module), name), held_by(vars(module)), plain(config), *deep
+    return method(type(module), name), held_by(module), plain(config), *deep
 
 
 def plain(held: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple((n, v) for n, v in held.items() if type(v) in PLAIN and n not in OF_MODULES)
 
 
-def held_by(held: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module, without methods that have been replaced on it, as by `follow`."""
+    beside = ("forward", ATTRIBUTE)
+    return {n: v for n, v in vars(module).items()
+            if n not in beside and not (isinstance(v, MethodType) and hasattr(type(module), n))}  # fmt: skip
+
+
+def held_by(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     """The attributes of a module as something that can be hashed; of other objects, their class."""
     return tuple(
         (n, v if isinstance(v, (*PLAIN, FunctionType, torch.dtype)) else repr(v) if type(v) in LISTS else type(v))
-        for n, v in held.items() if n not in OF_MODULES
+        for n, v in attributes_of(module).items() if n not in OF_MODULES
     )  # fmt: skip
 
 
 def children_of(module: nn.Module) -> tuple[Any, ...]:
     children = [(n, unwrapped(child)[0]) for n, child in module._modules.items() if child is not None]
-    return tuple((n, type(c), held_by(vars(c)), children_of(c)) for n, c in children if n != "parametrizations")
+    return tuple((n, type(c), held_by(c), children_of(c)) for n, c in children if n != "parametrizations")
 
 
 def tensors_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -72,7 +80,7 @@ def tensors_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tenso
 def twin_of(module: nn.Module, values: dict[str, Tensor], training: bool = False, prefix: str = "") -> nn.Module:
     """An object of the same class with other tensors, and without hooks, adapters and parametrizations."""
     twin: nn.Module = object.__new__(next(c for c in type(module).__mro__ if "forward" in vars(c)))
-    twin.__dict__ |= {n: v for n, v in vars(module).items() if n != "forward"} | vars(nn.Module())
+    twin.__dict__ |= attributes_of(module) | vars(nn.Module())
     twin.__dict__["training"] = training
     for held, own in ((module._parameters, twin._parameters), (module._buffers, twin._buffers)):
         own.update({n: values.get(prefix + n) for n in held})  # type: ignore[misc]
