@@ -102,8 +102,9 @@ def routing_method(original: Callable[..., Any], name: str) -> Callable[..., Any
             if len(args) <= len(d.inputs) >= len(given) and isinstance(x, Tensor) and x.dim() in d.dims:
                 return called(Parts(self, adapters_of(self, d), self), d, *inputs)
         if getattr(self, ATTRIBUTE, None) is not None:
-            raise TypeError(f"model: expected routers that are called as they were recognised, got {type(self).__name__} "
-                            f"with {name}({', '.join(map(described, (*args, *kwargs.values())))})")  # fmt: skip
+            got = ", ".join(map(described, (*args, *kwargs.values())))
+            raise TypeError(f"model: expected routers that are called as they were recognised, got "
+                            f"{type(self).__name__}.{name}({got})")  # fmt: skip
         return original(self, *args, **kwargs)
 
     replacement.__module__ = __name__

@@ -139,9 +139,9 @@ def selection_bias_of(parts: Parts, d: RouterDescription) -> Tensor | None:
     if d.given_bias is None:
         return None
     for module in (parts.block, parts.router):
-        bias = getattr(module, d.given_bias, None)
-        if isinstance(bias, Tensor):
-            return bias
+        given = getattr(module, d.given_bias, None)
+        if isinstance(given, Tensor):
+            return given
     raise TypeError(
         f"block: expected the attribute {d.given_bias!r}, which it passes to its router, got "
         f"{type(parts.block).__name__}"
