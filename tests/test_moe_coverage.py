@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import onepass
+from onepass.moe import RoutingRecord, record_routing, replay_routing
 from onepass.moe.probe import method, methods_of
 from onepass.moe.recognition import described_method
 
@@ -146,6 +147,33 @@ def check(router, of, d):
     raise AssertionError(f"{type(router).__name__} was not run in bfloat16")
 
 
+def check_replay(router, of, d):
+    """The natural choice, replayed, is the same bit for bit; the gradients of another one are those in float64."""
+    inputs = inputs_of(d)
+    at = 0 if d.gate else -1
+    with record_routing(router) as record:
+        natural = getattr(router, of)(*inputs)
+    with replay_routing(router, record) as replay:
+        again = getattr(router, of)(*inputs)
+    assert replay.changed == 0
+    for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (natural, again)), strict=True):
+        assert torch.equal(a, b)
+    others, upstream = torch.rand(T, E).argsort(-1)[:, : record.passes[0][0].shape[1]], torch.rand(T, E)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        cast = [x if x is None else x.detach().to(dtype).requires_grad_() for x in inputs]
+        with replay_routing(router.to(dtype), RoutingRecord([[others]])) as replay:
+            weights = dense(d, getattr(router, of)(*cast))[0]
+        assert replay.changed > 0
+        assert torch.equal(weights != 0, torch.zeros(T, E).scatter(1, others, 1.0) != 0)
+        (grad,) = torch.autograd.grad((weights * upstream).sum(), cast[at])
+        found.append((weights.detach(), grad.float().reshape(T, -1)))
+    router.float()
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert found[1][1].abs().sum(1).min() > 0
+
+
 def same_form(theirs, ours):
     for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (theirs, ours)), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -163,6 +191,7 @@ def covered():
             for router, of, d in routers(name):
                 assert getattr(type(router), of) is not method(type(router), of)
                 try:
+                    check_replay(router, of, d)
                     check(router, of, d)
                     found.setdefault(name, []).append(d)
                 except AssertionError as e:
