@@ -130,7 +130,7 @@ def _read(
         elif not r.is_floating_point():
             experts = r
             names.append("experts")
-        elif r.shape[1] == E and len(chosen := (r != 0).sum(1).unique()) == 1 and chosen[0] < E:
+        elif r.shape[1] == E and len(chosen := (r[:ORDINARY] != 0).sum(1).unique()) == 1 and chosen[0] < E:
             dense = r
             names.append("dense")
         else:
@@ -267,10 +267,10 @@ def _with_dtypes(probe: Probe, d: RouterDescription) -> RouterDescription | None
 
 
 def _distance(d: RouterDescription, theirs: tuple[Tensor, ...], ours: tuple[Tensor, ...]) -> float:
-    """How far logits or scores are apart, or else the weights of all experts."""
-    full = [(a, b) for kind, a, b in zip(d.outputs, theirs, ours) if kind not in ("experts", "weights")]
+    """How far logits or scores are apart, or else the weights of all experts, which depend on the selection too."""
+    full = {kind: (a, b) for kind, a, b in zip(d.outputs, theirs, ours) if kind in (*FULL, "dense")}
     if full:
-        a, b = (t.float() for t in full[0])
+        a, b = (t.float() for t in full[min(full, key=lambda kind: kind == "dense")])
     else:
         at, of = d.outputs.index("experts"), d.outputs.index("weights")
         E = 1 + int(max(theirs[at].max(), ours[at].max()))
