@@ -1,7 +1,8 @@
-"""Replacements for torchtitan's cross-entropy, of logits whose vocabulary may be sharded, and for its grouped experts.
+"""Replacements for torchtitan's cross-entropy, of logits whose vocabulary may be sharded, its router and its grouped
+experts.
 
 torchtitan converts the logits to float32 before its loss; onepass reads them in their own dtype.
-`onepass.patch("torchtitan")` installs it.
+`onepass.patch("torchtitan")` installs them.
 """
 
 from typing import Any
@@ -15,9 +16,11 @@ from onepass.integrations.torch import replicated, sharded_over
 from onepass.logits.source import Logits
 from onepass.logits.vocab_parallel import VocabParallelLogits
 from onepass.losses.cross_entropy import cross_entropy
+from onepass.moe.router import route
 from onepass.moe.scattered_linear import scattered_linear
 from onepass.moe.token_sort import group_by_expert
 
+ROUTER = "torchtitan.models.common.moe", "TokenChoiceTopKRouter.forward"
 CROSS_ENTROPY = "torchtitan.components.loss", "cross_entropy_loss"
 
 
@@ -58,6 +61,29 @@ def has_backends(library: Any) -> bool:
     return hasattr(library, "get_spmd_backend")
 
 
+def choose_experts(self: Any, x_BLD: Tensor, expert_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """`TokenChoiceTopKRouter.forward`: the weights and experts of each token, and the scores of all experts.
+
+    The original is called for DTensors, while spmd_types checks types, and for torchtitan's round robin.
+    """
+    from torchtitan.models.common import moe as library
+
+    with torch.autocast(x_BLD.device.type, dtype=torch.float32):
+        logits = self.gate(x_BLD)
+    if self._debug_force_load_balance or hasattr(logits, "device_mesh") or library.spmd.is_type_checking():
+        found: tuple[Tensor, Tensor, Tensor] = original(*ROUTER)(self, x_BLD, expert_bias_E)
+        return found
+    groups = {} if self.num_expert_groups is None else {
+        "n_group": self.num_expert_groups, "topk_group": self.num_limited_groups
+    }  # fmt: skip
+    routing = route(
+        logits, self.top_k, score=self.score_func, selection_bias=expert_bias_E, renormalize=self.route_norm,
+        scale=self.route_scale, **groups,
+    )  # fmt: skip
+    scores = logits.sigmoid() if self.score_func == "sigmoid" else logits.softmax(-1)
+    return routing.weights.to(scores.dtype), routing.experts, scores
+
+
 def run_experts(w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
     """torchtitan's ``_run_experts_grouped_mm``: rows that are grouped by expert, in bfloat16 as there.
 
@@ -83,5 +109,6 @@ SIGNATURES = "pred, labels", "pred, labels, global_vocab_size"
 EXPERTS = "torchtitan.models.moe.moe", "_run_experts_grouped_mm"
 TARGETS = [
     Target(*CROSS_ENTROPY, cross_entropy_loss, SIGNATURES, since="0.2", until="0.4"),
+    Target(*ROUTER, choose_experts, ("self, x_BLD, expert_bias_E",), since="0.3", until="0.4"),
     Target(*EXPERTS, run_experts, ("w1, w2, w3, x, num_tokens_per_expert",), since="0.2", until="0.3"),
 ]

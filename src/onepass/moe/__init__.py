@@ -1,10 +1,10 @@
 """Mixtures of experts: routers, experts, and the auxiliary losses of routers."""
 
+from onepass.moe.blocks import route_block
 from onepass.moe.experts import expert_mlp
 from onepass.moe.losses import load_balancing_loss, router_z_loss
 from onepass.moe.replay import Replay, record_routing, replay_routing
 from onepass.moe.router import Routing, route, sigmoid_topk, softmax_topk
-from onepass.moe.router_families import route_block
 from onepass.moe.routing_record import RoutingRecord
 from onepass.moe.scattered_linear import GLUMLP, ParallelExperts, scattered_linear
 from onepass.moe.selection_bias import ExpertCounts, count_experts, update_selection_bias
