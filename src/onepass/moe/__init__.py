@@ -2,6 +2,7 @@
 
 from onepass.moe.experts import expert_mlp
 from onepass.moe.losses import load_balancing_loss, router_z_loss
+from onepass.moe.quantized import QuantizedWeight, quantize
 from onepass.moe.router import Routing, route, sigmoid_topk, softmax_topk
 from onepass.moe.router_families import route_block
 from onepass.moe.scattered_linear import GLUMLP, ParallelExperts, scattered_linear
@@ -10,10 +11,12 @@ from onepass.moe.token_sort import group_by_expert
 __all__ = [
     "GLUMLP",
     "ParallelExperts",
+    "QuantizedWeight",
     "Routing",
     "expert_mlp",
     "group_by_expert",
     "load_balancing_loss",
+    "quantize",
     "route",
     "route_block",
     "router_z_loss",
