@@ -3,6 +3,7 @@
 In every format a value is a code times the scale of its block, in float32. Codes of 4 bits are looked up in a table.
 """
 
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +51,7 @@ class WeightFormat(NamedTuple):
     block_rows: int = 1
     block_columns: int = 1
     max_memory: int = 0  # bytes of decoded experts at a time
+    flipped: bool = False  # whether the last two dimensions are transposed
 
     @property
     def pitch(self) -> int:
@@ -85,26 +87,26 @@ class Encoded:
         data: the codes, uint8 or int8.
         parts, format: see there.
         dtype: of the decoded values.
-        flipped: whether the last two dimensions are transposed.
     """
 
-    def __init__(
-        self, data: Tensor, parts: WeightParts, format: WeightFormat, dtype: torch.dtype, flipped: bool = False
-    ) -> None:
-        self.data, self.parts, self.format, self.dtype, self.flipped = data, parts, format, dtype, flipped
+    def __init__(self, data: Tensor, parts: WeightParts, format: WeightFormat, dtype: torch.dtype) -> None:
+        self.data, self.parts, self.format, self.dtype = data, parts, format, dtype
 
     @property
     def shape(self) -> torch.Size:
         f = self.format
-        return torch.Size((f.experts, f.columns, f.rows) if self.flipped else (f.experts, f.rows, f.columns))
+        return torch.Size((f.experts, f.columns, f.rows) if f.flipped else (f.experts, f.rows, f.columns))
 
     @property
     def device(self) -> torch.device:
         return self.data.device
 
     @property
-    def mT(self) -> "Encoded":  # noqa: N802
-        return Encoded(self.data, self.parts, self.format, self.dtype, not self.flipped)
+    def mT(self) -> "Encoded":
+        """The weight with the last two dimensions transposed; nothing is moved."""
+        found = copy(self)
+        found.format = self.format._replace(flipped=not self.format.flipped)
+        return found
 
     def dim(self) -> int:
         return 3

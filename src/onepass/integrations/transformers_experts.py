@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from onepass.core.moe_options import ACTIVATIONS, Activation, ExpertOptions
+from onepass.core.quantized import Weight
 from onepass.integrations.patching import original, unsupported
 from onepass.moe.experts import Adapter, expert_mlp
+from onepass.moe.quantized import QuantizedWeight
 from onepass.moe.router import Routing
 from onepass.reference.experts import activate
 
 NAME = "onepass"
 INTERFACE = "transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS"
+FP8 = "transformers.integrations.finegrained_fp8", "ALL_FP8_EXPERTS_FUNCTIONS"
 SINCE = "5.7"  # the first version of transformers whose models accept a registered name
 PEFT = "peft.tuners.lora.layer", "ParamWrapper._activate_lora"
 DEFAULTS = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False}
@@ -33,6 +36,7 @@ class Gate(NamedTuple):
 
 
 _gates: "WeakKeyDictionary[nn.Module, Gate]" = WeakKeyDictionary()
+_quantized: "WeakKeyDictionary[nn.Module, dict[str, tuple[Any, QuantizedWeight | None]]]" = WeakKeyDictionary()
 
 
 def experts_forward(
@@ -47,8 +51,8 @@ def experts_forward(
         what = "experts with a norm of their own" if option(self, "has_gate") else "experts without a gate"
         raise NotImplementedError(f"experts_implementation='{NAME}': {type(self).__name__} has {what}")
     gate = gate_of(self)
-    gate_up, lora_gate_up = weight_of(self, "gate_up_proj")
-    down, lora_down = weight_of(self, "down_proj")
+    gate_up, lora_gate_up = weight_of(self, "gate_up_proj", hidden_states.dtype)
+    down, lora_down = weight_of(self, "down_proj", hidden_states.dtype)
     routing = Routing(top_k_weights, top_k_index, top_k_index)  # expert_mlp does not read the counts
     return expert_mlp(
         hidden_states, routing, gate_up, down, activation=gate.activation, interleaved=gate.interleaved,
@@ -93,11 +97,26 @@ def candidates(experts: nn.Module) -> list[Gate]:
     return [Gate(a, interleaved, alpha, limit) for a in get_args(Activation) for interleaved in (False, True)]
 
 
-def weight_of(experts: nn.Module, name: str) -> tuple[Tensor, Adapter | None]:
-    """The weight and its adapter, separately if there is one adapter; else the sum that PEFT computes, and None."""
+def weight_of(experts: nn.Module, name: str, dtype: torch.dtype) -> tuple[Weight, Adapter | None]:
+    """The weight and its adapter, separately if there is one adapter; else the sum that PEFT computes, and None.
+
+    A quantized weight is a `QuantizedWeight` with values of ``dtype``.
+    """
     held, parametrized = experts.__dict__.get(HELD, {}), getattr(experts, "parametrizations", {})
     factors, weight = held.get(name), None
-    if factors is None and name in parametrized and len(parametrized[name]) == 1:
+    quantized = quantized_of(experts, name)
+    if quantized is not None:
+        proxies = [p for p in parametrized.get(name, ()) if "Proxy" in type(p).__name__] if parametrized else []
+        if proxies and (len(proxies) > 1 or type(proxies[0]).__name__ != "_LoraFactorsProxy"):
+            raise NotImplementedError(
+                f"{type(experts).__name__}.{name}: PEFT would add its adapter to a weight in "
+                f"{quantized.format.name!r}; call onepass.patch('transformers') first, which keeps them apart"
+            )
+        if factors is None and proxies:
+            factors = proxies[0].lhs, proxies[0].rhs, proxies[0].scaling
+        weight = quantized.to(dtype)
+        factors = factors and (factors[0].to(dtype), factors[1].to(dtype), factors[2])
+    if weight is None and factors is None and name in parametrized and len(parametrized[name]) == 1:
         proxy = parametrized[name][0]
         if type(proxy).__name__ == "_LoraFactorsProxy":  # PEFT is not patched
             factors, weight = (proxy.lhs, proxy.rhs, proxy.scaling), parametrized[name].original
@@ -108,19 +127,42 @@ def weight_of(experts: nn.Module, name: str) -> tuple[Tensor, Adapter | None]:
     return weight, (left.mT, right.mT, scaling) if option(experts, "is_transposed") else (right, left, scaling)
 
 
+def quantized_of(experts: nn.Module, name: str) -> QuantizedWeight | None:
+    """The quantized weight of experts, which is checked once; None if it is a tensor."""
+    parametrized = getattr(experts, "parametrizations", {})
+    data: Any = parametrized[name].original if name in parametrized else getattr(experts, name)
+    key = (data.data_ptr(), data.device, data.requires_grad) if isinstance(data, Tensor) else id(data)
+    known = _quantized.setdefault(experts, {})
+    if name not in known or known[name][0] != key:
+        known[name] = key, QuantizedWeight.from_transformers(experts, name)
+    return known[name][1]
+
+
+def factors_of(wrapper: Any, adapters: Sequence[str]) -> tuple[Tensor, Tensor, float]:
+    """What PEFT's `get_delta_factors` returns, for all adapters together: it would decode the weight for its dtype."""
+    left, right = [], []
+    for name in adapters:
+        a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+        a = a.reshape(wrapper.num_experts, -1, a.shape[-1])
+        b = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1) * wrapper.scaling[name]
+        left.append(b if wrapper._did_swap_in_out_features else a.mT)
+        right.append(a if wrapper._did_swap_in_out_features else b.mT)
+    return torch.cat(left, 2), torch.cat(right, 1), 1.0
+
+
 @contextmanager
 def activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
     """Pass the factors of an adapter to the experts; PEFT's own adds their product to the weights of all experts."""
     experts = self.get_base_layer()
     adapters = [name for name in active_adapters if name in self.lora_A]
-    ours = getattr(getattr(experts, "config", None), "_experts_implementation", None) == NAME
-    whole = self.get_param().is_floating_point() and self.get_param().element_size() > 1  # not quantized
-    if not (ours and whole and len(adapters) == 1 and self.num_experts > 1):
+    ours = getattr(getattr(experts, "config", None), "_experts_implementation", NAME) == NAME
+    quantized = ours and quantized_of(experts, self.parameter_name) is not None
+    if not (ours and adapters and (quantized or len(adapters) == 1) and self.num_experts > 1):
         with original(*PEFT)(self, active_adapters):
             yield
         return
     held = experts.__dict__.setdefault(HELD, {})
-    held[self.parameter_name] = self.get_delta_factors(adapters[0])
+    held[self.parameter_name] = factors_of(self, adapters) if quantized else self.get_delta_factors(adapters[0])
     try:
         yield
     finally:
@@ -132,3 +174,6 @@ def register() -> None:
     names other than their own."""
     if not unsupported(INTERFACE[0], SINCE):
         getattr(import_module(INTERFACE[0]), INTERFACE[1]).register(NAME, experts_forward)
+        of_fp8 = getattr(import_module(FP8[0]), FP8[1], None)  # not in all versions
+        if of_fp8 is not None:
+            of_fp8.register(NAME, experts_forward)

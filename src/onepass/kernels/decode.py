@@ -74,7 +74,7 @@ def decode_kernel(
     GRID: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS * GRID_COLUMNS
     local = (tl.program_id(0) // TILES).to(tl.int64)
     expert = first + local
-    if offsets is not None:
+    if offsets is not None:  # noqa: SIM102  (the first is known when the kernel is compiled)
         if tl.load(offsets + expert) == tl.load(offsets + expert + 1):
             return
     segment = tl.program_id(0) % TILES * SEGMENTS + tl.arange(0, SEGMENTS)
@@ -116,7 +116,7 @@ def decode(weight: Encoded, out: Tensor, first: int = 0, offsets: Tensor | None 
     if out.numel():
         codes = codes_of(weight.format.name, weight.device)
         tensors = weight.data, *weight.parts, codes, offsets, out
-        launch(decode_plan, (weight.format._replace(max_memory=0), len(out), first), tensors)
+        launch(decode_plan, (weight.format._replace(max_memory=0, flipped=False), len(out), first), tensors)
     return out
 
 
@@ -157,4 +157,4 @@ def decoded_chunks(weight: Encoded, groups: Groups) -> Iterator[tuple[int, Tenso
     for first in range(0, f.experts, count):
         part = scratch[: min(count, f.experts - first)]
         decode(weight, part, first, groups.offsets)
-        yield first, scratch.mT if weight.flipped else scratch
+        yield first, scratch.mT if f.flipped else scratch

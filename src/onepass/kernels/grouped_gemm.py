@@ -62,10 +62,10 @@ def grouped_gemm_kernel(
 
     With an ACTIVATION, the COLUMNS of y are gate and up, N each, and ``out = activate(gate, up)``.
 
-    Inputs: ``x`` ``(rows, K)`` and ``w`` ``(CHUNK, COLUMNS, K)``, of the experts from ``first`` on, whose rows alone are
-    computed (all E of them, unless the weight is decoded in chunks); the rows ``low`` ``(assignments, R)``, sorted by expert,
-    and weights ``lora`` ``(E, COLUMNS, R)`` of a LoRA adapter, or None; ``bias`` ``(E, COLUMNS)`` or None; the fields
-    of `Groups`.
+    Inputs: ``x`` ``(rows, K)`` and ``w`` ``(CHUNK, COLUMNS, K)``, of the experts from ``first`` on, whose rows alone
+    are computed (all E of them, unless the weight is decoded in chunks); the rows ``low`` ``(assignments, R)``, sorted
+    by expert, and weights ``lora`` ``(E, COLUMNS, R)`` of a LoRA adapter, or None; ``bias`` ``(E, COLUMNS)`` or None;
+    the fields of `Groups`.
     Outputs: ``out`` ``(assignments, N)``, in the order of the assignments if SCATTER, else sorted by expert. With an
     ACTIVATION, ``h`` ``(assignments, COLUMNS)``, sorted by expert, is y, unless it is None.
     Bytes moved: see the module docstring.
@@ -223,8 +223,8 @@ def gemm_plan(
     numbers = choose(grouped_gemm_kernel, key | layout.elements(element), rule)
     stages = min(numbers["STAGES"], most)
     constexprs = dict(
-        E=E, CHUNK=chunk[1], N=N, K=K, R=R, ACTIVATION=o.activation if glu else "", INTERLEAVED=o.interleaved, SHARE=share,
-        SCATTER=scatter,
+        E=E, CHUNK=chunk[1], N=N, K=K, R=R, ACTIVATION=o.activation if glu else "", INTERLEAVED=o.interleaved,
+        SHARE=share, SCATTER=scatter,
         X_ROW=x_row, W_E=w_strides[0], W_N=w_strides[1], W_K=w_strides[2],
         **dict(zip(("L_E", "L_N", "L_R"), lora_strides or (0, 0, 0))),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=block_r, STAGES=stages,

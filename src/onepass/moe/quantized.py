@@ -1,6 +1,6 @@
 """`QuantizedWeight`: a frozen weight of experts in one of several formats, beside a tensor in `moe.expert_mlp`."""
 
-from math import prod
+from copy import copy
 from typing import Any
 
 import torch
@@ -20,29 +20,29 @@ E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
 class QuantizedWeight(Encoded):
     """The weight ``(E, outputs, inputs)`` of a layer of experts, quantized and frozen.
 
-    `expert_mlp` and `scattered_linear` take it in place of a tensor, and decode the experts that have tokens, once in the
-    forward and once in the backward. A value is its code times the scale of its block, computed in float32 and rounded
-    to ``dtype`` once.
+    `expert_mlp` and `scattered_linear` take it in place of a tensor, and decode the experts that have tokens, once in
+    the forward and once in the backward. A value is its code times the scale of its block, computed in float32 and
+    rounded to ``dtype`` once.
 
     Args:
-        data: the codes. Of "nf4" and "fp4" as bitsandbytes packs them; of "mxfp4" and "nvfp4" two in a byte, the first in
-            the low bits, and rows padded to complete blocks (the layout of gpt-oss); else one in a byte (int8 or
+        data: the codes. Of "nf4" and "fp4" as bitsandbytes packs them; of "mxfp4" and "nvfp4" two in a byte, the first
+            in the low bits, and rows padded to complete blocks (the layout of gpt-oss); else one in a byte (int8 or
             float8_e4m3fn). The shape is not read, its size is.
         scales: one for each block. "nf4", "fp4": ``(blocks,)`` of consecutive elements; else ``(E, rows, columns)`` of
             blocks. Floating-point; for "mxfp4" exponents (uint8 or float8_e8m0fnu), for "nvfp4" float8_e4m3fn.
-        format: "nf4" or "fp4" (bitsandbytes), "int8" (a scale for each row; codes times scales / 127), "mxfp4" (blocks of
-            32), "nvfp4" (blocks of 16), "fp8_block" (128 × 128) or "fp8_row" (a scale for each row).
+        format: "nf4" or "fp4" (bitsandbytes), "int8" (a scale for each row; codes times scales / 127), "mxfp4" (blocks
+            of 32), "nvfp4" (blocks of 16), "fp8_block" (128 × 128) or "fp8_row" (a scale for each row).
         shape: ``(E, outputs, inputs)``.
         dtype: of the decoded values; `to` changes it.
         block_size: of "nf4" and "fp4" 32 to 4096, of "fp8_block" ``(rows, columns)``.
-        nested: ``(outer_scales, table, offset)``, where ``scales`` are 8-bit codes of bitsandbytes' double quantization:
-            the scale of block b is ``table[scales[b]] · outer_scales[b // 256] + offset``.
+        nested: ``(outer_scales, table, offset)``, where ``scales`` are 8-bit codes of bitsandbytes' double
+            quantization: the scale of block b is ``table[scales[b]] · outer_scales[b // 256] + offset``.
         global_scale: of "nvfp4", a number or one for each expert, float32: a factor of all scales.
         name: how errors name the weight.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; a scale is not finite, or a
-            code of float8_e4m3fn is NaN.
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; a scale is not finite, or
+            a code of float8_e4m3fn is NaN.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class QuantizedWeight(Encoded):
         if not isinstance(shape, tuple | list) or len(shape) != 3:
             raise ValueError(f"{name}: shape: expected (E, outputs, inputs), got {described(shape)}")
         E, rows, columns = (check_integer(n, f"{name}: shape", 0) for n in shape)
-        of = WeightFormat(format, E, rows, columns, *_block(format, block_size, columns, name))
+        of = WeightFormat(format, E, rows, columns, *block_of(format, block_size, columns, name))
         parts = _parts(scales.detach(), of, nested, global_scale, data.device, name)
         codes = _bytes(data.detach(), of, name)
         super().__init__(codes, parts, of, dtype)
@@ -110,6 +110,47 @@ class QuantizedWeight(Encoded):
             nested=nested, name=name,
         )  # fmt: skip
 
+    @classmethod
+    def from_transformers(cls, experts: Any, name: str) -> "QuantizedWeight | None":
+        """The weight ``name`` of a module of experts, without a copy; None if it is an ordinary tensor.
+
+        Known are transformers' experts of float8_e4m3fn (``FP8Experts``, also with codes of MXFP4) and of gpt-oss in
+        MXFP4, parameters that bitsandbytes (``replace_parameter_4bit``) or axolotl (8 bits) has quantized, and those of
+        `quantize_experts`.
+
+        Raises:
+            TypeError, ValueError: as the class, or the module has a quantized weight of another kind.
+        """
+        if name in getattr(experts, "parametrizations", {}):
+            stored = experts.parametrizations[name]
+            kind = stored[0]
+            if hasattr(kind, "quantized_weight"):
+                found: QuantizedWeight = kind.quantized_weight(stored.original, name)
+                return found
+            state = getattr(kind, "quant_state", getattr(kind, "row_stats", None))
+            if state is not None:
+                return cls.from_bitsandbytes(stored.original, state, name=name)
+            data: Any = stored.original
+        else:
+            data = getattr(experts, name)
+        if isinstance(data, Tensor) and data.is_floating_point() and data.element_size() > 1:
+            return None
+        scales = getattr(experts, f"{name}_scale_inv", getattr(experts, f"{name}_scales", None))
+        config = getattr(experts, f"{name}_precision_config", None)
+        if scales is None and config is not None:  # gpt-oss, in the layout of a card
+            scales, data = (t.storage.layout.unswizzle_data(t.storage.data).mT for t in (config.weight_scale, data))
+        if not isinstance(data, Tensor) or not isinstance(scales, Tensor) or data.dim() < 3:
+            raise TypeError(f"{name}: expected a weight in a known format, got {described(data)}")
+        E, rows = data.shape[:2]
+        if data.dtype != torch.float8_e4m3fn:  # two codes of MXFP4 in a byte
+            columns = 2 * data[0, 0].numel()
+            return cls(data, scales, "mxfp4", (E, rows, columns), name=name)
+        columns = data.shape[2]
+        height, width = getattr(experts, "block_size", None) or (rows, columns)
+        if -(-rows // height) != scales.shape[1]:  # gate and up have scales of their own, however few rows they have
+            height = rows // max(scales.shape[1], 1)
+        return cls(data, scales, "fp8_block", (E, rows, columns), block_size=(height, width), name=name)
+
     @property
     def requires_grad(self) -> bool:
         """False: a quantized weight is frozen."""
@@ -121,28 +162,28 @@ class QuantizedWeight(Encoded):
         return self.data.nbytes + sum(t.nbytes for t in self.parts if t is not None)
 
     def dequantize(self) -> Tensor:
-        """The whole weight as a tensor ``(E, outputs, inputs)`` of ``dtype``."""
-        out = torch.empty((self.format.experts, self.format.rows, self.format.columns), dtype=self.dtype, device=self.device)
+        """The whole weight as a tensor of ``dtype``."""
+        f = self.format
+        out = torch.empty((f.experts, f.rows, f.columns), dtype=self.dtype, device=self.device)
         values: Tensor = backend_of(out).decode(self, out)
-        return values
+        return values.mT if f.flipped else values
 
     def to(self, *args: Any) -> "QuantizedWeight":
         """The weight on another device or with another ``dtype`` of the decoded values, as `torch.Tensor.to`."""
-        found: QuantizedWeight = object.__new__(type(self))
+        found = copy(self)
         device, dtype, *_ = torch._C._nn._parse_to(*args)
-        move = lambda t: t if t is None or device is None else t.to(device)  # noqa: E731
-        found.name, found.source = self.name, self.source
-        parts = WeightParts(*map(move, self.parts))
-        Encoded.__init__(found, move(self.data), parts, self.format, dtype or self.dtype, self.flipped)
+        found.dtype = dtype or self.dtype
+        if device is not None:
+            found.source = found.data = self.data.to(device)
+            found.parts = WeightParts(*[t if t is None else t.to(device) for t in self.parts])
         return found
 
     def __repr__(self) -> str:
-        return f"QuantizedWeight({self.format.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, {self.nbytes} bytes)"
+        shape = tuple(self.shape)
+        return f"QuantizedWeight({self.format.name!r}, shape={shape}, dtype={self.dtype}, {self.nbytes} bytes)"
 
 
-def apart(
-    weight: Weight, name: str, max_memory: int | None
-) -> tuple[Tensor, WeightParts, WeightFormat]:
+def apart(weight: Weight, name: str, max_memory: int | None) -> tuple[Tensor, WeightParts, WeightFormat]:
     """The tensor of a weight, its other tensors, and its format, as operations registered with torch take them.
 
     Raises:
@@ -160,7 +201,7 @@ def apart(
     return weight.data, weight.parts, weight.format._replace(max_memory=limit)
 
 
-def _block(format: str, size: Any, columns: int, name: str) -> tuple[int, int]:
+def block_of(format: str, size: Any, columns: int, name: str) -> tuple[int, int]:
     """Rows and columns of a block."""
     height, width = FORMATS[format].block
     width = width or max(columns, 1)
@@ -192,7 +233,8 @@ def _bytes(data: Tensor, of: WeightFormat, name: str) -> Tensor:
     if data.numel() != size:
         shape = (of.experts, of.rows, of.columns)
         raise ValueError(
-            f"{name}: data: expected {size} bytes for shape {shape} in {of.name!r} ({BYTES[of.name]}), got {data.numel()}"
+            f"{name}: data: expected {size} bytes for shape {shape} in {of.name!r} ({BYTES[of.name]}), "
+            f"got {data.numel()}"
         )
     return data
 
@@ -266,104 +308,3 @@ def _check_values(weight: QuantizedWeight) -> None:
         for e, part in enumerate(weight.data.split(of_expert)):
             if ((part & 127) == 127).any():
                 raise ValueError(f"{name}: data: expected codes of numbers, got NaN in expert {e}")
-
-
-def quantize(
-    tensor: Tensor,
-    format: str,
-    *,
-    block_size: int | tuple[int, int] | None = None,
-    nested: bool = False,
-    name: str = "weight",
-) -> QuantizedWeight:
-    """Quantize a weight ``(E, outputs, inputs)``: every value to the nearest code times the scale of its block.
-
-    The scale makes the largest magnitude of a block the largest code: rounded up to a power of two in "mxfp4", and to
-    float8_e4m3fn in "nvfp4".
-
-    Args:
-        tensor: floating-point, finite.
-        format, block_size, name: as in `QuantizedWeight`.
-        nested: whether to quantize the scales of "nf4" and "fp4" to 8 bits, as bitsandbytes' double quantization.
-
-    Raises:
-        TypeError, ValueError: an argument has the wrong type, dtype, shape or value.
-    """
-    if not isinstance(tensor, Tensor) or tensor.dtype not in FLOATS or tensor.dim() != 3:
-        raise TypeError(f"{name}: expected a floating-point tensor (E, outputs, inputs), got {described(tensor)}")
-    check_choice(format, f"{name}: format", tuple(FORMATS))
-    spec = FORMATS[format]
-    if nested and not spec.flat:
-        raise ValueError(f"{name}: nested: expected False for {format!r}, got True")
-    E, rows, columns = tensor.shape
-    f = WeightFormat(format, E, rows, columns, *_block(format, block_size, columns, name))
-    x = tensor.detach().float()
-    if not x.isfinite().all():
-        raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")
-    if spec.flat:
-        padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % f.block_columns)).view(-1, f.block_columns)
-        largest = padded.abs().amax(1)
-    else:
-        height, width = f.grid
-        wide = (0, width * f.block_columns - columns, 0, height * f.block_rows - rows)
-        padded = torch.nn.functional.pad(x, wide).view(E, height, f.block_rows, width, f.block_columns)
-        largest = padded.abs().amax((2, 4)) if padded.numel() else x.new_zeros(E, height, width)
-    options: dict[str, Any] = {}
-    scales, decoded = largest, largest
-    top = max(spec.codes, default=448.0)
-    if nested:
-        scales, decoded, options["nested"] = _quantize_scales(largest)
-    elif spec.scales == "e8m0":
-        exponent = torch.frexp(largest / top)  # largest / top = mantissa · 2 ** exponent, mantissa from 1 / 2 to 1
-        power = torch.where(exponent.mantissa == 0.5, exponent.exponent - 1, exponent.exponent).clamp(-127, 127)
-        scales = torch.where(largest > 0, power + 127, 127).to(torch.uint8)
-        decoded = torch.ldexp(torch.ones_like(largest), scales.int() - 127)
-    elif spec.scales == "e4m3":
-        options["global_scale"] = (largest.max() / (448 * top) if largest.numel() else x.new_zeros(())).clamp(min=1e-30)
-        scales = (largest / top / options["global_scale"]).clamp(max=448).to(torch.float8_e4m3fn)
-        decoded = scales.float() * options["global_scale"]
-    elif format.startswith("fp8"):
-        scales = decoded = largest / top
-    elif format == "int8":
-        decoded = largest * spec.factor
-    decoded = decoded.where(decoded != 0, 1.0)
-    if spec.flat:
-        values = (padded / decoded[:, None]).flatten()[: x.numel()]
-        values = torch.nn.functional.pad(values, (0, x.numel() % 2))
-    else:
-        values = (padded / decoded[:, :, None, :, None]).view(E, height * f.block_rows, -1)[:, :rows, : f.pitch]
-    if format == "int8":
-        data = values.round().clamp(-127, 127).to(torch.int8)
-    elif not spec.codes:
-        data = values.clamp(-448, 448).to(torch.float8_e4m3fn)
-    else:
-        codes = _nearest(values, spec.codes).view(-1, 2)
-        first, second = codes.unbind(1)
-        data = first << 4 | second if spec.flat else second << 4 | first
-    return QuantizedWeight(
-        data, scales, format, (E, rows, columns), dtype=tensor.dtype, block_size=block_size, name=name, **options
-    )
-
-
-def _nearest(values: Tensor, table: tuple[float, ...]) -> Tensor:
-    """The ids of the nearest codes, uint8."""
-    codes, order = torch.tensor(table, device=values.device).sort()
-    return order.to(torch.uint8)[torch.bucketize(values.contiguous(), (codes[1:] + codes[:-1]) / 2)]
-
-
-def _quantize_scales(scales: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """8-bit codes of scales, these decoded, and their own scales, table and offset.
-
-    The table has codes in seven decades, twice as many in each as in the one below (dynamic quantization: Dettmers et
-    al., arXiv:2110.02861).
-    """
-    positive = [
-        10.0 ** (decade - 6) * (0.1 + 0.9 * (n + 0.5) / 2**decade) for decade in range(7) for n in range(2**decade)
-    ]
-    table = torch.tensor(sorted([*positive, *(-p for p in positive), 0.0, 1.0]), device=scales.device)
-    offset = scales.mean() if scales.numel() else scales.new_zeros(())
-    padded = torch.nn.functional.pad(scales - offset, (0, -scales.numel() % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
-    outer = padded.abs().amax(1)
-    codes = _nearest(padded / outer.where(outer > 0, 1.0)[:, None], tuple(table.tolist()))
-    decoded = (table[codes.long()] * outer[:, None] + offset).flatten()[: scales.numel()]
-    return codes.flatten()[: scales.numel()], decoded, (outer, table, offset)

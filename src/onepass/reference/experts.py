@@ -101,7 +101,7 @@ def decoded(weight: Encoded, e: int) -> Tensor:
     """The values of expert e."""
     out = torch.empty((1, weight.format.rows, weight.format.columns), dtype=weight.dtype, device=weight.device)
     values = decode(weight, out, e)[0]
-    return values.mT if weight.flipped else values
+    return values.mT if weight.format.flipped else values
 
 
 def assignments_of_experts(experts: Tensor, E: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -189,7 +189,8 @@ def scattered_linear(
     rows = x if o.grouped_in else x[order // o.k]
     y = rows.new_zeros(len(order), weight.shape[2 if o.transposed else 1])
     for e, (begin, end) in enumerate(pairwise(bounds)):
-        y[begin:end] = layer(rows[begin:end], e)
+        if begin < end:
+            y[begin:end] = layer(rows[begin:end], e)
     if o.grouped_out:
         return y, None
     y = torch.zeros_like(y).index_copy_(0, order, y)
@@ -215,7 +216,8 @@ def scattered_linear_gradient(
     rows = x if o.grouped_in else x[order // o.k]
     of_rows = torch.zeros_like(rows)
     for e, (begin, end) in enumerate(pairwise(bounds)):
-        of_rows[begin:end] = layer.backward(g[begin:end], rows[begin:end], e)
+        if begin < end:
+            of_rows[begin:end] = layer.backward(g[begin:end], rows[begin:end], e)
     if not o.grouped_in:
         total = torch.zeros(x.shape, dtype=wide(x), device=x.device)
         of_rows = total.index_add_(0, order // o.k, of_rows.to(total.dtype)).to(x.dtype)
