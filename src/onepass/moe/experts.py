@@ -84,8 +84,10 @@ def expert_mlp(
     limit = check_number(limit, "limit", 0)
     gate_up_a, gate_up_b, gate_up_scaling = adapter_of(lora_gate_up, "lora_gate_up")
     down_a, down_b, down_scaling = adapter_of(lora_down, "lora_down")
+    first: Any = gate_up_weight
+    second: Any = down_weight
     tensors = ExpertTensors(
-        hidden, routing.weights, gate_up_weight, down_weight, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a,
+        hidden, routing.weights, first, second, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a,
         down_b,
     )  # fmt: skip
     dtype = autocast_dtype(hidden)
@@ -93,11 +95,19 @@ def expert_mlp(
         cast = ExpertTensors(*[t.to(dtype) if isinstance(t, Tensor | Encoded) else t for t in tensors])  # type: ignore[arg-type]
         tensors = cast._replace(weights=routing.weights)
     check_experts(tensors, routing.experts, bool(transposed))
-    gate_up, *of_gate_up = apart(tensors.gate_up, "gate_up_weight", max_memory)
-    down, *of_down = apart(tensors.down, "down_weight", max_memory)
-    parts, formats = (ExpertParts(*pair) for pair in zip(of_gate_up, of_down))
+    gate_up, gate_up_parts, gate_up_format = apart(tensors.gate_up, "gate_up_weight", max_memory)
+    down, down_parts, down_format = apart(tensors.down, "down_weight", max_memory)
+    parts = ExpertParts(gate_up_parts, down_parts)
     options = ExpertOptions(
-        activation, bool(transposed), bool(interleaved), gate_up_scaling, down_scaling, alpha, limit, *formats
+        activation,
+        bool(transposed),
+        bool(interleaved),
+        gate_up_scaling,
+        down_scaling,
+        alpha,
+        limit,
+        gate_up_format,
+        down_format,
     )
     tokens, K = hidden.shape[:-1].numel(), routing.experts.shape[-1]
     weights, experts = routing.weights.reshape(tokens, K), routing.experts.reshape(tokens, K)

@@ -1,6 +1,5 @@
 """`QuantizedWeight`: a frozen weight of experts in one of several formats, beside a tensor in `moe.expert_mlp`."""
 
-from copy import copy
 from typing import Any
 
 import torch
@@ -168,16 +167,6 @@ class QuantizedWeight(Encoded):
         values: Tensor = backend_of(out).decode(self, out)
         return values.mT if f.flipped else values
 
-    def to(self, *args: Any) -> "QuantizedWeight":
-        """The weight on another device or with another ``dtype`` of the decoded values, as `torch.Tensor.to`."""
-        found = copy(self)
-        device, dtype, *_ = torch._C._nn._parse_to(*args)
-        found.dtype = dtype or self.dtype
-        if device is not None:
-            found.source = found.data = self.data.to(device)
-            found.parts = WeightParts(*[t if t is None else t.to(device) for t in self.parts])
-        return found
-
     def __repr__(self) -> str:
         shape = tuple(self.shape)
         return f"QuantizedWeight({self.format.name!r}, shape={shape}, dtype={self.dtype}, {self.nbytes} bytes)"
@@ -245,7 +234,7 @@ def _parts(
     """The scales and what else decodes them, checked."""
     format = FORMATS[of.name]
     height, width = of.grid
-    shapes = [(of.experts, height, width)]
+    shapes: list[tuple[int, ...]] = [(of.experts, height, width)]
     if format.flat:
         shapes = [(-(-of.experts * of.rows * of.columns // of.block_columns),)]
     elif width == 1:
@@ -286,13 +275,15 @@ def _parts(
 def _check_values(weight: QuantizedWeight) -> None:
     """Raise for scales that are not finite, and for codes that are NaN: what damaged files have."""
     f, parts, name = weight.format, weight.parts, weight.name
+    scales: Any = parts.scales
+    bad: Any
     format = FORMATS[f.name]
     if format.scales == "e8m0":
-        bad = parts.scales == 255  # type: ignore[operator]
+        bad = scales == 255
     elif format.scales == "e4m3":
-        bad = (parts.scales & 127) == 127  # type: ignore[operator]
+        bad = (scales & 127) == 127
     elif parts.table is None:
-        bad = ~parts.scales.isfinite()  # type: ignore[union-attr]
+        bad = ~scales.isfinite()
     else:
         bad = ~parts.outer_scales.isfinite()  # type: ignore[union-attr]
     if bad.any():

@@ -66,7 +66,7 @@ def quantize_experts(
             flipped = bool(getattr(experts, "is_transposed", False))
             of_inputs = weight.detach().mT if flipped else weight.detach()
             found = quantize(of_inputs, format, block_size=block_size, nested=nested, name=f"{prefix}.{name}")
-            hold(experts, name, found.mT if flipped else found)  # type: ignore[arg-type]
+            hold(experts, name, found.mT if flipped else found)
             count += 1
     return count
 
@@ -79,7 +79,7 @@ def hold(experts: nn.Module, name: str, weight: QuantizedWeight) -> None:
 
 def names_of(module: nn.Module) -> list[str]:
     """The weights of experts that a module has."""
-    own = {**module._parameters, **dict.fromkeys(getattr(module, "parametrizations", {}), 0)}
+    own: dict[str, Any] = {**module._parameters, **dict.fromkeys(getattr(module, "parametrizations", {}), 0)}
     if getattr(module, "gate_up_proj_precision_config", None) is not None:
         own |= dict.fromkeys(WEIGHTS, 0)  # gpt-oss in the layout of a card, which is no parameter
     wide = [n for n in WEIGHTS if n in own and (own[n] is None or not isinstance(own[n], Tensor) or own[n].dim() > 2)]
