@@ -318,17 +318,18 @@ def test_peft_adapters_on_quantized_experts(
         experts = families.experts_of(family)
         kinds(bitsandbytes)[kind](experts)
         if not quantized:
-            for name in ("gate_up_proj", "down_proj"):
-                torch.nn.utils.parametrize.remove_parametrizations(experts, name)
+            assert moe.dequantize_experts(experts) == 2
         block = torch.nn.ModuleDict({"experts": experts})
         names = [f"experts.{name}" for name in ("gate_up_proj", "down_proj")]
         config = peft.LoraConfig(r=3, lora_alpha=6, init_lora_weights=False, target_modules=[], target_parameters=names)
-        torch.manual_seed(0)
         peft.inject_adapter_in_model(config, block)
         experts.config._experts_implementation = "onepass"
         leaves = hidden.detach().requires_grad_(), weights.detach().requires_grad_()
-        adapters = [p for n, p in block.named_parameters() if "lora" in n]
+        wrappers = {m.parameter_name: m for m in block.modules() if hasattr(m, "parameter_name")}
+        adapters = [p for name in sorted(wrappers) for n, p in wrappers[name].named_parameters() if n.startswith("lora")]
         assert len(adapters) == 4
+        for seed, p in enumerate(adapters):  # PEFT nests what is parametrized in another order
+            p.data = randn(*p.shape, seed=seed)
         with onepass.patch("transformers"), monkeypatch.context() as m:
             if quantized:
                 nothing_is_decoded_whole(m)
@@ -406,9 +407,15 @@ def test_fifty_steps_on_the_demo_text(families, monkeypatch):
         )
         model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=implementation)
         assert moe.quantize_experts(model, "nf4") == 2
-        names = ["experts.gate_up_proj", "experts.down_proj"]
+        names = [line.name for line in moe.describe(model)]  # whole: PEFT has no suffixes for what is parametrized
+        if implementation == "eager":  # PEFT 0.21 does not take its adapters off a parametrized weight again
+            assert moe.dequantize_experts(model) == 2
         lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], target_parameters=names)
         model = peft.get_peft_model(model, lora)
+        model.get_output_embeddings().requires_grad_()
+        for n, p in model.named_parameters():  # PEFT nests what is parametrized in another order
+            if p.requires_grad:
+                p.data = randn(*p.shape, seed=sum(p.shape)) * (0 if "lora_B" in n else 0.5)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         losses = []
         with onepass.patch("transformers"):
@@ -421,5 +428,5 @@ def test_fifty_steps_on_the_demo_text(families, monkeypatch):
                 optimizer.zero_grad()
                 losses.append(loss.item())
         curves.append(torch.tensor(losses))
-    assert curves[0][-1] < curves[0][0] - 0.3
+    assert curves[0][-5:].mean() < curves[0][:5].mean() - 0.5
     assert (curves[0] - curves[1]).abs().max() < 1e-3

@@ -91,7 +91,7 @@ def gate_of(experts: nn.Module) -> Gate:
 
 def candidates(experts: nn.Module) -> list[Gate]:
     alpha, limit = (
-        float(next((getattr(experts, n) for n in names if hasattr(experts, n)), default))
+        float(next((x for n in names if (x := getattr(experts, n, None)) is not None), default))
         for names, default in ((("alpha", "swiglu_alpha"), 1.702), (("limit", "swiglu_limit"), 7.0))
     )
     return [Gate(a, interleaved, alpha, limit) for a in get_args(Activation) for interleaved in (False, True)]
@@ -106,7 +106,8 @@ def weight_of(experts: nn.Module, name: str, dtype: torch.dtype) -> tuple[Weight
     factors, weight = held.get(name), None
     quantized = quantized_of(experts, name)
     if quantized is not None:
-        proxies = [p for p in parametrized.get(name, ()) if "Proxy" in type(p).__name__] if parametrized else []
+        chain = parametrized[name] if name in parametrized else ()
+        proxies = [p for p in chain if type(p).__name__.startswith("_Lora")]
         if proxies and (len(proxies) > 1 or type(proxies[0]).__name__ != "_LoraFactorsProxy"):
             raise NotImplementedError(
                 f"{type(experts).__name__}.{name}: PEFT would add its adapter to a weight in "

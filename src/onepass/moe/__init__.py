@@ -4,7 +4,7 @@ from onepass.moe.experts import expert_mlp
 from onepass.moe.losses import load_balancing_loss, router_z_loss
 from onepass.moe.quantize import quantize
 from onepass.moe.quantized import QuantizedWeight
-from onepass.moe.quantized_modules import describe, quantize_experts
+from onepass.moe.quantized_modules import dequantize_experts, describe, quantize_experts
 from onepass.moe.router import Routing, route, sigmoid_topk, softmax_topk
 from onepass.moe.router_families import route_block
 from onepass.moe.scattered_linear import GLUMLP, ParallelExperts, scattered_linear
@@ -15,6 +15,7 @@ __all__ = [
     "ParallelExperts",
     "QuantizedWeight",
     "Routing",
+    "dequantize_experts",
     "describe",
     "expert_mlp",
     "group_by_expert",

@@ -1,4 +1,4 @@
-"""Experts of models: `quantize_experts` quantizes their weights in place, `describe` says in what form each one is."""
+"""Experts of models: `quantize_experts` and `dequantize_experts` change their weights in place, `describe` lists them."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -68,6 +68,25 @@ def quantize_experts(
             found = quantize(of_inputs, format, block_size=block_size, nested=nested, name=f"{prefix}.{name}")
             hold(experts, name, found.mT if flipped else found)
             count += 1
+    return count
+
+
+def dequantize_experts(model: nn.Module) -> int:
+    """Replace the quantized weights of all experts of a model by their values in place, and return their number.
+
+    The inverse of `quantize_experts`, also for the other kinds that `QuantizedWeight.from_transformers` knows: for
+    merging adapters into the weights, which PEFT cannot do with codes.
+    """
+    count = 0
+    for _, experts in list(model.named_modules()):
+        for name in names_of(experts):
+            weight = QuantizedWeight.from_transformers(experts, name)
+            if weight is not None:
+                if name in getattr(experts, "parametrizations", {}):
+                    parametrize.remove_parametrizations(experts, name, leave_parametrized=False)
+                values = nn.Parameter(weight.dequantize().contiguous(), requires_grad=False)
+                experts.register_parameter(name, values)
+                count += 1
     return count
 
 
