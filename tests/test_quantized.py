@@ -220,9 +220,9 @@ def test_only_experts_with_tokens_are_decoded(monkeypatch):
 # Bad input
 
 
-GOOD = quantize(randn(*SHAPES[1]), "nf4")
-FP8 = quantize(randn(2, 6, 8), "fp8_row")
-MX, NV = quantize(randn(2, 6, 64), "mxfp4"), quantize(randn(2, 6, 64), "nvfp4")
+def parts_of(shape, format):
+    weight = quantize(randn(*shape), format)
+    return {"data": weight.data, "scales": weight.parts.scales, "format": format, "shape": shape}
 
 
 def damaged(tensor, value, at=0):
@@ -231,31 +231,44 @@ def damaged(tensor, value, at=0):
     return found
 
 
+NF4, FP8 = parts_of(SHAPES[1], "nf4"), parts_of((2, 6, 8), "fp8_row")
+MX, NV = parts_of((2, 6, 64), "mxfp4"), parts_of((2, 6, 64), "nvfp4")
 BAD = {
-    "experts.3.down: format: expected one of 'nf4'": lambda n: QuantizedWeight(GOOD.data, GOOD.parts[0], "nf5", (2, 33, 64), name=n),
-    "experts.3.down: scales: expected shape (66,) for 'nf4', got (65,)": lambda n: QuantizedWeight(GOOD.data, GOOD.parts[0][1:], "nf4", (2, 33, 64), name=n),
-    "experts.3.down: scales: expected shape (2, 6, 1) or (2, 6) or (12,) for 'fp8_row', got (6, 2)": lambda n: QuantizedWeight(FP8.data, FP8.parts[0].view(6, 2), "fp8_row", (2, 6, 8), name=n),
-    "experts.3.down: data: expected 2112 bytes for shape (2, 33, 64) in 'nf4'": lambda n: QuantizedWeight(GOOD.data[1:], GOOD.parts[0], "nf4", (2, 33, 64), name=n),
-    "got NaN or infinity in 1 of 66 blocks, first in block 7": lambda n: QuantizedWeight(GOOD.data, damaged(GOOD.parts[0], float("nan"), 7), "nf4", (2, 33, 64), name=n),
-    "got NaN or infinity in 1 of 24 blocks, first in block 0": lambda n: QuantizedWeight(MX.data, damaged(MX.parts[0], 255), "mxfp4", (2, 6, 64), name=n),
-    "got NaN or infinity in 1 of 48 blocks, first in block 3": lambda n: QuantizedWeight(NV.data, damaged(NV.parts[0], 127, 3), "nvfp4", (2, 6, 64), global_scale=1.0, name=n),
-    "experts.3.down: data: expected codes of numbers, got NaN in expert 1": lambda n: QuantizedWeight(damaged(FP8.data, 255, 60), FP8.parts[0], "fp8_row", (2, 6, 8), name=n),
-    "experts.3.down: global_scale: expected one for 'nvfp4'": lambda n: QuantizedWeight(NV.data, NV.parts[0], "nvfp4", (2, 6, 64), name=n),
-    "experts.3.down: block_size: expected a power of two from 32 to 4096, got 48": lambda n: quantize(randn(2, 3, 4), "nf4", block_size=48, name=n),
-    "experts.3.down: scales: expected torch.uint8": lambda n: QuantizedWeight(MX.data, MX.parts[0].float(), "mxfp4", (2, 6, 64), name=n),
-    "experts.3.down: expected finite numbers": lambda n: quantize(damaged(randn(2, 3, 4), float("inf")), "fp4", name=n),
-    "experts.3.down: expected a floating-point tensor (E, outputs, inputs), got torch.float32 of shape (3, 4)": lambda n: quantize(randn(3, 4), "fp4", name=n),
-    "experts.3.down: nested: expected False for 'int8', got True": lambda n: quantize(randn(2, 3, 4), "int8", nested=True, name=n),
-    "experts.3.down: shape: expected (E, outputs, inputs), got (66, 64)": lambda n: QuantizedWeight(GOOD.data, GOOD.parts[0], "nf4", (66, 64), name=n),
-    "experts.3.down: state: expected a QuantState": lambda n: QuantizedWeight.from_bitsandbytes(GOOD.data, name=n),
-}  # fmt: skip  # noqa: E501
+    "format: expected one of 'nf4'": NF4 | {"format": "nf5"},
+    "scales: expected shape (66,) for 'nf4', got (65,)": NF4 | {"scales": NF4["scales"][1:]},
+    "scales: expected shape (2, 6, 1) or (2, 6) or (12,) for 'fp8_row', got (6, 2)": (
+        FP8 | {"scales": FP8["scales"].view(6, 2)}
+    ),
+    "data: expected 2112 bytes for shape (2, 33, 64) in 'nf4'": NF4 | {"data": NF4["data"][1:]},
+    "scales: expected finite numbers, got NaN or infinity in 1 of 66 blocks, first in block 7": (
+        NF4 | {"scales": damaged(NF4["scales"], float("nan"), 7)}
+    ),
+    "scales: expected finite numbers, got NaN or infinity in 1 of 24 blocks, first in block 0": (
+        MX | {"scales": damaged(MX["scales"], 255)}
+    ),
+    "scales: expected finite numbers, got NaN or infinity in 1 of 48 blocks, first in block 3": (
+        NV | {"scales": damaged(NV["scales"], 127, 3), "global_scale": 1.0}
+    ),
+    "data: expected codes of numbers, got NaN in expert 1": FP8 | {"data": damaged(FP8["data"], 255, 60)},
+    "global_scale: expected one for 'nvfp4'": NV,
+    "block_size: expected a power of two from 32 to 4096, got 48": NF4 | {"block_size": 48},
+    "scales: expected torch.uint8": MX | {"scales": MX["scales"].float()},
+    "shape: expected (E, outputs, inputs), got (66, 64)": NF4 | {"shape": (66, 64)},
+    "data: expected torch.int8, got torch.uint8": FP8 | {"format": "int8"},
+    "state: expected a QuantState": {"data": NF4["data"]},
+    "expected finite numbers": {"tensor": damaged(randn(2, 3, 4), float("inf")), "format": "fp4"},
+    "expected a floating-point tensor (E, outputs, inputs)": {"tensor": randn(3, 4), "format": "fp4"},
+    "nested: expected False for 'int8', got True": {"tensor": randn(2, 3, 4), "format": "int8", "nested": True},
+}
 
 
 @pytest.mark.parametrize("message", BAD)
 def test_one_error_that_names_the_weight(message):
+    given = BAD[message]
+    function = QuantizedWeight if "scales" in given else QuantizedWeight.from_bitsandbytes
     with pytest.raises((TypeError, ValueError)) as error:
-        BAD[message]("experts.3.down")
-    assert message in str(error.value) and str(error.value).startswith("experts.3.down: ")
+        (quantize if "tensor" in given else function)(**given, name="experts.3.down")
+    assert str(error.value).startswith(f"experts.3.down: {message}")
 
 
 def test_a_gradient_of_a_quantized_weight_is_an_error():
@@ -326,7 +339,8 @@ def test_peft_adapters_on_quantized_experts(
         experts.config._experts_implementation = "onepass"
         leaves = hidden.detach().requires_grad_(), weights.detach().requires_grad_()
         wrappers = {m.parameter_name: m for m in block.modules() if hasattr(m, "parameter_name")}
-        adapters = [p for name in sorted(wrappers) for n, p in wrappers[name].named_parameters() if n.startswith("lora")]
+        named = [n for name in sorted(wrappers) for n in wrappers[name].named_parameters()]
+        adapters = [p for n, p in named if n.startswith("lora")]
         assert len(adapters) == 4
         for seed, p in enumerate(adapters):  # PEFT nests what is parametrized in another order
             p.data = randn(*p.shape, seed=seed)
@@ -416,7 +430,7 @@ def test_fifty_steps_on_the_demo_text(families, monkeypatch):
         for n, p in model.named_parameters():  # PEFT nests what is parametrized in another order
             if p.requires_grad:
                 p.data = randn(*p.shape, seed=sum(p.shape)) * (0 if "lora_B" in n else 0.5)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
         losses = []
         with onepass.patch("transformers"):
             for batch in batches:
@@ -428,5 +442,5 @@ def test_fifty_steps_on_the_demo_text(families, monkeypatch):
                 optimizer.zero_grad()
                 losses.append(loss.item())
         curves.append(torch.tensor(losses))
-    assert curves[0][-5:].mean() < curves[0][:5].mean() - 0.5
+    assert curves[0][-5:].mean() < curves[0][:5].mean() - 0.3
     assert (curves[0] - curves[1]).abs().max() < 1e-3

@@ -106,8 +106,7 @@ def weight_of(experts: nn.Module, name: str, dtype: torch.dtype) -> tuple[Weight
     factors, weight = held.get(name), None
     quantized = quantized_of(experts, name)
     if quantized is not None:
-        chain = parametrized[name] if name in parametrized else ()
-        proxies = [p for p in chain if type(p).__name__.startswith("_Lora")]
+        proxies = [p for n, chain in parametrized.items() if n == name for p in chain if "_Lora" in type(p).__name__]
         if proxies and (len(proxies) > 1 or type(proxies[0]).__name__ != "_LoraFactorsProxy"):
             raise NotImplementedError(
                 f"{type(experts).__name__}.{name}: PEFT would add its adapter to a weight in "

@@ -1,4 +1,4 @@
-"""Experts of models: `quantize_experts` and `dequantize_experts` change their weights in place, `describe` lists them."""
+"""Experts of models: `quantize_experts` and `dequantize_experts` change weights in place, `describe` lists them."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
