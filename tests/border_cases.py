@@ -251,6 +251,7 @@ FRACTION = Number(0.25, 1, (-0.5, 1.5, INF, HUGE))
 WEIGHT = Number(0.5, 1, (-1.0, HUGE))
 ITEMS = Number(2.5, 7, (HUGE,))
 MEMORY = Integer(1 << 28, (1, -1, "1 MiB"))
+SCRATCH = Integer(1 << 28, (0, -1, "1 MiB"))
 IGNORED = Integer(-100, (2**63, HUGE))
 
 LOGITS, TEACHER = randn(N, V), randn(N, V)
@@ -444,15 +445,15 @@ CASES = [
     Case("ratio_report", {"log_probs": -rand(N, V), "sampler_log_probs": -rand(N, V), "row_mask": rand(N, V) < 0.7}),
     Case("moe.expert_mlp", {
         **BLOCK, **LORA, "activation": "swiglu_clamped", "alpha": Number(1.75, 2), "limit": Number(1.5, 7, ABOVE_0),
-        "max_memory": MEMORY,
+        "max_memory": SCRATCH,
     }, (*OF_BLOCK, *(name for name in LORA if not name.endswith("[2]")))),
     Case("moe.expert_mlp", {
         **BLOCK, "gate_up_weight": BLOCK["gate_up_weight"].mT.contiguous(),
         "down_weight": BLOCK["down_weight"].mT.contiguous(), "transposed": True, "interleaved": True,
-        "max_memory": MEMORY,
+        "max_memory": SCRATCH,
     }, OF_BLOCK, "transposed"),
     Case("moe.scattered_linear", {
-        **SCATTERED, "transposed": False, "max_memory": MEMORY,
+        **SCATTERED, "transposed": False, "max_memory": SCRATCH,
     }, ("x", "weight", "bias", "weights")),
     Case("moe.scattered_linear", {
         "x": randn(N * K, H), "weight": randn(E, H, OUTPUTS), "experts": EXPERTS.int(), "bias": SCATTERED["bias"],
