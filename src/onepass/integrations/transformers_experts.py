@@ -131,6 +131,10 @@ def quantized_of(experts: nn.Module, name: str) -> QuantizedWeight | None:
     """The quantized weight of experts, which is checked once; None if it is a tensor."""
     parametrized = getattr(experts, "parametrizations", {})
     data: Any = parametrized[name].original if name in parametrized else getattr(experts, name)
+    if isinstance(data, Tensor) and data.is_floating_point() and data.element_size() > 1:
+        return None
+    if torch.compiler.is_compiling():
+        return QuantizedWeight.from_transformers(experts, name)  # nothing is checked
     key = (data.data_ptr(), data.device, data.requires_grad) if isinstance(data, Tensor) else id(data)
     known = _quantized.setdefault(experts, {})
     if name not in known or known[name][0] != key:
