@@ -402,43 +402,56 @@ def test_a_state_is_saved_and_loaded(families, tmp_path):
     assert torch.equal(other.gate_up_proj, experts.gate_up_proj)
 
 
-def test_fifty_steps_on_the_demo_text(families, monkeypatch):
-    """NF4 experts with LoRA, with the experts of onepass and with those of transformers."""
+def small_model(families, implementation, decoded=False):
+    """NF4 experts with LoRA, of which ``decoded`` ones are plain tensors."""
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    torch.manual_seed(0)
+    sizes = families.SMALL | dict(hidden_size=32, head_dim=16, vocab_size=256, num_hidden_layers=1)
+    config = transformers.AutoConfig.for_model("qwen3_moe", **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=implementation)
+    assert moe.quantize_experts(model, "nf4") == 2
+    names = [line.name for line in moe.describe(model)]  # whole: PEFT has no suffixes for what is parametrized
+    if decoded:  # PEFT 0.21 does not take its adapters off a parametrized weight again
+        assert moe.dequantize_experts(model) == 2
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], target_parameters=names)
+    model = peft.get_peft_model(model, lora)
+    for n, p in model.named_parameters():  # PEFT nests what is parametrized in another order
+        if p.requires_grad:
+            p.data = randn(*p.shape, seed=sum(p.shape)) * (0 if "lora_B" in n else 0.5)
+    return model
+
+
+def test_fifty_steps_on_the_demo_text(families, monkeypatch, tmp_path):
+    """With the experts of onepass on NF4, and with those of transformers on decoded weights; then saved and merged."""
     from onepass.cli.demo_model import Size, load_text, sample_windows
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    size = Size(256, 32, 1, 4, 24)
     tokens = torch.frombuffer(bytearray(load_text()[:20000].encode()), dtype=torch.uint8).long()
-    batches = sample_windows(tokens, 50, size, 0)
+    batches = sample_windows(tokens, 50, Size(256, 32, 1, 4, 24), 0)
     curves = []
-    for implementation in ("eager", "onepass"):
-        torch.manual_seed(0)
-        config = transformers.AutoConfig.for_model(
-            "qwen3_moe", **families.SMALL | dict(hidden_size=32, head_dim=16), vocab_size=256, num_hidden_layers=1
-        )
-        model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=implementation)
-        assert moe.quantize_experts(model, "nf4") == 2
-        names = [line.name for line in moe.describe(model)]  # whole: PEFT has no suffixes for what is parametrized
-        if implementation == "eager":  # PEFT 0.21 does not take its adapters off a parametrized weight again
-            assert moe.dequantize_experts(model) == 2
-        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], target_parameters=names)
-        model = peft.get_peft_model(model, lora)
-        model.get_output_embeddings().requires_grad_()
-        for n, p in model.named_parameters():  # PEFT nests what is parametrized in another order
-            if p.requires_grad:
-                p.data = randn(*p.shape, seed=sum(p.shape)) * (0 if "lora_B" in n else 0.5)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
-        losses = []
-        with onepass.patch("transformers"):
+    with onepass.patch("transformers"):
+        for implementation in ("eager", "onepass"):
+            model = small_model(families, implementation, decoded=implementation == "eager")
+            head = model.get_output_embeddings().weight.requires_grad_()
+            head.data = randn(*head.shape) * 0.5
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+            losses = []
             for batch in batches:
-                loss = torch.nn.functional.cross_entropy(
-                    model(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten()
-                )
+                logits = model(batch[:, :-1]).logits
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(loss.item())
-        curves.append(torch.tensor(losses))
-    assert curves[0][-5:].mean() < curves[0][:5].mean() - 0.3
-    assert (curves[0] - curves[1]).abs().max() < 1e-3
+            curves.append(torch.tensor(losses))
+        assert curves[0][-5:].mean() < curves[0][:5].mean() - 0.3
+        assert (curves[0] - curves[1]).abs().max() < 1e-3
+
+        expected = model(batches[0]).logits
+        model.save_pretrained(tmp_path)
+        again = small_model(families, "onepass")
+        again.load_adapter(tmp_path, "default")
+        again.get_output_embeddings().weight.data = head.data
+        torch.testing.assert_close(again(batches[0]).logits, expected)
+        assert moe.dequantize_experts(again) == 2
+        torch.testing.assert_close(again.merge_and_unload()(batches[0]).logits, expected, rtol=1e-4, atol=1e-4)
