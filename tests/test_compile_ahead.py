@@ -262,13 +262,12 @@ def launch_experts(options: ExpertOptions, trained: tuple[str, ...], empty: Any)
     out, h = kernels.expert_mlp(*arguments, True, options)
     needed = [name in trained for name in EXPERT_TENSORS]
     kernels.expert_mlp_gradient(out, h, *arguments, needed, options)
-    if options.transposed:
-        launch_decode(empty)
+    launch_decode(empty, *(1536, 2048) if options.transposed else (33, 71))
 
 
-def launch_decode(empty: Any) -> None:
-    """Every format of quantized weights, at even and at odd sizes."""
-    for (name, format), (rows, columns) in product(FORMATS.items(), ((1536, 2048), (33, 71))):
+def launch_decode(empty: Any, rows: int, columns: int) -> None:
+    """Every format of quantized weights."""
+    for name, format in FORMATS.items():
         height, width = format.block
         bytes_, floats = empty(0, dtype=torch.uint8), empty(0, dtype=torch.float32)
         of = WeightFormat(name, 2, rows, columns, height, width or columns)

@@ -153,6 +153,8 @@ def close(got, expected):
 @pytest.mark.usefixtures("uninitialised_memory_is_nan")
 @pytest.mark.parametrize("format", FORMATS)
 def test_experts_as_with_decoded_weights(device, format):
+    if interpreted(device) and format in ("fp4", "nvfp4", "int8", "fp8_row"):
+        pytest.skip("the grouped GEMM is that of the others")
     transposed = format in ("fp4", "fp8_block")
     of, ids, weights = inputs(device, transposed)
     quantized = [quantize(w, format, nested=format == "nf4").to(device) for w in weights]
