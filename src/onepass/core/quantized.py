@@ -4,13 +4,12 @@ In every format a value is a code times the scale of its block, in float32. Code
 """
 
 from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+Self = TypeVar("Self", bound="Encoded")
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -105,13 +104,13 @@ class Encoded:
         return self.data.device
 
     @property
-    def mT(self) -> "Self":
+    def mT(self: Self) -> Self:
         """The weight with the last two dimensions transposed; nothing is moved."""
         found = copy(self)
         found.format = self.format._replace(flipped=not self.format.flipped)
         return found
 
-    def to(self, target: torch.dtype | torch.device | str) -> "Self":
+    def to(self: Self, target: torch.dtype | torch.device | str) -> Self:
         """The weight on another device, or with another ``dtype`` of the decoded values."""
         found = copy(self)
         if isinstance(target, torch.dtype):
