@@ -29,13 +29,21 @@ EXEMPT = {
     "Attached": "is made by attach",
     "MaterializedLogits": "is a warning",
     "Patch": "is made by patch",
+    "RowGroups": "is what linear_loss passes to a loss of groups",
     "SoftmaxStatistics": "is what softmax_statistics returns",
     "VocabParallelLogits": "takes a process group; test_vocab_parallel.py has its arguments",
     "attach": "takes a model; test_lazy_models.py has its arguments",
     "batch_invariant": "takes no tensor",
     "gather_parameters": "takes a function",
     "moe": "is a module",
+    "moe.ExpertCounts": "is made by count_experts",
+    "moe.Replay": "is made by replay_routing",
     "moe.Routing": "is what route returns, and is taken apart in the cases that take one",
+    "moe.RoutingRecord": "takes arrays; test_replay_models.py has its arguments",
+    "moe.count_experts": "takes a model; test_selection_bias.py has its arguments",
+    "moe.record_routing": "takes a model; test_replay_models.py has its arguments",
+    "moe.replay_routing": "takes a model; test_replay_models.py has its arguments",
+    "moe.update_selection_bias": "writes to what it takes; test_selection_bias.py has its arguments",
     "patch": "takes names of libraries",
 }
 
@@ -265,7 +273,11 @@ HEAD = {"hidden": randn(N, H), "weight": randn(V, H) * 0.5}
 BIAS = randn(V)
 TRANSFORM = {"temperature": TEMPERATURE, "softcap": SOFTCAP, "logit_scale": SCALE}
 DIVERGENCE = {"direction": "jsd", "beta": Number(0.25, 0, (-0.5, 1.5, INF, HUGE))}
-OF_HEAD = ("hidden", "weight", "bias")
+ADAPTER = {
+    "lora[0]": torch.linspace(-0.5, 0.5, R * H).view(R, H), "lora[1]": torch.linspace(0.2, -0.1, V * R).view(V, R),
+    "lora[2]": Number(0.5, 2),
+}  # fmt: skip
+OF_HEAD = ("hidden", "weight", "bias", "lora[0]", "lora[1]")
 OF_TEACHER = {"teacher_ids": IDS, "teacher_log_probs": LOG_T}
 
 
@@ -278,6 +290,10 @@ def loss_of_all(s: Any, advantages: Tensor, old_log_probs: Tensor) -> Tensor:
     """Has a gradient in every field and input."""
     policy = torch.sigmoid(s.log_probs - old_log_probs) * advantages + 0.05 * s.entropy
     return 0.01 * s.weighted_logit * (1 + s.is_top1.float()) - policy
+
+
+def loss_of_groups(s: Any, advantages: Tensor, groups: Any) -> Tensor:
+    return torch.sigmoid(groups.sum(s.log_probs * advantages)) - 0.05 * groups.mean(s.entropy)
 
 
 EXPERTS = torch.tensor([[1, 2], [2, 0], [1, 2]])
@@ -306,7 +322,8 @@ OF_ROUTE = {
 
 
 def _groups(values: dict[str, Any]) -> dict[str, Tensor]:
-    groups = group_by_expert(values["experts"], E, values["x"])
+    experts, like = (values[n] for n in (("experts", "x") if "x" in values else ("routing.experts", "hidden")))
+    groups = group_by_expert(experts, E, like)
     return {f"groups.{name}": t for name, t in groups._asdict().items()}
 
 
@@ -331,6 +348,7 @@ CASES = [
     }, ("logits",)),
     Case("cross_entropy", {"logits": LOGITS, "target": TARGET, "row_mask": MASK, "num_items": ITEMS}, ("logits",),
          "of a batch"),
+    Case("cross_entropy", {"logits": LOGITS, "target": TARGET, "gradient_in_forward": False}, ("logits",), "late"),
     Case("cross_entropy", {"logits": LOGITS, "target": TARGET.int(), "reduction": "none", "inplace_backward": True},
          ("logits",), "in place", refused={"logits": "inplace_backward"}),
     Case("cross_entropy", {**head("logits"), "target": TARGET, "class_weights": CLASSES}, tuple(head("logits")),
@@ -369,16 +387,17 @@ CASES = [
     }, ("student_logits", "teacher_logits")),
     Case("kl_div", {"student_logits": LOGITS, "teacher_logits": TEACHER, "direction": "forward", "reduction": "none"},
          ("student_logits", "teacher_logits"), "forward"),
-    Case("LinearLogits", {**HEAD, "bias": BIAS, "max_memory": MEMORY}, OF_HEAD),
+    Case("LinearLogits", {**HEAD, **ADAPTER, "bias": BIAS, "max_memory": MEMORY}, OF_HEAD),
     Case("linear_softmax_statistics", {
-        **HEAD, "index": INDICES, "bias": BIAS, "max_memory": MEMORY, **TRANSFORM, "row_mask": MASK,
+        **HEAD, **ADAPTER, "index": INDICES, "bias": BIAS, "max_memory": MEMORY, **TRANSFORM, "row_mask": MASK,
         "class_weights": CLASSES, "metrics": ("mean_logit",), "expected_logit": True,
     }, OF_HEAD),
     Case("linear_selective_log_softmax_and_entropy", {
-        **HEAD, "index": INDEX, "bias": BIAS, **TRANSFORM, "row_mask": MASK, "max_memory": MEMORY,
+        **HEAD, **ADAPTER, "index": INDEX, "bias": BIAS, **TRANSFORM, "row_mask": MASK, "max_memory": MEMORY,
     }, OF_HEAD),
     Case("linear_cross_entropy", {
-        **HEAD, "target": TARGET, "bias": BIAS, "class_weights": CLASSES, "ignore_index": IGNORED, "reduction": "mean",
+        **HEAD, **ADAPTER, "target": TARGET, "bias": BIAS, "class_weights": CLASSES, "ignore_index": IGNORED,
+        "reduction": "mean",
         "label_smoothing": FRACTION, "z_loss_weight": WEIGHT, **TRANSFORM, "max_memory": MEMORY, "row_mask": MASK,
         "num_items": ITEMS,
     }, OF_HEAD),
@@ -386,14 +405,14 @@ CASES = [
          ("hidden", "weight"), "of rows"),
     Case("linear_cross_entropy", {**HEAD, "target": INDEX.int()}, ("hidden", "weight"), "at once"),
     Case("linear_topk_kl_div", {
-        **HEAD, **OF_TEACHER, "row_mask": MASK, "teacher_mask": ID_MASK, "bias": BIAS, "max_memory": MEMORY,
+        **HEAD, **ADAPTER, **OF_TEACHER, "row_mask": MASK, "teacher_mask": ID_MASK, "bias": BIAS, "max_memory": MEMORY,
         **TRANSFORM, **DIVERGENCE, "renormalize": False, "num_items": ITEMS,
     }, OF_HEAD),
     Case("linear_topk_kl_div", {**HEAD, **OF_TEACHER, "reduction": "none", "renormalize": True}, ("hidden", "weight"),
          "of rows"),
     Case("linear_kl_div", {
-        **HEAD, "teacher_logits": TEACHER, "row_mask": MASK, "bias": BIAS, "max_memory": MEMORY, **DIVERGENCE,
-        **TRANSFORM, "teacher_temperature": Number(1.25, 1, ABOVE_0), "teacher_logit_scale": SCALE,
+        **HEAD, **ADAPTER, "teacher_logits": TEACHER, "row_mask": MASK, "bias": BIAS, "max_memory": MEMORY,
+        **DIVERGENCE, **TRANSFORM, "teacher_temperature": Number(1.25, 1, ABOVE_0), "teacher_logit_scale": SCALE,
         "teacher_softcap": SOFTCAP, "vocab_size": Integer(25, (0, 28, HUGE)), "num_items": ITEMS,
     }, OF_HEAD),
     Case("linear_kl_div", {
@@ -403,21 +422,27 @@ CASES = [
     Case("linear_kl_div", {**HEAD, "teacher_logits": TEACHER, "reduction": "none"}, ("hidden", "weight"), "of rows"),
     Case("linear_loss", {
         **HEAD, "index": INDEX, "loss_fn": loss_of_all, "row_inputs[0]": randn(N), "row_inputs[1]": -4 * rand(N),
-        "bias": BIAS, **TRANSFORM, "row_mask": MASK, "class_weights": CLASSES, "metrics": ("is_top1",),
+        **ADAPTER, "bias": BIAS, **TRANSFORM, "row_mask": MASK, "class_weights": CLASSES, "metrics": ("is_top1",),
         "expected_logit": True, "reduction": "sum", "num_items": ITEMS, "max_memory": MEMORY,
     }, (*OF_HEAD, "row_inputs[0]", "row_inputs[1]")),
     Case("linear_loss", {
         **HEAD, "index": INDEX, "loss_fn": loss_of_all, "row_inputs[0]": randn(N), "row_inputs[1]": -4 * rand(N),
         "row_mask": MASK, "class_weights": CLASSES, "metrics": ("is_top1",), "reduction": "none",
     }, ("hidden", "weight", "row_inputs[0]"), "of rows"),
+    Case("linear_loss", {
+        **HEAD, "index": INDEX, "loss_fn": loss_of_groups, "row_inputs[0]": BIAS[:N].clone(),
+        "row_mask": MASK, "class_weights": CLASSES,
+        "groups": torch.tensor([2, 1]), "reduction": "mean",
+    }, ("hidden", "weight", "row_inputs[0]"), "of groups", frozenset(("groups",))),
     Case("CrossEntropyLoss", {
         "class_weights": CLASSES, "ignore_index": IGNORED, "reduction": "sum", "label_smoothing": FRACTION,
-        "z_loss_weight": WEIGHT, **TRANSFORM, "inplace_backward": False, "logits": LOGITS, "target": TARGET,
+        "z_loss_weight": WEIGHT, **TRANSFORM, "inplace_backward": False, "gradient_in_forward": False, "logits": LOGITS,
+        "target": TARGET,
         "row_mask": MASK, "num_items": ITEMS,
     }, ("logits",)),
     Case("LinearCrossEntropyLoss", {
         "class_weights": CLASSES, "ignore_index": IGNORED, "reduction": "sum", "label_smoothing": FRACTION,
-        "z_loss_weight": WEIGHT, **TRANSFORM, "max_memory": MEMORY, **HEAD, "target": TARGET, "bias": BIAS,
+        "z_loss_weight": WEIGHT, **TRANSFORM, "max_memory": MEMORY, **HEAD, **ADAPTER, "target": TARGET, "bias": BIAS,
         "row_mask": MASK, "num_items": ITEMS,
     }, OF_HEAD),
     Case("KLDivLoss", {
@@ -432,6 +457,8 @@ CASES = [
     Case("moe.route", {**ROUTE, **OF_ROUTE, **GROUPED, "score": "sigmoid", "renormalize": True}, ("router_logits",)),
     Case("moe.route", {**ROUTE, "score": "softmax", "score_after_topk": True, "scale": Number(2.5, 1)},
          ("router_logits",), "score of the chosen"),
+    Case("moe.route", {**ROUTE, **OF_ROUTE, "score": "sigmoid", "experts": EXPERTS + 3, "count_changed": True},
+         ("router_logits",), "replayed", frozenset({"experts"})),
     Case("moe.softmax_topk", {**ROUTE, **{n: v for n, v in OF_ROUTE.items() if n != "selection_bias"},
                               "renormalize": False},
          ("router_logits",)),
@@ -441,7 +468,8 @@ CASES = [
     Case("moe.router_z_loss", LOSSES_OF_ROUTES, ("routing.logsumexp",)),
     Case("moe.route_block", {
         "block.weight": randn(E, H), "hidden_states": randn(N, H), "token_mask": MASK, "losses": True,
-    }, ("block.weight", "hidden_states")),
+        "experts": EXPERTS, "count_changed": True,
+    }, ("block.weight", "hidden_states"), "", frozenset({"experts"})),
     Case("ratio_report", {"log_probs": -rand(N, V), "sampler_log_probs": -rand(N, V), "row_mask": rand(N, V) < 0.7}),
     Case("moe.expert_mlp", {
         **BLOCK, **LORA, "activation": "swiglu_clamped", "alpha": Number(1.75, 2), "limit": Number(1.5, 7, ABOVE_0),
@@ -452,6 +480,8 @@ CASES = [
         "down_weight": BLOCK["down_weight"].mT.contiguous(), "transposed": True, "interleaved": True,
         "max_memory": SCRATCH,
     }, OF_BLOCK, "transposed"),
+    Case("moe.expert_mlp", {**BLOCK, "groups": Derived(_groups)}, OF_BLOCK, "grouped",
+         frozenset({*GROUPED_ROWS, "routing.experts"})),
     Case("moe.scattered_linear", {
         **SCATTERED, "transposed": False, "max_memory": SCRATCH,
     }, ("x", "weight", "bias", "weights")),
@@ -462,6 +492,10 @@ CASES = [
     Case("moe.group_by_expert", {
         "experts": EXPERTS, "num_experts": Integer(E, (0, -1, HUGE)), "like": BLOCK["hidden"],
     }),
+    Case("moe.group_by_expert", {
+        "experts": EXPERTS.flatten().sort().values.unsqueeze(1), "num_experts": Integer(E, (0, -1, HUGE)),
+        "like": BLOCK["hidden"], "counts": EXPERTS.flatten().bincount(minlength=E),
+    }, (), "sorted", frozenset({"experts", "counts"})),
     Case("moe.ParallelExperts", {
         "num_experts": E, "input_size": H, "output_size": OUTPUTS, "bias": True, "x": SCATTERED["x"],
         "experts": EXPERTS, "groups": Derived(_groups), "weights": SCATTERED["weights"],

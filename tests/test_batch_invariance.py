@@ -15,7 +15,13 @@ from onepass.core import invariance
 from onepass.core.invariance import is_batch_invariant
 from paths import interpreted
 
-ELEMENTWISE = ("softmax_gradient_kernel", "divergence_gradient_kernel", "scale_kernel", "row_mean_kernel")
+ELEMENTWISE = (
+    "softmax_gradient_kernel",
+    "divergence_gradient_kernel",
+    "scale_kernel",
+    "row_share_kernel",
+    "row_sum_kernel",
+)
 DTYPES = (torch.float32, torch.bfloat16)
 FIELDS = {"metrics": ("is_top1", "log_sum_sq_probs", "mean_logit")}
 

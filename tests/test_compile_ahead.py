@@ -25,6 +25,7 @@ import torch
 import onepass
 from onepass.core.moe_options import EXPERT_TENSORS, ExpertOptions, ExpertTensors, RouterOptions, RoutingGradients
 from onepass.core.options import (
+    Average,
     FieldGradients,
     Inputs,
     Options,
@@ -134,7 +135,8 @@ OF_HOPPER = {"linear_statistics_kernel", "merge_tiles_kernel"}
 FIXED = {"TILES", "BLOCK", "GROUP", "NESTED"}
 OF_ONE_WIDTH = {
     "scale_kernel",
-    "row_mean_kernel",
+    "row_share_kernel",
+    "row_sum_kernel",
     "selected_logits_kernel",
     "support_gradient_kernel",
     "support_statistics_kernel",
@@ -225,7 +227,9 @@ def launch(case: Case, dtype: torch.dtype) -> None:
         narrow = empty(case.rows, 256, dtype=dtype)
         kernels.linear_statistics(narrow, other, None, of_rows, unweighted, True, False, found)
     number, mean = empty((), dtype=torch.float32), Options("log_probs", options.transform)
-    kernels.row_mean(empty((64,), dtype=torch.float32), empty((64,), dtype=torch.bool), -1.0, number)
+    values, mask = empty((64,), dtype=torch.float32), empty((64,), dtype=torch.bool)
+    for average in (Average(-1.0, True), Average(1.0, False, number)):
+        kernels.row_sum(values, mask, kernels.row_share(empty((64, 8)), mask, average, number))
     of_mean = FieldGradients(selected=number.expand(logits.shape[:-1]), share=empty((2,), dtype=torch.float32))
     of_rows = Inputs(one, row_mask)
     kernels.softmax_gradient(logits, of_rows, packed, of_mean, mean, out, again=True)
@@ -239,9 +243,12 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     kernels.teacher_tokens(of_teacher, tokens, *masks, row_mask is None)
     routed = empty(case.tokens, case.experts, dtype=dtype)
     bias, token_mask = (empty(case.experts), empty(case.tokens, dtype=torch.bool)) if case.router.sums else (None, None)
-    weights, experts, _, prob_sums, logsumexp = kernels.route(routed, bias, token_mask, case.router)
+    weights, experts, _, prob_sums, logsumexp, _ = kernels.route(routed, bias, token_mask, None, case.router)
     grads = RoutingGradients(weights, prob_sums, logsumexp)
-    kernels.route_gradient(routed, experts, token_mask, grads, case.router)
+    kernels.route_gradient(routed, experts, token_mask, None, grads, case.router)
+    if dtype == torch.bfloat16:  # a replayed choice
+        kernels.route(routed, bias, token_mask, experts.short(), case.router._replace(count_changed=True))
+        kernels.route_gradient(routed, experts, token_mask, experts.short(), grads, case.router)
     if case.mlp is not None and dtype == torch.bfloat16:
         launch_experts(case.mlp, case.trained, partial(empty, dtype=dtype))
 

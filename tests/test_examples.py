@@ -12,8 +12,8 @@ import pytest
 import onepass
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-OF_ONE_PROCESS = "sft.py", "distillation.py", "policy_loss.py", "tensor_parallel.py"
-OF_TRL = "trl_grpo.py", "trl_grpo_parity.py"
+OF_ONE_PROCESS = "sft.py", "distillation.py", "policy_loss.py", "preference_losses.py", "tensor_parallel.py"
+OF_TRL = "trl_grpo.py", "trl_grpo_parity.py", "trl_grpo_replay.py"
 ALL_OF_THEM = """
 import runpy, sys
 paths, sys.argv[1:] = sys.argv[1:], []
@@ -48,6 +48,7 @@ def test_there_is_a_test_for_each():
 @pytest.mark.xdist_group("examples")
 @pytest.mark.parametrize("name, value, factor", [
     ("sft.py", "loss", 0.7), ("distillation.py", "student .* loss", 0.5), ("policy_loss.py", "reward", 2.0),
+    ("preference_losses.py", "loss", 0.7),
 ])  # fmt: skip
 def test_it_learns(printed, name, value, factor):
     found = [float(number) for number in re.findall(rf"{value} (-?[\d.]+)", printed[name])]
@@ -71,6 +72,18 @@ def test_trl_with_the_samplers_options(printed):
     assert len(own) == len(kept) == len(exact) == 5
     assert all(e < 0.1 * o for e, o in zip(exact, own))
     assert sum(exact) < 0.6 * sum(kept) < 0.6 * sum(own)
+
+
+@pytest.mark.xdist_group("examples")
+def test_trl_with_the_samplers_experts(printed):
+    """The weights are the same and the experts are not: replayed, the ratios are 1 up to the arithmetic."""
+    pytest.importorskip("trl")
+    text = printed["trl_grpo_replay.py"]
+    own, replayed = ([float(error) for error in re.findall(rf"{of} experts: mean \|ratio - 1\| (\S+)", text)]
+                     for of in ("own", "replayed"))  # fmt: skip
+    changed = [int(n) for n in re.findall(r"(\d+) of \d+ choices differ", text)]
+    assert len(own) == len(replayed) == len(changed) == 3 and min(changed) > 0
+    assert all(r < 5e-6 < 5e-4 < o for r, o in zip(replayed, own))
 
 
 @pytest.mark.xdist_group("examples")

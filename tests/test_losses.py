@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 
 import pytest
 import torch
@@ -10,9 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from definition import assert_close, assert_gradient_close, statistics, transform
-from onepass import reference
 from onepass.backend import backend_of
-from onepass.core.options import IDENTITY, Transform
+from onepass.core.options import IDENTITY, Average, Transform
 from onepass.logits import source
 from onepass.softmax import statistics as primitive
 from onepass.softmax.statistics import gather_logits
@@ -260,17 +260,23 @@ def test_no_second_derivative(device):
 
 @pytest.mark.parametrize("dtype", (torch.bool, torch.int64, torch.float32))
 @pytest.mark.parametrize("rows", (0, 1, 5, 1024, 2500))
-def test_row_mean(device, rows, dtype):
-    """The kernel, which the means of plain losses use, against its definition."""
+def test_row_average(device, rows, dtype):
+    """The kernels, which plain losses are reduced with, against their definition."""
     values = torch.randn(rows, device=device)
     mask = (torch.arange(rows, device=device) % 3 != 1).to(dtype)
     values[mask == 0] = float("nan")  # a masked row is not read
     kept = values[mask != 0].double()
-    for guess in (None, torch.tensor(3.0, device=device)):
-        mean, share = backend_of(values).row_mean(values, mask, -1.0, guess)
-        torch.testing.assert_close(mean.double(), -kept.mean(), rtol=1e-6, atol=1e-6, equal_nan=True)
-        part = -1 / len(kept) if len(kept) else -math.inf
-        assert share.tolist() == pytest.approx([part, part if guess is None else 3 * part])
+    logits, backend = values.new_empty(rows, 2), backend_of(values)
+    three = torch.tensor(3, device=device)
+    third = Average(1.0, False, three), kept.sum() / 3
+    for average, expected in ((Average(-1.0, True), -kept.mean()), (Average(2.0), 2 * kept.sum()), third):
+        for guess in (None, three.float()):
+            share = backend.row_share(logits, mask, average, guess)
+            total = backend.row_sum(values, mask, share)
+            torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=1e-5, equal_nan=True)
+            part = {-1.0: -1 / len(kept) if len(kept) else -math.inf, 2.0: 2.0, 1.0: 1 / 3}[average.factor]
+            assert share.tolist() == pytest.approx([part, part if guess is None else 3 * part])
+    assert_close(backend.row_sum(values.where(mask != 0, 0.0), None, share), total)
 
 
 UPSTREAM = (1.0, 1.0, 2.0, 2.0, 1 / 3, 65536.0, 0.0, math.nan, 1.0)
@@ -280,10 +286,11 @@ UPSTREAM = (1.0, 1.0, 2.0, 2.0, 1 / 3, 65536.0, 0.0, math.nan, 1.0)
 def early(monkeypatch):
     """Gradients of few logits are computed in the forward too, as those of many are."""
     monkeypatch.setattr(pytest.importorskip("onepass.kernels.softmax_gradient"), "LEAST_EARLY", 0)
+    monkeypatch.setattr(sys.modules["onepass.kernels.softmax_loss"], "LEAST_LOGITS", 0)
     monkeypatch.setattr(primitive, "LEAST_VOCABULARY", 0)
 
 
-@pytest.mark.parametrize("shape", [(5, 70), (2, 3, 129)])
+@pytest.mark.parametrize("shape", [(5, 70), (5, 72), (2, 3, 129), (2, 3, 128)])
 def test_the_gradient_of_a_mean_is_that_of_its_upstream_gradient(device, early, shape):
     """Whatever that of the last call was, from which the forward computes a gradient that the backward may correct."""
     generator = torch.Generator(device).manual_seed(5)
@@ -292,12 +299,47 @@ def test_the_gradient_of_a_mean_is_that_of_its_upstream_gradient(device, early, 
         target = torch.randint(shape[-1], shape[:-1], device=device, generator=generator)
         target.view(-1)[1] = -100
         (found,) = torch.autograd.grad(onepass.cross_entropy(x, target) * upstream, x)
-        part = backend_of(x).row_mean(target.float(), target != -100, -1.0)[1][0]  # -1 / rows, as the device rounds it
+        part = backend_of(x).row_share(x, target != -100, Average(-1.0, True))[0]  # -1 / rows, as the device rounds it
         scaled = torch.tensor(upstream, device=device) * part
         rows = -onepass.cross_entropy(x, target, reduction="none")
         (expected,) = torch.autograd.grad(rows, x, scaled.expand(target.shape))
         assert torch.equal(found.nan_to_num(), expected.nan_to_num()), (n, upstream)
         assert torch.equal(found.isnan(), expected.isnan())
+
+
+REDUCED = ({"reduction": "mean"}, {"reduction": "sum"}, {"num_items": 3}, {"num_items": 2.5}, {"num_items": "tensor"})
+
+
+@pytest.mark.parametrize("options", REDUCED, ids=str)
+@pytest.mark.parametrize("logits", [{}, {"temperature": 0.7}, {"temperature": "rows"}, {"logit_scale": -2.0}], ids=str)
+def test_statistics_and_gradient_take_one_read(device, early, monkeypatch, options, logits):
+    """The gradient is bitwise that of the backward, for a right guess of its upstream gradient and for wrong ones."""
+    x = torch.randn(4, 6, 72, device=device).requires_grad_()
+    target = torch.randint(72, (4, 6), device=device)
+    target[1, 2], target[3, 3] = -100, 71
+    items = torch.tensor(3, device=device)
+    options = options | logits | ({"num_items": items} if options.get("num_items") == "tensor" else {})
+    if logits.get("temperature") == "rows":
+        options["temperature"] = torch.rand(4, 6, device=device) + 0.5
+    reads, backend = [], backend_of(x)
+    for name in ("softmax_loss", "softmax_statistics", "softmax_gradient"):
+        real = getattr(backend, name)
+        monkeypatch.setattr(backend, name, lambda *a, n=name, f=real, **k: (reads.append(n), f(*a, **k))[1])
+    for upstream in (1.0, 2.0, 1 / 3, torch.tensor(0.3, device=device)):
+        found = []
+        for _ in range(2):  # a guess that is wrong, and then one that is right
+            reads.clear()
+            loss = onepass.cross_entropy(x, target, **options)
+            found += torch.autograd.grad(loss * upstream, x)
+            assert reads == ["softmax_loss", "softmax_gradient"]  # the second only compares, if the guess was right
+        reads.clear()
+        late = onepass.cross_entropy(x, target, **options, gradient_in_forward=False)
+        (expected,) = torch.autograd.grad(late * upstream, x)
+        assert reads == ["softmax_statistics", "softmax_gradient"]
+        assert torch.equal(*found)
+        assert_close(found[0], expected)
+        assert_close(loss, late)
+    onepass.cross_entropy(x, target).backward()  # the next test guesses 1
 
 
 def test_every_backward_of_a_mean_has_a_gradient_of_its_own(device, early):
@@ -325,7 +367,7 @@ def test_a_checkpoint_keeps_no_gradient_of_a_mean(device, early):
     seen = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.shape) or t, lambda t: t):
         loss = onepass.cross_entropy(x, target)
-    assert seen.count(x.shape) == 1 + (backend_of(x) is not reference)
+    assert seen.count(x.shape) == 2
     (expected,) = torch.autograd.grad(loss, x)
     loss = checkpoint(lambda x: onepass.cross_entropy(x, target), x, use_reentrant=False)
     assert_close(torch.autograd.grad(loss, x)[0], expected)

@@ -288,13 +288,15 @@ def test_upstream_of_any_layout(device):
 def test_the_same_every_time(device):
     x = torch.randn(3000, 64, generator=torch.Generator().manual_seed(0)).to(device)
     a, b = (route(x, 6, losses=True) for _ in range(2))
-    assert all(torch.equal(p, q) for p, q in zip(a, b))
+    assert all(torch.equal(p, q) for p, q in zip(a[:5], b))
 
 
 def traced(x, bias, mask):
     routing = sigmoid_topk(x, 3, selection_bias=bias, n_group=4, topk_group=2, scale=1.5, token_mask=mask, losses=True)
     scale = routing.counts.float().mean() + routing.experts.float().mean()
-    return (routing.weights.square().sum() + router_z_loss(routing) + load_balancing_loss(routing)) * scale
+    replayed = route(x, 3, experts=routing.experts.flip(0), token_mask=mask, count_changed=True)
+    loss = routing.weights.square().sum() + router_z_loss(routing) + load_balancing_loss(routing)
+    return loss * scale + replayed.weights.square().sum() * replayed.changed
 
 
 def test_compile_without_graph_breaks(device):
@@ -313,9 +315,12 @@ def test_operations_are_well_formed(device, dtype):
     options = RouterOptions(3, "sigmoid", 4, 2, sums=True)
     x = torch.randn(20, 16, device=device, dtype=dtype)
     bias, mask = torch.randn(16, device=device), torch.arange(20, device=device) % 3 != 0
-    torch.library.opcheck(torch.ops.onepass.route, (x, bias, mask, *options))
-    weights, experts, _, prob_sums, logsumexp = torch.ops.onepass.route(x, bias, mask, *options)
-    torch.library.opcheck(torch.ops.onepass.route_gradient, (x, experts, mask, weights, prob_sums, logsumexp, *options))
+    torch.library.opcheck(torch.ops.onepass.route, (x, bias, mask, None, *options))
+    weights, experts, _, prob_sums, logsumexp, _ = torch.ops.onepass.route(x, bias, mask, None, *options)
+    given, options = experts.flip(0).short(), options._replace(count_changed=True)
+    torch.library.opcheck(torch.ops.onepass.route, (x, bias, mask, given, *options))
+    arguments = x, given.long(), mask, given, weights, prob_sums, logsumexp, *options
+    torch.library.opcheck(torch.ops.onepass.route_gradient, arguments)
 
 
 @pytest.mark.gpu
@@ -341,8 +346,8 @@ def test_cuda_graph():
     for seed in range(2):
         x.data.copy_(torch.randn(500, 64, generator=torch.Generator().manual_seed(seed)))
         graph.replay()
-        got = [t.clone() for t in (*held, gradient)]
-        assert all(torch.equal(a, b) for a, b in zip(got, (*step(), x.grad)))
+        got = [t.clone() for t in (*held[:5], gradient)]
+        assert all(torch.equal(a, b) for a, b in zip(got, (*step()[:5], x.grad)))
 
 
 BAD = {

@@ -33,6 +33,7 @@ class RouterOptions(NamedTuple):
     softcap: float | None = None
     sums: bool = False  # whether to return the summed probabilities and logsumexp, for auxiliary losses
     invariant: bool = False  # see `Options.invariant`
+    count_changed: bool = False
 
     def factors(self) -> tuple[float, float]:
         """See `Transform.factors`."""
@@ -47,15 +48,16 @@ class RoutingGradients(NamedTuple):
     logsumexp: Tensor | None = None
 
 
-RoutingResults = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+RoutingResults = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 def empty_routing(logits: Tensor, options: RouterOptions) -> RoutingResults:
     """Uninitialized results of a router for ``(T, E)`` logits.
 
     Returns:
-        Weights ``(T, K)``, experts ``(T, K)``, counts ``(E,)``, summed probabilities ``(E,)`` and logsumexp ``(T,)``.
-        The last two are None unless ``options.sums``.
+        Weights ``(T, K)``, experts ``(T, K)``, counts ``(E,)``, summed probabilities ``(E,)``, logsumexp ``(T,)`` and
+        the number of changed choices ``()``. The two before the last are None unless ``options.sums``, and the last is
+        None unless ``options.count_changed``.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     T, E = logits.shape
@@ -65,6 +67,7 @@ def empty_routing(logits: Tensor, options: RouterOptions) -> RoutingResults:
         logits.new_empty(E, dtype=torch.int32),
         logits.new_empty(E, dtype=dtype) if options.sums else None,
         logits.new_empty(T, dtype=dtype) if options.sums else None,
+        logits.new_empty((), dtype=torch.int32) if options.count_changed else None,
     )
 
 

@@ -121,7 +121,7 @@ class FieldGradients(NamedTuple):
     weighted_logit: Tensor | None = None
     tempered_log_normalizer: Tensor | None = None
     selected: Tensor | None = None  # that of `log_probs` instead, if they are requested
-    share: Tensor | None = None  # (2,): a number that multiplies that of `selected`, see `softmax.statistics.averaged`
+    share: Tensor | None = None  # (2,): a number that multiplies that of `selected`, see `Average`
 
     @classmethod
     def of(cls, fields: str, grads: Sequence[Tensor | None]) -> "FieldGradients":
@@ -140,6 +140,17 @@ def _gradient_places(fields: str) -> tuple[int | None, ...]:
 @lru_cache
 def _names(fields: str) -> tuple[str, ...]:
     return tuple(fields.split())
+
+
+class Average(NamedTuple):
+    """How one number of every row is reduced: the sum over the rows that are not masked, times ``factor``.
+
+    It is divided by the number of these rows if ``counted``, and by the ``divisor``, one element on the rows' device.
+    """
+
+    factor: float
+    counted: bool = False
+    divisor: Tensor | None = None
 
 
 Results = tuple[Tensor, Tensor | None, Tensor | None]

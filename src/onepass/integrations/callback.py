@@ -1,11 +1,15 @@
-"""`OnepassCallback`: a patch for the duration of the training run of a `transformers.Trainer`."""
+"""Callbacks of a `transformers.Trainer`: a patch for the duration of its run, and balanced experts."""
 
 import logging
+from contextlib import ExitStack
 from typing import Any
 
+import torch.distributed as dist
 from transformers import TrainerCallback
 
+from onepass.core.checks import check_number
 from onepass.integrations.patching import Patch, Restorable, check_libraries, patch
+from onepass.moe.selection_bias import ExpertCounts, count_experts
 
 LOG = logging.getLogger(__name__)
 
@@ -47,3 +51,45 @@ class OnepassCallback(TrainerCallback, Restorable):
         if self.patched is not None:
             self.patched.restore()
             self.patched = None
+
+
+class SelectionBiasCallback(TrainerCallback, Restorable):
+    """Balance the experts of a mixture of experts without an auxiliary loss: `onepass.moe.update_selection_bias` of
+    every router after each optimizer step.
+
+    Tokens are counted in all micro-batches of the step, by `onepass.moe.count_experts`, and summed over all processes.
+    If training raises an error, the routers stay followed until `restore` or the end of a ``with`` block.
+
+    Args:
+        rate: the step of a bias; 0.001 in DeepSeek-V3.
+        replayed: see `onepass.moe.count_experts`.
+
+    Raises:
+        TypeError, ValueError: the rate is no number of at least 0, and when training begins: as `count_experts`.
+
+    Example::
+
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[SelectionBiasCallback(0.001)])
+        trainer.train()
+    """
+
+    def __init__(self, rate: float, *, replayed: bool = True) -> None:
+        self.rate, self.replayed = check_number(rate, "rate", 0, open_low=False), replayed
+        self.counts: ExpertCounts | None = None
+        self.stack = ExitStack()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.restore()
+        self.counts = self.stack.enter_context(count_experts(model, replayed=self.replayed))
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.counts is not None:
+            self.counts.update(self.rate, dist.group.WORLD if dist.is_initialized() else None)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """End the counting, if it has begun."""
+        self.counts = None
+        self.stack.close()

@@ -36,6 +36,7 @@ class Target(NamedTuple):
         registered: whether ``name`` is a registry of the library. The integration's ``register`` adds the replacement
             to it permanently, under a name of its own, and nothing is replaced.
         inherited: whether the class inherits the method. The replacement is then added to the class.
+        alone: whether only this name is replaced, and no other reference to the same object.
     """
 
     module: str
@@ -48,6 +49,7 @@ class Target(NamedTuple):
     returns: str = ""
     registered: bool = False
     inherited: bool = False
+    alone: bool = False
 
 
 INHERITED = object()  # the original of a method that is added to a class
@@ -103,7 +105,7 @@ class _Active:
     def __init__(self, original: Any, replacement: Any, holder: Any = None) -> None:
         self.original, self.replacement, self.patches = original, replacement, 0
         self.places: list[Replaced] = []
-        self.holder = holder  # the class that inherits the original
+        self.holder = holder  # of the only place, if other references to the original are kept
 
 
 _lock = threading.RLock()
@@ -267,9 +269,12 @@ def _resolved(targets: Sequence[Target]) -> tuple[dict[tuple[str, str], _Active]
             _check(t, original)
             found[key] = _Active(INHERITED, t.replacement, holder)
             continue
+        if t.alone and original is None:
+            kept.append(Kept(*key, "it is not imported there"))
+            continue
         _check(t, original)
         if not t.registered:
-            found[key] = _Active(original, t.replacement)
+            found[key] = _Active(original, t.replacement, holder if t.alone else None)
     return found, kept
 
 
@@ -337,11 +342,11 @@ def _activate(found: dict[tuple[str, str], _Active]) -> None:
 
 def _find_places(new: dict[tuple[str, str], _Active]) -> list[_Place]:
     """All references to the originals; also stored in each `_Active`."""
-    places = _places({id(a.original): a.replacement for a in new.values()})
+    places = _places({id(a.original): a.replacement for a in new.values() if a.holder is None})
     for (module, name), active in new.items():
         active.places = [p.replaced for p in places if p.replaced.original is active.original]
         if active.holder is not None:
-            active.places = [Replaced(module, name, INHERITED, active.replacement)]
+            active.places = [Replaced(module, name, active.original, active.replacement)]
             places.append(_Place(active.holder, name.rpartition(".")[2], active.places[0]))
     return places
 

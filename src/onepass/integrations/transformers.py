@@ -11,7 +11,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onepass.integrations.lazy_logits import asked_for, expecting_count, run
 from onepass.integrations.patching import Target, original
-from onepass.integrations.transformers_experts import INTERFACE, PEFT, SINCE, activate_lora, experts_forward, register
+from onepass.integrations.transformers_experts import (
+    INTERFACE,
+    PEFT,
+    PEFT_PLAN,
+    SINCE,
+    activate_lora,
+    experts_forward,
+    register,
+    tp_plan_and_mesh,
+)
 from onepass.losses.next_token import mean_loss, next_tokens
 from onepass.moe.router_families import router_outputs
 
@@ -149,4 +158,5 @@ TARGETS = [
     *([Target(*TUNER, tuner_forward, ("self, args, kwargs",), since="0.17")] if find_spec("peft") else []),
     Target(*INTERFACE, experts_forward, ("key, value",), since=SINCE, method="register", registered=True),
     *([Target(*PEFT, activate_lora, ("self, active_adapters",), since="0.21")] if find_spec("peft") else []),
+    *([Target(*PEFT_PLAN, tp_plan_and_mesh, ("model, current_key",), since="0.21")] if find_spec("peft") else []),
 ]  # fmt: skip

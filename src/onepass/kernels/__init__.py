@@ -12,13 +12,13 @@ from onepass.kernels.linear_statistics import linear_statistics, state_bytes, su
 from onepass.kernels.merge_shards import merge_divergences, merge_shards
 from onepass.kernels.router import route
 from onepass.kernels.router_gradient import route_gradient
+from onepass.kernels.row_average import row_share, row_sum
 from onepass.kernels.row_gemm import row_gemm
-from onepass.kernels.row_mean import row_mean
 from onepass.kernels.scale import scale
 from onepass.kernels.scattered_linear import scattered_linear, scattered_linear_gradient
 from onepass.kernels.selected_logits import selected_logits, selected_logits_gradient
 from onepass.kernels.softmax_gradient import softmax_gradient, supports_early_gradient
-from onepass.kernels.softmax_loss import softmax_loss, supports_fused_loss
+from onepass.kernels.softmax_loss import reads_once, softmax_loss, supports_fused_loss
 from onepass.kernels.softmax_statistics import shard_statistics, softmax_statistics
 from onepass.kernels.teacher_tokens import teacher_tokens
 from onepass.kernels.token_sort import count_tiles, sort_by_expert
@@ -35,10 +35,12 @@ __all__ = [
     "linear_statistics",
     "merge_divergences",
     "merge_shards",
+    "reads_once",
     "route",
     "route_gradient",
     "row_gemm",
-    "row_mean",
+    "row_share",
+    "row_sum",
     "scale",
     "scattered_linear",
     "scattered_linear_gradient",

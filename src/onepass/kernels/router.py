@@ -27,6 +27,7 @@ from onepass.kernels.router_scores import (
     is_relative,
     raw_scores,
     relative,
+    replayed,
     sigmoid,
     sqrtsoftplus,
     undefined,
@@ -105,13 +106,12 @@ def popped(v, ids, first, CHUNKS: tl.constexpr):
 @triton.jit(
     do_not_specialize=["T", "stride"],
     do_not_specialize_on_alignment=[
-        "selection_bias", "token_mask", "weights", "experts", "counts", "prob_sums", "logsumexp",
+        "selection_bias", "token_mask", "given", "weights", "experts", "counts", "prob_sums", "logsumexp", "changed",
     ],
 )  # fmt: skip
 def routing_kernel(
-    logits: "Rows", selection_bias: "Flat", token_mask: "Flat", weights: "Out", experts: "Out", counts: "Out",
-    prob_sums: "Out",
-    logsumexp: "Out",
+    logits: "Rows", selection_bias: "Flat", token_mask: "Flat", given: "Flat", weights: "Out", experts: "Out",
+    counts: "Out", prob_sums: "Out", logsumexp: "Out", changed: "Out",
     T: tl.int32, stride: tl.int64, inner: tl.float32, outer: tl.float32, scale: tl.float32, eps: tl.float32,
     E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
     TOP2: tl.constexpr, RENORMALIZE: tl.constexpr, RELATIVE: tl.constexpr, AFTER: tl.constexpr,
@@ -120,9 +120,11 @@ def routing_kernel(
 ):  # fmt: skip
     """Select K experts for every token, and compute their weights, the counts and the sums for auxiliary losses.
 
-    Inputs: ``logits`` ``(T, E)``; ``selection_bias`` ``(E,)`` and ``token_mask`` ``(T,)``, each or None.
+    Inputs: ``logits`` ``(T, E)``; ``selection_bias`` ``(E,)``, ``token_mask`` ``(T,)`` and ``given`` ``(T, K)``, the
+    experts to replay, each or None.
     Outputs: ``weights`` and ``experts`` ``(T, K)``; ``counts`` ``(E,)``, to which the program adds unless it is ALONE;
-    ``prob_sums`` ``(programs, E)``, summed over the tokens of each program, and ``logsumexp`` ``(T,)``, or None.
+    ``prob_sums`` ``(programs, E)``, summed over the tokens of each program, and ``logsumexp`` ``(T,)``, or None;
+    ``changed`` ``()``, the number of replayed choices that differ, to which the program adds as to ``counts``, or None.
     Bytes moved: see the module docstring.
     """
     GROUPS_OF_CHUNK: tl.constexpr = BLOCK_G // CHUNKS
@@ -224,6 +226,14 @@ def routing_kernel(
         v, ids = popped(v, ids, first, CHUNKS)
         selected = tl.where(k == i, first[:, None], selected)
     selected = tl.where((bad | (active == 0))[:, None], k, selected)
+    if given is not None:
+        selected, invalid, differ = replayed(given, selected, t, k, active, T, E, K)
+        bad = bad | invalid
+        if changed is not None:
+            if ALONE:
+                tl.store(changed, tl.sum(differ))
+            else:
+                tl.atomic_add(changed, tl.sum(differ), sem="relaxed")
 
     valid = (t[:, None] < T) & (k < K)
     counted = valid & active[:, None]
@@ -286,21 +296,24 @@ def plan_for(shape: Shape, options: RouterOptions) -> Plan:
 
 
 def route(
-    logits: torch.Tensor, selection_bias: torch.Tensor | None, token_mask: torch.Tensor | None, options: RouterOptions
-) -> RoutingResults:
-    """Weights, experts, counts, summed probabilities and logsumexp, as in `empty_routing`.
+    logits: torch.Tensor, selection_bias: torch.Tensor | None, token_mask: torch.Tensor | None,
+    given: torch.Tensor | None, options: RouterOptions,
+) -> RoutingResults:  # fmt: skip
+    """Weights, experts, counts, summed probabilities, logsumexp and changed choices, as in `empty_routing`.
 
-    This takes one launch. If there are several programs, it takes another to clear the counts, and one to add up the
-    sums of the programs if ``options.sums``.
+    This takes one launch. If there are several programs, it takes another to clear the counts (and the number of
+    changed choices), and one to add up the sums of the programs if ``options.sums``.
     """
-    weights, experts, counts, prob_sums, logsumexp = results = empty_routing(logits, options)
+    weights, experts, counts, prob_sums, logsumexp, changed = results = empty_routing(logits, options)
     T, E = logits.shape
     programs = -(-T // tokens_of_tile(T, E, options))
     parts = prob_sums if prob_sums is None or programs == 1 else prob_sums.new_empty((programs, E))
     if programs != 1:
         counts.zero_()
+    if changed is not None and (programs != 1 or given is None):
+        changed.zero_()
     if T:
-        tensors = selection_bias, token_mask, weights, experts, counts, parts, logsumexp
+        tensors = selection_bias, token_mask, given, weights, experts, counts, parts, logsumexp, changed
         launch(plan_for, ((T, E, logits.stride(0)), options), (logits, *tensors))
     if parts is not None and programs != 1:
         torch.sum(parts, 0, out=prob_sums)

@@ -17,6 +17,7 @@ from onepass.kernels.router_scores import (
     is_relative,
     raw_scores,
     relative,
+    replayed,
     sigmoid,
     undefined,
     warps_of,
@@ -28,12 +29,12 @@ TILE, VECTORS, VALUES = 1024, 4, 8  # logits per program; vectors per thread, wh
 @triton.jit(
     do_not_specialize=["T", "stride", "w_stride", "p_stride", "l_stride"],
     do_not_specialize_on_alignment=[
-        "experts", "token_mask", "grad_weights", "grad_prob_sums", "grad_logsumexp",
+        "experts", "token_mask", "given", "grad_weights", "grad_prob_sums", "grad_logsumexp",
     ],
 )  # fmt: skip
 def routing_gradient_kernel(
-    logits: "Rows", out: "Out", experts: "Flat", token_mask: "Flat", grad_weights: "Strided", grad_prob_sums: "Strided",
-    grad_logsumexp: "Strided",
+    logits: "Rows", out: "Out", experts: "Flat", token_mask: "Flat", given: "Flat", grad_weights: "Strided",
+    grad_prob_sums: "Strided", grad_logsumexp: "Strided",
     T: tl.int32, stride: tl.int64, w_stride: tl.int32, p_stride: tl.int32, l_stride: tl.int32, inner: tl.float32,
     outer: tl.float32, scale: tl.float32, eps: tl.float32,
     E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, RELATIVE: tl.constexpr,
@@ -42,7 +43,8 @@ def routing_gradient_kernel(
 ):  # fmt: skip
     """The gradient of the logits.
 
-    Inputs: ``logits`` ``(T, E)``; ``experts`` ``(T, K)``; ``token_mask`` ``(T,)`` or None; the upstream gradients
+    Inputs: ``logits`` ``(T, E)``; ``experts`` ``(T, K)``; ``token_mask`` ``(T,)`` or None; ``given`` ``(T, K)``, the
+    experts that the forward was told to replay, or None: their invalid tokens have no gradient; the upstream gradients
     ``grad_weights`` ``(T, K)``, ``grad_prob_sums`` ``(E,)`` and ``grad_logsumexp`` ``(T,)``, each or None.
     Output: ``out`` ``(T, E)``.
     Bytes moved: the logits in, their gradient out.
@@ -68,6 +70,8 @@ def routing_gradient_kernel(
     # The path through the weights: g is the gradient of the selected scores, then of their logits.
     valid = (t[:, None] < T) & (k < K)
     selected = tl.load(experts + t[:, None] * K + k, mask=valid, other=0).to(tl.int32)
+    if given is not None:
+        bad = bad | replayed(given, selected, t, k, active, T, E, K)[1]
     x_selected = tl.load(start[:, None] + selected, mask=valid & active[:, None], other=0.0)
     z_selected, slope_selected = transform_and_slope(x_selected, inner, outer, SOFTCAP)
     g = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
@@ -136,8 +140,8 @@ def gradient_plan_for(shape: Shape, strides: tuple[int, ...], options: RouterOpt
 
 
 def route_gradient(
-    logits: torch.Tensor, experts: torch.Tensor, token_mask: torch.Tensor | None, grads: RoutingGradients,
-    options: RouterOptions,
+    logits: torch.Tensor, experts: torch.Tensor, token_mask: torch.Tensor | None, given: torch.Tensor | None,
+    grads: RoutingGradients, options: RouterOptions,
 ) -> torch.Tensor:  # fmt: skip
     """The gradient of the logits, in their dtype, from those of the weights, summed probabilities and logsumexp."""
     grad_weights, *of_sums = grads
@@ -149,5 +153,5 @@ def route_gradient(
     strides = tuple([0 if g is None else g.stride(0) for g in upstream])
     if T:
         about = (T, E, logits.stride(0)), strides, options
-        launch(gradient_plan_for, about, (logits, out, experts, token_mask, *upstream))
+        launch(gradient_plan_for, about, (logits, out, experts, token_mask, given, *upstream))
     return out

@@ -79,6 +79,28 @@ def relative(s, z, m, total, valid, eps, SCORE: tl.constexpr):
     return s, tl.where(tiny, larger, eps), tiny
 
 
+@triton.jit
+def replayed(given, natural, t, k, active, T, E: tl.constexpr, K: tl.constexpr):
+    """Replace the ``natural`` experts ``(T, K)`` of active tokens by the ``given`` ones, unless one of these is -1.
+
+    Also returns a mask of tokens with an id that is repeated or is no expert, which have the experts 0 … K - 1, and the
+    number of given ids of each token that are not among the natural ones.
+    """
+    valid = (t[:, None] < T) & (k < K)
+    ids = tl.load(given + t[:, None] * K + k, mask=valid, other=0).to(tl.int64)
+    free = (tl.max((ids == -1).to(tl.int32), axis=1) > 0) | (active == 0)
+    wrong = valid & ((ids < 0) | (ids >= E))
+    differ = tl.zeros_like(natural)
+    for i in range(K):
+        one = tl.load(given + t * K + i, mask=t < T, other=0).to(tl.int64)[:, None]
+        wrong = wrong | (valid & (ids == one) & (k != i))
+        found = tl.max(((natural.to(tl.int64) == one) & (k < K)).to(tl.int32), axis=1)
+        differ = tl.where(k == i, 1 - found[:, None], differ)
+    invalid = (tl.max(wrong.to(tl.int32), axis=1) > 0) & (free == 0)
+    experts = tl.where(free[:, None], natural, tl.where(invalid[:, None], k, ids.to(tl.int32)))
+    return experts, invalid, tl.where(free, 0, tl.sum(differ, axis=1))
+
+
 def warps_of(elements: int, of_thread: int) -> int:
     """Warps per program, where a thread has about ``of_thread`` of the ``elements``."""
     return layout.warps(min(MOST_THREADS, max(1, elements // of_thread)))

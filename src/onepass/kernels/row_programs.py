@@ -23,25 +23,39 @@ def arrives_last(pieces, rows, row, STATE: tl.constexpr, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def wait_for_all(pieces, rows, row, STATE: tl.constexpr, SPLITS: tl.constexpr):
-    """Wait until all SPLITS programs of a row have published their numbers. ``pieces`` is as in `arrives_last`."""
-    tl.debug_barrier()
-    arrived = (pieces + rows * (STATE * SPLITS)).to(tl.pointer_type(tl.int32), bitcast=True) + row
-    count = tl.atomic_add(arrived, 1, sem="acq_rel") + 1
-    while count < SPLITS:
-        count = tl.atomic_add(arrived, 0, sem="acquire")
+def publish(words, a, b):
+    """Write two float32 numbers to ``words`` as one word, which is never 0: see `collect`."""
+    high = tl.where(a == a, a, float("nan")).to(tl.int32, bitcast=True).to(tl.int64) + 1  # any NaN becomes this one
+    low = b.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    tl.atomic_xchg(words, (high << 32) | low, sem="relaxed")
 
 
 @triton.jit
-def take_turn(pieces, rows, STATE: tl.constexpr, SPLITS: tl.constexpr):
-    """A number for every program, in the order in which the programs start to run.
+def collect(words, PIECES: tl.constexpr, BLOCK: tl.constexpr):
+    """Wait for the words of PIECES programs of a row, and return their pairs of numbers, BLOCK of each.
+
+    A word says by not being 0 that it has been written, and is written at once. So nothing has to be ordered, and no
+    fence empties the cache of the multiprocessor, in which the programs find their piece of the row again.
+    """
+    piece = tl.arange(0, BLOCK)
+    there = piece < PIECES
+    found = tl.load(words + piece, mask=there, other=1, volatile=True)
+    while tl.min((found != 0).to(tl.int32), axis=0) == 0:
+        found = tl.load(words + piece, mask=there, other=1, volatile=True)
+    high = ((found >> 32) - 1).to(tl.int32).to(tl.float32, bitcast=True)
+    low = (found & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+    return high, low, there
+
+
+@triton.jit
+def take_turn(turns):
+    """A number for every program, in the order in which the programs start to run; ``turns`` is 0 before the launch.
 
     Programs that wait for others must not keep these from starting. With this number, the programs of a row start one
     after the other. Programs that wait for one that has not started all belong to the row that was begun last, and the
     next programs to start are those of this row.
     """
-    turns = (pieces + rows * (STATE * SPLITS + 1)).to(tl.pointer_type(tl.int32), bitcast=True)
-    return tl.atomic_add(turns, 1, sem="relaxed")
+    return tl.atomic_add(turns.to(tl.pointer_type(tl.int32), bitcast=True), 1, sem="relaxed")
 
 
 @triton.jit

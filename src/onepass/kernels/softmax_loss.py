@@ -15,15 +15,15 @@ from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Layout, layout_of, power_of_two
 from onepass.kernels.online_softmax import LOWEST, factors_of_row, merge, transform
-from onepass.kernels.row_programs import take_turn, wait_for_all, write_zeros
+from onepass.kernels.row_programs import collect, publish, take_turn, write_zeros
 from onepass.kernels.softmax_fields import LOG_NORMALIZER, SHIFT, WEIGHTED_LOGIT, gradient
 from onepass.kernels.softmax_gradient import write_tile
 from onepass.kernels.softmax_statistics import read_tile
 
 FIELDS = {"log_probs", "selected", "shift", "log_normalizer", "weighted_logit"}  # the fields that the kernel computes
-STATE = tl.constexpr(4)  # numbers per state
 # A piece is short enough for those of all running programs to stay in the cache, but long enough to hide the waiting.
-MOST_LANES, TILES = 256, 5
+MOST_LANES, TILES, MOST_SPLITS = 256, 6, 32
+LEAST_LOGITS = 1 << 26  # of a tensor that is read once: below, the host is the limit, which has more to do for it
 
 
 @triton.jit(
@@ -41,20 +41,22 @@ def softmax_loss_kernel(
     s_stride: tl.int32,
     inner: tl.float32, outer: tl.float32, class_weight: tl.float32,
     SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, WEIGHTED: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
-    UNROLL: tl.constexpr, SPLITS: tl.constexpr,
+    UNROLL: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The statistics of every row, and its gradient, which overwrites the logits if ``out`` is None.
 
     Inputs: ``logits`` ``(rows, V)``; ``class_weights`` ``(V,)``, ``row_mask`` and ``temperature`` ``(rows,)``, each or
     None; ``index`` ``(rows,)``; the upstream gradients ``(rows,)``, each or None.
     Outputs: the gradient in ``out`` ``(rows, V)`` or in ``logits``; ``packed`` ``(len(PACKED), rows)``; ``selected``
-    ``(rows,)``. ``pieces`` is the workspace of programs that share a row.
+    ``(rows,)``. ``pieces`` is the workspace of the SPLITS programs that share a row: two numbers of each in a word,
+    ``(rows, SPLITS)``, the same of two more if WEIGHTED, and how many programs have started. BLOCK is a power of two.
     Bytes moved: see the module docstring.
     """
     TILE: tl.constexpr = LANES * VEC
     turn = tl.program_id(0)
     if SPLITS > 1:
-        turn = take_turn(pieces, rows, STATE, SPLITS)
+        WORDS: tl.constexpr = 2 * SPLITS if WEIGHTED else SPLITS
+        turn = take_turn(pieces + rows.to(tl.int64) * (2 * WORDS))
     row = (turn // SPLITS).to(tl.int64)
     split = turn % SPLITS
     piece = tl.cdiv(V, TILE * SPLITS) * TILE
@@ -72,8 +74,8 @@ def softmax_loss_kernel(
     shift, log_normalizer, weighted_logit, z_selected = 0.0, 0.0, 0.0, 0.0
     column = tl.load(index + row)
     inside = (column >= 0) & (column < V)
-    # Read before the last program of the row arrives, and so before any of them writes.
-    x_selected = tl.load(x + column, mask=inside & active, other=0.0)
+    mine = (column >= low) & (column < high)  # of this program, which is the only one that reads and writes it
+    x_selected = tl.load(x + column, mask=mine & active, other=0.0)
     a, d, w = 0.0, 0.0, 0.0
     if active:
         if grad_log_normalizer is not None:
@@ -87,29 +89,29 @@ def softmax_loss_kernel(
     if active:
         zero = tl.zeros([LANES], tl.float32)
         m, s, v, c = zero + LOWEST, zero, zero, zero
+        # The first read keeps the piece in the cache for the second, after which it is not needed.
         for col in tl.range(low, full, TILE, loop_unroll_factor=UNROLL):
             m, s, _, v, c, _, _ = read_tile(
                 m, s, zero, v, c, zero, zero, x, class_weights, col, 0, high, inner, outer, class_weight, 0.0, 0.0,
-                SOFTCAP, False, WEIGHTED, False, False, LANES, VEC, False)  # fmt: skip
+                SOFTCAP, False, WEIGHTED, False, False, LANES, VEC, False, "evict_last")  # fmt: skip
         if full < high:
             m, s, _, v, c, _, _ = read_tile(
                 m, s, zero, v, c, zero, zero, x, class_weights, full, 0, high, inner, outer, class_weight, 0.0, 0.0,
-                SOFTCAP, False, WEIGHTED, False, False, LANES, VEC, True)  # fmt: skip
+                SOFTCAP, False, WEIGHTED, False, False, LANES, VEC, True, "evict_last")  # fmt: skip
         m, s, _, v, c, _, _ = merge(m, s, s, v, c, s, s, 0.0, False, WEIGHTED, False, False)
         if SPLITS > 1:
-            record = pieces + row * (STATE * SPLITS)
-            tl.store(record + split, m)
-            tl.store(record + split + SPLITS, s)
+            words = pieces.to(tl.pointer_type(tl.int64), bitcast=True) + row * WORDS
+            publish(words + split, m, s)
+            vs, cs = v, c
             if WEIGHTED:
-                tl.store(record + split + SPLITS * 2, v)
-                tl.store(record + split + SPLITS * 3, c)
-            wait_for_all(pieces, rows, row, STATE, SPLITS)
-            record += tl.arange(0, SPLITS)
-            ms, ss = tl.load(record, volatile=True), tl.load(record + SPLITS, volatile=True)
-            vs, cs = ss, ss
+                publish(words + SPLITS + split, v, c)
+                vs, cs, _ = collect(words + SPLITS, SPLITS, BLOCK)
+            ms, ss, there = collect(words, SPLITS, BLOCK)
+            ms, ss = tl.where(there, ms, LOWEST), tl.where(there, ss, 0.0)
             if WEIGHTED:
-                vs = tl.load(record + SPLITS * 2, volatile=True)
-                cs = tl.load(record + SPLITS * 3, volatile=True)
+                vs, cs = tl.where(there, vs, 0.0), tl.where(there, cs, 0.0)
+            else:
+                vs, cs = ss, ss
             m, s, _, v, c, _, _ = merge(ms, ss, ss, vs, cs, ss, ss, 0.0, False, WEIGHTED, False, False)
         # As in softmax_statistics, an index outside the vocabulary or a row without a distribution gives NaN.
         s = tl.where(inside & (s > 0), s, float("nan"))
@@ -124,15 +126,17 @@ def softmax_loss_kernel(
         tl.store(packed + LOG_NORMALIZER * rows, log_normalizer)
         if WEIGHTED:
             tl.store(packed + WEIGHTED_LOGIT * rows, weighted_logit)
+    if mine | ((split == 0) & ~inside):
         tl.store(selected + row, z_selected)
     if needed:
         for col in tl.range(low, full, TILE):
             write_tile(x, g, class_weights, col, 0, high, shift, log_normalizer, 0.0, a, 0.0, d, 0.0, inner, outer,
-                       0.0, class_weight, SOFTCAP, False, WEIGHTED, False, LANES, VEC, False)  # fmt: skip
+                       0.0, class_weight, SOFTCAP, False, WEIGHTED, False, LANES, VEC, False,
+                       "evict_first")  # fmt: skip
         if full < high:
             write_tile(x, g, class_weights, full, 0, high, shift, log_normalizer, 0.0, a, 0.0, d, 0.0, inner, outer,
-                       0.0, class_weight, SOFTCAP, False, WEIGHTED, False, LANES, VEC, True)  # fmt: skip
-        mine = (column >= low) & (column < high)
+                       0.0, class_weight, SOFTCAP, False, WEIGHTED, False, LANES, VEC, True,
+                       "evict_first")  # fmt: skip
         weight = class_weight
         if class_weights is not None:
             weight = tl.load(class_weights + column, mask=mine, other=0.0).to(tl.float32)
@@ -144,13 +148,17 @@ def softmax_loss_kernel(
         write_zeros(g, low, high, 0, LANES, VEC)
 
 
-def splits_for(vocab: int, size: int) -> int:
-    """The number of programs that share a row of ``vocab`` logits of ``size`` bytes each."""
+def programs_for(vocab: int, size: int) -> tuple[int, int]:
+    """``(lanes, splits)`` for a row of ``vocab`` logits of ``size`` bytes: a program's width, and their number."""
+    vec = 16 // size
+    lanes = layout.lanes_for(vocab, vec, MOST_LANES)
     # Programs that wait for each other must run at the same time, but the interpreter runs one after the other.
     if layout.one_at_a_time():
-        return 1
-    vec = 16 // size
-    return power_of_two(-(-vocab // (layout.lanes_for(vocab, vec, MOST_LANES) * vec * TILES)))
+        return lanes, 1
+    splits = -(-vocab // (lanes * vec * TILES))
+    if splits != 2 and splits <= MOST_SPLITS:
+        return lanes, splits
+    return 2 * lanes, -(-vocab // (2 * lanes * vec * TILES))  # one wide program, or fewer that wait
 
 
 def most_splits(device: torch.device) -> int:
@@ -168,17 +176,18 @@ def plan_for(x: Layout, out_stride: int, gradient_strides: tuple[int, ...], opti
     """The launch of `softmax_loss_kernel`."""
     (rows, V), (row_stride, _), size = x
     VEC = 16 // size
-    lanes = layout.lanes_for(V, VEC, MOST_LANES)
-    SPLITS = splits_for(V, size)
+    lanes, SPLITS = programs_for(V, size)
     plain = options.transform.softcap is None and not options.wants("weighted_logit")
     constexprs = dict(
         SOFTCAP=options.transform.softcap is not None, LOG_PROBS=options.wants("log_probs"),
         WEIGHTED=options.wants("weighted_logit"), VEC=VEC, LANES=lanes, UNROLL=2 if plain else 1, SPLITS=SPLITS,
+        BLOCK=power_of_two(SPLITS),
     )  # fmt: skip
+    words = SPLITS * (2 if options.wants("weighted_logit") else 1)
     return Plan(
         softmax_loss_kernel, rows * SPLITS,
         (rows, V, row_stride, out_stride, *gradient_strides, *options.transform.factors(), options.class_weight),
-        constexprs, layout.warps(lanes), rows * (STATE.value * SPLITS + 1) + 1 if SPLITS > 1 else 0,
+        constexprs, layout.warps(lanes), 2 * rows * words + 1 if SPLITS > 1 else 0,
     )  # fmt: skip
 
 
@@ -188,26 +197,47 @@ def supports_fused_loss(logits: torch.Tensor, index: torch.Tensor | None, option
     It takes ``(rows, V)`` logits whose rows are aligned to 16 bytes, one index per row, some of the fields, and no more
     programs per row than can wait for each other.
     """
-    if logits.is_cuda and splits_for(logits.shape[-1], logits.element_size()) > max(1, most_splits(logits.device)):
+    _, splits = programs_for(logits.shape[-1], logits.element_size())
+    if logits.is_cuda and splits > max(1, most_splits(logits.device)):
         return False
     one = index is not None and index.dim() == 1
     aligned = not (logits.stride(0) * logits.element_size() % 16 or logits.data_ptr() % 16)
     return one and aligned and FIELDS.issuperset(options.names())
 
 
+def reads_once(logits: torch.Tensor, inputs: Inputs, options: Options) -> bool:
+    """Whether `softmax_loss` supports logits ``(..., V)`` and a new gradient, and is faster than two kernels."""
+    index, vocab = inputs.index, logits.shape[-1]
+    if index is None or index.dim() != logits.dim() - 1 or inputs.support is not None or options.invariant:
+        return False
+    # A soft-cap is computed twice and is then the limit, to which waiting for other programs adds.
+    if (
+        options.transform.softcap is not None
+        or logits.numel() < max(LEAST_LOGITS, 1)
+        or vocab * logits.element_size() % 16
+    ):
+        return False
+    if logits.dim() != 2 and not logits.is_contiguous():
+        return False
+    return supports_fused_loss(logits.view(-1, vocab), index.reshape(-1), options)
+
+
 def softmax_loss(
     logits: torch.Tensor, inputs: Inputs, grads: FieldGradients, options: Options, out: torch.Tensor
 ) -> Results:
-    """Return the `softmax_statistics` of the logits, and write their `softmax_gradient` to ``out``.
+    """Return the `softmax_statistics` of logits ``(..., V)``, and write their `softmax_gradient` to ``out``.
 
     ``out`` may be the logits. `supports_fused_loss` says whether this is possible.
     """
     index, row_mask, class_weights, temperature = inputs[:4]
     packed, selected, _ = results = empty_results(logits, index, options)
-    if len(logits):
-        of_fields = grads.log_normalizer, grads.weighted_logit, grads.selected  # `FIELDS` has no others
+    if logits.numel():
+        of_fields = [
+            g if g is None else g.reshape(-1) for g in (grads.log_normalizer, grads.weighted_logit, grads.selected)
+        ]
         strides = tuple([0 if g is None else g.stride(0) for g in of_fields])
-        to = None if out is logits else out
-        about = layout_of(logits), 0 if to is None else to.stride(0), strides, options
-        launch(plan_for, about, (logits, to, class_weights, index, row_mask, temperature, packed, selected, *of_fields))
+        x = logits if logits.dim() == 2 else logits.view(-1, logits.shape[-1])
+        to = None if out is logits else out if out.dim() == 2 else out.view(x.shape)
+        about = layout_of(x), 0 if to is None else to.stride(0), strides, options
+        launch(plan_for, about, (x, to, class_weights, index, row_mask, temperature, packed, selected, *of_fields))
     return results

@@ -42,11 +42,14 @@ def read_selected(x, index, row, k, K, V):
 def read_tile(m, s, t, w, c, q, u, logits, class_weights, col0, low, high, inner, outer, class_weight, sharpness,
               inverse_vocab, SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
               TEMPERED: tl.constexpr, MEAN: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
-              MASKED: tl.constexpr):  # fmt: skip
-    """Add columns ``[col0, col0 + LANES·VEC)`` to the state, only those within [low, high) if MASKED."""
+              MASKED: tl.constexpr, CACHED: tl.constexpr):  # fmt: skip
+    """Add columns ``[col0, col0 + LANES·VEC)`` to the state, only those within [low, high) if MASKED.
+
+    CACHED is the eviction policy of the logits.
+    """
     col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     valid = (col >= low) & (col < high) if MASKED else None
-    z = transform(tl.load(logits + col, mask=valid), inner, outer, SOFTCAP)
+    z = transform(tl.load(logits + col, mask=valid, eviction_policy=CACHED), inner, outer, SOFTCAP)
     if MEAN:
         u = u + tl.sum((tl.where(valid, z, 0.0) if MASKED else z) * inverse_vocab, axis=1)
     weight = class_weight
@@ -134,7 +137,7 @@ def softmax_statistics_kernel(
                 m, s, t, w, c, q, u = read_tile(
                     m, s, t, w, c, q, u, base, class_weights, low, head, high, inner, outer, class_weight,
                     sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN,
-                    LANES, VEC, True)  # fmt: skip
+                    LANES, VEC, True, "")  # fmt: skip
                 if TOP1:
                     first = first_vector(first, m_before, s_before, m, s, low, LANES, VEC)
         full = begin + tl.maximum(high - begin, 0) // TILE * TILE
@@ -142,14 +145,16 @@ def softmax_statistics_kernel(
             m_before, s_before = m, s
             m, s, t, w, c, q, u = read_tile(
                 m, s, t, w, c, q, u, base, class_weights, col, head, high, inner, outer, class_weight,
-                sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN, LANES, VEC, False)  # fmt: skip
+                sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN, LANES, VEC, False,
+                "")  # fmt: skip
             if TOP1:
                 first = first_vector(first, m_before, s_before, m, s, col, LANES, VEC)
         if full < high:
             m_before, s_before = m, s
             m, s, t, w, c, q, u = read_tile(
                 m, s, t, w, c, q, u, base, class_weights, full, head, high, inner, outer, class_weight,
-                sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN, LANES, VEC, True)  # fmt: skip
+                sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN, LANES, VEC, True,
+                "")  # fmt: skip
             if TOP1:
                 first = first_vector(first, m_before, s_before, m, s, full, LANES, VEC)
         lanes = m

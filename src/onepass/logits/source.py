@@ -5,6 +5,7 @@ A custom source overrides `LogitsSource.materialize`, and other methods that it 
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from onepass.core.checks import (
 )
 from onepass.core.dispatch import is_plain
 from onepass.core.invariance import is_batch_invariant
-from onepass.core.options import Inputs, Options, PairOptions, PairRows, Transform
+from onepass.core.options import Average, Inputs, Options, PairOptions, PairRows, Transform
 from onepass.core.shard import NOT_SHARDED, Shard, shared_columns
 from onepass.core.support import Support, check_support
 from onepass.softmax.divergence import divergence_of
@@ -60,6 +61,7 @@ class LogitsSource:
     dtype: torch.dtype
     device: torch.device
     shard = NOT_SHARDED
+    early_gradient = True  # whether the forward of a reduced loss may compute the gradient of logits in memory
 
     def dim(self) -> int:
         """The number of dimensions."""
@@ -116,16 +118,17 @@ class LogitsSource:
             row_inputs: ``(..., *)``, differentiable.
             linear: whether the loss is linear in the fields. Its gradient is then known before the logits are read.
         """
-        if loss_fn is None and isinstance(divisor, Count) and divisor.rows is inputs.row_mask:
-            mean = self.mean_of_field(inputs, options, 1 / divisor.factor)
-            if mean is not None:
-                return mean
+        average = None if loss_fn is not None else average_of(divisor, inputs, self.device)
+        if average is not None and self.is_eager and self.shape[:-1].numel() <= MOST_ROWS_OF_MEAN:
+            reduced = self.average_of_field(inputs, options, average)
+            if reduced is not None:
+                return reduced
         fields = self.statistics(inputs, options)
         loss = fields[options.fields] if loss_fn is None else loss_fn(fields, *row_inputs)
         return divided(loss, divisor, self.dim() - 1)
 
-    def mean_of_field(self, inputs: Inputs, options: Options, factor: float) -> Tensor | None:
-        """``factor`` times the mean of the only field of ``options`` over the rows that are not masked.
+    def average_of_field(self, inputs: Inputs, options: Options, average: Average) -> Tensor | None:
+        """The average of the only field of ``options``.
 
         None if this takes no fewer launches than `statistics` and a reduction.
         """
@@ -187,10 +190,8 @@ class TensorLogits(LogitsSource):
         fields = statistics_of(self.logits, inputs, options, self.inplace_backward)
         return dict(zip(options.names(), fields))
 
-    def mean_of_field(self, inputs: Inputs, options: Options, factor: float) -> Tensor | None:
-        if not self.is_eager or self.shape[:-1].numel() > MOST_ROWS_OF_MEAN:
-            return None
-        return statistics_of(self.logits, inputs, options, self.inplace_backward, factor)[0]
+    def average_of_field(self, inputs: Inputs, options: Options, average: Average) -> Tensor | None:
+        return statistics_of(self.logits, inputs, options, self.inplace_backward, average, self.early_gradient)[0]
 
     def rows_with(self, selected: Tensor) -> Tensor | None:
         return None  # without a mask, nearly every row has a token
@@ -200,13 +201,19 @@ Logits = Tensor | LogitsSource
 WRAPPERS: dict[str, Callable[[Any, str], LogitsSource]] = {}  # sources of subclasses of Tensor, by the subclass's name
 
 
-def as_source(logits: Logits, name: str = "logits", inplace_backward: bool = False) -> LogitsSource:
-    """Return a source unchanged, and a tensor of logits, after checking it, as a source.
+def as_source(
+    logits: Logits, name: str = "logits", inplace_backward: bool = False, early_gradient: bool = True
+) -> LogitsSource:
+    """Return a source, and a tensor of logits, after checking it, as a source. See `LogitsSource.early_gradient`.
 
     Raises:
         TypeError, ValueError: the logits are neither a floating-point tensor ``(..., V)`` nor a source, or
             ``inplace_backward`` is set for a source that is not a tensor.
     """
+    if not early_gradient:
+        source = copy(as_source(logits, name, inplace_backward))
+        source.early_gradient = False
+        return source
     if not isinstance(logits, LogitsSource):
         wrapper = WRAPPERS.get(type(logits).__name__)
         if wrapper is not None:
@@ -216,6 +223,16 @@ def as_source(logits: Logits, name: str = "logits", inplace_backward: bool = Fal
     if inplace_backward:
         raise ValueError(f"inplace_backward: expected a tensor of logits, got {type(logits).__name__}")
     return logits
+
+
+def average_of(divisor: Divisor, inputs: Inputs, device: torch.device) -> Average | None:
+    """The average that a sum over rows and this divisor make; None if it is not an `Average`."""
+    if isinstance(divisor, Count):
+        return Average(1 / divisor.factor, True) if divisor.rows is inputs.row_mask else None
+    if isinstance(divisor, Tensor):
+        constant = divisor.numel() == 1 and not divisor.requires_grad and divisor.device == device
+        return Average(1.0, False, divisor.detach()) if constant and is_plain(divisor) else None
+    return Average(1 / divisor) if divisor else None
 
 
 def divided(loss: Tensor, divisor: Divisor, row_dims: int) -> Tensor:

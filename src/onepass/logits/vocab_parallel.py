@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from onepass.backend import is_debugging
 from onepass.core.checks import FLOATS, check_integer, described
 from onepass.core.dispatch import constant_in_trace, is_plain
-from onepass.core.options import Inputs, Options, Transform
+from onepass.core.options import Average, Inputs, Options, Transform
 from onepass.core.shard import Group, Shard, leading
 from onepass.logits.partitioned import in_order
-from onepass.logits.source import MOST_ROWS_OF_MEAN, WRAPPERS, Fields, LogitsSource, TensorLogits, divided_by
+from onepass.logits.source import WRAPPERS, Fields, LogitsSource, TensorLogits, divided_by
 from onepass.softmax.shards import (
     GatheredColumns,
     Sum,
@@ -101,16 +101,14 @@ class VocabParallelLogits(LogitsSource):
             return {"selected": divided_by(selected, inputs.temperature, inputs.row_mask)}
         return dict(zip(options.names(), self.fields(inputs, options)))
 
-    def mean_of_field(self, inputs: Inputs, options: Options, factor: float) -> Tensor | None:
-        if not self.is_eager or self.shape[:-1].numel() > MOST_ROWS_OF_MEAN:
-            return None
-        return self.fields(inputs, options, factor)[0]
+    def average_of_field(self, inputs: Inputs, options: Options, average: Average) -> Tensor | None:
+        return self.fields(inputs, options, average)[0]
 
-    def fields(self, inputs: Inputs, options: Options, mean: float | None = None) -> tuple[Tensor, ...]:
-        """The fields of every row, or ``mean`` times the mean of the only one; see `statistics_of`."""
+    def fields(self, inputs: Inputs, options: Options, average: Average | None = None) -> tuple[Tensor, ...]:
+        """The fields of every row, or an average of the only one; see `statistics_of`."""
         first = self.shard.first
         local = inputs.columns(first, first + self.shard.size)
-        return statistics_of_shards(self.local_logits, local, self.shard, options, mean)
+        return statistics_of_shards(self.local_logits, local, self.shard, options, average, self.early_gradient)
 
     def selected(self, index: Tensor, transform: Transform) -> Tensor:
         """The transformed logits ``(..., K)`` of the classes ``index``, NaN outside the vocabulary."""

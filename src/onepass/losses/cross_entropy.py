@@ -40,6 +40,7 @@ def cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     inplace_backward: bool = False,
+    gradient_in_forward: bool = True,
 ) -> Tensor:
     r"""Cross-entropy between logits and class indices, in one read; see also `torch.nn.functional.cross_entropy`.
 
@@ -69,6 +70,10 @@ def cross_entropy(
             reduction or ``num_items``.
         temperature, softcap, logit_scale: the transform of the logits, see `onepass.softmax_statistics`.
         inplace_backward: see `onepass.selective_log_softmax`.
+        gradient_in_forward: whether the forward may compute the gradient of a tensor of logits too, from the same read,
+            if the loss is a mean or a sum without class weights, label smoothing and z-loss. The backward computes it
+            again if its upstream gradient is not that of the last backward. Set it to False for losses of logits that
+            require a gradient but have no backward. A linear head needs no such choice.
 
     Returns:
         float32 (float64 for float64 logits): a scalar, or ``(...)`` for ``reduction="none"``.
@@ -76,7 +81,7 @@ def cross_entropy(
     Raises:
         TypeError, ValueError, IndexError: as `onepass.softmax_statistics`, which also documents -inf and NaN logits.
     """
-    source = as_source(logits, inplace_backward=inplace_backward)
+    source = as_source(logits, inplace_backward=inplace_backward, early_gradient=bool(gradient_in_forward))
     check_choice(reduction, "reduction", REDUCTIONS)
     label_smoothing = check_number(label_smoothing, "label_smoothing", 0, 1, open_low=False)
     z_loss_weight = check_number(z_loss_weight, "z_loss_weight", 0, open_low=False)
@@ -156,6 +161,7 @@ class CrossEntropyLoss(torch.nn.Module):
         softcap: float | None = None,
         logit_scale: float = 1.0,
         inplace_backward: bool = False,
+        gradient_in_forward: bool = True,
     ) -> None:
         super().__init__()
         self.register_buffer("class_weights", class_weights)
@@ -165,7 +171,7 @@ class CrossEntropyLoss(torch.nn.Module):
         self.reduction: Reduction = reduction
         self.mean_group = mean_group
         self.temperature, self.softcap, self.logit_scale = temperature, softcap, logit_scale
-        self.inplace_backward = inplace_backward
+        self.inplace_backward, self.gradient_in_forward = inplace_backward, gradient_in_forward
 
     def forward(
         self,
@@ -180,6 +186,7 @@ class CrossEntropyLoss(torch.nn.Module):
             label_smoothing=self.label_smoothing, z_loss_weight=self.z_loss_weight, reduction=self.reduction,
             num_items=num_items, mean_group=self.mean_group, temperature=self.temperature, softcap=self.softcap,
             logit_scale=self.logit_scale, inplace_backward=self.inplace_backward,
+            gradient_in_forward=self.gradient_in_forward,
         )  # fmt: skip
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

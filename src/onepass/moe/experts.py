@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onepass.backend import backend_of
-from onepass.core.checks import FLOATS, INF, check_choice, check_device, check_number, described
+from onepass.core.checks import FLOATS, INF, Adapter, adapter_of, check_choice, check_device, check_number, described
 from onepass.core.dispatch import autocast_dtype, empty_gradients, operation, refuse_second_derivatives
 from onepass.core.moe_options import (
     ACTIVATIONS,
@@ -24,9 +24,7 @@ from onepass.core.moe_options import (
 from onepass.core.quantized import Encoded, Weight, WeightParts
 from onepass.moe.quantized import apart
 from onepass.moe.router import Routing
-from onepass.moe.token_sort import group_by_expert
-
-Adapter = tuple[Tensor, Tensor, float]
+from onepass.moe.token_sort import check_groups, group_by_expert
 
 
 def expert_mlp(
@@ -44,6 +42,7 @@ def expert_mlp(
     lora_down: Adapter | None = None,
     alpha: float = 1.702,
     limit: float = 7.0,
+    groups: Groups | None = None,
     max_memory: int | None = None,
 ) -> Tensor:
     r"""The weighted sum of a token's experts: :math:`\sum_k w_k\, D_e\, f(G_e x, U_e x)`, e its k-th expert.
@@ -63,6 +62,7 @@ def expert_mlp(
         lora_gate_up, lora_down: ``(A, B, scaling)`` with A ``(E, R, inputs)`` and B ``(E, outputs, R)``: scaling·B A is
             added to the weight, without being materialized.
         alpha, limit: parameters of ``"swiglu_clamped"``.
+        groups: the result of `group_by_expert` for ``routing.experts``, as ``(T, K)``; it is called if this is None.
         max_memory: bytes of decoded experts at a time (at least one expert is), 384 MiB by default. Only a
             `QuantizedWeight` is decoded: each expert that has tokens, once in the forward and once in the backward.
 
@@ -114,21 +114,16 @@ def expert_mlp(
     rows = tensors.hidden.reshape(tokens, hidden.shape[-1]).contiguous()
     if rows.dtype != torch.float64:
         weights = weights.float()
-    groups = group_by_expert(experts, len(gate_up_weight), rows)
+    if groups is None:
+        groups = group_by_expert(experts, len(gate_up_weight), rows)
+    else:
+        check_groups(groups, experts, len(gate_up_weight), rows)
     tensors = tensors._replace(hidden=rows, weights=weights, gate_up=gate_up, down=down)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         out: Tensor = _Experts.apply(options, *tensors, experts, *groups, *parts.gate_up, *parts.down)
     else:
         out = _forward(tensors, experts, groups, parts, False, options)[0]
     return out.view(hidden.shape)
-
-
-def adapter_of(value: Adapter | None, name: str) -> tuple[Tensor | None, Tensor | None, float]:
-    if value is None:
-        return None, None, 0.0
-    if not isinstance(value, tuple | list) or len(value) != 3 or not all(isinstance(t, Tensor) for t in value[:2]):
-        raise TypeError(f"{name}: expected (A, B, scaling), two tensors and a number, got {described(value)}")
-    return value[0], value[1], check_number(value[2], f"{name}[2]", -INF)
 
 
 def check_experts(tensors: ExpertTensors, experts: Tensor, transposed: bool) -> None:

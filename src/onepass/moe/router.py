@@ -34,6 +34,9 @@ from onepass.core.moe_options import (
     empty_routing,
 )
 
+INTEGERS = frozenset({
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
+})  # fmt: skip
 SCALARS = frozenset((int, float, bool, str, type(None)))
 
 
@@ -46,6 +49,8 @@ class Routing(NamedTuple):
         counts: ``(E,)``, int32: the number of tokens of each expert.
         prob_sums: ``(E,)``: softmax probabilities summed over tokens, differentiable; None without ``losses``.
         logsumexp: ``(...)``: ``log Σ_e exp(z_e)``, differentiable; None without ``losses``.
+        changed: scalar, int32: the number of replayed choices that differ from those that the router would have made;
+            None without ``count_changed``.
     """
 
     weights: Tensor
@@ -53,6 +58,7 @@ class Routing(NamedTuple):
     counts: Tensor
     prob_sums: Tensor | None = None
     logsumexp: Tensor | None = None
+    changed: Tensor | None = None
 
 
 def route(
@@ -71,6 +77,8 @@ def route(
     softcap: float | None = None,
     token_mask: Tensor | None = None,
     losses: bool = False,
+    experts: Tensor | None = None,
+    count_changed: bool = False,
 ) -> Routing:
     r"""Select ``k`` experts for every token, and compute their weights.
 
@@ -95,12 +103,20 @@ def route(
         token_mask: ``(...)``, bool or 0/1. Tokens where it is False have weights and gradients of 0 and are left out of
             counts and sums; their experts are valid ids.
         losses: whether to return the sums that `load_balancing_loss` and `router_z_loss` need, from the same read.
+        experts: ``(..., K)``, of any integer dtype: a choice to replay, such as that of the sampler in reinforcement
+            learning (arXiv:2510.11370). It takes the place of the selection, in the given order, and neither groups nor
+            the bias restrict it. Weights, counts, sums and gradients are those of these experts, computed from all
+            logits as they are now. A token of which one id is -1 is routed naturally.
+        count_changed: whether to return how many replayed choices are not among the k that the router would have
+            selected. The number stays on the device.
 
     Returns:
         `Routing`. Weights and sums are differentiable with respect to the logits; the selection is not.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
+        IndexError, ValueError: an id of ``experts`` is not -1 or an expert, or is repeated in a token that is not
+            masked. Only on a CPU: elsewhere this token has NaN weights, a NaN gradient and the experts 0 … k - 1.
 
     A logit of -inf disables an expert: its score is 0, and it is selected only if too few others remain. A token with a
     NaN logit, or whose scores are not finite or (softmax) not a distribution, has NaN weights and the experts
@@ -111,7 +127,7 @@ def route(
     check_logits(router_logits, "router_logits")
     options = RouterOptions(
         k, score, n_group, topk_group, group_score, renormalize, scale, eps, score_after_topk, softcap, losses,
-        is_batch_invariant(),
+        is_batch_invariant(), count_changed,
     )  # fmt: skip
     plain = all([type(value) in SCALARS for value in options])  # a tensor may change, and a list cannot be hashed
     options = (check_once if plain else check_options)(router_logits.shape[-1], *options)
@@ -127,18 +143,25 @@ def route(
     if token_mask is not None:
         check_row_mask(token_mask, router_logits, "token_mask")
         token_mask = token_mask.reshape(-1)
+    if experts is not None:
+        if not isinstance(experts, Tensor) or experts.dtype not in INTEGERS:
+            raise TypeError(f"experts: expected a tensor of integers, got {described(experts)}")
+        if experts.shape != (*tokens, k):
+            raise ValueError(f"experts: expected shape {(*tokens, k)}, got {tuple(experts.shape)}")
+        check_device(experts, router_logits, "experts")
+        experts = experts.reshape(-1, k)
     logits = router_logits if router_logits.dim() == 2 else router_logits.reshape(-1, E)
     logits = logits if logits.stride(-1) == 1 or E == 1 else logits.contiguous()
     if torch.is_grad_enabled() and logits.requires_grad:
-        results: RoutingResults = _Route.apply(logits, selection_bias, token_mask, options)
+        results: RoutingResults = _Route.apply(logits, selection_bias, token_mask, experts, options)
     else:
-        results = _forward(logits, selection_bias, token_mask, options)
-    weights, experts, counts, prob_sums, logsumexp = results
+        results = _forward(logits, selection_bias, token_mask, experts, options)
+    weights, chosen, counts, prob_sums, logsumexp, changed = results
     if router_logits.dim() != 2:
-        weights, experts = weights.view(*tokens, k), experts.view(*tokens, k)
-    if not losses:
-        return Routing(weights, experts, counts)
-    return Routing(weights, experts, counts, prob_sums, logsumexp.view(tokens))  # type: ignore[union-attr]
+        weights, chosen = weights.view(*tokens, k), chosen.view(*tokens, k)
+    if logsumexp is None:
+        return Routing(weights, chosen, counts, changed=changed)
+    return Routing(weights, chosen, counts, prob_sums, logsumexp.view(tokens), changed)
 
 
 def softmax_topk(
@@ -202,6 +225,7 @@ def check_options(experts: int, *options: Any) -> RouterOptions:
         softcap=check_transform(1.0, o.softcap)[1],
         sums=bool(o.sums),
         invariant=o.invariant,
+        count_changed=bool(o.count_changed),
     )
     check_choice(o.score, "score", SCORES)
     check_choice(o.group_score, "group_score", GROUP_SCORES)
@@ -224,28 +248,30 @@ def check_once(experts: int, *options: Any) -> RouterOptions:
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, options: RouterOptions
-    ) -> RoutingResults:
-        results = _forward(logits, selection_bias, token_mask, options)
-        ctx.save_for_backward(logits, results[1], token_mask)
+        ctx: Any, logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, given: Tensor | None,
+        options: RouterOptions,
+    ) -> RoutingResults:  # fmt: skip
+        results = _forward(logits, selection_bias, token_mask, given, options)
+        ctx.save_for_backward(logits, results[1], token_mask, given)
         ctx.options = options
-        ctx.mark_non_differentiable(results[1], results[2])
+        ctx.mark_non_differentiable(*[results[n] for n in (1, 2, 5) if results[n] is not None])
         ctx.set_materialize_grads(False)
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        weights, _, _, prob_sums, logsumexp = grads
+        weights, _, _, prob_sums, logsumexp, _ = grads
         sums = (prob_sums, logsumexp) if ctx.options.sums else (None, None)
-        return _gradient(*ctx.saved_tensors, RoutingGradients(weights, *sums), ctx.options), None, None, None
+        return _gradient(*ctx.saved_tensors, RoutingGradients(weights, *sums), ctx.options), None, None, None, None
 
 
 @operation("onepass::route", lambda logits, options, **_: empty_routing(logits, options))
 def _forward(
-    logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, options: RouterOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    results: RoutingResults = backend_of(logits).route(logits, selection_bias, token_mask, options)
+    logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, given: Tensor | None,
+    options: RouterOptions,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    results: RoutingResults = backend_of(logits).route(logits, selection_bias, token_mask, given, options)
     return results
 
 
@@ -255,7 +281,8 @@ def _like_gradient(logits: Tensor, **_: Any) -> Tensor:
 
 @operation("onepass::route_gradient", _like_gradient)
 def _gradient(
-    logits: Tensor, experts: Tensor, token_mask: Tensor | None, grads: RoutingGradients, options: RouterOptions
-) -> Tensor:
-    out: Tensor = backend_of(logits).route_gradient(logits, experts, token_mask, grads, options)
+    logits: Tensor, experts: Tensor, token_mask: Tensor | None, given: Tensor | None, grads: RoutingGradients,
+    options: RouterOptions,
+) -> Tensor:  # fmt: skip
+    out: Tensor = backend_of(logits).route_gradient(logits, experts, token_mask, given, grads, options)
     return out

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from onepass.core.checks import check_choice, described
 from onepass.logits.invariant_linear import linear
 from onepass.logits.partitioned import whole
+from onepass.moe.followers import ATTRIBUTE
 from onepass.moe.router import Routing, route
 
 
@@ -74,7 +75,13 @@ FAMILY_OF = {name + suffix: name for name in FAMILIES for suffix in SUFFIXES}
 
 
 def route_block(
-    block: nn.Module, hidden_states: Tensor, *, token_mask: Tensor | None = None, losses: bool = False
+    block: nn.Module,
+    hidden_states: Tensor,
+    *,
+    token_mask: Tensor | None = None,
+    losses: bool = False,
+    experts: Tensor | None = None,
+    count_changed: bool = False,
 ) -> Routing:
     """`route` with the gate and the settings of a MoE block of transformers.
 
@@ -88,16 +95,17 @@ def route_block(
             DeepSeek-V3's own code: ``top_k``, ``scoring_func``, ``e_score_correction_bias``, ``n_group``,
             ``topk_group``, ``norm_topk_prob``, ``routed_scaling_factor``.
         hidden_states: ``(..., H)``, including the noise of a block that is trained with ``router_jitter_noise``.
-        token_mask, losses: see `route`.
+        token_mask, losses, experts, count_changed: see `route`.
 
     Returns:
         `Routing` of the tokens ``(...)``, differentiable with respect to hidden states, gate and LoRA.
 
     Raises:
         TypeError: the block lacks an attribute, which is named, or its gate has an adapter other than plain LoRA.
-        TypeError, ValueError: as `route`.
+        TypeError, ValueError, IndexError: as `route`.
     """
-    return _routed(block, hidden_states, token_mask=token_mask, losses=losses)[1]
+    given = {"experts": experts, "count_changed": count_changed}
+    return _routed(block, hidden_states, token_mask=token_mask, losses=losses, **given)[1]
 
 
 def router_outputs(router: nn.Module, hidden_states: Tensor, **given: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,7 +137,8 @@ def _routed(block: nn.Module, hidden_states: Tensor, **given: Any) -> tuple[Tens
         if method == "greedy":
             arguments["n_group"] = arguments["topk_group"] = 1
     logits = _logits(linear, adapters, hidden_states, family)
-    routing = route(logits, **arguments)
+    followed = None if arguments.get("experts") is not None else getattr(router, ATTRIBUTE, None)
+    routing = route(logits, **arguments) if followed is None else followed.route(logits, arguments)
     if family.min_sum:
         total = routing.weights.sum(-1, keepdim=True).clamp(min=said(family.min_sum))
         routing = routing._replace(weights=routing.weights / total)
@@ -167,6 +176,14 @@ def _family(router: nn.Module, block: nn.Module) -> str | None:
             if cls.__name__ in FAMILY_OF:
                 return FAMILY_OF[cls.__name__]
     return None
+
+
+def bias_of(router: nn.Module, block: nn.Module) -> Tensor | None:
+    """The selection bias of a router; None if its family has none."""
+    name = _family(router, block)
+    names = (FAMILIES[name] if name else OTHER).arguments.get("selection_bias")
+    bias: Tensor | None = None if names is None else _read(names, router, block, name)
+    return bias
 
 
 def _read(names: Attribute, router: nn.Module, block: nn.Module, family: str | None) -> Any:

@@ -15,7 +15,7 @@ from onepass.core.quantized import Encoded, Weight, WeightParts, joined
 from onepass.moe.experts import expert_mlp
 from onepass.moe.quantized import apart
 from onepass.moe.router import Routing
-from onepass.moe.token_sort import check_assignments, group_by_expert
+from onepass.moe.token_sort import check_assignments, check_groups, group_by_expert
 
 
 def scattered_linear(
@@ -71,27 +71,20 @@ def scattered_linear(
     if weights is not None and (not isinstance(weights, Tensor) or weights.dtype not in FLOATS):
         raise TypeError(f"weights: expected a floating-point tensor, got {described(weights)}")
     check_assignments(experts)
-    if groups is None:
-        groups = group_by_expert(experts, len(weight), x)
-    elif not isinstance(groups, Groups):
-        raise TypeError(f"groups: expected what `group_by_expert` returns, got {described(groups)}")
     (T, K), (E, N, inputs) = experts.shape, weight.mT.shape if transposed else weight.shape
-    tiles = (backend_of(x).count_tiles(T * K, E),)
     shapes = {
         "weight": (weight, tuple(weight.shape)), "experts": (experts, (T, K)),
         "x": (x, (T * K if grouped_in else T, inputs)), "bias": (bias, (E, N)), "weights": (weights, (T, K)),
-        "groups.offsets": (groups.offsets, (E + 1,)), "groups.order": (groups.order, (T * K,)),
-        "groups.tile_expert": (groups.tile_expert, tiles), "groups.tile_row": (groups.tile_row, tiles),
     }  # fmt: skip
     for name, (t, shape) in shapes.items():
-        if name.startswith("groups") and not isinstance(t, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {described(t)}")
         if t is not None and tuple(t.shape) != shape:
             raise ValueError(f"{name}: expected shape {shape}, got {tuple(t.shape)}")
-        if t is not None and name.startswith("groups") and t.dtype != torch.int32:
-            raise TypeError(f"{name}: expected int32, got {t.dtype}")
         if t is not None:
             check_device(t, x, name)
+    if groups is None:
+        groups = group_by_expert(experts, E, x)
+    else:
+        check_groups(groups, experts, E, x)
     if weights is not None and grouped_out:
         raise ValueError("grouped_out: expected False where there are weights, got True")
     weights = weights if weights is None or x.dtype == torch.float64 else weights.float()

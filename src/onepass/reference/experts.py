@@ -166,9 +166,17 @@ def expert_mlp_gradient(
     return tuple(g if n else None for n, g in zip(needed, found))  # type: ignore[return-value]
 
 
-def sort_by_expert(experts: Tensor, num_experts: int) -> Groups:
-    """Sort the assignments ``(T, K)`` by expert. Those to out-of-range ids come last."""
+def sort_by_expert(experts: Tensor, num_experts: int, counts: Maybe = None) -> Groups:
+    """Sort the assignments ``(T, K)`` by expert. Those to out-of-range ids come last.
+
+    With ``counts`` ``(E,)`` they are sorted already.
+    """
     E = num_experts
+    if counts is not None:
+        ends = counts.cumsum(0, dtype=torch.int32)
+        none = ends.new_empty(0)
+        order = torch.arange(experts.numel(), dtype=torch.int32, device=experts.device)
+        return Groups(order, torch.cat([ends.new_zeros(1), ends]), none, none.clone())
     ids, order = experts.where((experts >= 0) & (experts < E), E).flatten().sort(stable=True)
     offsets = torch.searchsorted(ids, torch.arange(E + 1, dtype=ids.dtype, device=ids.device), out_int32=True)
     return Groups(order.to(torch.int32), offsets, offsets.new_empty(0), offsets.new_empty(0))

@@ -8,19 +8,28 @@ from onepass.core.moe_options import LOG_TINY, RouterOptions, RoutingGradients, 
 
 
 def route(
-    logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, options: RouterOptions
-) -> RoutingResults:
-    """Weights, experts, counts, summed probabilities and logsumexp of ``(T, E)`` logits, as in `empty_routing`."""
+    logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, given: Tensor | None,
+    options: RouterOptions,
+) -> RoutingResults:  # fmt: skip
+    """Weights, experts, counts, sums and changed choices of ``(T, E)`` logits, as in `empty_routing`."""
     if options.invariant and len(logits) > 1:
-        tokens = [(logits[t], None if token_mask is None else token_mask[t]) for t in each(logits)]
-        return joined([route(x, selection_bias, mask, options) for x, mask in tokens], options)
+        parts = []
+        for t in each(logits):
+            mask, ids = (None if g is None else g[t] for g in (token_mask, given))
+            parts.append(route(logits[t], selection_bias, mask, ids, options))
+        return joined(parts, options)
     z = transformed(logits, options)
     experts = select(logits, z, selection_bias, token_mask, options)
+    bad, differ = undefined(z, options), torch.zeros_like(experts)
+    if given is not None:
+        experts, invalid, differ = replayed(given, experts, token_mask, z.shape[-1])
+        bad = bad | invalid
+    changed = differ.sum(dtype=torch.int32) if options.count_changed else None
     selected = raw_scores(z, experts, options)
     if options.renormalize:
         selected, eps, _ = relative(selected, z, experts, options)
         selected = selected / (selected.sum(-1, keepdim=True) + eps)
-    weights = (selected * options.scale).masked_fill(undefined(z, options), float("nan"))
+    weights = (selected * options.scale).masked_fill(bad, float("nan"))
     prob_sums = logsumexp = None
     if options.sums:
         p, logsumexp = z.softmax(-1), z.logsumexp(-1)
@@ -35,20 +44,48 @@ def route(
     if token_mask is not None:
         one = one.masked_fill((token_mask == 0).unsqueeze(-1), 0)
     counts = logits.new_zeros(logits.shape[-1], dtype=torch.int32).scatter_add_(0, experts.flatten(), one.flatten())
-    return weights, experts, counts, prob_sums, logsumexp
+    return weights, experts, counts, prob_sums, logsumexp, changed
+
+
+def replayed(given: Tensor, natural: Tensor, token_mask: Tensor | None, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The ``given`` experts of a token, or its ``natural`` ones if one of those is -1 or the token is masked.
+
+    Also returns a mask ``(T, 1)`` of tokens with an id that is repeated or is no expert, which have the experts
+    0 … K - 1, and a mask ``(T, K)`` of given ids that are not among the natural ones.
+
+    Raises:
+        IndexError, ValueError: there are such tokens, and they are on a CPU.
+    """
+    ids = given.long()
+    free = (ids == -1).any(-1, keepdim=True)
+    if token_mask is not None:
+        free = free | (token_mask == 0).unsqueeze(-1)
+    outside = ((ids < 0) | (ids >= experts)) & ~free
+    ordered = ids.sort(-1)[0]
+    invalid = outside.any(-1, keepdim=True) | ((ordered[:, 1:] == ordered[:, :-1]).any(-1, keepdim=True) & ~free)
+    if given.is_cpu and invalid.any():
+        if outside.any():
+            raise IndexError(f"experts: expected ids from 0 to {experts - 1}, or -1, got {ids[outside][0].item()}")
+        token = int(invalid.view(-1).nonzero()[0])
+        raise ValueError(f"experts: expected distinct ids for every token, got {ids[token].tolist()} for token {token}")
+    differ = (ids.unsqueeze(-1) != natural.unsqueeze(-2)).all(-1) & ~free
+    first = torch.arange(ids.shape[-1], device=ids.device)
+    return torch.where(free, natural, torch.where(invalid, first, ids)), invalid, differ
 
 
 def route_gradient(
-    logits: Tensor, experts: Tensor, token_mask: Tensor | None, grads: RoutingGradients, options: RouterOptions
-) -> Tensor:
+    logits: Tensor, experts: Tensor, token_mask: Tensor | None, given: Tensor | None, grads: RoutingGradients,
+    options: RouterOptions,
+) -> Tensor:  # fmt: skip
     """The gradient of the logits, in their dtype, from those of the weights, summed probabilities and logsumexp."""
     grad_weights, grad_prob_sums, grad_logsumexp = grads
     if options.invariant and len(logits) > 1:
         parts = []
         for t in each(logits):
-            mask, of_weights, of_sum = (None if g is None else g[t] for g in (token_mask, grad_weights, grad_logsumexp))
+            rows = token_mask, given, grad_weights, grad_logsumexp
+            mask, ids, of_weights, of_sum = (None if g is None else g[t] for g in rows)
             upstream = RoutingGradients(of_weights, grad_prob_sums, of_sum)
-            parts.append(route_gradient(logits[t], experts[t], mask, upstream, options))
+            parts.append(route_gradient(logits[t], experts[t], mask, ids, upstream, options))
         return torch.cat(parts)
     z = transformed(logits, options)
     p, selected = z.softmax(-1), z.gather(-1, experts)
@@ -78,7 +115,10 @@ def route_gradient(
     grad = dense.scatter_add(-1, experts, g)
     if options.softcap is not None:
         grad = grad * (1 - (z / options.softcap).square())
-    grad = grad.masked_fill(undefined(z, options), float("nan"))
+    bad = undefined(z, options)
+    if given is not None:
+        bad = bad | replayed(given, experts, token_mask, z.shape[-1])[1]
+    grad = grad.masked_fill(bad, float("nan"))
     if token_mask is not None:
         grad = grad.masked_fill((token_mask == 0).unsqueeze(-1), 0.0)
     return grad.to(logits.dtype)
@@ -86,10 +126,11 @@ def route_gradient(
 
 def joined(parts: list[RoutingResults], options: RouterOptions) -> RoutingResults:
     """The results of all tokens, from those of each."""
-    weights, experts, counts, *sums = zip(*parts)
+    weights, experts, counts, prob_sums, logsumexp, changed = zip(*parts)
     total = torch.stack(counts).sum(0, dtype=torch.int32)
-    of_sums = (torch.stack(sums[0]).sum(0), torch.cat(sums[1])) if options.sums else (None, None)
-    return torch.cat(weights), torch.cat(experts), total, *of_sums
+    of_sums = (torch.stack(prob_sums).sum(0), torch.cat(logsumexp)) if options.sums else (None, None)
+    of_choices = torch.stack(changed).sum(dtype=torch.int32) if options.count_changed else None
+    return torch.cat(weights), torch.cat(experts), total, *of_sums, of_choices
 
 
 def each(logits: Tensor) -> list[slice]:

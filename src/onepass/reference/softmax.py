@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from onepass.core.options import PACKED, FieldGradients, Inputs, Options, Results, Transform, empty_results
+from onepass.core.options import PACKED, Average, FieldGradients, Inputs, Options, Results, Transform, empty_results
 from onepass.core.support import of_each_row
 
 BLOCK_ELEMENTS = 1 << 20
@@ -184,12 +184,16 @@ def softmax_gradient(
 ) -> None:  # fmt: skip
     """Write the gradient with respect to the logits into ``out``, by the formula in `kernels.softmax_gradient`.
 
-    It is written ``again`` in any case.
+    With ``again``, ``out`` was written for the second number of ``grads.share``, and may be right already.
     """
     index, row_mask, class_weights, temperature = inputs[:4]
     rows = logits.shape[:-1].numel()
     if rows == 0:
         return
+    if again and logits.is_cpu and grads.share is not None and grads.selected is not None:
+        first = grads.selected.reshape(-1)[:1]  # all are the same
+        if bool(first * grads.share[0] == grads.share[1]):
+            return
     field = dict(zip(PACKED, packed.view(len(PACKED), rows, 1)))
     a, b, d, h = (packed.new_zeros(rows, 1) if g is None else g.reshape(-1, 1) for g in grads[:4])
     if grads.expected_logit is not None:
@@ -251,14 +255,64 @@ def supports_early_gradient(logits: Tensor, inputs: Inputs) -> bool:
 
 
 def supports_fused_loss(logits: Tensor, index: Tensor | None, options: Options) -> bool:
-    """Return False: in plain PyTorch, `softmax_loss` is no faster than two reads of the logits."""
+    """Return False: the tiles of a head are too large to stay in a cache between statistics and gradient."""
     return False
 
 
+def reads_once(logits: Tensor, inputs: Inputs, options: Options) -> bool:
+    """Whether one softmax serves statistics and gradient, see `softmax_loss`. On a GPU, the gradient may be in vain."""
+    index = inputs.index
+    plain = options.fields == "log_probs" and inputs.support is None and options.transform.softcap is None
+    return logits.is_cpu and plain and index is not None and index.dim() == logits.dim() - 1 and logits.numel() > 0
+
+
 def softmax_loss(logits: Tensor, inputs: Inputs, grads: FieldGradients, options: Options, out: Tensor) -> Results:
-    """Return the `softmax_statistics` of the logits, and write their `softmax_gradient` to ``out``."""
-    results = softmax_statistics(logits, inputs, options)
-    softmax_gradient(logits, inputs, results[0], grads, options, out)
+    """Return the `softmax_statistics` of the logits, and write their `softmax_gradient` to ``out``.
+
+    If `reads_once`, the softmax of a block of rows is computed once, for both, and ``out`` is not the logits.
+    """
+    if not reads_once(logits, inputs, options) or out is logits:
+        results = softmax_statistics(logits, inputs, options)
+        softmax_gradient(logits, inputs, results[0], grads, options, out)
+        return results
+    index, row_mask, _, temperature = inputs[:4]
+    packed, log_probs, _ = results = empty_results(logits, index, options)
+    rows, vocab = log_probs.numel(), logits.shape[-1]  # type: ignore[union-attr]
+    of_row = log_probs.view(rows)  # type: ignore[union-attr]
+    numbers = dict(zip(PACKED, packed.view(len(PACKED), rows)))
+    upstream = grads.selected.reshape(rows)  # type: ignore[union-attr]
+    target = index.reshape(rows, 1).long()  # type: ignore[union-attr]
+    active = active_rows(row_mask)
+    room: Tensor | None = None
+    for group, (x, to) in row_blocks(logits, out, alone=options.invariant):
+        z, slope = transformed(x, options.transform, packed.dtype, temperature_of(temperature, group))
+        place, w = target[group], upstream[group].unsqueeze(-1)
+        outside = (place < 0) | (place >= vocab)
+        place = place.masked_fill(outside, 0)
+        if to.dtype == z.dtype:
+            room = to
+        elif room is None or len(room) != len(z):
+            room = torch.empty_like(z)
+        p, top, largest = softmax_of(z, room)
+        total = (p.sum(-1, keepdim=True) / largest).masked_fill_(outside, float("nan"))
+        void = 0 * total  # NaN if the row defines no distribution, see `softmax_statistics`
+        shift, log_normalizer = top + void, total.log()
+        numbers["shift"][group] = shift.squeeze(-1)
+        numbers["log_normalizer"][group] = log_normalizer.squeeze(-1)
+        of_row[group] = (z.gather(-1, place) - top + void - log_normalizer).squeeze(-1)
+        # In the order of `softmax_gradient`, whose result is bitwise the same.
+        p.mul_((top - shift - log_normalizer).exp() / largest * -w)
+        p.scatter_add_(-1, place, w.masked_fill(outside, 0.0))
+        if not (isinstance(slope, float) and slope == 1.0):
+            p.mul_(slope)
+        idle = w == 0 if active is None else (w == 0) | ~active[group].unsqueeze(-1)
+        if bool(idle.any()):
+            p.masked_fill_(idle, 0.0)
+        if p is not to:
+            to.copy_(p)
+    if active is not None:
+        packed.view(len(PACKED), rows).masked_fill_(~active, 0.0)
+        of_row.masked_fill_(~active, 0.0)
     return results
 
 
@@ -312,13 +366,20 @@ def row_gemm(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
         to.copy_(product if bias is None else product + bias)
 
 
-def row_mean(values: Tensor, row_mask: Tensor, factor: float, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``factor`` times the mean of ``values`` over the rows that are not masked, and ``factor`` over their number.
+def row_share(logits: Tensor, row_mask: Tensor | None, average: Average, guess: Tensor | None = None) -> Tensor:
+    """What every row of the logits counts for in an average, and that times ``guess``, ``(2,)``; see `Average`."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    part = torch.full((), average.factor, dtype=dtype, device=logits.device)
+    if average.counted:
+        part = part / (logits.shape[:-1].numel() if row_mask is None else (row_mask != 0).sum())
+    if average.divisor is not None:
+        part = part / average.divisor.to(dtype)
+    return torch.stack([part, part if guess is None else (part * guess).to(dtype)])
 
-    The second result also has the gradient of a row for an upstream gradient of ``guess``.
-    """
-    part = factor / (row_mask != 0).sum().to(values.dtype)
-    return values.where(row_mask != 0, 0.0).sum() * part, torch.stack([part, part if guess is None else part * guess])
+
+def row_sum(values: Tensor, row_mask: Tensor | None, share: Tensor) -> Tensor:
+    """The sum of ``values`` over the rows that are not masked, times the first number of ``share``."""
+    return (values if row_mask is None else values.where(row_mask != 0, 0.0)).sum() * share[0]
 
 
 def scale(x: Tensor, factor: Tensor, out: Tensor) -> None:

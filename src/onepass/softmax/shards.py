@@ -20,9 +20,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from onepass import reference
 from onepass.backend import backend_of
 from onepass.core.dispatch import empty_gradient, operation, refuse_forward_mode, refuse_second_derivatives
-from onepass.core.options import FieldGradients, Inputs, Options, Results, empty_results, pick
+from onepass.core.options import Average, FieldGradients, Inputs, Options, Results, empty_results, pick
 from onepass.core.shard import Shard, per_row, state_fields
-from onepass.softmax.statistics import averaged, early_gradient, returned, upstream_of
+from onepass.softmax.statistics import averaged, early_gradient, returned, share_of, upstream_of
 
 # Names since torch 2.13, which deprecates the earlier ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,23 +30,29 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def statistics_of_shards(
-    logits: Tensor, inputs: Inputs, shard: Shard, options: Options, mean: float | None = None
+    logits: Tensor,
+    inputs: Inputs,
+    shard: Shard,
+    options: Options,
+    average: Average | None = None,
+    early: bool = True,
 ) -> tuple[Tensor, ...]:
     """The fields of ``options`` of every row, the same on all ranks; differentiable.
 
     Args:
         logits: ``(..., columns)``, those of this rank; columns from ``shard.size`` on are padding.
         inputs: an index relative to the first of these columns, and the class weights of these columns.
-        mean: see `statistics_of`.
+        average, early: see `statistics_of`.
     """
     refuse_forward_mode(logits)
     if logits.stride(-1) != 1 and logits.shape[-1] > 1:
         logits = logits.contiguous()
+    share = share_of(logits, inputs, average)
     if torch.is_grad_enabled() and logits.requires_grad:
-        fields: tuple[Tensor, ...] = _ShardStatistics.apply(logits, *inputs.passed(), shard, options, mean)
+        fields: tuple[Tensor, ...] = _ShardStatistics.apply(logits, share, *inputs.passed(), shard, options, early)
         return fields
     results = merged(leading_columns(logits, shard.size), inputs, shard, options)
-    return averaged(pick(results, options), inputs, mean)[0]
+    return averaged(pick(results, options), inputs, share)
 
 
 def leading_columns(logits: Tensor, count: int) -> Tensor:
@@ -208,12 +214,12 @@ class _ShardStatistics(torch.autograd.Function):
         logits: Tensor,
         *arguments: Any,
     ) -> tuple[Tensor, ...]:
-        *tensors, shard, options, mean = arguments
+        share, *tensors, shard, options, early = arguments
         inputs = Inputs(*tensors)
         results = merged(leading_columns(logits, shard.size), inputs, shard, options)
-        fields, share = averaged(pick(results, options), inputs, mean)
-        grad, upstream = None, early_gradient(logits, inputs, share)
-        if upstream is not None:
+        fields = averaged(pick(results, options), inputs, share)
+        grad, upstream = None, early_gradient(logits, share) if early else None
+        if upstream is not None and backend_of(logits).supports_early_gradient(logits, inputs):
             grad = gradient_of(logits, inputs, results[0], upstream, shard.size, options)
         ctx.save_for_backward(logits, *tensors, share, results[0], grad)
         ctx.size, ctx.options, ctx.written = shard.size, options, False
@@ -230,7 +236,7 @@ class _ShardStatistics(torch.autograd.Function):
         else:
             ctx.written, grad = True, early  # given away: a second backward computes another gradient
             write_gradient(logits, inputs, packed, upstream, ctx.size, ctx.options, grad, again=True)
-        return grad, *[None] * (len(tensors) + 3)
+        return grad, *[None] * (len(tensors) + 4)
 
 
 @operation("onepass::shard_gradient", lambda logits, **_: empty_gradient(logits))

@@ -20,6 +20,7 @@ from onepass.core.dispatch import (
     refuse_second_derivatives,
 )
 from onepass.core.options import (
+    Average,
     FieldGradients,
     Inputs,
     Options,
@@ -32,8 +33,9 @@ from onepass.core.options import (
 from onepass.reference.softmax import active_rows, out_of_range
 from onepass.softmax.inplace import mark_overwritten
 
-# The smallest vocabulary of a gradient that is computed in the forward: below, the comparison in the backward takes
-# more than a hundredth of its time. Sharded logits have no such limit, since their exchange makes the host later.
+# The smallest vocabulary of a gradient that the forward computes with another read: below, the comparison in the
+# backward takes more than a hundredth of its time. Sharded logits have no such limit, since their exchange makes the
+# host later.
 LEAST_VOCABULARY = 1 << 16
 
 
@@ -91,25 +93,29 @@ def statistics_of(
     inputs: Inputs,
     options: Options,
     inplace_backward: bool = False,
-    mean: float | None = None,
+    average: Average | None = None,
+    early: bool = True,
 ) -> tuple[Tensor, ...]:
     """The fields of ``options`` of every row of ``(..., V)`` logits, differentiable. Arguments must be checked already.
 
     Args:
         inplace_backward: whether the backward writes the gradient over the logits.
-        mean: if given, the result is this factor times the mean of the only field, the log-probs, over the rows that
-            are not masked. This takes one launch, where an equivalent of operations that autograd records takes six.
-            See also `early_gradient`.
+        average: if given, the result is this average of the only field, the log-probs. It takes two launches, where
+            an equivalent of operations that autograd records takes six.
+        early: whether the gradient of an average may be computed in the forward, see `early_gradient`.
     """
     if logits.stride()[-1] != 1 and logits.shape[-1] > 1 and not inplace_backward:
         logits = logits.contiguous()
     if inplace_backward and not torch.compiler.is_compiling():
         check_inplace(logits)
+    share = share_of(logits, inputs, average)
     if torch.is_grad_enabled() and logits.requires_grad:
-        fields: tuple[Tensor, ...] = _Statistics.apply(logits, *inputs.passed(), options, inplace_backward, mean)
+        early = early and not inplace_backward
+        fields: tuple[Tensor, ...] = _Statistics.apply(
+            logits, share, *inputs.passed(), options, inplace_backward, early
+        )
         return fields
-    fields = pick(_forward(logits, inputs, options), options)
-    return averaged(fields, inputs, mean)[0]
+    return averaged(pick(_forward(logits, inputs, options), options), inputs, share)
 
 
 def gather_logits(logits: Tensor, index: Tensor, transform: Transform, index_name: str = "index") -> Tensor:
@@ -196,22 +202,23 @@ def check_range(logits: Any, inputs: Inputs, name: str = "index") -> None:
         raise IndexError(f"{name}: expected values in [0, {logits.shape[-1]}), got {int(rows[row, k])} in row {row}")
 
 
-def averaged(
-    fields: tuple[Tensor, ...], inputs: Inputs, mean: float | None
-) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """With ``mean``, this factor times the mean of the only field; see `statistics_of`.
-
-    The second result is ``(2,)``: the gradient of a row for an upstream gradient of 1, and for the one that the last
-    backward of a mean had, which is a guess at the next.
+def share_of(logits: Tensor, inputs: Inputs, average: Average | None) -> Tensor | None:
+    """``(2,)``: the gradient of a row for an upstream gradient of 1, and for the one that the last backward of an
+    average had, which is a guess at the next. None without an average.
     """
-    if mean is None:
-        return fields, None
-    guess = None if is_capturing(fields[0]) else _upstream.get(fields[0].device)
-    value, share = backend_of(*fields).row_mean(*fields, inputs.row_mask, mean, guess)
-    return (value,), share
+    if average is None:
+        return None
+    guess = None if is_capturing(logits) else _upstream.get(logits.device)
+    share: Tensor = backend_of(logits).row_share(logits, inputs.row_mask, average, guess)
+    return share
 
 
-_upstream: dict[torch.device, Tensor] = {}  # of the last backward of a mean
+def averaged(fields: tuple[Tensor, ...], inputs: Inputs, share: Tensor | None) -> tuple[Tensor, ...]:
+    """With a ``share``, the average of the only field that it belongs to."""
+    return fields if share is None else (backend_of(*fields).row_sum(*fields, inputs.row_mask, share),)
+
+
+_upstream: dict[torch.device, Tensor] = {}  # of the last backward of an average
 
 
 def is_capturing(tensor: Tensor) -> bool:
@@ -230,16 +237,13 @@ def upstream_of(
     return FieldGradients(selected=grads[0].expand(logits.shape[:-1]), share=share)
 
 
-def early_gradient(logits: Tensor, inputs: Inputs, share: Tensor | None) -> FieldGradients | None:
-    """The upstream gradients of a mean as they probably will be, to compute its gradient in the forward.
+def early_gradient(logits: Tensor, share: Tensor | None) -> FieldGradients | None:
+    """The upstream gradients of an average as they probably will be, to compute its gradient in the forward.
 
-    The device is then not idle until the backward begins, which takes the host longer than a small kernel. It writes
-    the gradient again if the upstream gradient is another one, which only the device compares. None if the backward
-    should compute the gradient.
+    Statistics and gradient then take one read. The backward writes the gradient again if its upstream gradient is
+    another one, which only the device compares. None if the backward should compute the gradient.
     """
-    if share is None or not backend_of(logits).supports_early_gradient(logits, inputs):
-        return None
-    return FieldGradients(selected=share[1].expand(logits.shape[:-1]))
+    return None if share is None else FieldGradients(selected=share[1].expand(logits.shape[:-1]))
 
 
 def returned(ctx: Any, fields: tuple[Tensor, ...], options: Options) -> tuple[Tensor, ...]:
@@ -259,14 +263,18 @@ class _Statistics(torch.autograd.Function):
         logits: Tensor,
         *arguments: Any,
     ) -> tuple[Tensor, ...]:
-        *tensors, options, inplace, mean = arguments
-        inputs = Inputs(*tensors)
-        results = _forward(logits, inputs, options)
-        fields, share = averaged(pick(results, options), inputs, mean)
-        late = inplace or logits.shape[-1] < LEAST_VOCABULARY
-        grad, upstream = None, None if late else early_gradient(logits, inputs, share)
-        if upstream is not None:
-            grad = _gradient(logits, inputs, results[0], upstream, options)
+        share, *tensors, options, inplace, early = arguments
+        inputs, backend, grad = Inputs(*tensors), backend_of(logits), None
+        upstream = early_gradient(logits, share) if early else None
+        if upstream is not None and backend.reads_once(logits, inputs, options):
+            grad = empty_gradient(logits)
+            results = backend.softmax_loss(logits, inputs, upstream, options, grad)
+        else:
+            results = _forward(logits, inputs, options)
+            early = upstream is not None and logits.shape[-1] >= LEAST_VOCABULARY
+            if early and backend.supports_early_gradient(logits, inputs):  # else the device waits for the host
+                grad = _gradient(logits, inputs, results[0], upstream, options)
+        fields = averaged(pick(results, options), inputs, share)
         ctx.save_for_backward(logits, *tensors, share, results[0], grad)
         ctx.options, ctx.inplace, ctx.written = options, inplace, False
         return returned(ctx, fields, options)
@@ -280,7 +288,8 @@ class _Statistics(torch.autograd.Function):
         if early is not None and upstream.share is not None and not ctx.written:
             ctx.written = True  # and given away: a second backward computes another gradient
             grad = early
-            backend_of(logits).softmax_gradient(logits, inputs, packed, upstream, ctx.options, grad, again=True)
+            to = grad.data  # a second backward unpacks the saved tensor again, which must not seem to be modified
+            backend_of(logits).softmax_gradient(logits, inputs, packed, upstream, ctx.options, to, again=True)
         elif ctx.inplace and not torch.compiler.is_compiling():
             if ctx.written:  # autograd does not detect this if hooks have packed the logits
                 raise RuntimeError(
@@ -292,7 +301,7 @@ class _Statistics(torch.autograd.Function):
             mark_overwritten(logits)
         else:
             grad = _gradient(logits, inputs, packed, upstream, ctx.options)
-        return grad, *[None] * (len(tensors) + 3)
+        return grad, *[None] * (len(tensors) + 4)
 
 
 def _like_forward(logits: Tensor, inputs: Inputs, options: Options) -> Results:

@@ -1,0 +1,168 @@
+"""What happens beside a router's call: its choice is taken from elsewhere, or its results are noted.
+
+`follow` gives a router an attribute, `Followed`, at which `route_block` looks. So every call that ends in
+`route_block`'s description of the router is followed, whoever makes it, and no other call is slower.
+"""
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from onepass.core.dispatch import operation
+from onepass.moe.router import Routing, route
+
+ATTRIBUTE = "_onepass_followed"
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward: a router is then called by gradient checkpointing, a second time."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Follower:
+    """Is asked for the choice of a router in each forward pass, and told its results.
+
+    Attributes:
+        keeps: whether a layer that is computed again takes the choice of the first time.
+    """
+
+    keeps = False
+
+    def choice(self, router: nn.Module) -> Tensor | None:
+        """The experts ``(T, K)`` of this call, or None if they do not matter to the follower."""
+        return None
+
+    def note(self, router: nn.Module, experts: Tensor, counts: Tensor, changed: Tensor | None, replayed: bool) -> None:
+        """Take the results of this call; ``replayed`` says whether any follower gave its choice."""
+
+
+class Followed:
+    """The followers of one router.
+
+    Attributes:
+        slot: the number of this object, by which operations inside a compiled graph find it when they run.
+        followers: in the order in which they came; the last that has a choice makes it.
+        backward_choice: called for the choice of a call in a backward, where the backward that runs has set it.
+        users: who needs this object to stay; it is removed with the last of them.
+    """
+
+    def __init__(self, router: nn.Module, forward: Callable[..., Any]) -> None:
+        self.router, self.followers, self.users = router, list[Follower](), list[Any]()
+        self.backward_choice: Callable[[nn.Module], Tensor | None] | None = None
+        number = next(_numbers)
+        self.slot = torch.tensor(number)
+        _followed[number] = self
+        # Accelerate replaces `forward` by a function that moves the inputs and then calls this one.
+        self.name = "_old_forward" if "_old_forward" in vars(router) else "forward"
+        self.before = vars(router).get(self.name)
+        setattr(router, self.name, forward.__get__(router))
+
+    def remove(self) -> None:
+        """Restore the router."""
+        if self.before is None:
+            delattr(self.router, self.name)
+        else:
+            setattr(self.router, self.name, self.before)
+        delattr(self.router, ATTRIBUTE)
+
+    def route(self, logits: Tensor, arguments: dict[str, Any]) -> Routing:
+        """`route` with the followers' choice, of which they are told the results."""
+        shape = (*logits.shape[:-1], arguments["k"])
+        if torch.compiler.is_compiling():
+            ids = _choice(logits, arguments["k"], self.slot)
+            routing = route(logits, experts=ids, count_changed=True, **arguments)
+            experts = _noted(routing.experts, routing.counts, routing.changed, self.slot)
+            return routing._replace(experts=experts)
+        given = self.choice(shape, logits.device)
+        replayed = given is not None
+        if given is None and torch.is_grad_enabled() and any([f.keeps for f in self.followers]):
+            # Gradient checkpointing demands that a layer saves as many tensors when it is computed again.
+            given = logits.new_full(shape, -1, dtype=torch.int16)
+        routing = route(logits, experts=given, count_changed=replayed, **arguments)
+        self.note(routing.experts, routing.counts, routing.changed, replayed)
+        return routing
+
+    def choice(self, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
+        """The experts of this call, of the given shape; None if the router selects them."""
+        ids = None
+        if in_backward():
+            ask = self.backward_choice or self.only_choice
+            ids = ask(self.router)
+        else:
+            for follower in reversed(self.followers):
+                ids = follower.choice(self.router)
+                if ids is not None:
+                    break
+        if ids is None:
+            return None
+        if ids.numel() != torch.Size(shape).numel():
+            raise ValueError(f"record: expected {torch.Size(shape[:-1]).numel()} tokens of {shape[-1]} experts in this "
+                             f"forward pass, as the model has, got {tuple(ids.shape)}")  # fmt: skip
+        return ids.to(device, non_blocking=True).reshape(shape)
+
+    def only_choice(self, router: nn.Module) -> Tensor | None:
+        """The choice for a backward that has not said which forward pass it belongs to."""
+        waiting = [p for follower in self.followers for p in getattr(follower, "waiting", {}).values()]
+        if len(waiting) > 1:
+            raise RuntimeError(
+                "a layer is computed again, and it is unknown for which of several forward passes: call "
+                "record_routing and replay_routing with the model that is called, such as that of torch.compile(model)"
+            )
+        return waiting[0].made.get(router) if waiting else None
+
+    def note(self, experts: Tensor, counts: Tensor, changed: Tensor | None, replayed: bool) -> None:
+        """Tell the followers the results, unless this call only computes a layer again."""
+        if not in_backward():
+            for follower in self.followers:
+                follower.note(self.router, experts, counts, changed, replayed)
+
+
+_numbers = count()
+_followed: WeakValueDictionary[int, Followed] = WeakValueDictionary()
+
+
+def follow(router: nn.Module, user: Any, forward: Callable[..., Any]) -> Followed:
+    """Have calls of the router followed as long as ``user`` needs it, with ``forward`` in place of its own."""
+    followed: Followed | None = getattr(router, ATTRIBUTE, None)
+    if followed is None:
+        followed = Followed(router, forward)
+        setattr(router, ATTRIBUTE, followed)
+    if user not in followed.users:
+        followed.users.append(user)
+    if isinstance(user, Follower) and user not in followed.followers:
+        followed.followers.append(user)
+    return followed
+
+
+def unfollow(router: nn.Module, user: Any) -> None:
+    """End what `follow` began; the last user restores the router."""
+    followed: Followed | None = getattr(router, ATTRIBUTE, None)
+    if followed is not None:
+        followed.users = [u for u in followed.users if u is not user]
+        followed.followers = [f for f in followed.followers if f is not user]
+        if not followed.users:
+            followed.remove()
+
+
+# The followers are asked and told when a compiled graph runs, not when it is traced.
+
+
+@operation("onepass::followed_choice", lambda logits, k, slot: logits.new_empty((*logits.shape[:-1], k)).short())
+def _choice(logits: Tensor, k: int, slot: Tensor) -> Tensor:
+    shape = (*logits.shape[:-1], k)
+    ids = _followed[int(slot)].choice(shape, logits.device)
+    if ids is None:
+        return logits.new_full(shape, -1, dtype=torch.int16)
+    return ids.to(torch.int16, copy=True, memory_format=torch.contiguous_format)
+
+
+@operation("onepass::followed_results", lambda experts, counts, changed, slot: torch.empty_like(experts))
+def _noted(experts: Tensor, counts: Tensor, changed: Tensor, slot: Tensor) -> Tensor:
+    followed = _followed[int(slot)]
+    replayed = any([f.choice(followed.router) is not None for f in followed.followers]) and not in_backward()
+    followed.note(experts, counts, changed, replayed)
+    return experts.clone()

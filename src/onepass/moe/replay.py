@@ -1,0 +1,265 @@
+"""`record_routing` and `replay_routing`: the experts that a model's routers select, kept and selected again."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from onepass.core.checks import described
+from onepass.moe.followers import Follower, follow, in_backward, unfollow
+from onepass.moe.router_families import FAMILY_OF, router_outputs
+from onepass.moe.routing_record import RoutingRecord
+
+OF_ROUTERS = ("TopKRouter", "TopkRouter", "Gate")  # how the class of a router ends
+
+
+def forward(
+    self: nn.Module, hidden_states: Tensor, e_score_correction_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The forward of a router while it is followed: ``(logits, weights, experts)``, as `onepass.patch` has it."""
+    given = {} if e_score_correction_bias is None else {"selection_bias": e_score_correction_bias}
+    return router_outputs(self, hidden_states.reshape(-1, hidden_states.shape[-1]), **given)
+
+
+class Pass:
+    """One forward pass: the choices that were made in it, and the backward through it."""
+
+    def __init__(self, routers: Sequence[nn.Module]) -> None:
+        self.routers = routers
+        self.made: dict[nn.Module, Tensor] = {}
+
+    def begin_backward(self, _: Any) -> None:
+        """Have layers that are computed again take the same choices, also after the context was left."""
+        for router in self.routers:
+            follow(router, self, forward).backward_choice = self.made.get
+        Variable._execution_engine.queue_callback(self.end_backward)
+
+    def end_backward(self) -> None:
+        for router in self.routers:
+            followed = follow(router, self, forward)
+            if followed.backward_choice == self.made.get:
+                followed.backward_choice = None
+            unfollow(router, self)
+
+
+class Choices(Follower):
+    """Counts the calls of each router, which tell the forward passes of a model apart.
+
+    Attributes:
+        routers: by name, in the order of layers.
+        waiting: the passes of which no output of the model has been seen yet.
+    """
+
+    keeps = True
+
+    def __init__(self, model: nn.Module) -> None:
+        self.routers = routers_of(model)
+        self.calls = dict.fromkeys(self.routers.values(), 0)
+        self.waiting: dict[int, Pass] = {}
+
+    def note(self, router: nn.Module, experts: Tensor, counts: Tensor, changed: Tensor | None, replayed: bool) -> None:
+        n = self.calls[router]
+        self.calls[router] = n + 1
+        if n not in self.waiting:
+            self.waiting[n] = Pass(tuple(self.calls))
+        self.waiting[n].made[router] = self.kept(n, router, experts.detach().flatten(0, -2))
+
+    def kept(self, n: int, router: nn.Module, experts: Tensor) -> Tensor:
+        return experts.to(torch.int16)
+
+    def watch(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        """A forward hook: the backward through the outputs is that of the last pass."""
+        if torch.compiler.is_compiling() or in_backward():
+            return
+        last = max(self.calls.values()) - 1
+        seen = [t for t in tensors_of(output) if t.requires_grad] if last in self.waiting else []
+        for t in seen:
+            t.register_hook(self.waiting[last].begin_backward)
+        if seen or not torch.is_grad_enabled():
+            self.waiting.pop(last, None)
+
+
+class Recorder(Choices):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.record = RoutingRecord()
+        self.layers = {router: n for n, router in enumerate(self.calls)}
+
+    def kept(self, n: int, router: nn.Module, experts: Tensor) -> Tensor:
+        ids = super().kept(n, router, experts)
+        while len(self.record.passes) <= n:
+            self.record.passes.append([ids[:0]] * len(self.layers))
+        self.record.passes[n][self.layers[router]] = ids
+        return ids
+
+
+class Replay(Choices):
+    """A replay that is under way, as `replay_routing` gives it.
+
+    Attributes:
+        changed: scalar, int32: the replayed choices so far that are not among those that the router would have made;
+            None before the first. It stays on the device.
+    """
+
+    def __init__(self, model: nn.Module, record: RoutingRecord) -> None:
+        super().__init__(model)
+        self.changed: Tensor | None = None
+        self.passes = [self.of_routers(layers) for layers in record.passes]
+
+    def of_routers(self, layers: Sequence[Tensor]) -> dict[nn.Module, Tensor]:
+        """The experts of each router, on its device."""
+        numbers = list(range(len(self.routers)))
+        if len(layers) != len(numbers):  # those of all layers of the decoder, also of such without experts
+            numbers = [int(([p for p in name.split(".") if p.isdigit()] or ["-1"])[-1]) for name in self.routers]
+            if not 0 <= min(numbers) <= max(numbers) < len(layers):
+                raise ValueError(f"record: expected {len(numbers)} layers, those with a router, or all layers of the "
+                                 f"decoder, got {len(layers)}")  # fmt: skip
+        found = {}
+        for n, router in zip(numbers, self.routers.values()):
+            device = next((p.device for p in router.parameters()), layers[n].device)
+            found[router] = layers[n].to("cpu" if device.type == "meta" else device, torch.int16)
+        return found
+
+    def choice(self, router: nn.Module) -> Tensor | None:
+        n = self.calls[router]
+        if n >= len(self.passes):
+            raise ValueError(f"record: expected one with every forward pass of the model, got {len(self.passes)} and "
+                             f"another forward pass")  # fmt: skip
+        return self.passes[n][router]
+
+    def note(self, router: nn.Module, experts: Tensor, counts: Tensor, changed: Tensor | None, replayed: bool) -> None:
+        super().note(router, experts, counts, changed, replayed)
+        if changed is not None:
+            self.changed = changed.clone() if self.changed is None else self.changed + changed.to(self.changed.device)
+
+
+@contextmanager
+def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
+    """Keep the experts that the routers of a model select, in every forward pass within the context.
+
+    The routers compute `route_block` within the context, as they do under `onepass.patch`: a replay then has the same
+    weights bit for bit, where the kernels of transformers may round otherwise. A layer that gradient checkpointing
+    computes again is not recorded again, and takes the choice of the first time, also after the context.
+
+    Args:
+        model: a model of transformers, also compiled, sharded by FSDP2 or with adapters; see `route_block` for the
+            families.
+
+    Yields:
+        `RoutingRecord`, which is filled.
+
+    Raises:
+        TypeError: the model has no router, or one of a class that `route_block` does not know by name.
+    """
+    recorder = Recorder(model)
+    with following(model, recorder):
+        yield recorder.record
+
+
+@contextmanager
+def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[Replay]:
+    """Have the routers of a model select the experts of a record, in every forward pass within the context.
+
+    The n-th forward pass takes the n-th pass of the record. Weights and gradients are those of the replayed experts,
+    from the live logits (`route`, ``experts``). The backward may run within the context or after it: a layer that
+    gradient checkpointing computes again takes the choice of its own forward pass, in whatever order backwards run.
+
+    Args:
+        model: as of `record_routing`.
+        record: of `record_routing`, or of arrays of an inference engine (`RoutingRecord.from_array`).
+
+    Yields:
+        An object whose ``changed`` is the number of replayed choices that differ from the router's, a scalar tensor.
+
+    Raises:
+        TypeError: as `record_routing`, or the record is no `RoutingRecord`.
+        ValueError: the record has other layers than the model, and within the context: fewer passes, or other tokens.
+    """
+    if not isinstance(record, RoutingRecord):
+        raise TypeError(f"record: expected a RoutingRecord, got {described(record)}")
+    replay = Replay(model, record)
+    with following(model, replay):
+        yield replay
+
+
+@contextmanager
+def following(model: nn.Module, follower: Choices) -> Iterator[None]:
+    """A context in which the routers are followed, and the outputs of the model and its decoder are watched."""
+    handles = [m.register_forward_hook(follower.watch) for m in {decoder_of(model, follower.routers), model}]
+    try:
+        for router in follower.calls:
+            follow(router, follower, forward)
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for router in follower.calls:
+            unfollow(router, follower)
+
+
+def routers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The routers of a model by name, in the order of its layers.
+
+    Raises:
+        TypeError: there are none, or a block with experts has one of an unknown class.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a model of transformers, got {described(model)}")
+    found = {name: module for name, module in model.named_modules() if is_router(module)}
+    for name, module in model.named_modules():
+        children = dict(module.named_children())
+        inside = f"{name}." if name else ""
+        if "experts" in children and not any(router.startswith(inside) for router in found):
+            gate = children.get("gate", children.get("router", module))
+            raise TypeError(f"model: expected routers that route_block knows by class, got {type(gate).__name__} in "
+                            f"{type(module).__name__} ({name or 'the model'})")  # fmt: skip
+    if not found:
+        raise TypeError(f"model: expected a model with routers that route_block knows by class, got "
+                        f"{type(model).__name__}, which has none")  # fmt: skip
+    return found
+
+
+def is_router(module: nn.Module) -> bool:
+    """Whether the module is a router of a known family that returns ``(logits, weights, experts)``."""
+    for cls in type(module).__mro__:
+        if cls.__name__ in FAMILY_OF and cls.__name__.endswith(OF_ROUTERS) and "forward" in vars(cls):
+            return returns_logits(vars(cls)["forward"])
+    return False
+
+
+def returns_logits(function: Any) -> bool:
+    """Whether a router's forward returns its logits first; some earlier versions of transformers do not."""
+    function = inspect.unwrap(function)
+    if function.__name__.startswith("router_of_"):  # of `onepass.patch`
+        return True
+    try:
+        return "return router_logits, " in inspect.getsource(function)
+    except (OSError, TypeError):
+        return False
+
+
+def decoder_of(model: nn.Module, routers: dict[str, nn.Module]) -> nn.Module:
+    """The module that has the list of layers with the routers."""
+    parts = next(iter(routers)).split(".")
+    for n in range(1, len(parts)):
+        if isinstance(model.get_submodule(".".join(parts[:n])), (nn.ModuleList, nn.ModuleDict)):
+            return model.get_submodule(".".join(parts[: n - 1]))
+    return model
+
+
+def tensors_of(output: Any) -> Iterator[Tensor]:
+    """The tensors among the outputs of a model."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from tensors_of(value)
+    elif isinstance(output, (tuple, list)):
+        for value in output:
+            yield from tensors_of(value)

@@ -1,0 +1,165 @@
+"""`RoutingRecord`: the experts that the routers of a model selected, and the arrays in which inference engines return
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core.checks import check_integer, described
+
+DTYPES = (torch.int16, torch.uint8)
+
+
+class RoutingRecord:
+    """The experts of each token, by forward pass and by layer: what `record_routing` fills and `replay_routing` takes.
+
+    A record is a sequence of forward passes: ``len(record)`` is their number, ``record[1]`` or ``record[:2]`` is a
+    record of some of them, and ``record + other`` has those of both, such as the micro-batches of a step.
+
+    Attributes:
+        passes: for each forward pass, for each layer with a router, the experts ``(T, K)`` of its T tokens, int16. An
+            id of -1 leaves the choice to the router.
+    """
+
+    def __init__(self, passes: Sequence[Sequence[Tensor]] = ()) -> None:
+        self.passes: list[list[Tensor]] = [list(layers) for layers in passes]
+
+    def __len__(self) -> int:
+        return len(self.passes)
+
+    def __getitem__(self, index: int | slice) -> RoutingRecord:
+        return RoutingRecord(self.passes[index] if isinstance(index, slice) else [self.passes[index]])
+
+    def __add__(self, other: RoutingRecord) -> RoutingRecord:
+        return RoutingRecord(self.passes + other.passes)
+
+    def to(self, device: torch.device | str) -> RoutingRecord:
+        """A record whose tensors are on the device."""
+        return RoutingRecord([[ids.to(device) for ids in layers] for layers in self.passes])
+
+    def to_array(
+        self, attention_mask: Tensor | None = None, *, lengths: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.int16,
+    ) -> Any:  # fmt: skip
+        """The experts in the layout in which vLLM and SGLang return them.
+
+        An array has the shape ``(tokens - 1, layers, K)``, where layers are those with a router: an engine never
+        computes the last token that it samples. The passes of a ``generate``, of the prompt and of each further token,
+        are joined.
+
+        Args:
+            attention_mask: ``(B, S)``, of B sequences that are padded on the left or right.
+            lengths: the number of tokens of each sequence, for sequences that follow each other in one row without
+                padding.
+            dtype: int16, or uint8 if there are at most 256 experts and no id is -1.
+
+        Returns:
+            A NumPy array for each sequence, in a list; one array without ``attention_mask`` and ``lengths``, where all
+            tokens are one sequence.
+
+        Raises:
+            TypeError, ValueError: an argument has the wrong type, dtype or shape, does not agree with the number of
+                tokens of the record, or uint8 cannot represent an id.
+        """
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype: expected torch.int16 or torch.uint8, got {described(dtype)}")
+        if not self.passes:
+            raise ValueError("record: expected at least one forward pass, got none")
+        batch = _sequences(attention_mask)[0] if attention_mask is not None else 1
+        parts = [torch.stack([ids.cpu().view(batch, -1, ids.shape[-1]) for ids in p], 2) for p in self.passes]
+        joined = torch.cat(parts, 1)  # (B, S, layers, K)
+        found = joined.shape[1]
+        if attention_mask is not None and attention_mask.shape[1] - found not in (0, 1):
+            raise ValueError(f"attention_mask: expected {found} or {found + 1} tokens, the first {found} of which the "
+                             f"record has, got shape {tuple(attention_mask.shape)}")  # fmt: skip
+        if attention_mask is None and lengths is not None and sum(lengths) - found > 1:
+            raise ValueError(f"lengths: expected at most {found + 1} tokens, got {sum(lengths)}")
+        if dtype == torch.uint8 and joined.numel() and not 0 <= int(joined.min()) <= int(joined.max()) < 256:
+            raise ValueError("dtype: expected torch.int16 for ids below 0 or above 255, got torch.uint8")
+        flat, places = joined.flatten(0, 1), _places(found, batch, attention_mask, lengths)
+        arrays = [flat[at[:-1]].to(dtype).numpy() for at in places]
+        return arrays[0] if attention_mask is None and lengths is None else arrays
+
+    @classmethod
+    def from_array(
+        cls, arrays: Any, attention_mask: Tensor | None = None, *, lengths: Sequence[int] | None = None,
+        starts: int | Sequence[int] = 0,
+    ) -> RoutingRecord:  # fmt: skip
+        """A record of one forward pass over sequences whose experts an inference engine has returned.
+
+        Positions without a row have the id -1, so that the router selects their experts: the last token of a sequence,
+        which an engine never computes; prompts, if an engine returns completions only; and padding.
+
+        Args:
+            arrays: ``(rows, layers, K)``, integers, for each sequence, in a list; one array without ``attention_mask``
+                and ``lengths``, whose pass has ``starts + rows + 1`` tokens. Layers are those with a router, or all of
+                the decoder, where rows of other layers are not read.
+            attention_mask, lengths: as of `to_array`.
+            starts: the number of tokens of each sequence before its first row, such as the length of the prompt.
+
+        Raises:
+            TypeError, ValueError: an argument has the wrong type, dtype or shape, or a sequence is shorter than its
+                array.
+        """
+        if attention_mask is None and lengths is None:
+            arrays = [arrays]
+        rows = [_rows(array) for array in arrays]
+        if not rows:
+            raise ValueError("arrays: expected at least one, got none")
+        if len({r.shape[1:] for r in rows}) > 1:
+            raise ValueError("arrays: expected the same layers and experts per token in all, got "
+                             f"{sorted({tuple(r.shape[1:]) for r in rows})}")  # fmt: skip
+        first = [starts] * len(rows) if isinstance(starts, int) else list(starts)
+        if len(first) != len(rows) or min(first) < 0:
+            raise ValueError(f"starts: expected {len(rows)} numbers, 0 or above, got {starts}")
+        batch, width = (1, 0) if attention_mask is None else _sequences(attention_mask)
+        if lengths is not None:
+            width = sum(check_integer(n, "lengths", 0) for n in lengths)
+        elif attention_mask is None:
+            width = first[0] + len(rows[0]) + 1
+        places = _places(width, batch, attention_mask, lengths)
+        if len(places) != len(rows):
+            raise ValueError(f"arrays: expected {len(places)}, one for each sequence, got {len(rows)}")
+        experts = torch.full((batch * width, *rows[0].shape[1:]), -1, dtype=torch.int16)
+        for n, (at, array, start) in enumerate(zip(places, rows, first)):
+            if start + len(array) > len(at):
+                raise ValueError(f"arrays: expected at most {len(at) - start} rows for sequence {n}, which has "
+                                 f"{len(at)} tokens, got {len(array)}")  # fmt: skip
+            experts[at[start : start + len(array)]] = array
+        return cls([experts.transpose(0, 1).contiguous().unbind(0)])
+
+
+def _rows(array: Any) -> Tensor:
+    """An array of an engine, as a tensor."""
+    rows = torch.as_tensor(array)
+    if rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool:
+        raise TypeError(f"arrays: expected integers, got {described(rows)}")
+    if rows.dim() != 3:
+        raise ValueError(f"arrays: expected shape (tokens - 1, layers, K), got {tuple(rows.shape)}")
+    return rows.cpu().to(torch.int16)
+
+
+def _sequences(attention_mask: Any) -> tuple[int, int]:
+    """``(B, S)`` of a mask."""
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask: expected a tensor, got {described(attention_mask)}")
+    if attention_mask.dim() != 2:
+        raise ValueError(f"attention_mask: expected shape (B, S), got {tuple(attention_mask.shape)}")
+    return attention_mask.shape[0], attention_mask.shape[1]
+
+
+def _places(width: int, batch: int, attention_mask: Tensor | None, lengths: Sequence[int] | None) -> list[Tensor]:
+    """The tokens of each sequence, among the ``batch·width`` tokens of a pass."""
+    if attention_mask is not None:
+        if lengths is not None:
+            raise ValueError("lengths: expected None beside an attention_mask, got both")
+        inside = [row.nonzero().view(-1) for row in attention_mask.cpu() != 0]
+        return [at + b * width for b, at in enumerate(inside)]
+    if lengths is None:
+        return [torch.arange(width)]
+    ends = torch.tensor(list(lengths)).cumsum(0).tolist()
+    return [torch.arange(end - n, end) for n, end in zip(lengths, ends)]

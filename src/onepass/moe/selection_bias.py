@@ -1,0 +1,133 @@
+"""Balancing without an auxiliary loss: a router's selection bias is moved by the loads of its experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onepass.core.checks import check_number, described
+from onepass.moe.followers import Follower, follow, unfollow
+from onepass.moe.replay import forward, routers_of
+from onepass.moe.router import INTEGERS
+from onepass.moe.router_families import bias_of
+
+
+def update_selection_bias(bias: Tensor, counts: Tensor, rate: float, group: dist.ProcessGroup | None = None) -> Tensor:
+    r"""Move a router's selection bias towards equal loads, to :math:`b_e + u\,\mathrm{sign}(\bar c - c_e)`.
+
+    An expert with more tokens than the mean of all becomes less likely to be selected, one with fewer more likely.
+    Weights and gradients do not depend on the bias.
+
+    Args:
+        bias: ``(E,)`` or any shape of E elements, floating-point; changed in place.
+        counts: ``(E,)``, integers: the tokens of each expert (`Routing`, ``counts``), summed over the micro-batches of
+            a step.
+        rate: :math:`u`, at least 0; 0.001 in DeepSeek-V3.
+        group: the processes over which the counts are summed; None for those of this process alone.
+
+    Returns:
+        ``bias``. Nothing is copied to the host.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
+
+    Reference: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", arXiv:2408.15664,
+    algorithm 1; DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
+    """
+    if not isinstance(bias, Tensor) or not bias.is_floating_point():
+        raise TypeError(f"bias: expected a floating-point tensor, got {described(bias)}")
+    if not isinstance(counts, Tensor) or counts.dtype not in INTEGERS:
+        raise TypeError(f"counts: expected a tensor of integers, got {described(counts)}")
+    if counts.dim() != 1 or counts.numel() != bias.numel():
+        raise ValueError(f"counts: expected shape ({bias.numel()},), got {tuple(counts.shape)}")
+    if counts.device != bias.device:
+        raise ValueError(f"counts: expected device {bias.device}, that of the bias, got {counts.device}")
+    rate = check_number(rate, "rate", 0, open_low=False)
+    loads = counts.to(torch.int64, copy=True)
+    if group is not None:
+        dist.all_reduce(loads, group=group)
+    sign = (loads.sum() - loads * len(loads)).sign()  # of the mean less the load, in integers
+    with torch.no_grad():
+        return bias.add_(sign.view(bias.shape).to(bias.dtype), alpha=rate)
+
+
+class ExpertCounts(Follower):
+    """The tokens of each expert since the last update, as `count_experts` gives them.
+
+    Attributes:
+        counts: ``(E,)``, int64, of each router that has a selection bias and was called, in the order of layers.
+    """
+
+    def __init__(self, model: nn.Module, replayed: bool) -> None:
+        self.replayed = replayed
+        found = {name: (r, bias_of(r, model.get_submodule(name.rpartition(".")[0])))
+                 for name, r in routers_of(model).items()}  # fmt: skip
+        self.biases = {router: bias for router, bias in found.values() if bias is not None}
+        if not self.biases:
+            raise TypeError(f"model: expected routers with a selection bias, got {type(model).__name__}, "
+                            "whose routers have none")  # fmt: skip
+        self.of_router: dict[nn.Module, Tensor] = {}
+
+    @property
+    def counts(self) -> list[Tensor]:
+        return [self.of_router[router] for router in self.biases if router in self.of_router]
+
+    def note(self, router: nn.Module, experts: Tensor, counts: Tensor, changed: Tensor | None, replayed: bool) -> None:
+        if router.training and (self.replayed or not replayed):
+            before = self.of_router.get(router)
+            self.of_router[router] = counts.long() if before is None else before + counts
+
+    def update(self, rate: float, group: dist.ProcessGroup | None = None) -> None:
+        """`update_selection_bias` of every router, then begin to count anew: to call after an optimizer's step.
+
+        All processes of the group must call it, and have routers that were called.
+        """
+        for router, bias in self.biases.items():
+            counts = self.of_router.get(router)
+            if counts is None:
+                if group is None:
+                    continue
+                counts = torch.zeros(bias.numel(), dtype=torch.int64, device=bias.device)
+            update_selection_bias(bias, counts, rate, group)
+        self.of_router.clear()
+
+
+@contextmanager
+def count_experts(model: nn.Module, *, replayed: bool = True) -> Iterator[ExpertCounts]:
+    """Count the tokens of each expert while a model trains, for an update of its selection biases.
+
+    ::
+
+        with count_experts(model) as counts:
+            for micro_batches in steps:
+                for batch in micro_batches:
+                    model(**batch).loss.backward()
+                optimizer.step()
+                counts.update(0.001)
+
+    Counts are summed over forward passes of modules in training mode until `ExpertCounts.update`. A layer that gradient
+    checkpointing computes again does not count twice. Padding counts, as it is routed.
+
+    Args:
+        model: as of `record_routing`.
+        replayed: whether tokens count in passes whose choices `replay_routing` gives: then the loads are those of the
+            sampler's choices, which the experts have been trained on. If not, such passes do not count.
+
+    Yields:
+        `ExpertCounts`.
+
+    Raises:
+        TypeError: as `record_routing`, or no router of the model has a selection bias.
+    """
+    counts = ExpertCounts(model, replayed)
+    try:
+        for router in counts.biases:
+            follow(router, counts, forward)
+        yield counts
+    finally:
+        for router in counts.biases:
+            unfollow(router, counts)

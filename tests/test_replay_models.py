@@ -1,0 +1,358 @@
+"""The experts of models of transformers, recorded and replayed: losses, gradients, checkpointing, arrays of engines."""
+
+import copy
+
+import numpy
+import pytest
+import torch
+
+import onepass
+from onepass.moe import RoutingRecord, record_routing, replay_routing
+
+transformers = pytest.importorskip("transformers", "5.13")
+import lazy_models  # noqa: E402
+
+FAMILIES = {
+    "qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",
+}  # fmt: skip
+every_family = pytest.mark.parametrize("family", FAMILIES)
+B, S = 2, 7
+_built = {}
+
+
+def build(family):
+    """A model in which choices are far apart. DeepSeek-V3 and GLM-4 have a first layer without experts."""
+    if family not in _built:
+        config = transformers.AutoConfig.for_model(family)
+        lazy_models.shrink(config)
+        config.num_key_value_heads = 4  # of DeepSeek-V3, as many as there are heads
+        torch.manual_seed(1)
+        model = getattr(transformers, FAMILIES[family])(config).float()
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "correction_bias" in name or name.endswith(("gate.weight", "router.weight")):
+                tensor.data.normal_(std=0.5)
+        _built[family] = model.train()
+    return copy.deepcopy(_built[family])
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors are small
+    yield
+    torch.set_num_threads(threads)
+
+
+def batches(n=1):
+    g = torch.Generator().manual_seed(3)
+    return [torch.randint(3, lazy_models.VOCAB, (B, S - i), generator=g) for i in range(n)]
+
+
+def losses(model, inputs):
+    return [model(input_ids=ids, labels=ids, use_cache=False).loss for ids in inputs]
+
+
+def gradients(model):
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return found
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+def drifted(record):
+    """Another choice of every layer, which no router would make."""
+
+    def other(ids):
+        g = torch.Generator().manual_seed(len(ids))
+        return torch.rand(len(ids), 4, generator=g).argsort(-1)[:, : ids.shape[-1]].short()
+
+    return RoutingRecord([[other(ids) for ids in layers] for layers in record.passes])
+
+
+def backward(found, order):
+    if order == "joint":
+        sum(found).backward()
+    for n in {"first to last": range(len(found)), "last to first": reversed(range(len(found)))}.get(order, ()):
+        found[n].backward()
+
+
+@every_family
+def test_replayed_is_recorded(family):
+    """Loss and gradients bit for bit, in each form of checkpointing, with three micro-batches in flight, whose
+    backwards run after the context and in another order."""
+    model, inputs = build(family), batches(3)
+    with record_routing(model) as record:
+        expected = losses(model, inputs)
+    backward(expected, "first to last")
+    of_expected = gradients(model)
+    routers = 1 if family in ("deepseek_v3", "glm4_moe") else 2
+    assert len(record) == 3 and [len(p) for p in record.passes] == [routers] * 3
+    assert [ids.shape for ids in record.passes[2]] == [(B * (S - 2), 2)] * routers
+    other = drifted(record)
+    with replay_routing(model, other) as replay:
+        of_others = losses(model, inputs)
+    backward(of_others, "first to last")
+    of_drifted = gradients(model)
+    assert replay.changed > 0 and not torch.equal(of_others[0], expected[0])
+    ways = (None, "joint"), (False, "last to first"), (True, "joint")
+    for reentrant, order in ways if family == "qwen3_moe" else ways[1:]:
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        with replay_routing(model, record) as replay:
+            found = losses(model, inputs)
+        assert same(found, expected) and replay.changed == 0
+        backward(found, order)
+        close(gradients(model), of_expected)
+        with replay_routing(model, other):
+            found = losses(model, inputs)
+            backward(found[:1], order)  # within the context
+        backward(found[1:], order)
+        assert same(found, of_others)
+        close(gradients(model), of_drifted)
+        model.gradient_checkpointing_disable()
+    for module in model.modules():
+        assert not {"forward", "_onepass_followed"} & set(vars(module))
+
+
+def close(got, expected):
+    """As sums of micro-batches in another order are."""
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recording_under_checkpointing(reentrant, monkeypatch):
+    """No layer is recorded twice, and one that is computed again is given its first choice."""
+    model, inputs = build("qwen3_moe"), batches(2)
+    with record_routing(model) as expected:
+        found = losses(model, inputs)
+    backward(found, "first to last")
+    of_expected = gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    with record_routing(model) as record:
+        found = losses(model, inputs)
+        backward(found[:1], "joint")
+        with torch.no_grad():
+            [model(input_ids=ids) for ids in inputs[:1]]
+    route, calls = onepass.moe.route, []
+
+    def seen(logits, k, *, experts, **options):
+        calls.append(experts)
+        return route(logits, k, experts=experts, **options)
+
+    monkeypatch.setattr("onepass.moe.followers.route", seen)
+    backward(found[1:], "joint")
+    assert len(record) == 3
+    assert same(calls, record.passes[1][::-1])
+    assert all(torch.equal(a, b) for p, q in zip(record.passes, expected.passes) for a, b in zip(p, q))
+    close(gradients(model), of_expected)
+
+
+@every_family
+def test_changed_weights_take_the_recorded_experts(family):
+    model, inputs = build(family), batches()
+    with record_routing(model) as record:
+        losses(model, inputs)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(("gate.weight", "router.weight")):
+                p.normal_()
+    with record_routing(model) as natural:
+        losses(model, inputs)
+    with replay_routing(model, record) as replay, record_routing(model) as taken:
+        losses(model, inputs)
+    differ = [
+        len({*a.tolist()} - {*b.tolist()})
+        for p, q in zip(record.passes[0], natural.passes[0])
+        for a, b in zip(p, q)
+    ]  # fmt: skip
+    assert same(taken.passes[0], record.passes[0])
+    assert replay.changed > 0 and (family in ("qwen3_moe", "mixtral", "gpt_oss") or replay.changed == sum(differ))
+
+
+def test_padding_packing_and_missing_positions():
+    """Arrays of an engine in a batch with padding on either side, or packed, take their places; others are -1."""
+    model = build("qwen3_moe").eval()
+    g = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(3, lazy_models.VOCAB, (n,), generator=g) for n in (7, 4, 1)]
+    arrays = []
+    for ids in sequences:
+        with record_routing(model) as record:
+            model(input_ids=ids[None])
+        arrays.append(record.to_array())
+        assert arrays[-1].shape == (len(ids) - 1, 2, 2) and arrays[-1].dtype == numpy.int16
+    assert numpy.array_equal(record.to_array(dtype=torch.uint8), arrays[-1].astype(numpy.uint8))
+    for left in (True, False):
+        ids, mask = torch.zeros(3, 7, dtype=torch.long), torch.zeros(3, 7, dtype=torch.long)
+        for b, tokens in enumerate(sequences):
+            at = slice(7 - len(tokens), 7) if left else slice(len(tokens))
+            ids[b, at], mask[b, at] = tokens, 1
+        with record_routing(model) as record:
+            model(input_ids=ids, attention_mask=mask)
+        assert all(numpy.array_equal(a, b) for a, b in zip(record.to_array(mask), arrays, strict=True))
+        given = RoutingRecord.from_array(arrays, mask)
+        assert all(numpy.array_equal(a, b) for a, b in zip(given.to_array(mask), arrays, strict=True))
+        for layer, recorded in zip(given.passes[0], record.passes[0]):
+            told = layer.view(3, 7, 2)
+            for b, tokens in enumerate(sequences):
+                at = slice(7 - len(tokens), 6) if left else slice(len(tokens) - 1)
+                assert torch.equal(told[b, at], recorded.view(3, 7, 2)[b, at])
+            assert (told == -1).sum() == 2 * (21 - sum(len(tokens) - 1 for tokens in sequences))
+        with replay_routing(model, given) as replay:
+            model(input_ids=ids, attention_mask=mask)
+        assert replay.changed == 0
+    lengths = [len(tokens) for tokens in sequences]
+    position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
+    with record_routing(model) as record:
+        model(input_ids=torch.cat(sequences)[None], position_ids=position_ids)
+    packed = record.to_array(lengths=lengths)
+    assert all(numpy.array_equal(a, b) for a, b in zip(packed, arrays, strict=True))
+    given = RoutingRecord.from_array([a[2:] for a in packed[:2]], lengths=lengths[:2], starts=2)
+    told = given.passes[0][1]
+    assert (told == -1).all(-1).nonzero().view(-1).tolist() == [0, 1, 6, 7, 8, 10]
+    assert torch.equal(told[2:6], record.passes[0][1][2:6]) and torch.equal(told[9], record.passes[0][1][9])
+
+
+def test_experts_of_generated_tokens():
+    """The passes of the prompt and of each further token are joined, and replayed in one pass of the whole."""
+    model = build("qwen3_moe").eval()
+    ids, mask = batches()[0], torch.ones(B, S, dtype=torch.long)
+    ids[1, :3], mask[1, :3] = 0, 0
+    with record_routing(model) as record:
+        out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False,
+                             use_cache=True)  # fmt: skip
+    assert len(record) == 4
+    mask = torch.cat([mask, torch.ones(B, 4, dtype=torch.long)], 1)
+    arrays = record.to_array(mask)
+    assert [a.shape for a in arrays] == [(S + 3, 2, 2), (S, 2, 2)]
+    with replay_routing(model, RoutingRecord.from_array(arrays, mask)) as replay, record_routing(model) as again:
+        model(input_ids=out, attention_mask=mask)
+    assert replay.changed == 0
+    assert all(numpy.array_equal(a, b) for a, b in zip(again.to_array(mask), arrays))
+
+
+def test_arrays_of_all_layers_of_the_decoder():
+    """Engines return rows, of zeros, for layers without experts too."""
+    model, inputs = build("deepseek_v3").eval(), batches()
+    with record_routing(model) as record:
+        expected = losses(model, inputs)
+    whole = RoutingRecord([[torch.zeros_like(record.passes[0][0]), *record.passes[0]]])
+    with replay_routing(model, whole):
+        assert same(losses(model, inputs), expected)
+    with pytest.raises(ValueError, match=r"record: expected 1 layers, those with a router, or all.* got 0"):
+        replay_routing(model, RoutingRecord([[]])).__enter__()
+
+
+def test_compiled_models():
+    """No second compilation for another record; recorded, replayed and trained with checkpointing."""
+    torch._dynamo.reset()
+    model, inputs = build("qwen3_moe"), batches()
+    with record_routing(model) as record:
+        (expected,) = losses(model, inputs)
+    other = drifted(record)
+    with replay_routing(model, other):
+        (of_other,) = losses(model, inputs)
+    backward([of_other], "joint")
+    of_other_gradients = gradients(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    with record_routing(compiled) as again:
+        (found,) = losses(compiled, inputs)
+    assert len(again) == 1 and same(again.passes[0], record.passes[0])
+    torch.testing.assert_close(found, expected)
+    with replay_routing(compiled, record) as replay, torch.compiler.set_stance("fail_on_recompile"):
+        (found,) = losses(compiled, inputs)
+    assert torch.equal(found, expected) and replay.changed == 0
+    with replay_routing(compiled, other) as replay:
+        (found,) = losses(compiled, inputs)
+    backward([found], "joint")
+    torch.testing.assert_close(found, of_other)
+    close(gradients(model), of_other_gradients)
+    assert replay.changed > 0
+
+
+def test_fsdp(sharded):
+    from torch.distributed.fsdp import fully_shard
+
+    model, inputs = build("qwen3_moe"), batches(2)
+    with record_routing(model) as record:
+        found = losses(model, inputs)
+    backward(found, "first to last")
+    expected, other = gradients(model), drifted(record)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    with record_routing(model) as again:
+        found = losses(model, inputs)
+    backward(found, "last to first")
+    assert all(same(p, q) for p, q in zip(again.passes, record.passes))
+    close([g.full_tensor() for g in gradients(model)], expected)
+    with replay_routing(model, other) as replay, record_routing(model) as taken:
+        losses(model, inputs)[0].backward()
+    assert replay.changed > 0 and all(same(p, q) for p, q in zip(taken.passes, other.passes))
+
+
+def test_under_a_patch_and_a_hook_of_accelerate():
+    accelerate = pytest.importorskip("accelerate")
+    model, inputs = build("mixtral"), batches()
+    with record_routing(model) as record:
+        expected = losses(model, inputs)
+    router = model.model.layers[0].mlp.gate
+    accelerate.hooks.add_hook_to_module(router, accelerate.hooks.ModelHook())
+    before = dict(vars(router))
+    with onepass.patch("transformers"), replay_routing(model, record) as replay:
+        torch.testing.assert_close(losses(model, inputs), expected)
+    assert replay.changed == 0 and vars(router) == before
+
+
+def test_errors():
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=11))  # fmt: skip
+    unknown = build("mixtral")
+    unknown.model.layers[1].mlp.gate = type("MyRouter", (torch.nn.Linear,), {})(32, 4)
+    model, (ids,) = build("mixtral").eval(), batches()
+    with record_routing(model) as record:
+        model(input_ids=ids)
+    mask = torch.ones(B, S)
+    for error, match, call in (
+        (TypeError, "which has none|LlamaForCausalLM", lambda: record_routing(llama).__enter__()),
+        (TypeError, "got MyRouter in MixtralSparseMoeBlock", lambda: replay_routing(unknown, record).__enter__()),
+        (TypeError, "model: expected a model of transformers, got 3", lambda: record_routing(3).__enter__()),
+        (TypeError, "record: expected a RoutingRecord, got", lambda: replay_routing(model, [1]).__enter__()),
+        (ValueError, "dtype: expected torch.int16 or", lambda: record.to_array(mask, dtype=torch.int32)),
+        (ValueError, "attention_mask: expected 7 or 8 tokens", lambda: record.to_array(torch.ones(B, 9))),
+        (TypeError, "attention_mask: expected a tensor", lambda: record.to_array([1])),
+        (ValueError, "lengths: expected at most 15 tokens, got 16", lambda: record.to_array(lengths=[9, 7])),
+        (ValueError, "lengths: expected None beside", lambda: record.to_array(mask, lengths=[9, 7])),
+        (ValueError, "at least one forward pass", lambda: RoutingRecord().to_array()),
+        (TypeError, "arrays: expected integers", lambda: RoutingRecord.from_array(torch.zeros(1, 1, 1))),
+        (ValueError, r"arrays: expected shape \(tokens", lambda: RoutingRecord.from_array([[1]])),
+        (ValueError, "arrays: expected 2, one for", lambda: RoutingRecord.from_array(
+            [torch.zeros(1, 1, 1).long()], mask)),
+        (ValueError, "at most 5 rows for sequence 0, which has 7 tokens, got 6", lambda: RoutingRecord.from_array(
+            [torch.zeros(6, 1, 1).long()] * 2, mask, starts=2)),
+        (ValueError, "starts: expected 2 numbers", lambda: RoutingRecord.from_array(
+            [torch.zeros(6, 1, 1).long()] * 2, mask, starts=[2])),
+        (ValueError, "arrays: expected the same layers", lambda: RoutingRecord.from_array(
+            [torch.zeros(6, n, 1).long() for n in (1, 2)], mask)),
+    ):  # fmt: skip
+        with pytest.raises(error, match=match):
+            call()
+    free = RoutingRecord.from_array([a[:-1] for a in record.to_array(mask)], mask)
+    with pytest.raises(ValueError, match=r"dtype: expected torch.int16 for ids below 0"):
+        free.to_array(mask, dtype=torch.uint8)
+    with (
+        replay_routing(model, record),
+        pytest.raises(ValueError, match=r"record: expected 12 tokens of 2 experts.* got .14, 2."),
+    ):
+        model(input_ids=ids[:, 1:])
+    with replay_routing(model, record + record[:0]):
+        model(input_ids=ids)
+        with pytest.raises(ValueError, match="every forward pass of the model, got 1 and another"):
+            model(input_ids=ids)
