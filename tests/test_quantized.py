@@ -381,6 +381,26 @@ def test_fp8_experts(families):
     assert [line.format for line in moe.describe(experts)] == ["float32"] * 2
 
 
+def test_sharded_experts_are_an_error(families):
+    """Codes of experts that are sharded over processes; without processes: this is said before anything is read."""
+    peft = pytest.importorskip("peft")
+    experts = families.experts_of("mixtral")
+    weight = randn(2, 3, 64)
+    weight.device_mesh = "of a DTensor"
+    with pytest.raises(TypeError, match=r"down_proj: expected a weight that is not sharded .* got a DTensor"):
+        quantize(weight, "nf4", name="down_proj")
+    moe.quantize_experts(experts, "nf4")
+    experts.config._experts_implementation, experts._is_expert_parallel = "onepass", True
+    block = torch.nn.ModuleDict({"experts": experts})
+    config = peft.LoraConfig(r=3, target_modules=[], target_parameters=["experts.down_proj"])
+    rows = randn(5, 24), torch.zeros(5, 2, dtype=torch.long), torch.ones(5, 2)
+    with onepass.patch("transformers"):
+        for name in ("gate_up_proj", "down_proj"):  # without an adapter, and with one
+            with pytest.raises(NotImplementedError, match=rf"MixtralExperts\.{name} is sharded .* got torch.uint8"):
+                block["experts"](*rows)
+            peft.inject_adapter_in_model(config, block)
+
+
 def test_mxfp4_experts_of_transformers(families):
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     experts = families.experts_of("gpt_oss", hidden_size=64, intermediate_size=32)

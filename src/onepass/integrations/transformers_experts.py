@@ -108,7 +108,8 @@ def weight_of(experts: nn.Module, name: str, dtype: torch.dtype) -> tuple[Weight
     Both are those of this process' experts. A quantized weight is a `QuantizedWeight` with values of ``dtype``.
     """
     held, parametrized = experts.__dict__.get(HELD, {}), getattr(experts, "parametrizations", {})
-    (factors, base), weight = held.get(name, (None, None)), None
+    factors, base = held.get(name, (None, None))
+    weight: Any = None
     quantized = quantized_of(experts, name)
     if quantized is not None:
         proxies = [p for n, chain in parametrized.items() if n == name for p in chain if "_Lora" in type(p).__name__]
@@ -121,7 +122,7 @@ def weight_of(experts: nn.Module, name: str, dtype: torch.dtype) -> tuple[Weight
             factors = proxies[0].lhs, proxies[0].rhs, proxies[0].scaling
         weight = quantized.to(dtype)
         factors = factors and (factors[0].to(dtype), factors[1].to(dtype), factors[2])
-    if weight is None and factors is None and name in parametrized and len(parametrized[name]) == 1:
+    elif factors is None and name in parametrized and len(parametrized[name]) == 1:
         proxy = parametrized[name][0]
         if type(proxy).__name__ == "_LoraFactorsProxy":  # PEFT is not patched
             factors, weight = (proxy.lhs, proxy.rhs, proxy.scaling), parametrized[name].original
@@ -173,7 +174,7 @@ def activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
     adapters = [name for name in active_adapters if name in self.lora_A]
     ours = getattr(getattr(experts, "config", None), "_experts_implementation", None) == NAME
     quantized = ours and quantized_of(experts, self.parameter_name) is not None
-    base = self.get_param() if ours and not quantized else None
+    base: Any = self.get_param() if ours and not quantized else None
     sharded = base is not None and is_sharded(
         experts, base, *(m[n].weight for m in (self.lora_A, self.lora_B) for n in adapters)
     )

@@ -33,6 +33,8 @@ def quantize(
     """
     if not isinstance(tensor, Tensor) or tensor.dtype not in FLOATS or tensor.dim() != 3:
         raise TypeError(f"{name}: expected a floating-point tensor (E, outputs, inputs), got {described(tensor)}")
+    if hasattr(tensor, "device_mesh"):
+        raise TypeError(f"{name}: expected a weight that is not sharded over processes, got a DTensor")
     check_choice(format, f"{name}: format", tuple(FORMATS))
     spec = FORMATS[format]
     if nested and not spec.flat:

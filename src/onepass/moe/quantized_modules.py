@@ -65,7 +65,9 @@ def quantize_experts(
                 continue
             flipped = bool(getattr(experts, "is_transposed", False))
             of_inputs = weight.detach().mT if flipped else weight.detach()
-            found = quantize(of_inputs, format, block_size=block_size, nested=nested, name=f"{prefix}.{name}")
+            found = quantize(
+                of_inputs, format, block_size=block_size, nested=nested, name=f"{prefix}.{name}".lstrip(".")
+            )
             hold(experts, name, found.mT if flipped else found)
             count += 1
     return count
