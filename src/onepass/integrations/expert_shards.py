@@ -57,15 +57,18 @@ def is_sharded(experts: nn.Module, *parameters: Tensor) -> bool:
     )
 
 
-def whole_factors(wrapper: Any, adapter: str) -> Factors:
-    """``wrapper.get_delta_factors(adapter)`` of PEFT's `ParamWrapper`, of all experts, wherever they are sharded."""
+def whole_factors(wrapper: Any, adapter: str, like: Tensor) -> Factors:
+    """``wrapper.get_delta_factors(adapter)`` of PEFT's `ParamWrapper`, of all experts, wherever they are sharded.
+
+    PEFT reads no more of ``like`` than its dtype, which is that of the factors.
+    """
     found = {}
     for name in ("lora_A", "lora_B"):
         weight = getattr(wrapper, name)[adapter].weight
         check_gathered(weight, f"{wrapper.parameter_name}.{name}")
         found[name] = {adapter: SimpleNamespace(weight=whole(weight))}
-    view = SimpleNamespace(**found, **{
-        name: getattr(wrapper, name) for name in ("num_experts", "scaling", "get_param", "_did_swap_in_out_features")
+    view = SimpleNamespace(**found, get_param=lambda: like, **{
+        name: getattr(wrapper, name) for name in ("num_experts", "scaling", "_did_swap_in_out_features")
     })  # fmt: skip
     factors: Factors = type(wrapper).get_delta_factors(view, adapter)
     return factors

@@ -4,6 +4,7 @@
 between the two.
 """
 
+from onepass.kernels.decode import decode
 from onepass.kernels.divergence import add_means, divergence, divergence_states
 from onepass.kernels.divergence_gradient import divergence_gradient
 from onepass.kernels.expert_mlp import expert_mlp, expert_mlp_gradient
@@ -25,6 +26,7 @@ from onepass.kernels.token_sort import count_tiles, sort_by_expert
 __all__ = [
     "add_means",
     "count_tiles",
+    "decode",
     "divergence",
     "divergence_gradient",
     "divergence_states",
