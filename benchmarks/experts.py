@@ -19,8 +19,8 @@ from benchmarks.harness import (
     write,
 )
 from benchmarks.in_turns import Dtype, OfTurn, Rounds, compare, free, plot
-from benchmarks.operations_experts import OPERATIONS, dense, make_batch
-from benchmarks.peers_experts import entrants_here
+from benchmarks.operations_experts import OPERATIONS, QUANTIZED, dense, make_batch
+from benchmarks.peers_experts import DECODED, entrants_here
 from onepass.cli.workloads import EXPERT_FORM, MIXTRAL, QWEN3_30B, parse_shape
 
 KINDS = ("uniform", "zipf")
@@ -29,7 +29,10 @@ SIZES = ("tokens", "hidden", "intermediate", "experts", "choices")
 
 
 def experts(
-    op: Annotated[list[str] | None, typer.Option(help=f"Operations: {', '.join(OPERATIONS)}. Default: all.")] = None,
+    op: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(OPERATIONS)} (the default), {', '.join(QUANTIZED)} (quantized weights)."),
+    ] = None,
     shape: Annotated[list[str] | None, typer.Option(help=f"{EXPERT_FORM}, e.g. {MIXTRAL}; repeatable.")] = None,
     routing: Annotated[list[str] | None, typer.Option(help=f"{', '.join(KINDS)}. Default: both.")] = None,
     dtype: Dtype = None,
@@ -42,7 +45,7 @@ def experts(
     """Time experts against dense products of the same FLOPs and installed peers; write a table, a JSON, a PNG."""
     device = choose_device()
     kind = dtype or ("bf16" if device.type == "cuda" else "fp32")
-    check_choices((op, OPERATIONS), (routing, KINDS), ([kind], DTYPES))
+    check_choices((op, [*OPERATIONS, *QUANTIZED]), (routing, KINDS), ([kind], DTYPES))
     shapes = shape or [QWEN3_30B if device.type == "cuda" else "64x32x16x8x2"]
     sizes = [parse_shape(s, EXPERT_FORM, MIXTRAL) for s in shapes]
     console = new_console()
@@ -53,8 +56,9 @@ def experts(
         case = {"operation": operation, **dict(zip(SIZES, size)), "routing": how, "dtype": kind}
         free(device)
         batch = make_batch(operation, size, how, DTYPES[kind], device)
-        bare = dense(batch, OPERATIONS[operation])
-        compare(batch, case, title(case), BASELINE, bare, entrants, rounds, milliseconds, console, report)
+        bare = dense(batch, OPERATIONS.get(operation, OPERATIONS["experts_lora"]))
+        here = [*entrants, DECODED] if operation in QUANTIZED else entrants
+        compare(batch, case, title(case), BASELINE, bare, here, rounds, milliseconds, console, report)
         write(report, out / f"{name}.json")  # after every case, in case that a later one fails
     plot(report, title, BASELINE, out / f"{name}.png")
     conclude(console, report, out / name)

@@ -1,7 +1,7 @@
 """The experts of a MoE layer: inputs, onepass's experts, and dense matrix products of as many FLOPs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from onepass import moe
 RANK, SCALING = 16, 2.0
 # How many times the GEMMs of a forward are needed: for the forward, for the gradient of the inputs, of the weights.
 OPERATIONS = {"experts_forward": 1, "experts": 3, "experts_lora": 2}
+# As experts_lora, with weights in a format of `moe.quantize`. They run only if they are named.
+QUANTIZED = {"experts_nf4": "nf4", "experts_mxfp4": "mxfp4", "experts_fp8": "fp8_block", "experts_int8": "int8"}
 
 
 @dataclass
@@ -22,6 +24,7 @@ class ExpertsBatch(Batch):
     gate_up: Tensor
     down: Tensor
     lora: list[Tensor] = field(default_factory=list)  # A and B of gate_up, A and B of down
+    quantized: list[moe.QuantizedWeight] = field(default_factory=list)  # of which gate_up and down are the values
     expected: Tensors = ()
     upstream: Sequence[Tensor] = ()
 
@@ -40,7 +43,7 @@ def make_batch(
     """Random inputs.
 
     Args:
-        operation: one of `OPERATIONS`.
+        operation: one of `OPERATIONS` or `QUANTIZED`.
         sizes: tokens, hidden, intermediate, experts, choices.
         kind: ``"uniform"`` routing, or ``"zipf"``, where the n-th expert is chosen with a frequency of 1 / n.
         dtype: of all floating-point tensors but the routing weights.
@@ -62,7 +65,10 @@ def make_batch(
         normal(T, H), moe.Routing(weights / weights.sum(-1, keepdim=True), experts, counts),
         normal(E, 2 * width, H, std=H**-0.5), normal(E, H, width, std=width**-0.5),
     )  # fmt: skip
-    if operation == "experts_lora":
+    if operation in QUANTIZED:
+        batch.quantized = [moe.quantize(w, QUANTIZED[operation]) for w in (batch.gate_up, batch.down)]
+        batch.gate_up, batch.down = (w.dequantize() for w in batch.quantized)
+    if operation == "experts_lora" or operation in QUANTIZED:
         shapes = (E, RANK, H), (E, 2 * width, RANK), (E, RANK, width), (E, H, RANK)
         batch.lora = [normal(*shape, std=shape[-1] ** -0.5) for shape in shapes]
     with torch.no_grad():
@@ -93,10 +99,15 @@ def dense(batch: ExpertsBatch, times: int) -> Callable[[], None]:
     return products
 
 
+def decoded(batch: ExpertsBatch) -> Tensor:
+    """The same with the values of quantized weights."""
+    return ours(replace(batch, quantized=[]))
+
+
 def ours(batch: ExpertsBatch) -> Tensor:
     first = second = None
     if batch.lora:
         a1, b1, a2, b2 = batch.lora
         first, second = (a1, b1, SCALING), (a2, b2, SCALING)
-    weights = batch.gate_up, batch.down
+    weights = batch.quantized or (batch.gate_up, batch.down)
     return moe.expert_mlp(batch.hidden, batch.routing, *weights, lora_gate_up=first, lora_down=second)

@@ -36,7 +36,7 @@ class HeadBatch(Batch):
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.hidden, self.weight]
+        return [self.hidden, self.weight, *self.constants]
 
     @property
     def arguments(self) -> tuple[Tensor | None, ...]:
@@ -67,6 +67,27 @@ def teacher(
 ) -> tuple[Tensors, Tensors]:
     of_teacher, head = draw_head(hidden.shape, weight.shape[0], hidden.dtype, generator)
     return (of_teacher, target), (head,)
+
+
+PAIR = 256  # rows: the tokens of a chosen sequence, and as many of a rejected one
+
+
+def pairs(
+    hidden: Tensor, weight: Tensor, target: Tensor, mask: Tensor | None, generator: Generator
+) -> tuple[Tensors, Tensors]:
+    """Which sequence of its pair a row belongs to, 1 or -1, and the log-probs of a reference model near the policy."""
+    (_, _, reference), _ = policy(hidden, weight, target, mask, generator)
+    side = 1.0 - 2.0 * (torch.arange(len(target), device=target.device) % PAIR >= PAIR // 2)
+    return (target, side.to(reference.dtype), reference), ()
+
+
+def adapter(
+    hidden: Tensor, weight: Tensor, target: Tensor, mask: Tensor | None, generator: Generator
+) -> tuple[Tensors, Tensors]:
+    """Both factors of an adapter of rank 16."""
+    width = hidden.shape[-1]
+    A = normal((16, width), 1.0 / math.sqrt(width), hidden.dtype, generator).requires_grad_()
+    return (target,), (A, normal((len(weight), 16), 0.1, hidden.dtype, generator).requires_grad_())
 
 
 def policy_loss(advantages: Tensor, old_log_probs: Tensor, log_probs: Tensor, entropy: Tensor) -> Tensor:
@@ -135,6 +156,15 @@ class HeadOperation:
         return batch
 
 
+@dataclass(frozen=True)
+class AdaptedHead(HeadOperation):
+    """With an adapter, whose factors are the last constants. Its products are not among the bare GEMMs."""
+
+    def eager(self, hidden: Tensor, weight: Tensor, *others: Tensor | None) -> Tensors:
+        *rows, A, B, mask = others
+        return self.definition(F.linear(hidden, weight) + F.linear(F.linear(hidden, A), B), *rows, mask)  # type: ignore[arg-type]
+
+
 def normal(shape: torch.Size | tuple[int, ...], std: float, dtype: torch.dtype, generator: Generator) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=generator.device).normal_(std=std, generator=generator)
 
@@ -150,6 +180,27 @@ def draw_head(
 def our_policy_loss(h: Tensor, w: Tensor, t: Tensor, a: Tensor, old: Tensor, m: Tensor | None) -> Tensors:
     row_loss = lambda s, a, old: policy_loss(a, old, s.log_probs, s.entropy)  # noqa: E731
     return (onepass.linear_loss(h, w, t, row_loss, a, old, row_mask=m),)
+
+
+def dpo(x: Tensor, t: Tensor, side: Tensor, reference: Tensor, m: Tensor | None) -> Tensors:
+    """The mean over pairs, of as many rows each."""
+    margins = (side * (log_probs(x, t, m)[0] - reference)).split(PAIR)
+    return (-F.logsigmoid(0.1 * torch.stack([rows.sum() for rows in margins])).mean(),)
+
+
+def our_dpo(h: Tensor, w: Tensor, t: Tensor, side: Tensor, reference: Tensor, m: Tensor | None) -> Tensors:
+    def loss(s: onepass.SoftmaxStatistics, side: Tensor, reference: Tensor, groups: onepass.RowGroups) -> Tensor:
+        return -F.logsigmoid(0.1 * groups.sum(side * (s.log_probs - reference)))
+
+    lengths = [min(PAIR, len(t) - first) for first in range(0, len(t), PAIR)]
+    return (onepass.linear_loss(h, w, t, loss, side, reference, groups=lengths),)
+
+
+def adapted_cross_entropy(products: str) -> HeadOperation:
+    def ours(h: Tensor, w: Tensor, t: Tensor, A: Tensor, B: Tensor, m: Tensor | None) -> Tensors:
+        return (onepass.linear_cross_entropy(h, w, t, lora=(A, B, 1.0)),)
+
+    return AdaptedHead(cross_entropy, ours, products, adapter)
 
 
 def our_kl_div(h: Tensor, w: Tensor, teacher: Tensor, t: Tensor, u: Tensor, m: Tensor | None) -> Tensors:
@@ -203,6 +254,9 @@ HEAD_OPERATIONS: dict[str, HeadOperation] = {
         "lhw",
         policy,
     ),
+    "linear_dpo": HeadOperation(dpo, our_dpo, "lhw", pairs, masks=False),
+    "linear_cross_entropy_lora": adapted_cross_entropy("lhw"),
+    "linear_cross_entropy_lora_frozen": adapted_cross_entropy("lh"),
     "linear_cross_entropy_wide": HeadOperation(cross_entropy, wide_cross_entropy, "lhw"),
     "linear_log_probs_and_entropy_forward_wide": HeadOperation(log_probs_and_entropy, wide_pair, "l", masks=False),
     "linear_cross_entropy_invariant": invariant(cross_entropy_of("lhw")),

@@ -15,18 +15,22 @@ from torch import Tensor
 import onepass
 from benchmarks.implementations import first_line
 from benchmarks.in_turns import Entrant
-from benchmarks.operations_experts import SCALING, ExpertsBatch, ours
+from benchmarks.operations_experts import SCALING, ExpertsBatch, decoded, ours
 from onepass.cli.environment import package_version
 
 Function = Callable[[ExpertsBatch], Tensor]
 
 
 def merged(batch: ExpertsBatch) -> tuple[Tensor, Tensor]:
-    """Both weights with their adapters merged, as PEFT does for implementations that take a whole weight."""
+    """Both weights with their adapters merged, as PEFT does for implementations that take a whole weight.
+
+    Quantized weights are decoded first, as a whole.
+    """
+    gate_up, down = (w.dequantize() for w in batch.quantized) if batch.quantized else (batch.gate_up, batch.down)
     if not batch.lora:
-        return batch.gate_up, batch.down
+        return gate_up, down
     a1, b1, a2, b2 = batch.lora
-    return torch.baddbmm(batch.gate_up, b1, a1, alpha=SCALING), torch.baddbmm(batch.down, b2, a2, alpha=SCALING)
+    return torch.baddbmm(gate_up, b1, a1, alpha=SCALING), torch.baddbmm(down, b2, a2, alpha=SCALING)
 
 
 def transformers(name: str) -> Function:
@@ -85,3 +89,7 @@ def entrants_here(peers: bool) -> tuple[list[Entrant], dict[str, str]]:
 
 def entrant(name: str, version: str | None, function: Function) -> Entrant:
     return Entrant(name, version, lambda batch: (function(batch),))
+
+
+# What quantized weights are compared with.
+DECODED = entrant("onepass, decoded weights", onepass.__version__, decoded)

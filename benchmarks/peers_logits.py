@@ -95,6 +95,24 @@ def quack_cross_entropy(name: str, package: str) -> Implementation:
     return Implementation(name, package, lambda x, t, m: (call(x, t),))
 
 
+def quack_gradient_in_forward(name: str, package: str) -> Implementation:
+    """The gradient of the sum from the forward, which no backward scales: the least that a user of it could do."""
+    call = attribute("quack.cross_entropy", "cross_entropy_fwd")
+
+    class CrossEntropy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, t: Tensor) -> Tensor:
+            loss, gradient = call(x, t, return_dx=True)
+            ctx.save_for_backward(gradient)
+            return loss.mean()
+
+        @staticmethod
+        def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+            return ctx.saved_tensors[0], None
+
+    return Implementation(name, package, lambda x, t, m: (CrossEntropy.apply(x, t),))
+
+
 def fla_kl_div(name: str, package: str) -> Implementation:
     """The kernels of flash-linear-attention's linear + KL loss, on logits, launched as that loss launches them.
 
@@ -141,6 +159,7 @@ PEERS: dict[str, list[Peer]] = {
         ("TRL", "trl", trl_cross_entropy),
         ("axolotl", "axolotl", axolotl_cross_entropy),
         ("QuACK", "quack-kernels", quack_cross_entropy),
+        ("QuACK (gradient in the forward, not scaled)", "quack-kernels", quack_gradient_in_forward),
         ("Liger (in place)", "liger-kernel", liger_cross_entropy),
     ],
     "topk_kl_div": [("axolotl", "axolotl", axolotl_topk_kl_div)],

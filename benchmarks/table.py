@@ -160,16 +160,19 @@ def trainer_table(path: Path, report: Report) -> str:
     here, sizes = report["environment"], report["sizes"]
     about = (
         f"{where(path, report)}, TRL {here['trl']}, transformers {here['transformers']}; {sizes['batch']} completions "
-        f"of {sizes['length']} tokens, {sizes['hidden']} hidden, vocabulary {sizes['vocab']}, bf16 autocast.\n\n"
+        f"of {sizes['length']} tokens, vocabulary {sizes['vocab']}, bf16 autocast.\n\n"
         f"{marked(report, {r['trainer']: None for r in report['results']})}"
     )
-    columns = {"ms a step": "ms", "ms of kernels": "kernel_ms"}
+    columns = {"ms a step": "ms", "ms of kernels": "kernel_ms", "of the head": "head_ms"}
     columns = {title: key for title, key in columns.items() if key in report["results"][0]}
+    about_step = ["trainer", "adapter", "hidden", "kind"]
+    about_step = [key for key in about_step if key in report["results"][0]]
     rows = []
     for r in report["results"]:
         peaks = [f"{r[k] / 2**30:.2f}" for k in ("peak_bytes", "step_peak_bytes")]
-        rows.append([r["trainer"], r["kind"], *[f"{r[k]:.1f}" for k in columns.values()], *peaks])
-    return about + grid(["trainer", "heads of", *columns, "peak GiB, forward + backward", "of the step"], rows)
+        rows.append([*[str(r[k]) for k in about_step], *[f"{r[k]:.1f}" for k in columns.values()], *peaks])
+    titles = [{"adapter": "trains", "kind": "heads of"}.get(key, key) for key in about_step]
+    return about + grid([*titles, *columns, "peak GiB, forward + backward", "of the step"], rows)
 
 
 def lm_table(path: Path, report: Report) -> str:

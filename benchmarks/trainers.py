@@ -1,12 +1,15 @@
-"""`python -m benchmarks trainers`: a training step of TRL's GRPO and DPO trainers, with and without `onepass.patch`.
+"""`python -m benchmarks trainers`: a training step of TRL's SFT, DPO and GRPO, with and without `onepass.patch`.
 
-A step is loss, backward and optimizer on one batch that is prepared before. Generation is the same either way, and is
-left out. The two kinds take turns. Because the decoder is tiny and the host may limit the speed, the time of all
-kernels of a step is reported too. Memory is counted without the model and the optimizer's state, once until the
-gradients are computed and once until the end of the step.
+All parameters are trained, or LoRA adapters of all linear layers of the decoder. A step is loss, backward and optimizer
+on one batch that is prepared before. Generation is the same either way, and is left out. The two kinds take turns.
+Because the decoder is tiny and the host may limit the speed, the time of all kernels of a step is reported too, and
+that of the head: the difference to TRL's step with a vocabulary of `SMALL` tokens, whose decoder is the same. Memory is
+counted without the model and the optimizer's state, once until the gradients are computed and once until the end of
+the step.
 """
 
 import gc
+import itertools
 import random
 import statistics
 import tempfile
@@ -21,10 +24,11 @@ import typer
 from rich.table import Table
 
 import onepass
-from benchmarks.harness import Out, new_console, now, write
+from benchmarks.harness import Out, check_choices, command, new_console, now, write
 from benchmarks.sources import add_sources
 from onepass.cli.environment import environment, package_version
 
+SMALL = 512
 KINDS: dict[str, Callable[[], Any]] = {"TRL": nullcontext, "onepass": onepass.patch}
 Step = Callable[[], int]
 
@@ -32,35 +36,68 @@ Step = Callable[[], int]
 def trainers(
     out: Out = Path(".bench"),
     vocab: Annotated[int, typer.Option(help="Size of the vocabulary.")] = 151936,
-    hidden: Annotated[int, typer.Option(help="Width of the decoder.")] = 1024,
+    hidden: Annotated[list[int] | None, typer.Option(help="Width of the decoder; repeatable.")] = None,
+    trainer: Annotated[list[str] | None, typer.Option(help="SFT, DPO, GRPO; repeatable. Default: all.")] = None,
+    adapter: Annotated[list[str] | None, typer.Option(help="full, LoRA; repeatable. Default: both.")] = None,
     length: Annotated[int, typer.Option(help="Tokens of a completion.")] = 1024,
     batch: Annotated[int, typer.Option(help="Completions of a batch.")] = 16,
     rounds: Annotated[int, typer.Option(help="Steps of each kind.", min=1)] = 15,
 ) -> None:
     """Time a training step of TRL's trainers with and without `onepass.patch`; write a table and a JSON. Needs TRL."""
-    from benchmarks.trainer_steps import build_steps  # imports TRL
+    from benchmarks.trainer_steps import ADAPTERS, TRAINERS, build, save  # imports TRL
 
-    sizes = {"vocab": vocab, "hidden": hidden, "length": length, "batch": batch, "rounds": rounds}
-    packages = {name: package_version(name) for name in ("trl", "transformers")}
-    report: dict[str, Any] = {"date": now(), "environment": environment() | packages, "sizes": sizes}
-    report |= {"results": [], "sources": {}}
-    table = Table("trainer", "kind", "ms a step", "ms of kernels", "peak GiB of forward + backward", "of the step")
-    for name, build in build_steps.items():
-        with tempfile.TemporaryDirectory() as folder:
-            step = build(Path(folder), sizes)
-            measured = measure(step, rounds)
-            with onepass.patch():
-                add_sources(report, name, step)
-        for m in measured:
-            report["results"].append({"trainer": name, **m})
-            peaks = ["" if m[k] is None else f"{m[k] / 2**30:.2f}" for k in ("peak_bytes", "step_peak_bytes")]
-            kernels = "" if m["kernel_ms"] is None else f"{m['kernel_ms']:.1f}"
-            table.add_row(name, m["kind"], f"{m['ms']:.1f}", kernels, *peaks)
-        write(report, out / "trainers.json")
+    check_choices((trainer, TRAINERS), (adapter, ADAPTERS))
+    sizes = {"vocab": vocab, "length": length, "batch": batch, "rounds": rounds}
+    packages = {name: package_version(name) for name in ("trl", "transformers", "peft")}
+    report: dict[str, Any] = {"command": command(), "date": now(), "environment": environment() | packages}
+    report |= {"sizes": sizes, "results": [], "sources": {}}
+    title = (
+        "trainer",
+        "trains",
+        "hidden",
+        "kind",
+        "ms a step",
+        "ms of kernels",
+        "of the head",
+        "peak GiB",
+        "of the step",
+    )
+    table = Table(*title)
+    for width in hidden or [2048, 4096]:
+        with tempfile.TemporaryDirectory() as large, tempfile.TemporaryDirectory() as small:
+            of_width = sizes | {"hidden": width}
+            save(Path(large), of_width)
+            save(Path(small), of_width | {"vocab": SMALL})
+            for name, kind in itertools.product(trainer or TRAINERS, adapter or ADAPTERS):
+                step = build(name, kind, Path(small), of_width)
+                for _ in range(2):
+                    step()
+                decoder = kernel_ms(step)
+                step = build(name, kind, Path(large), of_width)
+                with onepass.patch():
+                    add_sources(report, name, step)
+                for m in measure(step, rounds, decoder):
+                    report["results"].append({"trainer": name, "adapter": kind, "hidden": width, **m})
+                    peaks = ["" if m[k] is None else f"{m[k] / 2**30:.2f}" for k in ("peak_bytes", "step_peak_bytes")]
+                    kernels = ["" if m[k] is None else f"{m[k]:.1f}" for k in ("kernel_ms", "head_ms")]
+                    table.add_row(name, kind, str(width), m["kind"], f"{m['ms']:.1f}", *kernels, *peaks)
+                del step
+                gc.collect()
+                write(report, out / "trainers.json")
     new_console().print(table)
 
 
-def measure(step: Step, rounds: int) -> list[dict[str, Any]]:
+def kernel_ms(step: Step) -> float | None:
+    """The time of all kernels of a step; None on a CPU."""
+    if not torch.cuda.is_available():
+        return None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    return sum(e.self_device_time_total for e in profile.key_averages()) / 1e3
+
+
+def measure(step: Step, rounds: int, decoder: float | None) -> list[dict[str, Any]]:
     cuda = torch.cuda.is_available()
     turns = [kind for _ in range(rounds) for kind in KINDS]
     random.Random(0).shuffle(turns)
@@ -84,10 +121,8 @@ def measure(step: Step, rounds: int) -> list[dict[str, Any]]:
                     found[kind]["peak_bytes"] = peak - before
                     found[kind]["step_peak_bytes"] = torch.cuda.max_memory_allocated() - before
     for kind, of in found.items():
-        of |= {"ms": statistics.median(of["runs"]), "kernel_ms": None}
-        if cuda:
-            with KINDS[kind](), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                step()
-                torch.cuda.synchronize()
-            of["kernel_ms"] = sum(e.self_device_time_total for e in profile.key_averages()) / 1e3
+        with KINDS[kind]():
+            kernels = kernel_ms(step)
+        head = None if kernels is None or decoder is None else kernels - decoder
+        of |= {"ms": statistics.median(of["runs"]), "kernel_ms": kernels, "head_ms": head}
     return list(found.values())

@@ -29,6 +29,7 @@ EXEMPT = {
     "Attached": "is made by attach",
     "MaterializedLogits": "is a warning",
     "Patch": "is made by patch",
+    "RowGroups": "is what linear_loss passes to a loss of groups",
     "SoftmaxStatistics": "is what softmax_statistics returns",
     "VocabParallelLogits": "takes a process group; test_vocab_parallel.py has its arguments",
     "attach": "takes a model; test_lazy_models.py has its arguments",
@@ -258,6 +259,7 @@ FRACTION = Number(0.25, 1, (-0.5, 1.5, INF, HUGE))
 WEIGHT = Number(0.5, 1, (-1.0, HUGE))
 ITEMS = Number(2.5, 7, (HUGE,))
 MEMORY = Integer(1 << 28, (1, -1, "1 MiB"))
+SCRATCH = Integer(1 << 28, (0, -1, "1 MiB"))
 IGNORED = Integer(-100, (2**63, HUGE))
 
 LOGITS, TEACHER = randn(N, V), randn(N, V)
@@ -271,7 +273,11 @@ HEAD = {"hidden": randn(N, H), "weight": randn(V, H) * 0.5}
 BIAS = randn(V)
 TRANSFORM = {"temperature": TEMPERATURE, "softcap": SOFTCAP, "logit_scale": SCALE}
 DIVERGENCE = {"direction": "jsd", "beta": Number(0.25, 0, (-0.5, 1.5, INF, HUGE))}
-OF_HEAD = ("hidden", "weight", "bias")
+ADAPTER = {
+    "lora[0]": torch.linspace(-0.5, 0.5, R * H).view(R, H), "lora[1]": torch.linspace(0.2, -0.1, V * R).view(V, R),
+    "lora[2]": Number(0.5, 2),
+}  # fmt: skip
+OF_HEAD = ("hidden", "weight", "bias", "lora[0]", "lora[1]")
 OF_TEACHER = {"teacher_ids": IDS, "teacher_log_probs": LOG_T}
 
 
@@ -284,6 +290,10 @@ def loss_of_all(s: Any, advantages: Tensor, old_log_probs: Tensor) -> Tensor:
     """Has a gradient in every field and input."""
     policy = torch.sigmoid(s.log_probs - old_log_probs) * advantages + 0.05 * s.entropy
     return 0.01 * s.weighted_logit * (1 + s.is_top1.float()) - policy
+
+
+def loss_of_groups(s: Any, advantages: Tensor, groups: Any) -> Tensor:
+    return torch.sigmoid(groups.sum(s.log_probs * advantages)) - 0.05 * groups.mean(s.entropy)
 
 
 EXPERTS = torch.tensor([[1, 2], [2, 0], [1, 2]])
@@ -312,7 +322,8 @@ OF_ROUTE = {
 
 
 def _groups(values: dict[str, Any]) -> dict[str, Tensor]:
-    groups = group_by_expert(values["experts"], E, values["x"])
+    experts, like = (values[n] for n in (("experts", "x") if "x" in values else ("routing.experts", "hidden")))
+    groups = group_by_expert(experts, E, like)
     return {f"groups.{name}": t for name, t in groups._asdict().items()}
 
 
@@ -376,16 +387,17 @@ CASES = [
     }, ("student_logits", "teacher_logits")),
     Case("kl_div", {"student_logits": LOGITS, "teacher_logits": TEACHER, "direction": "forward", "reduction": "none"},
          ("student_logits", "teacher_logits"), "forward"),
-    Case("LinearLogits", {**HEAD, "bias": BIAS, "max_memory": MEMORY}, OF_HEAD),
+    Case("LinearLogits", {**HEAD, **ADAPTER, "bias": BIAS, "max_memory": MEMORY}, OF_HEAD),
     Case("linear_softmax_statistics", {
-        **HEAD, "index": INDICES, "bias": BIAS, "max_memory": MEMORY, **TRANSFORM, "row_mask": MASK,
+        **HEAD, **ADAPTER, "index": INDICES, "bias": BIAS, "max_memory": MEMORY, **TRANSFORM, "row_mask": MASK,
         "class_weights": CLASSES, "metrics": ("mean_logit",), "expected_logit": True,
     }, OF_HEAD),
     Case("linear_selective_log_softmax_and_entropy", {
-        **HEAD, "index": INDEX, "bias": BIAS, **TRANSFORM, "row_mask": MASK, "max_memory": MEMORY,
+        **HEAD, **ADAPTER, "index": INDEX, "bias": BIAS, **TRANSFORM, "row_mask": MASK, "max_memory": MEMORY,
     }, OF_HEAD),
     Case("linear_cross_entropy", {
-        **HEAD, "target": TARGET, "bias": BIAS, "class_weights": CLASSES, "ignore_index": IGNORED, "reduction": "mean",
+        **HEAD, **ADAPTER, "target": TARGET, "bias": BIAS, "class_weights": CLASSES, "ignore_index": IGNORED,
+        "reduction": "mean",
         "label_smoothing": FRACTION, "z_loss_weight": WEIGHT, **TRANSFORM, "max_memory": MEMORY, "row_mask": MASK,
         "num_items": ITEMS,
     }, OF_HEAD),
@@ -393,14 +405,14 @@ CASES = [
          ("hidden", "weight"), "of rows"),
     Case("linear_cross_entropy", {**HEAD, "target": INDEX.int()}, ("hidden", "weight"), "at once"),
     Case("linear_topk_kl_div", {
-        **HEAD, **OF_TEACHER, "row_mask": MASK, "teacher_mask": ID_MASK, "bias": BIAS, "max_memory": MEMORY,
+        **HEAD, **ADAPTER, **OF_TEACHER, "row_mask": MASK, "teacher_mask": ID_MASK, "bias": BIAS, "max_memory": MEMORY,
         **TRANSFORM, **DIVERGENCE, "renormalize": False, "num_items": ITEMS,
     }, OF_HEAD),
     Case("linear_topk_kl_div", {**HEAD, **OF_TEACHER, "reduction": "none", "renormalize": True}, ("hidden", "weight"),
          "of rows"),
     Case("linear_kl_div", {
-        **HEAD, "teacher_logits": TEACHER, "row_mask": MASK, "bias": BIAS, "max_memory": MEMORY, **DIVERGENCE,
-        **TRANSFORM, "teacher_temperature": Number(1.25, 1, ABOVE_0), "teacher_logit_scale": SCALE,
+        **HEAD, **ADAPTER, "teacher_logits": TEACHER, "row_mask": MASK, "bias": BIAS, "max_memory": MEMORY,
+        **DIVERGENCE, **TRANSFORM, "teacher_temperature": Number(1.25, 1, ABOVE_0), "teacher_logit_scale": SCALE,
         "teacher_softcap": SOFTCAP, "vocab_size": Integer(25, (0, 28, HUGE)), "num_items": ITEMS,
     }, OF_HEAD),
     Case("linear_kl_div", {
@@ -410,13 +422,18 @@ CASES = [
     Case("linear_kl_div", {**HEAD, "teacher_logits": TEACHER, "reduction": "none"}, ("hidden", "weight"), "of rows"),
     Case("linear_loss", {
         **HEAD, "index": INDEX, "loss_fn": loss_of_all, "row_inputs[0]": randn(N), "row_inputs[1]": -4 * rand(N),
-        "bias": BIAS, **TRANSFORM, "row_mask": MASK, "class_weights": CLASSES, "metrics": ("is_top1",),
+        **ADAPTER, "bias": BIAS, **TRANSFORM, "row_mask": MASK, "class_weights": CLASSES, "metrics": ("is_top1",),
         "expected_logit": True, "reduction": "sum", "num_items": ITEMS, "max_memory": MEMORY,
     }, (*OF_HEAD, "row_inputs[0]", "row_inputs[1]")),
     Case("linear_loss", {
         **HEAD, "index": INDEX, "loss_fn": loss_of_all, "row_inputs[0]": randn(N), "row_inputs[1]": -4 * rand(N),
         "row_mask": MASK, "class_weights": CLASSES, "metrics": ("is_top1",), "reduction": "none",
     }, ("hidden", "weight", "row_inputs[0]"), "of rows"),
+    Case("linear_loss", {
+        **HEAD, "index": INDEX, "loss_fn": loss_of_groups, "row_inputs[0]": BIAS[:N].clone(),
+        "row_mask": MASK, "class_weights": CLASSES,
+        "groups": torch.tensor([2, 1]), "reduction": "mean",
+    }, ("hidden", "weight", "row_inputs[0]"), "of groups", frozenset(("groups",))),
     Case("CrossEntropyLoss", {
         "class_weights": CLASSES, "ignore_index": IGNORED, "reduction": "sum", "label_smoothing": FRACTION,
         "z_loss_weight": WEIGHT, **TRANSFORM, "inplace_backward": False, "gradient_in_forward": False, "logits": LOGITS,
@@ -425,7 +442,7 @@ CASES = [
     }, ("logits",)),
     Case("LinearCrossEntropyLoss", {
         "class_weights": CLASSES, "ignore_index": IGNORED, "reduction": "sum", "label_smoothing": FRACTION,
-        "z_loss_weight": WEIGHT, **TRANSFORM, "max_memory": MEMORY, **HEAD, "target": TARGET, "bias": BIAS,
+        "z_loss_weight": WEIGHT, **TRANSFORM, "max_memory": MEMORY, **HEAD, **ADAPTER, "target": TARGET, "bias": BIAS,
         "row_mask": MASK, "num_items": ITEMS,
     }, OF_HEAD),
     Case("KLDivLoss", {
@@ -456,12 +473,18 @@ CASES = [
     Case("ratio_report", {"log_probs": -rand(N, V), "sampler_log_probs": -rand(N, V), "row_mask": rand(N, V) < 0.7}),
     Case("moe.expert_mlp", {
         **BLOCK, **LORA, "activation": "swiglu_clamped", "alpha": Number(1.75, 2), "limit": Number(1.5, 7, ABOVE_0),
+        "max_memory": SCRATCH,
     }, (*OF_BLOCK, *(name for name in LORA if not name.endswith("[2]")))),
     Case("moe.expert_mlp", {
         **BLOCK, "gate_up_weight": BLOCK["gate_up_weight"].mT.contiguous(),
         "down_weight": BLOCK["down_weight"].mT.contiguous(), "transposed": True, "interleaved": True,
+        "max_memory": SCRATCH,
     }, OF_BLOCK, "transposed"),
-    Case("moe.scattered_linear", {**SCATTERED, "transposed": False}, ("x", "weight", "bias", "weights")),
+    Case("moe.expert_mlp", {**BLOCK, "groups": Derived(_groups)}, OF_BLOCK, "grouped",
+         frozenset({*GROUPED_ROWS, "routing.experts"})),
+    Case("moe.scattered_linear", {
+        **SCATTERED, "transposed": False, "max_memory": SCRATCH,
+    }, ("x", "weight", "bias", "weights")),
     Case("moe.scattered_linear", {
         "x": randn(N * K, H), "weight": randn(E, H, OUTPUTS), "experts": EXPERTS.int(), "bias": SCATTERED["bias"],
         "groups": Derived(_groups), "transposed": True, "grouped_in": True, "grouped_out": True,
@@ -469,6 +492,10 @@ CASES = [
     Case("moe.group_by_expert", {
         "experts": EXPERTS, "num_experts": Integer(E, (0, -1, HUGE)), "like": BLOCK["hidden"],
     }),
+    Case("moe.group_by_expert", {
+        "experts": EXPERTS.flatten().sort().values.unsqueeze(1), "num_experts": Integer(E, (0, -1, HUGE)),
+        "like": BLOCK["hidden"], "counts": EXPERTS.flatten().bincount(minlength=E),
+    }, (), "sorted", frozenset({"experts", "counts"})),
     Case("moe.ParallelExperts", {
         "num_experts": E, "input_size": H, "output_size": OUTPUTS, "bias": True, "x": SCATTERED["x"],
         "experts": EXPERTS, "groups": Derived(_groups), "weights": SCATTERED["weights"],
@@ -480,7 +507,7 @@ CASES = [
     }, ("hidden", "routing.weights")),
 ]  # fmt: skip
 for case in CASES:
-    if "max_memory" in case.arguments:
+    if "max_memory" in case.arguments and not case.function.startswith("moe."):
         case.arguments["logits_dtype"] = torch.float32
 # Of which a support, and a temperature of each row, are cases of their own.
 SUPPORTED = ("softmax_statistics", "selective_log_softmax", "entropy_from_logits", "selective_log_softmax_and_entropy",

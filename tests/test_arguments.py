@@ -207,6 +207,56 @@ CASES = {
         ValueError,
         "teacher_logits: expected 10 columns, those of the student, got 8; vocab_size says",
     ),
+    "lora": (
+        lambda: onepass.LinearLogits(X, X, lora=X),
+        TypeError,
+        r"lora: expected \(A, B, scaling\), two tensors and a number, got torch.float32 of shape \(3, 10\)",
+    ),
+    "lora of another width": (
+        lambda: onepass.LinearLogits(X, X, lora=(X[:2, :9], X[:, :2], 1.0)),
+        ValueError,
+        r"lora\[0\]: expected shape \(2, 10\) for a weight of shape \(3, 10\), got \(2, 9\)",
+    ),
+    "lora of two ranks": (
+        lambda: onepass.LinearLogits(X, X, lora=(X[:2], X[:, :1], 1.0)),
+        ValueError,
+        r"lora\[1\]: expected shape \(3, 2\) for a weight of shape \(3, 10\), got \(3, 1\)",
+    ),
+    "lora of rank 0": (
+        lambda: onepass.LinearLogits(X, X, lora=(X[:0], X[:, :0], 1.0)),
+        ValueError,
+        r"lora\[0\]: expected shape \(0, 10\)",
+    ),
+    "lora of integers": (
+        lambda: onepass.LinearLogits(X, X, lora=(X[:2].long(), X[:, :2], 1.0)),
+        TypeError,
+        r"lora\[0\]: expected a floating-point tensor, got torch.int64",
+    ),
+    "lora without a scaling": (
+        lambda: onepass.LinearLogits(X, X, lora=(X[:2], X[:, :2], None)),
+        TypeError,
+        r"lora\[2\]: expected a number, got None",
+    ),
+    "groups": (
+        lambda: onepass.linear_loss(X, X, I % 3, len, groups=3),
+        TypeError,
+        r"groups: expected the lengths of groups, int32 or int64 \(G,\) or ints, got 3 \(int\)",
+    ),
+    "groups of other rows": (
+        lambda: onepass.linear_loss(X, X, I % 3, len, groups=torch.tensor([1, 3])),
+        ValueError,
+        "groups: expected lengths that add up to 3, the number of rows, got 4",
+    ),
+    "groups of negative length": (
+        lambda: onepass.linear_loss(X, X, I % 3, len, groups=[4, -1]),
+        ValueError,
+        "groups: expected 0 or more, got -1",
+    ),
+    "groups of floats": (
+        lambda: onepass.linear_loss(X, X, I % 3, len, groups=torch.tensor([1.0, 2.0])),
+        TypeError,
+        "groups: expected the lengths of groups.*got torch.float32",
+    ),
     "vocab_size": (lambda: onepass.kl_div(X, X, vocab_size=11), ValueError, "vocab_size: expected 1 to 10, got 11"),
     "vocab_size a float": (lambda: onepass.kl_div(X, X, vocab_size=5.0), TypeError, "vocab_size: expected an int"),
     "teacher temperature": (

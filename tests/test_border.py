@@ -286,6 +286,7 @@ ALIASES = {
     "teacher": {"teacher_logits"},
     "weight": {"bias", "class_weights", "teacher_logits", "num_experts"},
     "gate_up_weight": {"down_weight", "num_experts"},
+    "lora[0]": {"lora[1]"},
     "lora_gate_up[0]": {"lora_gate_up[1]"},
     "lora_down[0]": {"lora_down[1]"},
     "routing.counts": {"routing.prob_sums"},
@@ -446,7 +447,7 @@ def test_tensors_that_are_refused(device, path, case):
 # A write need not be an error where the gradient was taken in the forward pass: by a linear head, of a sum or mean.
 GRADIENT_IS_TAKEN = {
     "cross_entropy, a head", "linear_cross_entropy", "linear_cross_entropy, at once", "linear_topk_kl_div",
-    "linear_kl_div", "linear_loss",
+    "linear_kl_div", "linear_loss", "linear_loss, of groups",
 }  # fmt: skip
 # Nor where a copy was taken of what is small, or where a tensor only selects or is not in the gradient.
 MAY_BE_WRITTEN = {
@@ -457,6 +458,9 @@ MAY_BE_WRITTEN = {
     "topk_kl_div, items in a tensor": {"teacher_ids", "teacher_log_probs", "num_items"},
     "distillation_loss": {"target", "teacher_ids", "teacher_log_probs", "teacher_mask", "row_mask"},
     "distillation_loss, a head": {"target", "teacher_ids", "teacher_log_probs"},
+    "LinearLogits": {"lora[0]"},
+    "linear_softmax_statistics": {"lora[0]"},
+    "linear_selective_log_softmax_and_entropy": {"lora[0]"},
     "linear_cross_entropy, of rows": {"class_weights"},
     "linear_topk_kl_div, of rows": {"teacher_ids", "teacher_log_probs"},
     "linear_kl_div, a head teaches, of rows": {"row_mask"},

@@ -34,6 +34,7 @@ from onepass.core.options import (
     Transform,
     empty_results,
 )
+from onepass.core.quantized import FORMATS, Encoded, WeightFormat, WeightParts
 from onepass.core.shard import Shard
 
 triton = pytest.importorskip("triton")
@@ -140,12 +141,12 @@ SELECTIONS = {
         (65536, 256, True, RouterOptions(8, "sqrtsoftplus", 8, 4, eps=0.0)),
     ),
 }
-MODULES = "token_sort", "grouped_gemm", "grouped_weight_gradient", "expert_rows"
+MODULES = "token_sort", "decode", "grouped_gemm", "grouped_weight_gradient", "expert_rows"
 OF_EXPERTS = [import_module(f"onepass.kernels.{name}") for name in MODULES]
 EXPERTS = {name for name in KERNELS if any(name in vars(module) for module in OF_EXPERTS)}
 OF_HOPPER = {"linear_statistics_kernel", "merge_tiles_kernel"}
 # Constants that a launcher passes but does not choose by its arguments.
-FIXED = {"TILES", "BLOCK", "GROUP"}
+FIXED = {"TILES", "BLOCK", "GROUP", "NESTED"}
 OF_ONE_WIDTH = {
     "scale_kernel",
     "row_share_kernel",
@@ -286,6 +287,24 @@ def launch_experts(options: ExpertOptions, trained: tuple[str, ...], empty: Any)
     out, h = kernels.expert_mlp(*arguments, True, options)
     needed = [name in trained for name in EXPERT_TENSORS]
     kernels.expert_mlp_gradient(out, h, *arguments, needed, options)
+    launch_decode(empty, *(1536, 2048) if options.transposed else (33, 71))
+
+
+def launch_decode(empty: Any, rows: int, columns: int) -> None:
+    """Every format of quantized weights."""
+    for name, format in FORMATS.items():
+        height, width = format.block
+        bytes_, floats = empty(0, dtype=torch.uint8), empty(0, dtype=torch.float32)
+        of = WeightFormat(name, 2, rows, columns, height, width or columns)
+        scales = floats if format.scales == "float" else bytes_
+        variants = [WeightParts(scales, floats if format.scales == "e4m3" else None)]
+        if format.flat:
+            variants.append(WeightParts(bytes_, floats, floats, floats))
+        data = bytes_.to(torch.int8) if name == "int8" else bytes_
+        for parts in variants:
+            weight = Encoded(data, parts, of, torch.bfloat16)
+            offsets = empty(3, dtype=torch.int32) if parts is variants[0] else None
+            kernels.decode(weight, empty(2, rows, columns), 0, offsets)
 
 
 def dumped(option: str, path: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 import onepass
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-OF_ONE_PROCESS = "sft.py", "distillation.py", "policy_loss.py", "tensor_parallel.py"
+OF_ONE_PROCESS = "sft.py", "distillation.py", "policy_loss.py", "preference_losses.py", "tensor_parallel.py"
 OF_TRL = "trl_grpo.py", "trl_grpo_parity.py", "trl_grpo_replay.py"
 ALL_OF_THEM = """
 import runpy, sys
@@ -48,6 +48,7 @@ def test_there_is_a_test_for_each():
 @pytest.mark.xdist_group("examples")
 @pytest.mark.parametrize("name, value, factor", [
     ("sft.py", "loss", 0.7), ("distillation.py", "student .* loss", 0.5), ("policy_loss.py", "reward", 2.0),
+    ("preference_losses.py", "loss", 0.7),
 ])  # fmt: skip
 def test_it_learns(printed, name, value, factor):
     found = [float(number) for number in re.findall(rf"{value} (-?[\d.]+)", printed[name])]

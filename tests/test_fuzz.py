@@ -201,8 +201,10 @@ def head_of(s: Source) -> dict[str, Tensor]:
     hidden, weight = s.normal(*s.rows, width), s.normal(s.vocab, width, scale=width**-0.5)
     if s.spec["hard"] == "a row of NaN":
         hidden = _in_row(hidden, slice(None), NAN)
-    found = {"hidden": hidden, "weight": weight}
-    return found | ({"bias": s.normal(s.vocab)} if s.spec["bias"] else {})
+    found = {"hidden": hidden, "weight": weight} | ({"bias": s.normal(s.vocab)} if s.spec["bias"] else {})
+    if s.spec["rank"]:
+        found |= {"a": s.normal(s.spec["rank"], width, scale=width**-0.5), "b": s.normal(s.vocab, s.spec["rank"])}
+    return found
 
 
 def given_logits(spec: Spec, s: Source) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], Any]]:
@@ -212,17 +214,30 @@ def given_logits(spec: Spec, s: Source) -> tuple[dict[str, Tensor], Callable[[di
         return {"logits": s.logits()}, lambda t, kept: masked(t["logits"], kept)
 
     def of_head(t: dict[str, Any], kept: Tensor | None) -> Tensor:
-        x = masked(t["hidden"], kept) @ t["weight"].mT + t.get("bias", 0.0)
+        hidden = masked(t["hidden"], kept)
+        x = hidden @ t["weight"].mT + t.get("bias", 0.0)
+        x = x + 0.5 * (hidden @ t["a"].mT) @ t["b"].mT if "a" in t else x
         return x + (x.detach().to(s.dtype).double() - x.detach())
 
     return head_of(s), of_head
 
 
-HEAD = ("hidden", "weight", "bias")
+HEAD = ("hidden", "weight", "bias", "a", "b")
+
+
+def adapter_of(t: dict[str, Any]) -> Any:
+    return (t["a"], t["b"], 0.5) if "a" in t else None
+
+
+def head_arguments(t: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a linear head."""
+    return {n: t[n] for n in HEAD[:3] if n in t} | {"lora": adapter_of(t)}
 
 
 def logits_or_head(t: dict[str, Any]) -> Any:
-    return t["logits"] if "logits" in t else onepass.LinearLogits(t["hidden"], t["weight"], t.get("bias"))
+    if "logits" in t:
+        return t["logits"]
+    return onepass.LinearLogits(**head_arguments(t))
 
 
 def tolerance(spec: Spec, tensors: dict[str, Tensor], size: float = 1.0, **more: Any) -> tuple[float, float] | float:
@@ -264,7 +279,7 @@ def of_statistics(spec: Spec) -> Problem:
         function = getattr(onepass, name)
         given = {n: t[n] for n in ("index", "row_mask", "class_weights") if n in t}
         if spec["head"] and name in ("softmax_statistics", "selective_log_softmax_and_entropy"):
-            given |= {n: t[n] for n in HEAD if n in t}
+            given |= head_arguments(t)
             function = getattr(onepass, f"linear_{name}")
         else:
             given["logits"] = logits_or_head(t)
@@ -307,7 +322,7 @@ def of_cross_entropy(spec: Spec) -> Problem:
 
     def call(t: dict[str, Any]) -> dict[str, Tensor]:
         if spec["head"]:
-            given = {n: t[n] for n in (*HEAD, "target") if n in t}
+            given = head_arguments(t) | {"target": t["target"]}
             given |= {"class_weights": t["weight of classes"]} if spec["weights"] else {}
             return flattened(onepass.linear_cross_entropy(**given, **options))
         weight = t.get("weight of classes")
@@ -377,7 +392,15 @@ def of_linear_loss(spec: Spec) -> Problem:
     def call(t: dict[str, Any]) -> dict[str, Tensor]:
         given = {n: t[n] for n in ("bias", "row_mask") if n in t}
         found = onepass.linear_loss(
-            t["hidden"], t["weight"], t["index"], loss_fn, t["advantages"], t["old"], **given, **options
+            t["hidden"],
+            t["weight"],
+            t["index"],
+            loss_fn,
+            t["advantages"],
+            t["old"],
+            lora=adapter_of(t),
+            **given,
+            **options,
         )
         return flattened(found)
 
@@ -446,7 +469,9 @@ def of_topk(spec: Spec) -> Problem:
         if hard:
             return flattened(onepass.distillation_loss(logits_or_head(t), t["target"], **given))
         if spec["head"]:
-            return flattened(onepass.linear_topk_kl_div(t["hidden"], t["weight"], bias=t.get("bias"), **given))
+            return flattened(
+                onepass.linear_topk_kl_div(t["hidden"], t["weight"], bias=t.get("bias"), lora=adapter_of(t), **given)
+            )
         return flattened(onepass.topk_kl_div(t["logits"], **given))
 
     def define(t: dict[str, Any]) -> dict[str, Tensor]:
@@ -494,7 +519,7 @@ def of_kl(spec: Spec) -> Problem:
 
     def call(t: dict[str, Any]) -> dict[str, Tensor]:
         if spec["head"]:
-            given = {n: t[n] for n in (*HEAD, "teacher_logits", "row_mask") if n in t}
+            given = head_arguments(t) | {n: t[n] for n in ("teacher_logits", "row_mask") if n in t}
             return flattened(onepass.linear_kl_div(**given, **options))
         return flattened(onepass.kl_div(t["logits"], t["teacher_logits"], row_mask=t.get("row_mask"), **options))
 
@@ -512,7 +537,7 @@ def of_kl(spec: Spec) -> Problem:
     size = max(1, s.size) * max(magnitude_of(tensors["teacher_logits"], **teacher_of), 1.0)
     if not spec["head"]:
         size = max(size, max(1, s.size) * magnitude_of(tensors["logits"], **student_of))
-    grad = ("hidden", "weight", "bias") if spec["head"] else ("logits", "teacher_logits")
+    grad = HEAD if spec["head"] else ("logits", "teacher_logits")
     return Problem(tensors, tuple(n for n in grad if n in tensors), call, define, None, tolerance(spec, tensors, size))
 
 
@@ -822,7 +847,7 @@ def reasonable(spec: Spec) -> Spec:
     return spec
 
 
-LOGITS = ("logits", "hidden", "weight", "bias")
+LOGITS = ("logits", "hidden", "weight", "bias", "a", "b")
 OF_IDS = (*LOGITS, "index", "row_mask", "class_weights")
 OF_TEACHER = (*LOGITS, "teacher_ids", "teacher_log_probs", "mask", "labels")
 LEAVES = {
@@ -831,7 +856,7 @@ LEAVES = {
     "entropy_from_logits": ("logits", "row_mask"),
     "selective_log_softmax_and_entropy": OF_IDS,
     "cross_entropy": (*LOGITS, "target", "weight of classes"),
-    "linear_loss": ("hidden", "weight", "bias", "index", "row_mask", "advantages", "old"),
+    "linear_loss": (*LOGITS[1:], "index", "row_mask", "advantages", "old"),
     "topk_kl_div": OF_TEACHER,
     "distillation_loss": OF_TEACHER,
     "kl_div": (*LOGITS, "teacher", "mask"),

@@ -27,11 +27,12 @@ STATISTICS = (
 # The order in which functions take what they take of this; no other option may be called anything else.
 ORDER = (
     "self", "router_logits", "block", "hidden_states", "student_logits", "logits", "hidden", "weight", "target",
-    "index", "loss_fn", "row_inputs", "teacher_logits", "teacher_ids", "teacher_log_probs", "bias", "class_weights",
-    "ignore_index", "row_mask", "teacher_mask", "metrics", "expected_logit", "alpha", "direction", "beta",
-    "renormalize", "label_smoothing", "z_loss_weight", "support", "vocab_size", "reduction", "num_items", "mean_group",
-    "temperature", "softcap", "logit_scale", "teacher_temperature", "teacher_softcap", "teacher_logit_scale",
-    "inplace_backward", "gradient_in_forward", "logits_dtype", "max_memory", "vocab_group", "sequence_parallel",
+    "index", "loss_fn", "row_inputs", "teacher_logits", "teacher_ids", "teacher_log_probs", "bias", "lora",
+    "class_weights", "ignore_index", "row_mask", "groups", "teacher_mask", "metrics", "expected_logit", "alpha",
+    "direction", "beta", "renormalize", "label_smoothing", "z_loss_weight", "support", "vocab_size", "reduction",
+    "num_items", "mean_group", "temperature", "softcap", "logit_scale", "teacher_temperature", "teacher_softcap",
+    "teacher_logit_scale", "inplace_backward", "gradient_in_forward", "logits_dtype", "max_memory", "vocab_group",
+    "sequence_parallel",
 )  # fmt: skip
 MODULES = ("CrossEntropyLoss", "LinearCrossEntropyLoss", "KLDivLoss", "TopKKLDivLoss")
 

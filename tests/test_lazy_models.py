@@ -324,14 +324,48 @@ def test_lora(of, attach):
     ours, theirs, messages = both(model, given, attach)
     assert_same(ours, theirs)
     assert not messages and state(model) == before
-    has_adapter = of.startswith("head")
-    assert is_lazy(ours[0]) != has_adapter
+    assert is_lazy(ours[0])
     report = str(onepass.attach(model))
-    if has_adapter:
-        reason = "peft.tuners.lora.layer.Linear is not torch.nn.Linear"
-        assert report.endswith(f"lm_head (Linear): materialized logits, {reason}")
-    else:
-        assert report.endswith("(Linear): no logits") and "\n" not in report.replace("original_module", "")
+    assert report.endswith("(Linear): no logits") and "\n" not in report.replace("original_module", "")
+
+
+NOT_PLAIN = {
+    "dropout": "has dropout", "DoRA": "DoraLinearVariant, not plain LoRA", "a bias": "has a bias",
+    "several": "several active adapters: default, second", "disabled": "", "merged": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", NOT_PLAIN)
+def test_lora_that_is_not_plain(why):
+    """The logits of some are materialized, with the reason; without an adapter in effect the base layer is lazy."""
+    peft = pytest.importorskip("peft")
+    options = {"dropout": {"lora_dropout": 0.5}, "DoRA": {"use_dora": True}, "a bias": {"lora_bias": True}}
+    config = peft.LoraConfig(
+        r=2, init_lora_weights=False, target_modules=["lm_head"], **({"lora_dropout": 0.0} | options.get(why, {}))
+    )
+    base = llama(tie_word_embeddings=False)
+    if why == "a bias":
+        base.lm_head = torch.nn.Linear(base.lm_head.in_features, base.lm_head.out_features)
+    given = lazy_models.inputs(base)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(base, config)
+    head = base.get_output_embeddings()
+    if why == "several":
+        model.add_adapter("second", config)
+        model.base_model.set_adapter(["default", "second"])
+    if why == "merged":
+        model.merge_adapter()
+    if why == "disabled":
+        model.base_model.disable_adapter_layers()
+    base_is_lazy = why in ("disabled", "merged")
+    head.base_layer.weight.requires_grad_(base_is_lazy)
+    torch.manual_seed(1)
+    ours, theirs, messages = both(model, given, onepass.attach)
+    if why != "dropout":  # which draws other numbers
+        assert_same(ours, theirs)
+    assert not messages and is_lazy(ours[0]) == base_is_lazy
+    with onepass.attach(model) as attached:
+        assert str(attached).endswith("no logits" if base_is_lazy else NOT_PLAIN[why])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -5,16 +5,12 @@ import math
 
 import pytest
 import torch
-from packaging.version import Version
 from torch import nn
 from torch.func import functional_call
 
-from onepass.moe import route
-from onepass.moe import router_families as families
-from onepass.moe.router_families import route_block
+from onepass.moe import blocks, route_block
 
 transformers = pytest.importorskip("transformers")
-ROUTERS = importlib.import_module("onepass.integrations.transformers").ROUTERS
 
 H, E, K = 32, 16, 4
 SMALL = dict(
@@ -52,13 +48,10 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join([c[0]
 
 def build(case):
     """A block with random weights and correction biases of both signs."""
-    module, family, suffix, options = case
-    since = ROUTERS[module].since
-    if Version(transformers.__version__) < Version(since):
-        pytest.skip(f"the router is supported from transformers {since} on")
+    module, name, suffix, options = case
     config = importlib.import_module(f"transformers.models.{module}.configuration_{module}")
     modeling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
-    block = getattr(modeling, family + suffix)(getattr(config, family + "Config")(**SMALL | options))
+    block = getattr(modeling, name + suffix)(getattr(config, name + "Config")(**SMALL | options))
     for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
         tensor.data = torch.empty_like(tensor).normal_(std=0.3 if "bias" in name else 0.2)
     return block
@@ -87,11 +80,13 @@ def logits_of(monkeypatch):
     """The logits that `route` was given."""
     seen = []
 
-    def spy(logits, *args, **kwargs):
-        seen.append(logits)
-        return route(logits, *args, **kwargs)
+    def spy(*args, **kwargs):
+        found = routed_parts(*args, **kwargs)
+        seen.append(found.logits)
+        return found
 
-    monkeypatch.setattr(families, "route", spy)
+    routed_parts = blocks.routed_parts
+    monkeypatch.setattr(blocks, "routed_parts", spy)
     return seen
 
 
@@ -289,7 +284,9 @@ def test_bad_arguments():
     block.gate.weight = nn.Parameter(torch.zeros(E * H // 2, 1, dtype=torch.uint8), requires_grad=False)
     refused(TypeError, "block: expected a floating-point gate.*quantised.*got torch.uint8", block, hidden)
     alone = build(MINIMAX_M2).gate
-    refused(TypeError, "e_score_correction_bias.*for MiniMaxM2, got MiniMaxM2TopKRouter", alone, hidden)
+    refused(
+        TypeError, "'e_score_correction_bias', which it passes to its router, got MiniMaxM2TopKRouter", alone, hidden
+    )
     block = build(DEEPSEEK_V2)
     block.gate.topk_method = "noaux_tc"
     refused(ValueError, "topk_method: expected one of 'greedy', 'group_limited_greedy', got", block, hidden)

@@ -7,6 +7,7 @@ from importlib import import_module
 from types import ModuleType
 
 import pytest
+import torch
 from packaging.version import Version
 
 import onepass
@@ -124,16 +125,38 @@ def test_an_unknown_signature_is_refused_as_a_whole(monkeypatch):
         onepass.patch("trl")
 
 
-@ROUTERS
-def test_a_router_that_returns_something_else_is_refused(monkeypatch):
+def test_a_router_that_does_something_else_keeps_its_code(monkeypatch):
     router = import_module("transformers.models.olmoe.modeling_olmoe").OlmoeTopKRouter
 
     def forward(self, hidden_states):
-        return hidden_states
+        return hidden_states.topk(self.top_k)[0]
 
     monkeypatch.setattr(router, "forward", forward)
-    with pytest.raises(RuntimeError, match=r"OlmoeTopKRouter.forward.*that returns \(router_logits.*something else"):
-        onepass.patch("transformers")
+    one, x = router(transformers.OlmoeConfig(hidden_size=8, num_experts=4, num_experts_per_tok=2)), torch.randn(3, 8)
+    with onepass.patch("transformers"):
+        assert router.forward is not forward and torch.equal(one(x), x.topk(2)[0])
+
+
+def test_routers_that_are_imported_later():
+    """They are replaced when their model is built, and restored with the patch that was there, or the last one."""
+    name = "transformers.models.flex_olmo.modeling_flex_olmo"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        first = onepass.patch("transformers")
+        assert name not in str(first)
+        module = import_module(name)
+        forward = module.FlexOlmoTopKRouter.forward
+        config = transformers.FlexOlmoConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, pad_token_id=0, eos_token_id=1,
+        )  # fmt: skip
+        module.FlexOlmoForCausalLM(config)
+        assert module.FlexOlmoTopKRouter.forward is not forward
+        second = onepass.patch("transformers")
+        first.restore()
+        assert module.FlexOlmoTopKRouter.forward is not forward and "FlexOlmoTopKRouter" in str(second)
+        second.restore()
+        assert module.FlexOlmoTopKRouter.forward is forward
 
 
 def test_a_failure_half_way_is_undone(monkeypatch, module):

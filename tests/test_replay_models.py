@@ -1,5 +1,6 @@
 """The experts of models of transformers, recorded and replayed: losses, gradients, checkpointing, arrays of engines."""
 
+import contextlib
 import copy
 
 import numpy
@@ -16,6 +17,8 @@ FAMILIES = {
     "qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",
 }  # fmt: skip
+# Of other forms: the weights over all experts, a bias that the block passes, and tokens in two dimensions.
+OTHERS = {"llama4": "Llama4ForCausalLM", "minimax_m2": "MiniMaxM2ForCausalLM", "afmoe": "AfmoeForCausalLM"}
 every_family = pytest.mark.parametrize("family", FAMILIES)
 B, S = 2, 7
 _built = {}
@@ -24,11 +27,12 @@ _built = {}
 def build(family):
     """A model in which choices are far apart. DeepSeek-V3 and GLM-4 have a first layer without experts."""
     if family not in _built:
-        config = transformers.AutoConfig.for_model(family)
+        cls = getattr(transformers, (FAMILIES | OTHERS)[family])
+        config = cls.config_class()
         lazy_models.shrink(config)
         config.num_key_value_heads = 4  # of DeepSeek-V3, as many as there are heads
         torch.manual_seed(1)
-        model = getattr(transformers, FAMILIES[family])(config).float()
+        model = cls(config).float()
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "correction_bias" in name or name.endswith(("gate.weight", "router.weight")):
                 tensor.data.normal_(std=0.5)
@@ -117,6 +121,28 @@ def test_replayed_is_recorded(family):
         model.gradient_checkpointing_disable()
     for module in model.modules():
         assert not {"forward", "_onepass_followed"} & set(vars(module))
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_routers_of_other_forms(family):
+    """As above, with the choices counted where the router has a selection bias."""
+    model, inputs = build(family), batches()
+    natural = losses(model, inputs)
+    with record_routing(model) as record:
+        expected = losses(model, inputs)
+    torch.testing.assert_close(expected, natural)
+    with replay_routing(model, record) as replay:
+        assert same(losses(model, inputs), expected) and replay.changed == 0
+    counted = onepass.moe.count_experts(model) if family != "llama4" else contextlib.nullcontext()
+    with replay_routing(model, drifted(record)) as replay, record_routing(model) as taken, counted as counts:
+        found = losses(model, inputs)
+    backward(found, "joint")
+    assert all(same(p, q) for p, q in zip(taken.passes, drifted(record).passes))
+    assert replay.changed > 0 and not torch.equal(found[0], expected[0])
+    for ids, of in zip(taken.passes[0], counts.counts if counts else ()):
+        assert torch.equal(of, ids.long().flatten().bincount(minlength=4))
+    for name, p in model.named_parameters():
+        assert not name.endswith(("gate.weight", "router.weight", "router.gate.weight")) or p.grad.abs().sum() > 0
 
 
 def close(got, expected):
@@ -344,6 +370,9 @@ def test_errors():
     ):  # fmt: skip
         with pytest.raises(error, match=match):
             call()
+    router = build("afmoe").model.layers[1].mlp.router
+    with record_routing(router), pytest.raises(TypeError, match=r"recognised, got AfmoeTokenChoiceRouter.forward\("):
+        router(torch.randn(3, 32), torch.zeros(4))
     free = RoutingRecord.from_array([a[:-1] for a in record.to_array(mask)], mask)
     with pytest.raises(ValueError, match=r"dtype: expected torch.int16 for ids below 0"):
         free.to_array(mask, dtype=torch.uint8)

@@ -83,6 +83,44 @@ def test_without_groups_and_without_bias():
     assert torch.equal(layer(x, experts), layer(x, experts, group_by_expert(experts, E, x)))
 
 
+@pytest.mark.parametrize("rows", [0, 1, 700])
+@pytest.mark.parametrize("outside", [0, 5])
+def test_rows_that_are_grouped_already_are_not_sorted(device, rows, outside):
+    """Counts give the groups that a sort gives, of experts without rows too, and those give the same experts."""
+    counts = torch.tensor([0, rows, 3, 0, rows // 2], dtype=torch.int64 if outside else torch.int32)
+    ids = torch.arange(E).repeat_interleave(counts.long())
+    experts = torch.cat([ids, torch.full((outside,), E)]).unsqueeze(1).to(device)
+    generator = torch.Generator().manual_seed(2)
+    x, first, second = (
+        torch.randn(n, generator=generator).to(device) for n in ((len(experts), 4), (E, 6, 4), (E, 4, 3))
+    )
+    expected, found = group_by_expert(experts, E, x), group_by_expert(experts, E, x, counts=counts.to(device))
+    used = (expected.tile_expert < E).nonzero().flatten()  # the first rows of unused tiles are not read
+    for name, a, b in zip(expected._fields, expected, found):
+        a, b = (t[used] if name == "tile_row" else t for t in (a, b))
+        assert a.dtype == b.dtype and torch.equal(a, b), name
+    routing = Routing(torch.ones(len(experts), 1, device=device), experts, counts)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr("onepass.moe.experts.group_by_expert", pytest.fail)
+        out = expert_mlp(x, routing, first, second, groups=found)
+    assert torch.equal(out, expert_mlp(x, routing, first, second))
+
+
+@pytest.mark.parametrize("counts, message", [
+    ([1, 2], r"counts: expected an int32 or int64 tensor, got \[1, 2\] \(list\)"),
+    (torch.ones(E), "counts: expected an int32 or int64 tensor, got torch.float32"),
+    (torch.tensor([3, 1]), r"counts: expected shape \(5,\), got \(2,\)"),
+    (torch.tensor([2, 2, 0, 0, 0]), r"counts: expected those of experts, .* got \[2, 2, 0, 0, 0\] for experts with \["),
+    (torch.tensor([3, 1, 0, 0, 0], device="meta"), "counts: expected device cpu"),
+])  # fmt: skip
+def test_errors_of_counts(counts, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        group_by_expert(torch.tensor([[0], [0], [0], [1], [E]]), E, torch.zeros(1), counts=counts)
+    for ids in ([[1], [0], [0], [0]], [[-1], [0], [0], [0], [1]]):
+        with pytest.raises(ValueError, match=r"counts: .* for unsorted experts"):
+            group_by_expert(torch.tensor(ids), E, torch.zeros(1), counts=torch.tensor([3, 1, 0, 0, 0]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_autocast(monkeypatch, dtype):
     monkeypatch.setenv("TRITON_INTERPRET", "")  # which has no products of bfloat16

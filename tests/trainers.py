@@ -59,22 +59,23 @@ def dpo(model: Any, common: dict[str, Any], **options: Any) -> Any:
     return trl.DPOTrainer(model, args=args, train_dataset=Dataset.from_dict(data), **named())
 
 
-def kto(model: Any, common: dict[str, Any]) -> Any:
+def kto(model: Any, common: dict[str, Any], **options: Any) -> Any:
     data = {"prompt": PROMPTS, "completion": COMPLETIONS, "label": [n % 2 == 0 for n in range(len(TEXT))]}
-    args = trl.KTOConfig(**common, max_length=64)
+    args = trl.KTOConfig(**common, max_length=64, **options)
     return trl.KTOTrainer(model, args=args, train_dataset=Dataset.from_dict(data), **named())
 
 
 def grpo(model: Any, common: dict[str, Any], kind: str = "GRPO", **options: Any) -> Any:
+    options = {"beta": 0.05} | options
     args = getattr(trl, f"{kind}Config")(
-        **common, max_completion_length=8, num_generations=4, beta=0.05, temperature=0.9, **options
+        **common, max_completion_length=8, num_generations=4, temperature=0.9, **options
     )
     prompts = Dataset.from_dict({"prompt": PROMPTS})
     return getattr(trl, f"{kind}Trainer")(model, reward_funcs=reward, args=args, train_dataset=prompts, **named())
 
 
-def rloo(model: Any, common: dict[str, Any]) -> Any:
-    return grpo(model, common, "RLOO")
+def rloo(model: Any, common: dict[str, Any], **options: Any) -> Any:
+    return grpo(model, common, "RLOO", **options)
 
 
 def distillation(model: Any, common: dict[str, Any]) -> Any:
@@ -89,13 +90,18 @@ def named() -> dict[str, Any]:
     return {"processing_class": bytes_tokenizer()}
 
 
-def train(trainer: Callable[..., Any], folder: Path, **options: Any) -> list[tuple[float, float]]:
-    """Loss and norm of the gradient of every step."""
+def options_of(folder: Path, **options: Any) -> dict[str, Any]:
+    """What all trainers are given."""
     common = dict(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=BATCH, logging_steps=1, report_to="none",
         use_cpu=True, save_strategy="no", seed=0, learning_rate=1e-3, disable_tqdm=True, bf16=False,
     )  # fmt: skip
-    common |= {"gradient_checkpointing": False} | options
+    return common | {"gradient_checkpointing": False} | options
+
+
+def train(trainer: Callable[..., Any], folder: Path, **options: Any) -> list[tuple[float, float]]:
+    """Loss and norm of the gradient of every step."""
+    common = options_of(folder, **options)
     save_model(folder / "model")
     trained = trainer(load(folder / "model"), common)
     trained.train()

@@ -12,6 +12,7 @@ from onepass.integrations.patching import Patch, patch
 from onepass.integrations.switch import patch_process
 from onepass.logits.linear import LinearLogits
 from onepass.logits.partitioned import gather_parameters
+from onepass.logits.row_groups import RowGroups
 from onepass.logits.tensor_like import MaterializedLogits
 from onepass.logits.vocab_parallel import VocabParallelLogits
 from onepass.losses.cross_entropy import CrossEntropyLoss, cross_entropy
@@ -50,6 +51,7 @@ __all__ = [
     "LinearLogits",
     "MaterializedLogits",
     "Patch",
+    "RowGroups",
     "SoftmaxStatistics",
     "TopKKLDivLoss",
     "VocabParallelLogits",

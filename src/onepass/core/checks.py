@@ -190,6 +190,19 @@ def check_number(value: Any, name: str, low: float, high: float = LARGEST, open_
     return float(number)
 
 
+Adapter = tuple[torch.Tensor, torch.Tensor, float]  # (A, B, scaling) of LoRA, whose product is scaling·B A
+
+
+def adapter_of(value: Adapter | None, name: str) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
+    """Return an adapter with its scaling as a float. Raise unless it has two tensors and a number, or is None."""
+    if value is None:
+        return None, None, 0.0
+    tensors = isinstance(value, tuple | list) and len(value) == 3
+    if not tensors or not all(isinstance(t, torch.Tensor) for t in value[:2]):
+        raise TypeError(f"{name}: expected (A, B, scaling), two tensors and a number, got {described(value)}")
+    return value[0], value[1], check_number(value[2], f"{name}[2]", -INF)
+
+
 def check_integer(value: Any, name: str, low: int = -(2**63), high: int = 2**63 - 1) -> int:
     """Return ``value`` as an int. Raise unless it is an integer from ``low`` to ``high``.
 

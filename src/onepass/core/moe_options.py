@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.options import Transform
+from onepass.core.quantized import WeightFormat, WeightParts, joined
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 GroupScore = Literal["top2_sum", "max"]
@@ -97,6 +98,8 @@ class ExpertOptions(NamedTuple):
     down_scaling: float = 0.0
     alpha: float = 1.702
     limit: float = 7.0
+    gate_up_format: WeightFormat = WeightFormat()
+    down_format: WeightFormat = WeightFormat()
 
 
 class ExpertTensors(NamedTuple):
@@ -104,14 +107,28 @@ class ExpertTensors(NamedTuple):
 
     hidden: Tensor  # (T, H)
     weights: Tensor  # (T, K), the routing weights
-    gate_up: Tensor  # (E, 2 I, H)
-    down: Tensor  # (E, H, I)
+    gate_up: Tensor  # (E, 2 I, H), or the codes of a quantized weight; then an `Encoded` for `kernels`
+    down: Tensor  # (E, H, I), likewise
     gate_up_bias: Tensor | None = None  # (E, 2 I)
     down_bias: Tensor | None = None  # (E, H)
     gate_up_lora_a: Tensor | None = None  # (E, R, H)
     gate_up_lora_b: Tensor | None = None  # (E, 2 I, R)
     down_lora_a: Tensor | None = None  # (E, R, I)
     down_lora_b: Tensor | None = None  # (E, H, R)
+
+
+class ExpertParts(NamedTuple):
+    """The other tensors of weights that are quantized."""
+
+    gate_up: WeightParts = WeightParts()
+    down: WeightParts = WeightParts()
+
+    def join(self, tensors: ExpertTensors, options: ExpertOptions) -> ExpertTensors:
+        """The tensors with the weights as `kernels` and `reference` take them."""
+        return tensors._replace(
+            gate_up=joined(tensors.gate_up, self.gate_up, options.gate_up_format, tensors.hidden),
+            down=joined(tensors.down, self.down, options.down_format, tensors.hidden),
+        )
 
 
 EXPERT_TENSORS = ExpertTensors._fields
@@ -128,6 +145,7 @@ class ScatterOptions(NamedTuple):
     grouped_in: bool = False
     grouped_out: bool = False
     k: int = 1  # experts per token
+    format: WeightFormat = WeightFormat()
 
 
 class ScatterTensors(NamedTuple):

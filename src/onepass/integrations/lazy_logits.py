@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from onepass.core.checks import check_integer, described
 from onepass.core.dispatch import autocast_dtype, is_plain
+from onepass.integrations.adapters import adapter_factors, adapter_reason, is_adapted
 from onepass.integrations.patching import Restorable
 from onepass.logits.linear import LinearLogits
 from onepass.logits.partitioned import whole
@@ -29,7 +30,7 @@ from onepass.logits.valid_rows import RowCount, expecting
 
 
 class HeadLogits(LinearLogits):
-    """The logits of a linear module.
+    """The logits of a linear module, or of PEFT's LoRA layer of one.
 
     The parameters of a unit of FSDP2 are looked up when they are used: they are sharded after the head's forward.
     """
@@ -45,18 +46,20 @@ class HeadLogits(LinearLogits):
         self.head, self.observer = head, None if observer is None else Once(observer)
         gemms = autocast_dtype(hidden) or hidden.dtype
         logits_dtype = logits_dtype if gemms.itemsize == 2 else None
-        super().__init__(hidden, head.weight, head.bias, max_memory=max_memory, logits_dtype=logits_dtype)
-        _watched.update((p, None) for p in (head.weight, head.bias) if p is not None)
+        lora = adapter_factors(head)
+        super().__init__(hidden, head.weight, head.bias, lora=lora, max_memory=max_memory, logits_dtype=logits_dtype)
+        _watched.update((p, None) for p in (head.weight, head.bias, *(lora or ())[:2]) if p is not None)
         _watch_optimizers()
         if hasattr(head, "unshard"):
-            del self.weight, self.bias, self.versions  # found by __getattr__
+            del self.weight, self.bias, self.lora, self.versions  # found by __getattr__
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("weight", "bias") or "head" not in self.__dict__:
+        if name not in ("weight", "bias", "lora") or "head" not in self.__dict__:
             return super().__getattr__(name)
-        parameter = getattr(self.head, name)
-        found = None if parameter is None else whole(parameter)
-        if found is not parameter and torch.is_grad_enabled():
+        parameters: Any = adapter_factors(self.head) or () if name == "lora" else (getattr(self.head, name),)
+        parts = [whole(p) if isinstance(p, Tensor) else p for p in parameters]
+        found = (tuple(parts) or None) if name == "lora" else parts[0]
+        if torch.is_grad_enabled() and any(a is not b for a, b in zip(parts, parameters)):
             self.__dict__[name] = found  # gathered once
         return found
 
@@ -162,14 +165,19 @@ def heads_of(model: nn.Module) -> list[nn.Module]:
 
 def _reason(head: nn.Module) -> str:
     """Why a head returns tensors; empty if it returns `LinearLogits`."""
-    if not isinstance(head, nn.Linear):
-        return f"{type(head).__module__}.{type(head).__name__} is not torch.nn.Linear"
-    if type(head).forward is not nn.Linear.forward:
-        return f"{type(head).__name__} has a forward of its own"
-    if "forward" in head.__dict__ and CALLS not in head.__dict__:
+    base: Any = head
+    if is_adapted(head):
+        base, reason = head.base_layer, adapter_reason(head)
+        if reason:
+            return reason
+    if not isinstance(base, nn.Linear):
+        return f"{type(base).__module__}.{type(base).__name__} is not torch.nn.Linear"
+    if type(base).forward is not nn.Linear.forward:
+        return f"{type(base).__name__} has a forward of its own"
+    if any("forward" in m.__dict__ and CALLS not in m.__dict__ for m in (head, base)):
         return "its forward is replaced, as by the hooks of accelerate"
-    if not head.weight.dtype.is_floating_point or head.weight.element_size() < 2:
-        return f"its weight is {head.weight.dtype}"
+    if not base.weight.dtype.is_floating_point or base.weight.element_size() < 2:
+        return f"its weight is {base.weight.dtype}"
     return ""
 
 
@@ -267,10 +275,11 @@ def run(
 
 
 @_disable_dynamo
-def _lazy(self: nn.Linear, hidden: Tensor) -> Any:
+def _lazy(self: nn.Linear, hidden: Tensor, **others: Any) -> Any:
     """The forward of a head: its logits as a source, or as a tensor where no gradient is computed."""
     use = _use.get()  # None in another thread
-    known = use is not None and torch.is_grad_enabled() and isinstance(hidden, Tensor)
+    known = use is not None and torch.is_grad_enabled() and isinstance(hidden, Tensor) and not others
+    known = known and not (is_adapted(self) and adapter_reason(self))
     known = known and hidden.shape[-1:] == (self.in_features,)
     if known and (hidden.dtype == self.weight.dtype or torch.is_autocast_enabled(hidden.device.type)):
         if hasattr(self, "unshard") and hidden.requires_grad:
@@ -279,7 +288,7 @@ def _lazy(self: nn.Linear, hidden: Tensor) -> Any:
             unshard: Any = self.unshard
             hidden.register_hook(lambda gradient: unshard(async_op=False))
         return HeadLogits(hidden, self, *use)  # type: ignore[misc]
-    return nn.Linear.forward(self, hidden)
+    return type(self).forward(self, hidden, **others)
 
 
 class Attached(Restorable):

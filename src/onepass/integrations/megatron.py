@@ -1,17 +1,21 @@
-"""Replacements for Megatron-core's cross-entropy of logits whose vocabulary is sharded.
+"""Replacements for Megatron-core's cross-entropy of logits whose vocabulary is sharded, and for the choice of experts.
 
 `onepass.patch("megatron")` installs them.
 """
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from onepass.core.moe_options import MAX_EXPERTS, MAX_K, SCORES
 from onepass.integrations.patching import Target, original
 from onepass.logits.vocab_parallel import VocabParallelLogits
 from onepass.losses.cross_entropy import cross_entropy
+from onepass.moe.router import route
 
 PLAIN = "megatron.core.tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy"
+ROUTER = "megatron.core.transformer.moe.moe_utils", "topk_routing_with_score_function"
 FUSED = "megatron.core.fusions.fused_cross_entropy", "fused_vocab_parallel_cross_entropy"
 
 
@@ -48,6 +52,44 @@ def losses(local_logits: Tensor, target: Tensor, group: Any) -> Tensor:
     return cross_entropy(logits, target, row_mask=inside, reduction="none")
 
 
+def topk_routing_with_score_function(
+    logits: Tensor,
+    topk: int,
+    use_pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    score_function: str = "softmax",
+    expert_bias: Tensor | None = None,
+    fused: bool = False,
+    router_replay: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """The choice of `TopKRouter`: the weights ``(T, E)``, 0 for experts that are not selected, and which are.
+
+    The original is called with Transformer Engine's router (``fused``), with Megatron's own replay, and with groups
+    whose score is a sum of more than two experts.
+    """
+    best = topk // group_topk if group_topk else 0  # experts whose scores are a group's
+    known = score_function in SCORES and topk <= MAX_K and logits.shape[-1] <= MAX_EXPERTS and best <= 2
+    if fused or router_replay is not None or not known:
+        options = (use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias, fused)
+        found: tuple[Tensor, Tensor] = original(*ROUTER)(logits, topk, *options, router_replay)
+        return found
+    softmax = score_function == "softmax"
+    routing = route(
+        logits, topk, score=score_function, selection_bias=None if softmax else expert_bias,  # type: ignore[arg-type]
+        n_group=num_groups if group_topk and num_groups else 1, topk_group=group_topk or 1,
+        group_score="top2_sum" if best == 2 else "max", renormalize=not softmax and topk > 1,
+        scale=scaling_factor or 1.0, eps=1e-20, score_after_topk=softmax and not use_pre_softmax,
+    )  # fmt: skip
+    probs = torch.zeros_like(logits).scatter(1, routing.experts, routing.weights.to(logits.dtype))
+    return probs, torch.zeros_like(logits, dtype=torch.bool).scatter(1, routing.experts, True)
+
+
+SIGNATURE = (
+    "logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias, fused, "
+    "router_replay"
+)
 TARGETS = [
     Target(
         *PLAIN, vocab_parallel_cross_entropy,
@@ -55,4 +97,5 @@ TARGETS = [
         since="0.16",
     ),
     Target(*FUSED, fused_vocab_parallel_cross_entropy, ("vocab_parallel_logits, target, tp_group",), since="0.16"),
+    Target(*ROUTER, topk_routing_with_score_function, (SIGNATURE,), since="0.16", until="0.17"),
 ]  # fmt: skip

@@ -1,10 +1,8 @@
 """`patch`: replace functions of other libraries by those of onepass wherever they are referenced, and restore them."""
 
-import ast
 import inspect
 import logging
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
@@ -32,10 +30,10 @@ class Target(NamedTuple):
         since, until: the first version that has it in this form, and the first that no longer does. Other versions are
             not patched.
         method: for a class that is replaced as a whole, the method whose signature is checked.
-        returns: the beginning of the source of the returned expression, if the signature does not tell versions apart.
         registered: whether ``name`` is a registry of the library. The integration's ``register`` adds the replacement
             to it permanently, under a name of its own, and nothing is replaced.
         inherited: whether the class inherits the method. The replacement is then added to the class.
+        alone: whether only this name is replaced, and no other reference to the same object.
     """
 
     module: str
@@ -45,9 +43,9 @@ class Target(NamedTuple):
     since: str
     until: str | None = None
     method: str | None = None
-    returns: str = ""
     registered: bool = False
     inherited: bool = False
+    alone: bool = False
 
 
 INHERITED = object()  # the original of a method that is added to a class
@@ -103,7 +101,8 @@ class _Active:
     def __init__(self, original: Any, replacement: Any, holder: Any = None) -> None:
         self.original, self.replacement, self.patches = original, replacement, 0
         self.places: list[Replaced] = []
-        self.holder = holder  # the class that inherits the original
+        self.holder = holder  # of the only place, if other references to the original are kept
+        self.later: list[tuple[str, str]] = []  # see `extend`
 
 
 _lock = threading.RLock()
@@ -195,6 +194,16 @@ def original(module: str, name: str) -> Any:
     return _active[module, name].original
 
 
+def extend(key: tuple[str, str], targets: Sequence[Target]) -> None:
+    """Replace more functions, whose modules were imported after the patch, until that of ``key`` is restored."""
+    with _lock:
+        new = [t for t in targets if (t.module, t.name) not in _active]
+        if new and key in _active:
+            found, _ = _resolved(new)
+            _activate(found)
+            _active[key].later += found
+
+
 def plan(*libraries: str) -> Plan:
     """What `patch` would do, with the same arguments and errors. It imports the libraries and changes nothing."""
     with _lock:
@@ -239,7 +248,7 @@ def version_of(library: str) -> str:
 
 
 def _targets(integrations: Sequence[ModuleType]) -> list[Target]:
-    return [target for module in integrations for target in module.TARGETS]
+    return [t for module in integrations for t in (module.targets() if hasattr(module, "targets") else module.TARGETS)]
 
 
 def _resolved(targets: Sequence[Target]) -> tuple[dict[tuple[str, str], _Active], list[Kept]]:
@@ -267,9 +276,12 @@ def _resolved(targets: Sequence[Target]) -> tuple[dict[tuple[str, str], _Active]
             _check(t, original)
             found[key] = _Active(INHERITED, t.replacement, holder)
             continue
+        if t.alone and original is None:
+            kept.append(Kept(*key, "it is not imported there"))
+            continue
         _check(t, original)
         if not t.registered:
-            found[key] = _Active(original, t.replacement)
+            found[key] = _Active(original, t.replacement, holder if t.alone else None)
     return found, kept
 
 
@@ -287,11 +299,11 @@ def _check(t: Target, original: Any) -> None:
     function: Any = getattr(original, t.method, None) if t.method else original
     got = parameters(function) if callable(function) else None
     name = f"{t.name}.{t.method}" if t.method else t.name
-    if got is not None and got in t.signatures and _returned(function, t.returns):
+    if got is not None and got in t.signatures:
         return
     library = t.module.partition(".")[0]
-    known = " or ".join(f"({s})" for s in t.signatures) + (f" that returns {t.returns}..." if t.returns else "")
-    found = "no such name" if got is None else f"({got})" + (", which returns something else" if t.returns else "")
+    known = " or ".join(f"({s})" for s in t.signatures)
+    found = "no such name" if got is None else f"({got})"
     raise RuntimeError(
         f"{t.module}.{name}: onepass {_own_version()} knows it as {known}, but "
         f"{library} {version_of(library)} has {found}; nothing was patched"
@@ -301,17 +313,6 @@ def _check(t: Target, original: Any) -> None:
 def parameters(function: Callable[..., Any]) -> str:
     """The names of the parameters, in the form of `Target.signatures`."""
     return ", ".join(inspect.signature(function).parameters)
-
-
-def _returned(function: Callable[..., Any], begin: str) -> bool:
-    if not begin:
-        return True
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except OSError:  # no source
-        return False
-    returns = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return) and node.value is not None]
-    return bool(returns) and all(ast.unparse(value).startswith(begin) for value in returns)
 
 
 def _own_version() -> str:
@@ -337,21 +338,23 @@ def _activate(found: dict[tuple[str, str], _Active]) -> None:
 
 def _find_places(new: dict[tuple[str, str], _Active]) -> list[_Place]:
     """All references to the originals; also stored in each `_Active`."""
-    places = _places({id(a.original): a.replacement for a in new.values()})
+    places = _places({id(a.original): a.replacement for a in new.values() if a.holder is None})
     for (module, name), active in new.items():
         active.places = [p.replaced for p in places if p.replaced.original is active.original]
         if active.holder is not None:
-            active.places = [Replaced(module, name, INHERITED, active.replacement)]
+            active.places = [Replaced(module, name, active.original, active.replacement)]
             places.append(_Place(active.holder, name.rpartition(".")[2], active.places[0]))
     return places
 
 
 def _release(keys: Sequence[tuple[str, str]]) -> None:
-    ended = []
-    for key in keys:
-        _active[key].patches -= 1
-        if not _active[key].patches:
+    ended, keys = [], list(keys)
+    while keys:
+        active = _active[key := keys.pop(0)]
+        active.patches -= 1
+        if not active.patches:
             ended.append(_active.pop(key))
+            keys += active.later
     # Searched again, for modules imported since. A replacement that somebody else has overwritten is left alone.
     for place in _places({id(a.replacement): a.original for a in ended}):
         place.write(place.replaced.replacement)

@@ -1,11 +1,14 @@
-"""The replacement for torchtitan's cross-entropy, of tensors and of logits whose vocabulary is sharded.
+"""Replacements for torchtitan's cross-entropy, of logits whose vocabulary may be sharded, its router and its grouped
+experts.
 
 torchtitan converts the logits to float32 before its loss; onepass reads them in their own dtype.
-`onepass.patch("torchtitan")` installs it.
+`onepass.patch("torchtitan")` installs them.
 """
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.integrations.patching import Target, original
@@ -13,7 +16,11 @@ from onepass.integrations.torch import replicated, sharded_over
 from onepass.logits.source import Logits
 from onepass.logits.vocab_parallel import VocabParallelLogits
 from onepass.losses.cross_entropy import cross_entropy
+from onepass.moe.router import route
+from onepass.moe.scattered_linear import scattered_linear
+from onepass.moe.token_sort import group_by_expert
 
+ROUTER = "torchtitan.models.common.moe", "TokenChoiceTopKRouter.forward"
 CROSS_ENTROPY = "torchtitan.components.loss", "cross_entropy_loss"
 
 
@@ -54,5 +61,54 @@ def has_backends(library: Any) -> bool:
     return hasattr(library, "get_spmd_backend")
 
 
+def choose_experts(self: Any, x_BLD: Tensor, expert_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """`TokenChoiceTopKRouter.forward`: the weights and experts of each token, and the scores of all experts.
+
+    The original is called for DTensors, while spmd_types checks types, and for torchtitan's round robin.
+    """
+    from torchtitan.models.common import moe as library
+
+    with torch.autocast(x_BLD.device.type, dtype=torch.float32):
+        logits = self.gate(x_BLD)
+    if self._debug_force_load_balance or hasattr(logits, "device_mesh") or library.spmd.is_type_checking():
+        found: tuple[Tensor, Tensor, Tensor] = original(*ROUTER)(self, x_BLD, expert_bias_E)
+        return found
+    groups = {} if self.num_expert_groups is None else {
+        "n_group": self.num_expert_groups, "topk_group": self.num_limited_groups
+    }  # fmt: skip
+    routing = route(
+        logits, self.top_k, score=self.score_func, selection_bias=expert_bias_E, renormalize=self.route_norm,
+        scale=self.route_scale, **groups,
+    )  # fmt: skip
+    scores = logits.sigmoid() if self.score_func == "sigmoid" else logits.softmax(-1)
+    return routing.weights.to(scores.dtype), routing.experts, scores
+
+
+def run_experts(w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+    """torchtitan's ``_run_experts_grouped_mm``: rows that are grouped by expert, in bfloat16 as there.
+
+    Experts need not have a multiple of some number of rows. Rows behind those of the last expert are 0.
+
+    Args:
+        w1, w2, w3: ``(E, I, H)``, ``(E, H, I)``, ``(E, I, H)``.
+        x: ``(rows, H)``.
+        num_tokens_per_expert: ``(E,)``, integers.
+    """
+    counts = num_tokens_per_expert.to(x.device, torch.int64)
+    experts = torch.searchsorted(counts.cumsum(0), torch.arange(len(x), device=x.device), right=True).unsqueeze(1)
+    rows = x.bfloat16()
+    groups = group_by_expert(experts, len(w1), rows, counts=counts)
+
+    def linear(rows: Tensor, weight: Tensor) -> Tensor:
+        return scattered_linear(rows, weight.bfloat16(), experts, groups, grouped_in=True, grouped_out=True)
+
+    return linear(F.silu(linear(rows, w1)) * linear(rows, w3), w2).type_as(x)
+
+
 SIGNATURES = "pred, labels", "pred, labels, global_vocab_size"
-TARGETS = [Target(*CROSS_ENTROPY, cross_entropy_loss, SIGNATURES, since="0.2", until="0.4")]
+EXPERTS = "torchtitan.models.moe.moe", "_run_experts_grouped_mm"
+TARGETS = [
+    Target(*CROSS_ENTROPY, cross_entropy_loss, SIGNATURES, since="0.2", until="0.4"),
+    Target(*ROUTER, choose_experts, ("self, x_BLD, expert_bias_E",), since="0.3", until="0.4"),
+    Target(*EXPERTS, run_experts, ("w1, w2, w3, x, num_tokens_per_expert",), since="0.2", until="0.3"),
+]

@@ -1,21 +1,30 @@
 """Replacements for the causal-LM loss and the MoE routers of transformers; see `onepass.patch`."""
 
-from collections.abc import Callable
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from onepass.integrations.lazy_logits import asked_for, expecting_count, run
-from onepass.integrations.patching import Target, original
-from onepass.integrations.transformers_experts import INTERFACE, PEFT, SINCE, activate_lora, experts_forward, register
+from onepass.integrations.patching import Target, extend, original
+from onepass.integrations.routers import router_targets
+from onepass.integrations.transformers_experts import (
+    INTERFACE,
+    PEFT,
+    PEFT_PLAN,
+    SINCE,
+    activate_lora,
+    experts_forward,
+    register,
+    tp_plan_and_mesh,
+)
 from onepass.losses.next_token import mean_loss, next_tokens
-from onepass.moe.router_families import router_outputs
 
-__all__ = ["TARGETS", "ForCausalLMLoss", "register", "router_of"]
+__all__ = ["TARGETS", "ForCausalLMLoss", "register"]
 
 
 def ForCausalLMLoss(
@@ -79,59 +88,23 @@ def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*TRAINER)(self, *args, **kwargs)
 
 
+def post_init(self: Any) -> None:
+    """`PreTrainedModel.post_init`. Afterwards the routers of a model are replaced whose code has just been imported."""
+    original(*BUILT)(self)
+    extend(BUILT, router_targets({type(module).__module__ for module in self.modules()}))
+
+
+BUILT = "transformers.modeling_utils", "PreTrainedModel.post_init"
 TRAINER = "transformers.trainer", "Trainer.compute_loss"
 TUNER = "peft.tuners.tuners_utils", "BaseTuner.forward"
 
 
-def router_of(family: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """A `forward` for the family's router: ``(logits, weights, experts)`` of the tokens, each ``(T, ...)``."""
-
-    def forward(
-        self: nn.Module, hidden_states: Tensor, e_score_correction_bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        given = {} if e_score_correction_bias is None else {"selection_bias": e_score_correction_bias}
-        return router_outputs(self, hidden_states.reshape(-1, hidden_states.shape[-1]), **given)
-
-    forward.__name__ = forward.__qualname__ = f"router_of_{family}"
-    return forward
-
-
-class Router(NamedTuple):
-    """The class of a family's router, and the first version whose `forward` returns what `router_of` does."""
-
-    name: str
-    since: str
-
-
-ROUTERS = {
-    "mixtral": Router("MixtralTopKRouter", "5.6"),
-    "qwen2_moe": Router("Qwen2MoeTopKRouter", "5.6"),
-    "qwen3_moe": Router("Qwen3MoeTopKRouter", "5.6"),
-    "qwen3_next": Router("Qwen3NextTopKRouter", "5.6"),
-    "olmoe": Router("OlmoeTopKRouter", "5.6"),
-    "deepseek_v2": Router("DeepseekV2TopkRouter", "5.13"),
-    "deepseek_v3": Router("DeepseekV3TopkRouter", "5.13"),
-    "glm4_moe": Router("Glm4MoeTopkRouter", "5.13"),
-    "minimax": Router("MiniMaxTopKRouter", "5.6"),
-    "minimax_m2": Router("MiniMaxM2TopKRouter", "5.0"),
-    "gpt_oss": Router("GptOssTopKRouter", "5.0"),
-    "ernie4_5_moe": Router("Ernie4_5_MoeTopKRouter", "5.13"),
-    "hunyuan_v1_moe": Router("HunYuanMoEV1Gate", "5.13"),
-    "dots1": Router("Dots1TopkRouter", "5.13"),
-}
 TARGETS = [
     Target(
         "transformers.loss.loss_utils", "ForCausalLMLoss", ForCausalLMLoss,
         ("logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, kwargs",), since="4.56",
     ),
-    *(
-        Target(
-            f"transformers.models.{family}.modeling_{family}", f"{router.name}.forward", router_of(family),
-            ("self, hidden_states", "self, hidden_states, e_score_correction_bias"),
-            since=router.since, returns="(router_logits, ",
-        )
-        for family, router in ROUTERS.items()
-    ),
+    Target(*BUILT, post_init, ("self",), since="4.56"),
     Target(
         "transformers.modeling_utils", "PreTrainedModel.__call__", call, ("self, args, kwargs",), since="4.56",
         inherited=True,
@@ -149,4 +122,10 @@ TARGETS = [
     *([Target(*TUNER, tuner_forward, ("self, args, kwargs",), since="0.17")] if find_spec("peft") else []),
     Target(*INTERFACE, experts_forward, ("key, value",), since=SINCE, method="register", registered=True),
     *([Target(*PEFT, activate_lora, ("self, active_adapters",), since="0.21")] if find_spec("peft") else []),
+    *([Target(*PEFT_PLAN, tp_plan_and_mesh, ("model, current_key",), since="0.21")] if find_spec("peft") else []),
 ]  # fmt: skip
+
+
+def targets() -> list[Target]:
+    """`TARGETS`, and the routers of all models whose code has been imported."""
+    return TARGETS + router_targets(sys.modules)

@@ -10,15 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from onepass.core.moe_options import ACTIVATIONS, Activation, ExpertOptions
+from onepass.core.quantized import Weight
+from onepass.integrations.expert_shards import Factors, is_sharded, local_factors, local_weight, whole_factors
 from onepass.integrations.patching import original, unsupported
 from onepass.moe.experts import Adapter, expert_mlp
+from onepass.moe.quantized import QuantizedWeight
 from onepass.moe.router import Routing
 from onepass.reference.experts import activate
 
 NAME = "onepass"
 INTERFACE = "transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS"
+FP8 = "transformers.integrations.finegrained_fp8", "ALL_FP8_EXPERTS_FUNCTIONS"
 SINCE = "5.7"  # the first version of transformers whose models accept a registered name
 PEFT = "peft.tuners.lora.layer", "ParamWrapper._activate_lora"
+PEFT_PLAN = "peft.tuners.lora.model", "get_tp_plan_and_mesh"
 DEFAULTS = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False}
 HELD = "_onepass_adapters"  # the attribute of experts that has the LoRA factors while their forward runs
 
@@ -33,6 +38,7 @@ class Gate(NamedTuple):
 
 
 _gates: "WeakKeyDictionary[nn.Module, Gate]" = WeakKeyDictionary()
+_quantized: "WeakKeyDictionary[nn.Module, dict[str, tuple[Any, QuantizedWeight | None]]]" = WeakKeyDictionary()
 
 
 def experts_forward(
@@ -47,14 +53,13 @@ def experts_forward(
         what = "experts with a norm of their own" if option(self, "has_gate") else "experts without a gate"
         raise NotImplementedError(f"experts_implementation='{NAME}': {type(self).__name__} has {what}")
     gate = gate_of(self)
-    gate_up, lora_gate_up = weight_of(self, "gate_up_proj")
-    down, lora_down = weight_of(self, "down_proj")
+    gate_up, lora_gate_up = weight_of(self, "gate_up_proj", hidden_states.dtype)
+    down, lora_down = weight_of(self, "down_proj", hidden_states.dtype)
     routing = Routing(top_k_weights, top_k_index, top_k_index)  # expert_mlp does not read the counts
     return expert_mlp(
         hidden_states, routing, gate_up, down, activation=gate.activation, interleaved=gate.interleaved,
         alpha=gate.alpha, limit=gate.limit, transposed=option(self, "is_transposed"),
-        gate_up_bias=self.gate_up_proj_bias if option(self, "has_bias") else None,  # type: ignore[arg-type]
-        down_bias=self.down_proj_bias if option(self, "has_bias") else None,  # type: ignore[arg-type]
+        gate_up_bias=bias_of(self, "gate_up_proj_bias"), down_bias=bias_of(self, "down_proj_bias"),
         lora_gate_up=lora_gate_up, lora_down=lora_down,
     )  # fmt: skip
 
@@ -87,25 +92,79 @@ def gate_of(experts: nn.Module) -> Gate:
 
 def candidates(experts: nn.Module) -> list[Gate]:
     alpha, limit = (
-        float(next((getattr(experts, n) for n in names if hasattr(experts, n)), default))
+        float(next((x for n in names if (x := getattr(experts, n, None)) is not None), default))
         for names, default in ((("alpha", "swiglu_alpha"), 1.702), (("limit", "swiglu_limit"), 7.0))
     )
     return [Gate(a, interleaved, alpha, limit) for a in get_args(Activation) for interleaved in (False, True)]
 
 
-def weight_of(experts: nn.Module, name: str) -> tuple[Tensor, Adapter | None]:
-    """The weight and its adapter, separately if there is one adapter; else the sum that PEFT computes, and None."""
+def bias_of(experts: nn.Module, name: str) -> Tensor | None:
+    return local_weight(experts, name, getattr(experts, name)) if option(experts, "has_bias") else None
+
+
+def weight_of(experts: nn.Module, name: str, dtype: torch.dtype) -> tuple[Weight, Adapter | None]:
+    """The weight and its adapter, separately if there is one adapter; else the sum that PEFT computes, and None.
+
+    Both are those of this process' experts. A quantized weight is a `QuantizedWeight` with values of ``dtype``.
+    """
     held, parametrized = experts.__dict__.get(HELD, {}), getattr(experts, "parametrizations", {})
-    factors, weight = held.get(name), None
-    if factors is None and name in parametrized and len(parametrized[name]) == 1:
+    factors, base = held.get(name, (None, None))
+    weight: Any = None
+    quantized = quantized_of(experts, name)
+    if quantized is not None:
+        proxies = [p for n, chain in parametrized.items() if n == name for p in chain if "_Lora" in type(p).__name__]
+        if proxies and (len(proxies) > 1 or type(proxies[0]).__name__ != "_LoraFactorsProxy"):
+            raise NotImplementedError(
+                f"{type(experts).__name__}.{name}: PEFT would add its adapter to a weight in "
+                f"{quantized.format.name!r}; call onepass.patch('transformers') first, which keeps them apart"
+            )
+        if factors is None and proxies:
+            factors = proxies[0].lhs, proxies[0].rhs, proxies[0].scaling
+        weight = quantized.to(dtype)
+        factors = factors and (factors[0].to(dtype), factors[1].to(dtype), factors[2])
+    elif factors is None and name in parametrized and len(parametrized[name]) == 1:
         proxy = parametrized[name][0]
         if type(proxy).__name__ == "_LoraFactorsProxy":  # PEFT is not patched
             factors, weight = (proxy.lhs, proxy.rhs, proxy.scaling), parametrized[name].original
-    weight = getattr(experts, name) if weight is None else weight
+    if quantized is None:
+        weight = local_weight(experts, name, getattr(experts, name) if weight is None else weight)
     if factors is None:
         return weight, None
+    if base is not None:
+        factors = local_factors(experts, name, weight, base, factors)
     left, right, scaling = factors
     return weight, (left.mT, right.mT, scaling) if option(experts, "is_transposed") else (right, left, scaling)
+
+
+def quantized_of(experts: nn.Module, name: str) -> QuantizedWeight | None:
+    """The quantized weight of experts, which is checked once; None if it is a tensor.
+
+    Raises:
+        NotImplementedError: the experts are sharded over processes.
+    """
+    parametrized = getattr(experts, "parametrizations", {})
+    data: Any = parametrized[name].original if name in parametrized else getattr(experts, name)
+    if isinstance(data, Tensor) and data.is_floating_point() and data.element_size() > 1:
+        return None
+    if is_sharded(experts, data):
+        raise NotImplementedError(
+            f"experts_implementation='{NAME}': {type(experts).__name__}.{name} is sharded over processes, which "
+            f"requires a weight that is not quantized, got {data.dtype}"
+        )
+    if torch.compiler.is_compiling():
+        return QuantizedWeight.from_transformers(experts, name)  # nothing is checked
+    key = (data.data_ptr(), data.device, data.requires_grad) if isinstance(data, Tensor) else id(data)
+    known = _quantized.setdefault(experts, {})
+    if name not in known or known[name][0] != key:
+        known[name] = key, QuantizedWeight.from_transformers(experts, name)
+    return known[name][1]
+
+
+def factors_of(wrapper: Any, adapters: Sequence[str]) -> Factors:
+    """The factors of all adapters together. PEFT's `get_delta_factors` would decode the weight for its dtype."""
+    found = [whole_factors(wrapper, name, wrapper.lora_A[name].weight) for name in adapters]
+    left = torch.cat([left * scaling for left, _, scaling in found], 2)
+    return left, torch.cat([right for _, right, _ in found], 1), 1.0
 
 
 @contextmanager
@@ -114,17 +173,41 @@ def activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
     experts = self.get_base_layer()
     adapters = [name for name in active_adapters if name in self.lora_A]
     ours = getattr(getattr(experts, "config", None), "_experts_implementation", None) == NAME
-    whole = self.get_param().is_floating_point() and self.get_param().element_size() > 1  # not quantized
-    if not (ours and whole and len(adapters) == 1 and self.num_experts > 1):
+    quantized = ours and quantized_of(experts, self.parameter_name) is not None
+    base: Any = self.get_param() if ours and not quantized else None
+    sharded = base is not None and is_sharded(
+        experts, base, *(m[n].weight for m in (self.lora_A, self.lora_B) for n in adapters)
+    )
+    if not (ours and adapters and (quantized or len(adapters) == 1) and self.num_experts > 1):
+        if sharded and adapters:
+            raise NotImplementedError(
+                f"experts_implementation='{NAME}': {type(experts).__name__}.{self.parameter_name} is sharded over "
+                f"processes, which requires one adapter, got adapters {adapters}"
+            )
         with original(*PEFT)(self, active_adapters):
             yield
         return
     held = experts.__dict__.setdefault(HELD, {})
-    held[self.parameter_name] = self.get_delta_factors(adapters[0])
+    if quantized:
+        factors = factors_of(self, adapters)
+    else:
+        factors = whole_factors(self, adapters[0], base) if sharded else self.get_delta_factors(adapters[0])
+    held[self.parameter_name] = factors, base if sharded else None
     try:
         yield
     finally:
         del held[self.parameter_name]
+
+
+def tp_plan_and_mesh(model: Any, current_key: str) -> tuple[str | None, Any]:
+    """Tell PEFT that adapters of experts have no tensor-parallel plan: it takes the experts for a linear layer.
+
+    The plan of the model has entries for experts, also if expert parallelism has replaced them.
+    """
+    module = current_key.rpartition(".")[0]
+    of_experts = original(*PEFT_PLAN)(model, module)[0] == "moe_tp_experts"
+    found: tuple[str | None, Any] = (None, None) if of_experts else original(*PEFT_PLAN)(model, current_key)
+    return found
 
 
 def register() -> None:
@@ -132,3 +215,6 @@ def register() -> None:
     names other than their own."""
     if not unsupported(INTERFACE[0], SINCE):
         getattr(import_module(INTERFACE[0]), INTERFACE[1]).register(NAME, experts_forward)
+        of_fp8 = getattr(import_module(FP8[0]), FP8[1], None)  # not in all versions
+        if of_fp8 is not None:
+            of_fp8.register(NAME, experts_forward)

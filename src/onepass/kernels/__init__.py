@@ -4,6 +4,7 @@
 between the two.
 """
 
+from onepass.kernels.decode import decode
 from onepass.kernels.divergence import add_means, divergence, divergence_states
 from onepass.kernels.divergence_gradient import divergence_gradient
 from onepass.kernels.expert_mlp import expert_mlp, expert_mlp_gradient
@@ -11,8 +12,8 @@ from onepass.kernels.linear_statistics import linear_statistics, state_bytes, su
 from onepass.kernels.merge_shards import merge_divergences, merge_shards
 from onepass.kernels.router import route
 from onepass.kernels.router_gradient import route_gradient
+from onepass.kernels.row_average import row_share, row_sum
 from onepass.kernels.row_gemm import row_gemm
-from onepass.kernels.row_mean import row_share, row_sum
 from onepass.kernels.scale import scale
 from onepass.kernels.scattered_linear import scattered_linear, scattered_linear_gradient
 from onepass.kernels.selected_logits import selected_logits, selected_logits_gradient
@@ -25,6 +26,7 @@ from onepass.kernels.token_sort import count_tiles, sort_by_expert
 __all__ = [
     "add_means",
     "count_tiles",
+    "decode",
     "divergence",
     "divergence_gradient",
     "divergence_states",

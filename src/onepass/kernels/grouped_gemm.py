@@ -15,7 +15,9 @@ from torch import Tensor
 
 from onepass.autotune.own import choose
 from onepass.core.moe_options import ExpertOptions, Groups
+from onepass.core.quantized import Weight
 from onepass.kernels import layout
+from onepass.kernels.decode import decoded_chunks
 from onepass.kernels.expert_rows import activate
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import power_of_two
@@ -44,13 +46,13 @@ def load_weight(
         return tl.load(w + e.to(tl.int64) * W_E + k[:, None] * W_K + column[None, :] * W_N, mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["tiles", "group"])
+@triton.jit(do_not_specialize=["tiles", "group", "first"])
 def grouped_gemm_kernel(
     x: "Rows", w: "Strided", low: "Flat", lora: "Strided", bias: "Flat", h: "Out", out: "Out", order: "Flat",
     offsets: "Flat",
     tile_expert: "Flat", tile_row: "Flat",
-    tiles: tl.int32, group: tl.int32, scale: tl.float32, alpha: tl.float32, limit: tl.float32,
-    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, ACTIVATION: tl.constexpr,
+    tiles: tl.int32, group: tl.int32, first: tl.int32, scale: tl.float32, alpha: tl.float32, limit: tl.float32,
+    E: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr, SHARE: tl.constexpr, SCATTER: tl.constexpr, X_ROW: tl.constexpr, W_E: tl.constexpr,
     W_N: tl.constexpr, W_K: tl.constexpr, L_E: tl.constexpr, L_N: tl.constexpr, L_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
@@ -60,9 +62,10 @@ def grouped_gemm_kernel(
 
     With an ACTIVATION, the COLUMNS of y are gate and up, N each, and ``out = activate(gate, up)``.
 
-    Inputs: ``x`` ``(rows, K)`` and ``w`` ``(E, COLUMNS, K)``; the rows ``low`` ``(assignments, R)``, sorted by expert,
-    and weights ``lora`` ``(E, COLUMNS, R)`` of a LoRA adapter, or None; ``bias`` ``(E, COLUMNS)`` or None; the fields
-    of `Groups`.
+    Inputs: ``x`` ``(rows, K)`` and ``w`` ``(CHUNK, COLUMNS, K)``, of the experts from ``first`` on, whose rows alone
+    are computed (all E of them, unless the weight is decoded in chunks); the rows ``low`` ``(assignments, R)``, sorted
+    by expert, and weights ``lora`` ``(E, COLUMNS, R)`` of a LoRA adapter, or None; ``bias`` ``(E, COLUMNS)`` or None;
+    the fields of `Groups`.
     Outputs: ``out`` ``(assignments, N)``, in the order of the assignments if SCATTER, else sorted by expert. With an
     ACTIVATION, ``h`` ``(assignments, COLUMNS)``, sorted by expert, is y, unless it is None.
     Bytes moved: see the module docstring.
@@ -77,10 +80,10 @@ def grouped_gemm_kernel(
     PART: tl.constexpr = WIDTH // HALVES
     if TMA == "K":
         descriptor = tl.make_tensor_descriptor(
-            w, [E, HALVES, COLUMNS // HALVES, K], [W_E, COLUMNS // HALVES * W_N, W_N, 1], [1, HALVES, PART, BLOCK_K]
+            w, [CHUNK, HALVES, COLUMNS // HALVES, K], [W_E, COLUMNS // HALVES * W_N, W_N, 1], [1, HALVES, PART, BLOCK_K]
         )
     elif TMA == "N":
-        descriptor = tl.make_tensor_descriptor(w, [E, K, COLUMNS], [W_E, W_K, 1], [1, BLOCK_K, WIDTH])
+        descriptor = tl.make_tensor_descriptor(w, [CHUNK, K, COLUMNS], [W_E, W_K, 1], [1, BLOCK_K, WIDTH])
     else:
         descriptor = w
     for work in tl.range(tl.program_id(0), tiles * N_TILES, tl.num_programs(0), flatten=True):
@@ -90,7 +93,7 @@ def grouped_gemm_kernel(
         tile = begin + work % (group * N_TILES) % height
         n_tile = work % (group * N_TILES) // height
         expert = tl.load(tile_expert + tile)
-        if expert < E:
+        if (expert < E) & (expert >= first) & (expert < first + CHUNK):
             row = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
             there = row < tl.load(offsets + expert + 1)
             assignment = tl.load(order + row, mask=there, other=0)
@@ -114,7 +117,9 @@ def grouped_gemm_kernel(
                 k = (k0 + tl.arange(0, BLOCK_K))[None, :]
                 mask = there[:, None] if K % BLOCK_K == 0 else there[:, None] & (k < K)
                 a = tl.load(x + source[:, None] * X_ROW + k, mask=mask, other=0.0)
-                b = load_weight(w, descriptor, expert, k0, n0, column, inside, K, W_E, W_N, W_K, BLOCK_K, WIDTH, TMA)
+                b = load_weight(
+                    w, descriptor, expert - first, k0, n0, column, inside, K, W_E, W_N, W_K, BLOCK_K, WIDTH, TMA
+                )
                 acc = tl.dot(a, b, acc, input_precision=PRECISION)
 
             if ACTIVATION == "":
@@ -135,7 +140,7 @@ def grouped_gemm_kernel(
 
 def grouped_gemm(
     x: Tensor,
-    w: Tensor,
+    w: Weight,
     groups: Groups,
     options: ExpertOptions = PLAIN,
     *,
@@ -151,6 +156,8 @@ def grouped_gemm(
 ) -> Tensor:
     """Launch `grouped_gemm_kernel`, and return ``out``. ``w`` and ``lora`` may have any strides.
 
+    A quantized ``w`` is decoded, a chunk of experts at a time, and the kernel is launched for each.
+
     Args:
         share: how many consecutive assignments have the same row of ``x``; 0 if the rows are sorted by expert.
         scatter: whether ``out`` is in the order of the assignments instead of sorted by expert.
@@ -162,13 +169,15 @@ def grouped_gemm(
     assignments = len(groups.order)
     N = N // 2 if glu else N
     out = x.new_empty((assignments, N)) if out is None else out
-    about = (
-        (assignments, len(groups.tile_row), E, N, K, 0 if lora is None else lora.shape[2], share),
-        (glu, scatter, scale), options, x.stride(0), w.stride(), () if lora is None else lora.stride(),
-        x.element_size(), tensor_memory(w, glu and not options.interleaved), x.device,
-    )  # fmt: skip
-    if assignments:
-        launch(gemm_plan, about, (x, w, low, lora, bias, h, out, *groups))
+    if not assignments:
+        return out
+    for first, part in [(0, w)] if isinstance(w, Tensor) else decoded_chunks(w, groups):
+        about = (
+            (assignments, len(groups.tile_row), E, N, K, 0 if lora is None else lora.shape[2], share),
+            (glu, scatter, scale), options, x.stride(0), part.stride(), () if lora is None else lora.stride(),
+            x.element_size(), tensor_memory(part, glu and not options.interleaved), x.device, (first, len(part)),
+        )  # fmt: skip
+        launch(gemm_plan, about, (x, part, low, lora, bias, h, out, *groups))
     return out
 
 
@@ -194,8 +203,9 @@ def gemm_plan(
     element: int,
     tma: str,
     device: torch.device,
+    chunk: tuple[int, int],
 ) -> Plan:
-    """The launch of `grouped_gemm_kernel`.
+    """The launch of `grouped_gemm_kernel`, for a chunk of experts: the first, and how many the weight has.
 
     Raises:
         ValueError: the LoRA rank does not fit into shared memory.
@@ -213,8 +223,8 @@ def gemm_plan(
     numbers = choose(grouped_gemm_kernel, key | layout.elements(element), rule)
     stages = min(numbers["STAGES"], most)
     constexprs = dict(
-        E=E, N=N, K=K, R=R, ACTIVATION=o.activation if glu else "", INTERLEAVED=o.interleaved, SHARE=share,
-        SCATTER=scatter,
+        E=E, CHUNK=chunk[1], N=N, K=K, R=R, ACTIVATION=o.activation if glu else "", INTERLEAVED=o.interleaved,
+        SHARE=share, SCATTER=scatter,
         X_ROW=x_row, W_E=w_strides[0], W_N=w_strides[1], W_K=w_strides[2],
         **dict(zip(("L_E", "L_N", "L_R"), lora_strides or (0, 0, 0))),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=block_r, STAGES=stages,
@@ -223,7 +233,8 @@ def gemm_plan(
     at_once = max(1, min(4, layout.shared_memory() // (of_stage * stages)))
     programs = min(tiles * -(-N // block_n), at_once * layout.multiprocessors(device))
     warps = 8 if block_m * block_n * products * element >= 128 * 128 * 2 else 4
-    return Plan(grouped_gemm_kernel, programs, (tiles, numbers["GROUP"], scale, o.alpha, o.limit), constexprs, warps)
+    given = tiles, numbers["GROUP"], chunk[0], scale, o.alpha, o.limit
+    return Plan(grouped_gemm_kernel, programs, given, constexprs, warps)
 
 
 def tile_that_fits(

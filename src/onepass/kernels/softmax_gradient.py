@@ -37,6 +37,7 @@ from onepass.kernels.softmax_fields import (
 from onepass.kernels.support import support_gradient
 
 LEAST_EARLY = 1 << 27  # logits of a gradient that is worth another launch; see `supports_early_gradient`
+PROGRAMS_AGAIN = 1024  # about as many as run at once
 TILES = 4  # tiles that a program writes: the fewest that reach the bandwidth of the device
 
 
@@ -60,47 +61,27 @@ def write_tile(logits, out, class_weights, col0, low, high, shift, log_normalize
     tl.store(out + col, (g * slope).to(out.dtype.element_ty), mask=valid, eviction_policy=CACHED)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "rows", "V", "K", "inner_rows", "outer_stride", "inner_stride", "out_outer_stride", "out_inner_stride",
-        "n_stride", "e_stride", "w_stride", "t_stride", "s_stride",
-    ],
-    do_not_specialize_on_alignment=[
-        "share", "index", "row_mask", "temperature", "packed",
-        "grad_log_normalizer", "grad_expected_logit", "grad_weighted_logit", "grad_tempered", "grad_selected",
-    ],
-)  # fmt: skip
-def softmax_gradient_kernel(
-    logits: "Rows", class_weights: "Flat", share: "Flat", out: "Rows", index: "Flat", row_mask: "Flat",
-    temperature: "Flat", packed: "Flat",
-    grad_log_normalizer: "Strided", grad_expected_logit: "Strided", grad_weighted_logit: "Strided",
-    grad_tempered: "Strided",
-    grad_selected: "Strided",
-    rows: tl.int32, V: tl.int32, K: tl.int32, inner_rows: tl.int32, outer_stride: tl.int64, inner_stride: tl.int64,
-    out_outer_stride: tl.int64, out_inner_stride: tl.int64, n_stride: tl.int32, e_stride: tl.int32,
-    w_stride: tl.int32, t_stride: tl.int32, s_stride: tl.int32, inner: tl.float32, outer: tl.float32,
-    class_weight: tl.float32, sharpness: tl.float32,
+@triton.jit
+def write_piece(
+    place, part, logits, class_weights, out, index, row_mask, temperature, packed, grad_log_normalizer,
+    grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected, rows, V, K, inner_rows, outer_stride,
+    inner_stride, out_outer_stride, out_inner_stride, n_stride, e_stride, w_stride, t_stride, s_stride, inner, outer,
+    class_weight, sharpness,
     SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, ALIGN: tl.constexpr,
     SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
-    SOME_K: tl.constexpr, AGAIN: tl.constexpr,
+    SOME_K: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the logits, by the formula in the module docstring.
+    """Write the gradient of TILES tiles of a row, the piece number ``place`` of all rows.
 
-    Inputs: ``logits`` ``(rows, V)``; ``class_weights`` ``(V,)``, ``index`` ``(rows, K)``, ``row_mask`` and
-    ``temperature`` ``(rows,)``, each or None; ``packed`` ``(len(PACKED), rows)``, the statistics; the upstream
-    gradients ``(rows,)``, of the selected classes ``(rows, K)``, each or None; ``share`` ``(2,)`` or None, of which the
-    first multiplies the gradients of the selected classes. With AGAIN, ``out`` was written for the second as that
-    product, the same in all rows: nothing is written if it is the product.
-    Output: ``out`` ``(rows, V)``, which may be ``logits``.
-    Bytes moved: see the module docstring.
+    ``part`` multiplies the gradients of the selected classes.
     """
     TILE: tl.constexpr = LANES * VEC
     EXPECTED: tl.constexpr = grad_expected_logit is not None
     WEIGHTED: tl.constexpr = grad_weighted_logit is not None
     TEMPERED: tl.constexpr = grad_tempered is not None
     pieces = tl.cdiv(V + VEC - 1 if ALIGN else V, TILE * TILES)
-    row = (tl.program_id(0) // pieces).to(tl.int64)
-    piece = tl.program_id(0) % pieces
+    row = (place // pieces).to(tl.int64)
+    piece = place % pieces
     start = row_start(row, inner_rows, outer_stride, inner_stride)
     out_start = row_start(row, inner_rows, out_outer_stride, out_inner_stride)
     head = (start % VEC).to(tl.int32) if ALIGN else 0
@@ -109,12 +90,6 @@ def softmax_gradient_kernel(
     low = piece * (TILE * TILES)
     high = tl.minimum(head + V, low + TILE * TILES)
 
-    part = 1.0
-    if share is not None:
-        part = tl.load(share)
-    if AGAIN:  # noqa: SIM102 (the inner condition is no constant)
-        if tl.load(share + 1) == tl.load(grad_selected) * part:
-            return
     inner, outer = factors_of_row(inner, outer, temperature, row, SOFTCAP)
     a, b, d, h, tempered = 0.0, 0.0, 0.0, 0.0, 0.0
     active = True
@@ -185,6 +160,64 @@ def softmax_gradient_kernel(
         write_zeros(g_base, low, high, head, LANES, VEC)
 
 
+@triton.jit(
+    do_not_specialize=[
+        "rows", "V", "K", "inner_rows", "outer_stride", "inner_stride", "out_outer_stride", "out_inner_stride",
+        "n_stride", "e_stride", "w_stride", "t_stride", "s_stride", "places",
+    ],
+    do_not_specialize_on_alignment=[
+        "share", "index", "row_mask", "temperature", "packed",
+        "grad_log_normalizer", "grad_expected_logit", "grad_weighted_logit", "grad_tempered", "grad_selected",
+    ],
+)  # fmt: skip
+def softmax_gradient_kernel(
+    logits: "Rows", class_weights: "Flat", share: "Flat", out: "Rows", index: "Flat", row_mask: "Flat",
+    temperature: "Flat", packed: "Flat",
+    grad_log_normalizer: "Strided", grad_expected_logit: "Strided", grad_weighted_logit: "Strided",
+    grad_tempered: "Strided",
+    grad_selected: "Strided",
+    rows: tl.int32, V: tl.int32, K: tl.int32, inner_rows: tl.int32, outer_stride: tl.int64, inner_stride: tl.int64,
+    out_outer_stride: tl.int64, out_inner_stride: tl.int64, n_stride: tl.int32, e_stride: tl.int32,
+    w_stride: tl.int32, t_stride: tl.int32, s_stride: tl.int32, inner: tl.float32, outer: tl.float32,
+    class_weight: tl.float32, sharpness: tl.float32, places: tl.int32,
+    SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, ALIGN: tl.constexpr,
+    SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
+    SOME_K: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the logits, by the formula in the module docstring.
+
+    Inputs: ``logits`` ``(rows, V)``; ``class_weights`` ``(V,)``, ``index`` ``(rows, K)``, ``row_mask`` and
+    ``temperature`` ``(rows,)``, each or None; ``packed`` ``(len(PACKED), rows)``, the statistics; the upstream
+    gradients ``(rows,)``, of the selected classes ``(rows, K)``, each or None; ``share`` ``(2,)`` or None, of which the
+    first multiplies the gradients of the selected classes. With AGAIN, ``out`` was written for the second as that
+    product, the same in all rows: nothing is written if it is the product. Programs then take
+    several of the ``places``, since to start one for each takes longer than to find that nothing is to be done.
+    Output: ``out`` ``(rows, V)``, which may be ``logits``.
+    Bytes moved: see the module docstring.
+    """
+    part = 1.0
+    if share is not None:
+        part = tl.load(share)
+    if AGAIN:
+        if tl.load(share + 1) == tl.load(grad_selected) * part:
+            return
+        for place in range(tl.program_id(0), places, tl.num_programs(0)):
+            write_piece(
+                place, part, logits, class_weights, out, index, row_mask, temperature, packed, grad_log_normalizer,
+                grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected, rows, V, K, inner_rows,
+                outer_stride, inner_stride, out_outer_stride, out_inner_stride, n_stride, e_stride, w_stride, t_stride,
+                s_stride, inner, outer, class_weight, sharpness, SOFTCAP, LOG_PROBS, ENTROPY, ALIGN, SAME_PHASE, VEC,
+                LANES, TILES, BLOCK_K, SOME_K)  # fmt: skip
+    else:
+        place = tl.program_id(0)
+        write_piece(
+            place, part, logits, class_weights, out, index, row_mask, temperature, packed, grad_log_normalizer,
+            grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected, rows, V, K, inner_rows,
+            outer_stride, inner_stride, out_outer_stride, out_inner_stride, n_stride, e_stride, w_stride, t_stride,
+            s_stride, inner, outer, class_weight, sharpness, SOFTCAP, LOG_PROBS, ENTROPY, ALIGN, SAME_PHASE, VEC,
+            LANES, TILES, BLOCK_K, SOME_K)  # fmt: skip
+
+
 def plan_for(
     x: Layout, out: Layout, gradient_strides: tuple[int, ...], rows: int, K: int, options: Options, again: bool
 ) -> Plan:
@@ -192,18 +225,16 @@ def plan_for(
     g = Geometry(x, out)
     rule = dict(LANES=layout.lanes_for(g.V, g.VEC), TILES=TILES)
     LANES, tiles = choose(softmax_gradient_kernel, g.key(options.fields), rule).values()
-    if again:  # few and small programs, which start and end sooner
-        LANES = 32
-        tiles = min(power_of_two(g.pieces(LANES)), 2**30 // (LANES * g.VEC))
     constexprs = dict(
         SOFTCAP=options.transform.softcap is not None,
         LOG_PROBS=options.wants("log_probs"), ENTROPY=options.wants("entropy"), **g.constexprs,
         LANES=LANES, TILES=tiles, BLOCK_K=power_of_two(K), SOME_K=min(power_of_two(K), 16), AGAIN=again,
     )  # fmt: skip
+    places = g.rows * g.pieces(LANES * tiles)
     return Plan(
-        softmax_gradient_kernel, g.rows * g.pieces(LANES * tiles),
+        softmax_gradient_kernel, min(places, PROGRAMS_AGAIN) if again else places,
         (rows, g.V, K, *g.strides, *gradient_strides, *options.transform.factors(), options.class_weight,
-         options.sharpness),
+         options.sharpness, places),
         constexprs, layout.warps(LANES),
     )  # fmt: skip
 

@@ -211,7 +211,11 @@ def reads_once(logits: torch.Tensor, inputs: Inputs, options: Options) -> bool:
     if index is None or index.dim() != logits.dim() - 1 or inputs.support is not None or options.invariant:
         return False
     # A soft-cap is computed twice and is then the limit, to which waiting for other programs adds.
-    if options.transform.softcap is not None or logits.numel() < max(LEAST_LOGITS, 1) or vocab * logits.element_size() % 16:
+    if (
+        options.transform.softcap is not None
+        or logits.numel() < max(LEAST_LOGITS, 1)
+        or vocab * logits.element_size() % 16
+    ):
         return False
     if logits.dim() != 2 and not logits.is_contiguous():
         return False

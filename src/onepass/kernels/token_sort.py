@@ -79,7 +79,7 @@ def tile_kernel(
 ):  # fmt: skip
     """Find where each expert's rows begin, and the expert and first sorted row of each tile.
 
-    Input: ``ends`` ``(E + 1, blocks)``, as in `place_kernel`.
+    Input: ``ends`` ``(E + 1, blocks)``, as in `place_kernel`, or ``(E,)`` if the rows came sorted.
     Outputs: ``offsets`` ``(E + 1,)``; ``tile_expert`` ``(tiles,)``, E for a tile that is not used; ``tile_row``
     ``(tiles,)``.
     Bytes moved: 2 E elements of ``ends`` per program in, the outputs out.
@@ -110,8 +110,11 @@ def count_tiles(assignments: int, num_experts: int) -> int:
     return assignments // rows_of_tile(assignments, num_experts) + min(num_experts, assignments)
 
 
-def sort_by_expert(experts: Tensor, num_experts: int) -> Groups:
-    """Sort the assignments ``(T, K)`` by expert, without synchronizing with the host."""
+def sort_by_expert(experts: Tensor, num_experts: int, counts: Tensor | None = None) -> Groups:
+    """Sort the assignments ``(T, K)`` by expert, without synchronizing with the host.
+
+    With ``counts`` ``(E,)`` they are sorted already, and only the offsets and tiles are computed.
+    """
     E = num_experts
     assignments, tiles = experts.numel(), count_tiles(experts.numel(), E)
     block = block_for(E)
@@ -119,11 +122,16 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> Groups:
     order, offsets, tile_expert, tile_row = new(assignments), new(E + 1), new(tiles), new(tiles)
     if not assignments:
         return Groups(order, offsets.zero_(), tile_expert, tile_row)
-    counts = new((E + 1) * -(-assignments // block))
-    launch(sort_plan, (count_kernel, assignments, E), (experts, counts))
-    ends = counts.cumsum(0, dtype=torch.int32)
-    launch(sort_plan, (place_kernel, assignments, E), (experts, ends, order))
-    launch(tile_plan, (assignments, E), (ends, offsets, tile_expert, tile_row))
+    blocks = -(-assignments // block)
+    if counts is None:
+        counts = new((E + 1) * blocks)
+        launch(sort_plan, (count_kernel, assignments, E), (experts, counts))
+        ends = counts.cumsum(0, dtype=torch.int32)
+        launch(sort_plan, (place_kernel, assignments, E), (experts, ends, order))
+    else:  # wrong counts must not lead beyond the rows
+        blocks, ends = 1, counts.clamp(0, assignments).cumsum(0).clamp_(max=assignments).int()
+        torch.arange(assignments, out=order)
+    launch(tile_plan, (assignments, E, blocks), (ends, offsets, tile_expert, tile_row))
     return Groups(order, offsets, tile_expert, tile_row)
 
 
@@ -139,8 +147,8 @@ def sort_plan(kernel: object, assignments: int, E: int) -> Plan:
     return Plan(kernel, blocks, (assignments, blocks), dict(E=E, BLOCK_E=power_of_two(E), BLOCK=block), 8)
 
 
-def tile_plan(assignments: int, E: int) -> Plan:
+def tile_plan(assignments: int, E: int, blocks: int) -> Plan:
     """The launch of `tile_kernel`."""
-    tiles, blocks = count_tiles(assignments, E), -(-assignments // block_for(E))
+    tiles = count_tiles(assignments, E)
     constexprs = dict(E=E, BLOCK_E=power_of_two(E), BLOCK=16, BLOCK_M=rows_of_tile(assignments, E))
     return Plan(tile_kernel, -(-tiles // 16), (blocks, tiles), constexprs, 4)

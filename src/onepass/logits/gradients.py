@@ -1,4 +1,4 @@
-"""The gradients of a linear head's hidden states, weight and bias, summed over tiles of logits.
+"""The gradients of the tensors of a linear head, summed over tiles of logits.
 
 `tiled_loss`, `tiled_statistics` and `tiled_divergence` use them.
 """
@@ -18,13 +18,16 @@ ROWS_OF_PART = 1024  # see `Gradients.parts`; GEMMs are slow for fewer
 
 
 class Gradients:
-    """The gradients of hidden states, weight and bias, each if ``needed``, to which tiles are added.
+    """The gradients of the `HeadTensors`, each if ``needed``, to which tiles are added.
 
     That of the hidden states is in the dtype of sums if it is ``wide``, and is then scaled later; see `derivative`.
     """
 
     def __init__(self, head: Head, plan: Plan, needed: Sequence[bool], wide: bool = False) -> None:
-        self.head, self.plan, self.needed = head, plan, needed
+        self.head, self.plan, self.needed = head, plan, needed[:3]
+        self.adapter: Gradients | None = None
+        if head.adapter is not None and any(needed[3:]):
+            self.adapter = Gradients(head.adapter, plan, (*needed[3:], False), wide)
         self.sum_dtype = torch.promote_types(head.dtype, torch.float32)
         self.hidden: Tensor | None = None
         self.weight: Tensor | None = None
@@ -83,13 +86,20 @@ class Gradients:
         self.left -= rows.n
         if self.batch is not None and not self.plan.sliced:
             self.held += rows.n
-            if self.held < min(self.plan.batch, self.plan.n - self.done):
+            if not rows.ends_batch:
                 return
             gradient, several = self.batch[: self.held], self.held > rows.n
             if several:
                 rows = self.plan.between(self.done, self.done + self.held)
                 hidden = rows.take(self.head.hidden).to(self.head.dtype) if self.needed[1] else hidden
             self.done, self.held = self.done + self.held, 0
+        self.add_products(rows, columns, gradient, hidden, has_hidden)
+        if self.adapter is not None:
+            self.adapter.left = self.left
+            self.adapter.add_products(rows, columns, gradient, rows.take(self.adapter.head.hidden), False)
+
+    def add_products(self, rows: Rows, columns: slice, gradient: Tensor, hidden: Tensor, has_hidden: bool) -> None:
+        """Add the products of the gradient of some logits, whose rows have the states ``hidden``."""
         if self.needed[0] and not has_hidden:
             self.add_hidden(rows, columns, gradient)
         if self.left <= 0:
@@ -190,16 +200,20 @@ class Gradients:
         else:
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
-    def derivative(self) -> Tensor:
-        """The gradient of the hidden states, not rounded; 0 for rows that were not computed."""
+    def derivatives(self) -> list[Tensor | None]:
+        """The gradients of the hidden states and of those in the rank of the adapter, each if it is needed.
+
+        They are not rounded, and 0 for rows that were not computed.
+        """
         self.exchange()
         self.finish()
-        if self.hidden is None:
-            return self.head.hidden.new_zeros(self.shapes[0], dtype=self.sum_dtype)
-        return self.hidden
+        found = self.hidden
+        if self.needed[0] and found is None:
+            found = self.head.hidden.new_zeros(self.shapes[0], dtype=self.sum_dtype)
+        return [found, None if self.adapter is None else self.adapter.derivatives()[0]]
 
     def scaled(self, scale: Tensor | None) -> list[Tensor | None]:
-        """The three gradients times ``scale``, each rounded once to the dtype of its tensor.
+        """The gradients times ``scale``, each rounded once to the dtype of its tensor.
 
         This can be called only once, since the gradients are not kept.
         """
@@ -220,4 +234,4 @@ class Gradients:
                     out.copy_(value)
                 results.append(out)
         self.hidden = self.weight = self.bias = None
-        return results
+        return results + ([None, None] if self.adapter is None else self.adapter.scaled(scale)[:2])

@@ -10,13 +10,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from onepass.core.checks import FLOATS, check_integer, described
+from onepass.core.checks import FLOATS, Adapter, adapter_of, check_integer, described
 from onepass.core.dispatch import autocast_dtype, is_autocast_enabled, is_untraced, without_autocast
 from onepass.core.invariance import is_batch_invariant
 from onepass.core.options import Inputs, Options, PairOptions, PairRows
 from onepass.core.shard import NOT_SHARDED, Group, Shard, shared_columns
 from onepass.logits.invariant_linear import linear
 from onepass.logits.partitioned import gathered, whole
+from onepass.logits.row_groups import GroupTooLong
 from onepass.logits.row_loss import RowLoss, StatisticsLoss
 from onepass.logits.source import Count, Divisor, Fields, LogitsSource, LossFunction, TensorLogits, divided
 from onepass.logits.tensor_like import TensorLike, compose
@@ -55,6 +56,28 @@ def observed(loss_fn: LossFunction, observer: Observer, names: Sequence[str]) ->
     return loss
 
 
+def checked_adapter(
+    lora: Adapter | None, hidden: Tensor, shape: tuple[int, ...], group: Any
+) -> tuple[Tensor, Tensor, float] | None:
+    """The argument ``lora`` of a head with a weight of this shape, with full tensors in place of DTensors."""
+    A, B, scaling = adapter_of(lora, "lora")
+    if A is None or B is None:
+        return None
+    A, B = whole(A, None, "lora[0]"), whole(B, group, "lora[1]")
+    of_a = tuple(getattr(A, "ds_shape", A.shape))
+    rank = of_a[0] if len(of_a) == 2 else "R"
+    for n, (value, expected) in enumerate(((A, (rank, shape[1])), (B, (shape[0], rank)))):
+        if value.dtype not in FLOATS:
+            raise TypeError(f"lora[{n}]: expected a floating-point tensor, got {described(value)}")
+        if tuple(getattr(value, "ds_shape", value.shape)) != expected or 0 in expected:
+            raise ValueError(
+                f"lora[{n}]: expected shape {expected} for a weight of shape {shape}, got {tuple(value.shape)}"
+            )
+        if value.device != hidden.device:
+            raise ValueError(f"lora[{n}]: expected device {hidden.device}, that of hidden, got {value.device}")
+    return A, B, scaling
+
+
 class LinearLogits(TensorLike):
     """The logits ``hidden @ weight.T + bias``, for any function of onepass that takes logits.
 
@@ -70,6 +93,10 @@ class LinearLogits(TensorLike):
             bfloat16 or float16, which are not copied; the gradient of the logits is rounded to their dtype once. By
             default logits that `kl_div` compares with those of a teacher are float32, since rounding would hide the
             difference of near distributions; all others have the dtype of the GEMMs, as those of a linear layer.
+        lora: ``(A, B, scaling)`` of a low-rank adapter, which adds ``scaling * (hidden @ A.T) @ B.T`` to the logits, or
+            None. A is ``(R, H)`` and B ``(V, R)``, of any floating-point dtype; the GEMMs have that of the head. Its
+            part of a tile is rounded to the dtype of the logits before the head's is added. The head is never merged
+            with it. With ``vocab_group``, B has the rows of this process.
         max_memory: bytes of workspace, beyond inputs, results and gradients. The default follows from shapes alone, so
             that results do not depend on what else is in memory. On a GPU it is 0.6 GiB. It is 2.5 GiB if this holds
             all logits and either no gradient will be computed or the loss is per row, with a gradient of the weight.
@@ -85,12 +112,14 @@ class LinearLogits(TensorLike):
             their first dimension. They are gathered, so that results have all rows, and their gradient is
             reduce-scattered.
 
-    All three tensors are differentiable. A gradient that is not needed costs neither time nor memory. The gradient of
+    All tensors are differentiable. A gradient that is not needed costs neither time nor memory. The gradient of
     the weight is summed over tiles in float32 and rounded once.
 
     If only ``hidden`` requires a gradient (a frozen head), log-probs and all losses of log-probs take two GEMMs: the
     forward computes the derivative of each log-prob, which is kept in float32, and the backward multiplies it. This
     holds for one index per row, without ``max_memory`` or a support, not in float16 and outside of `torch.compile`.
+    With a ``lora`` whose B is trained, log-probs take three GEMMs of a frozen head, as B's gradient needs the logits
+    in the backward; losses whose gradient is computed in the forward take two.
 
     Rows that are masked or ignored take part in no GEMM. The number of valid rows is read from the device once per
     call. This is not possible while a CUDA graph is captured: then all rows take part.
@@ -117,6 +146,7 @@ class LinearLogits(TensorLike):
         weight: Tensor,
         bias: Tensor | None = None,
         *,
+        lora: Adapter | None = None,
         logits_dtype: torch.dtype | None = None,
         max_memory: int | None = None,
         vocab_group: Group | None = None,
@@ -150,13 +180,18 @@ class LinearLogits(TensorLike):
         self.widens = logits_dtype is None and self.gemm_dtype.itemsize == 2  # whether divergences take float32 logits
         self.max_memory = None if max_memory is None else check_integer(max_memory, "max_memory")
         vocab = shape[0]
+        adapter = checked_adapter(lora, hidden, shape, group)
         if group is not None:
             hidden, weight, bias = self.sharded(hidden, weight, bias, group, vocab_size, bool(sequence_parallel))
             vocab = self.shard.vocab
-        self.hidden, self.weight, self.bias = hidden, weight, bias
+            if adapter is not None:
+                A, B, scaling = adapter
+                A = Replicated.apply(A, group_named(self.shard.group)) if sequence_parallel else A
+                adapter = A, B[: self.shard.size], scaling
+        self.hidden, self.weight, self.bias, self.lora = hidden, weight, bias, adapter
         self.shape = torch.Size((*hidden.shape[:-1], vocab))
         self.device = hidden.device
-        self.versions = _versions(hidden, weight, bias)
+        self.versions = _versions(*self.parts())
 
     def wider(self, logits_dtype: torch.dtype | None) -> torch.dtype:
         """The dtype of the logits."""
@@ -196,22 +231,40 @@ class LinearLogits(TensorLike):
             hidden = GatheredRows.apply(hidden, group_named(self.shard.group))
         return hidden, weight, bias
 
+    def parts(self) -> tuple[Tensor | None, ...]:
+        """All tensors that the logits are computed from."""
+        return self.hidden, self.weight, self.bias, *(() if self.lora is None else self.lora[:2])
+
     @property
     def requires_grad(self) -> bool:
-        return any(t is not None and t.requires_grad for t in (self.hidden, self.weight, self.bias))
+        return any(t is not None and t.requires_grad for t in self.parts())
 
     @property
     def is_eager(self) -> bool:
-        return is_untraced(self.hidden, self.weight, self.bias)
+        return is_untraced(*self.parts())
 
     @property
     def tensors(self) -> HeadTensors:
         """The tensors of the head, with hidden states ``(N, H)``."""
         self.check_unchanged()
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
+        low, up = self.low_rank(hidden)
         if self.sums_hidden and torch.compiler.is_compiling():  # registered operations do not communicate
-            hidden = Replicated.apply(hidden, group_named(self.shard.group))
-        return HeadTensors(hidden, self.weight, self.bias)
+            hidden, low = self.replicated(hidden, low)
+        return HeadTensors(hidden, self.weight, self.bias, low, up)
+
+    def replicated(self, hidden: Tensor, low: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The same, with gradients that are summed over the processes."""
+        group = group_named(self.shard.group)
+        return Replicated.apply(hidden, group), None if low is None else Replicated.apply(low, group)
+
+    def low_rank(self, hidden: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Hidden states in the rank of the adapter, in the dtype of the GEMMs and times the scaling, and its B."""
+        if self.lora is None:
+            return None, None
+        A, B, scaling = self.lora
+        with gathered(A), without_autocast(hidden):
+            return linear(hidden.to(self.gemm_dtype), (A * scaling).to(self.gemm_dtype)), B
 
     @property
     def dtype_of_divergence(self) -> torch.dtype:
@@ -235,7 +288,9 @@ class LinearLogits(TensorLike):
         if hasattr(self.weight, "ds_shape") or self.shard.sizes:  # a parameter of ZeRO-3 is empty outside of the GEMMs
             return None
         bias = None if self.bias is None else self.bias[:count]
-        return self.derived(weight=self.weight[:count], bias=bias, shape=torch.Size((*self.shape[:-1], count)))
+        lora = None if self.lora is None else (self.lora[0], self.lora[1][:count], self.lora[2])
+        shape = torch.Size((*self.shape[:-1], count))
+        return self.derived(weight=self.weight[:count], bias=bias, lora=lora, shape=shape)
 
     def with_bias(self, bias: Tensor) -> "LinearLogits | None":
         if (
@@ -257,7 +312,8 @@ class LinearLogits(TensorLike):
 
     def make_constant(self) -> None:
         bias = None if self.bias is None else self.bias.detach()
-        self.hidden, self.weight, self.bias = self.hidden.detach(), self.weight.detach(), bias
+        lora = None if self.lora is None else (self.lora[0].detach(), self.lora[1].detach(), self.lora[2])
+        self.hidden, self.weight, self.bias, self.lora = self.hidden.detach(), self.weight.detach(), bias, lora
 
     def __getstate__(self) -> dict[str, Any]:
         # The tensors of a copy have versions of their own.
@@ -268,13 +324,13 @@ class LinearLogits(TensorLike):
         self.check_unchanged()
         new = self.changed(**attributes)
         if "versions" in new.__dict__:
-            new.versions = _versions(new.hidden, new.weight, new.bias)
+            new.versions = _versions(*new.parts())
         return new
 
     def check_unchanged(self) -> None:
         """Raise if hidden states or parameters were written to since the logits were made from them."""
         made = self.__dict__.get("versions")
-        now = made if made is None else _versions(self.hidden, self.weight, self.bias)
+        now = made if made is None else _versions(*self.parts())
         if now is not None and made != now:
             raise RuntimeError(
                 "logits: expected hidden states and parameters as they were when the head was called, got some that "
@@ -290,15 +346,15 @@ class LinearLogits(TensorLike):
     def untransformed_columns(self) -> Tensor:
         """`untransformed`, but only the columns that this process holds."""
         self.check_unchanged()
-        with gathered(self.weight, self.bias), without_autocast(self.hidden):
-            hidden, weight, bias = (
-                None if t is None else t.to(self.gemm_dtype) for t in (self.hidden, self.weight, self.bias)
-            )
+        hidden, weight, bias = self.hidden, self.weight, self.bias
+        low, up = self.low_rank(hidden)
+        with gathered(weight, bias, up), without_autocast(hidden):
             if self.shard.sizes and self.sums_hidden:
-                hidden = Replicated.apply(hidden, group_named(self.shard.group))
-            if self.logits_dtype != self.gemm_dtype:
-                hidden, weight, bias = (None if t is None else t.to(self.logits_dtype) for t in (hidden, weight, bias))
-            return linear(hidden, weight, bias)  # type: ignore[arg-type]
+                hidden, low = self.replicated(hidden, low)
+            dtypes = self.gemm_dtype, self.logits_dtype
+            parts = [None if t is None else t.to(dtypes[0]).to(dtypes[1]) for t in (hidden, weight, bias, low, up)]
+            logits = linear(*parts[:3])  # type: ignore[arg-type]
+            return logits if low is None else logits + linear(*parts[3:])  # type: ignore[arg-type]
 
     def transformed_by(self, options: Options) -> "Options | None":
         """The options of a loss, after the transform of these logits; None if their composition is no transform."""
@@ -322,15 +378,22 @@ class LinearLogits(TensorLike):
         row_inputs: Sequence[Tensor],
         divisor: Divisor,
         linear: bool = False,
+        groups: Sequence[int] | None = None,
     ) -> Tensor:
-        """See `LogitsSource.loss`. This takes three GEMMs, or four with ``divisor=None`` and if the call is traced."""
+        """See `LogitsSource.loss`. This takes three GEMMs, or four with ``divisor=None`` and if the call is traced.
+
+        With ``groups``, how many of the rows ``(N,)`` that are not masked belong to each, ``loss_fn`` computes the loss
+        of every group; it gets the slice ``groups`` of those that it is called for, or none for all. If a tile does not
+        hold one of them, this takes four GEMMs.
+        """
         composed = self.transformed_by(options)
         if composed is None:
             logits = TensorLogits(self.materialize())
             return logits.loss(loss_fn, inputs, options, row_inputs, divisor, linear)
-        if not self.is_eager:  # a Python function cannot be part of a registered operation
+        # A Python function cannot be part of a registered operation. The loss of every group takes four GEMMs anyhow.
+        if not self.is_eager or (groups is not None and divisor is None):
             return super().loss(loss_fn, inputs, options, row_inputs, divisor)
-        options = composed
+        given, asked, options = inputs, options, composed
         inputs = self.flat(inputs)
         index, row_mask = inputs[:2]
         rows = self.shape[:-1]
@@ -341,8 +404,13 @@ class LinearLogits(TensorLike):
             loss_fn, linear = observed(loss_fn, self.observer, options.names()), False
             options = options._replace(fields=" ".join(dict.fromkeys((*options.names(), "entropy", "is_top1"))))
             self.observer.begin(rows.numel() if row_mask is None else row_mask.bool().sum())
-        row_loss = StatisticsLoss(loss_fn, options, self.gemm_dtype, inputs._replace(row_mask=None), flat, linear)
-        return self.tiled(row_loss, row_mask, divisor)
+        row_loss = StatisticsLoss(
+            loss_fn, options, self.gemm_dtype, inputs._replace(row_mask=None), flat, linear, groups
+        )
+        try:
+            return self.tiled(row_loss, row_mask, divisor)
+        except GroupTooLong:
+            return super().loss(loss_fn, given, asked, row_inputs, divisor)
 
     def divergence(self, teacher: LogitsSource, read: PairRows, options: PairOptions, divisor: Divisor) -> Tensor:
         """See `LogitsSource.divergence`. The teacher is a constant, and may be a linear head too."""

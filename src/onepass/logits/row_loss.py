@@ -40,9 +40,12 @@ class RowLoss(Protocol):
         row_inputs: differentiable tensors with an entry for every row.
         tensors: all tensors that the loss reads, including those of ``heads`` and the ``row_inputs``. Autograd saves
             them.
+        groups: how many of the rows that are not masked belong to each group, which a tile holds whole; None for a loss
+            of single rows.
     """
 
     dtype: torch.dtype
+    groups: Sequence[int] | None
     heads: Sequence[tuple[HeadTensors, Settings]]
     row_inputs: Sequence[Tensor]
 
@@ -63,7 +66,7 @@ class RowLoss(Protocol):
         out: Tensor | None,
         parts: Iterator[slice],
     ) -> Found:
-        """The loss of the rows of a tile, ``(n,)``.
+        """The loss of the rows of a tile, ``(n,)``, or of its groups.
 
         With ``scale``, which computes one number or one per row, also the gradients of ``Σ scale·loss``: that of the
         first logits is written to ``out``, which may be these logits, and those of the row inputs are returned. The
@@ -78,6 +81,7 @@ class StatisticsLoss:
         inputs: of all rows, without a mask.
         linear: whether the loss is linear in the fields. Its gradient is then known before the tile is read, and
             the tile is read once.
+        groups: see `RowLoss`; ``loss_fn`` is then also called with the slice ``groups`` of those in the tile.
 
     If the vocabulary is sharded, all processes compute the same loss.
     """
@@ -92,8 +96,9 @@ class StatisticsLoss:
         inputs: Inputs,
         row_inputs: Sequence[Tensor] = (),
         linear: bool = False,
+        groups: Sequence[int] | None = None,
     ) -> None:
-        self.loss_fn, self.options, self.linear = loss_fn, options, linear
+        self.loss_fn, self.options, self.linear, self.groups = loss_fn, options, linear, groups
         self.inputs, self.row_inputs, index = inputs, row_inputs, inputs.index
         self.dtype = torch.promote_types(dtype, torch.float32)
         numbers = sum(i[:1].numel() for i in row_inputs) + (index[:1].numel() if index is not None else 1)
@@ -136,15 +141,15 @@ class StatisticsLoss:
         if results is None:
             x = tile.logits[0]
             anywhere = {n: x.new_zeros(rows.n, dtype=self.dtype) for n in options.names()}
-            _, upstream, _ = self.differentiated(anywhere, inputs, rows.n, of_rows)
+            _, upstream, _ = self.differentiated(anywhere, inputs, rows, of_rows)
             results = backend.softmax_loss(x, read, upstream, options, out)
         fields = dict(zip(options.names(), pick(results, options)))
         if fused or (of_rows is None and self.checked):
             with torch.no_grad():
-                return self.losses(fields, inputs, rows.n), ()
+                return self.losses(fields, inputs, rows), ()
         if out is None:
-            return self.differentiated(fields, inputs, rows.n, None)[0], ()
-        loss, upstream, of_inputs = self.differentiated(fields, inputs, rows.n, of_rows)
+            return self.differentiated(fields, inputs, rows, None)[0], ()
+        loss, upstream, of_inputs = self.differentiated(fields, inputs, rows, of_rows)
         for part in parts:
             x, to, packed, of_part, grads = tile.logits[0], out, results[0], read, upstream
             if part != ALL:
@@ -157,7 +162,7 @@ class StatisticsLoss:
         self,
         fields: dict[str, Tensor],
         inputs: Sequence[Tensor],
-        count: int,
+        rows: Rows,
         scale: Any,
     ) -> tuple[Tensor, FieldGradients, Sequence[Tensor | None]]:
         """The losses and, with ``scale``, the gradients of ``Σ scale·loss`` with respect to fields and row inputs."""
@@ -169,28 +174,33 @@ class StatisticsLoss:
         watched = [t for t in (*fields.values(), *inputs) if not t.is_inference()]
         versions = [t._version for t in watched]
         with torch.enable_grad():
-            loss = self.losses(fields, inputs, count)
+            loss = self.losses(fields, inputs, rows)
         if versions != [t._version for t in watched]:
             raise ValueError("loss_fn: expected a function that writes to none of its arguments, got one that does")
         grads: Sequence[Tensor | None] = [None] * len(variables)
         if loss.requires_grad:
-            self.check(loss, variables)
+            self.check(loss, variables, 1 if self.groups is None else self.groups[rows.groups.start])  # type: ignore[union-attr]
             if scale is not None:
                 grads = torch.autograd.grad(loss, variables, scale.expand_as(loss), allow_unused=True)
         rest = iter(grads[len(leaves) :])
         of_inputs = [next(rest) if i.requires_grad else None for i in inputs]
         return loss.detach(), FieldGradients.of(" ".join(leaves), grads), of_inputs
 
-    def losses(self, fields: dict[str, Tensor], inputs: Sequence[Tensor], count: int) -> Tensor:
+    def losses(self, fields: dict[str, Tensor], inputs: Sequence[Tensor], rows: Rows) -> Tensor:
         """Call the loss function and check its result."""
-        loss: Any = self.loss_fn(fields, *inputs)
+        of_groups = {} if rows.groups is None else {"groups": rows.groups}
+        loss: Any = self.loss_fn(fields, *inputs, **of_groups)
+        count = rows.of_losses.n
         if not isinstance(loss, Tensor) or loss.shape[:1] != (count,) or not loss.is_floating_point():
             raise ValueError(f"loss_fn: expected a loss of every row, floating-point of shape ({count},), "
                              f"got {described(loss)}")  # fmt: skip
         return loss.sum(-1) if loss.dim() > 1 else loss
 
-    def check(self, loss: Tensor, variables: Sequence[Tensor]) -> None:
-        """Check, on the first tile, that the loss differentiates only its arguments and that rows are independent."""
+    def check(self, loss: Tensor, variables: Sequence[Tensor], own: int) -> None:
+        """Check, on the first tile, that the loss differentiates only its arguments and that rows are independent.
+
+        The first loss may depend on the ``own`` first rows.
+        """
         if self.checked:
             return
         self.checked = True
@@ -212,10 +222,11 @@ class StatisticsLoss:
             first = torch.zeros_like(loss).index_fill_(0, torch.zeros(1, dtype=torch.long, device=loss.device), 1.0)
             found = torch.autograd.grad(loss, variables, first, retain_graph=True, allow_unused=True)
             # A NaN does not prove a dependence: it may be 0 times an infinite derivative of another row.
-            if any(g is not None and ((g[1:] != 0) & ~g[1:].isnan()).any() for g in found):
+            if any(g is not None and ((g[own:] != 0) & ~g[own:].isnan()).any() for g in found):
+                unit = "row" if self.groups is None else "group"
                 raise ValueError(
-                    "loss_fn: expected a loss of each row alone, got one whose first row depends on others; "
-                    "take linear_softmax_statistics for losses that couple rows"
+                    f"loss_fn: expected a loss of each {unit} alone, got one whose first {unit} depends on others; "
+                    "take groups=, or linear_softmax_statistics, for losses that couple rows"
                 )
 
 
@@ -229,6 +240,7 @@ class DivergenceLoss:
     """
 
     row_inputs: Sequence[Tensor] = ()
+    groups: Sequence[int] | None = None
 
     def __init__(
         self,

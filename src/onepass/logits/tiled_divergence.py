@@ -23,6 +23,8 @@ class TeacherTensors(NamedTuple):
     teacher: Tensor
     teacher_weight: Tensor | None = None
     teacher_bias: Tensor | None = None
+    teacher_low: Tensor | None = None
+    teacher_up: Tensor | None = None
 
 
 class TeacherDtypes(NamedTuple):
@@ -45,9 +47,9 @@ def row_divergence(
 
     If the vocabulary is sharded, ``held`` are the columns of this process, of which ``compared`` are compared.
     """
-    teacher, weight, bias = tensors
+    teacher, weight, *rest = tensors
     settings = Settings(*of, shard=held, invariant_gemms=options.invariant)
-    head = teacher if weight is None else (HeadTensors(teacher, weight, bias), settings)
+    head = teacher if weight is None else (HeadTensors(teacher, weight, *rest), settings)
     return DivergenceLoss(dtype, head, read[1:], options, compared)
 
 
@@ -76,13 +78,18 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        found = _gradient(*parts(ctx.saved_tensors), grad, list(ctx.needs_input_grad[:3]), *ctx.rest)
-        return *found, *[None] * 9
+        saved = ctx.saved_tensors
+        found = _gradient(*parts(saved), grad, list(ctx.needs_input_grad[:COUNT]), *ctx.rest)
+        return *found, *[None] * (len(saved) - COUNT + len(ctx.rest))
+
+
+COUNT = len(HeadTensors._fields)
 
 
 def parts(tensors: Sequence[Tensor]) -> tuple[HeadTensors, TeacherTensors, PairRows]:
     """The tensors of the student, of the teacher, and those with a number of every row."""
-    return HeadTensors(*tensors[:3]), TeacherTensors(*tensors[3:6]), PairRows(*tensors[6:])
+    stop = COUNT + len(TeacherTensors._fields)
+    return HeadTensors(*tensors[:COUNT]), TeacherTensors(*tensors[COUNT:stop]), PairRows(*tensors[stop:])
 
 
 def _like_forward(tensors: HeadTensors, of: TeacherDtypes, settings: Settings, **_: Any) -> Tensor:

@@ -19,8 +19,7 @@ from onepass.logits.row_loss import RowLoss
 from onepass.logits.tiles import Head, HeadTensors, Rows, Settings, plan, tiles
 from onepass.logits.valid_rows import defers
 
-NOTHING = (False, False, False)
-
+NOTHING = (False,) * len(HeadTensors._fields)
 
 Number = Callable[[], Tensor]  # computes a tensor when it is needed
 
@@ -51,25 +50,26 @@ def walk(
     """The loss of every row and, with ``scale_of``, the gradients of ``Σ scale·loss``.
 
     Args:
-        needed: whether the gradients of hidden states, weight and bias are needed.
+        needed: whether the gradient of each of the ``tensors`` is needed.
         scale_of: computes the scale, one number or one per row.
         of_inputs: receives the gradients of the row inputs; None for those that are not needed.
-        later: whether the backward needs the gradients of hidden states, weight and bias, for which it walks again.
+        later: whether the backward needs the gradient of each, for which it walks again.
     """
     hidden = tensors.hidden
-    parameters = [p for of_head, _ in row_loss.heads for p in of_head[1:]]
-    with gathered(*tensors[1:], *parameters), without_autocast(hidden):
+    parameters = [p for of_head in (tensors, *(of for of, _ in row_loss.heads)) for p in of_head.parameters()]
+    with gathered(*parameters), without_autocast(hidden):
         heads = [Head(tensors, settings), *(Head(*of_head) for of_head in row_loss.heads)]
         use = row_loss.use(heads[0], scale_of is not None)._replace(weight_gradient=needed[1])
         backward = row_loss.use(heads[0], True)._replace(weight_gradient=later[1]) if any(later) else None
-        cut = plan(heads, row_mask, use, backward)
+        cut = plan(heads, row_mask, use, backward)._replace(lengths=row_loss.groups)
         # The first product is launched before all that it does not need: the device may be waiting for the host.
         following = tiles(heads, cut, use.logits)
         first = [*islice(following, 1)]
         for tile in first:
             tile.start()
         row_mask = row_mask if defers(row_mask) else None
-        losses = hidden.new_zeros(hidden.shape[0], dtype=row_loss.dtype)
+        count = hidden.shape[0] if row_loss.groups is None else len(row_loss.groups)
+        losses = hidden.new_zeros(count, dtype=row_loss.dtype)
         gradients = None if scale_of is None else Gradients(heads[0], cut, needed)
         of_rows = None if scale_of is None else of_some_rows(cache(scale_of))
         for tile in chain(first, following):
@@ -77,7 +77,7 @@ def walk(
             place = None if gradients is None else gradients.place(tile)
             parts = iter(()) if gradients is None or place is None else gradients.parts(tile, place)
             part, found = row_loss(tile, mask, of_rows, place, parts)
-            tile.rows.put(losses, part)
+            tile.rows.of_losses.put(losses, part)
             for out, value in zip(of_inputs, found):
                 if out is not None and value is not None:
                     tile.rows.put(out, value)
@@ -91,7 +91,7 @@ def of_some_rows(number: Number) -> Callable[[Rows], Tensor]:
 
     def of(rows: Rows) -> Tensor:
         found = number()
-        return found if found.dim() == 0 else rows.take(found)
+        return found if found.dim() == 0 else rows.of_losses.take(found)
 
     return of
 
@@ -103,19 +103,22 @@ class _TiledLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        low: Tensor | None,
+        up: Tensor | None,
         row_mask: Tensor | None,
         row_loss: RowLoss,
         settings: Settings,
         divisor: Number | None,
         *inputs: Tensor,
     ) -> Tensor:
-        tensors = HeadTensors(hidden, weight, bias)
-        ctx.reduced, ctx.needed_inputs = divisor is not None, ctx.needs_input_grad[7:]
+        tensors = HeadTensors(hidden, weight, bias, low, up)
+        needed = ctx.needs_input_grad[: len(tensors)]
+        ctx.reduced, ctx.needed_inputs = divisor is not None, ctx.needs_input_grad[len(tensors) + 4 :]
         if divisor is None:  # rows have different upstream gradients: the backward computes the tiles again
             ctx.save_for_backward(*tensors, row_mask, *row_loss.tensors)
             ctx.row_loss, ctx.settings = row_loss.holding([None] * len(row_loss.tensors)), settings
             ctx.generators = generator_states(hidden.device)
-            return walk(tensors, row_mask, row_loss, settings, later=ctx.needs_input_grad[:3])[0]
+            return walk(tensors, row_mask, row_loss, settings, later=needed)[0]
         of_inputs = [torch.zeros_like(i) if n else None for i, n in zip(inputs, ctx.needed_inputs)]
         # Tiles are divided at once, unless they are float16: a mean's gradients might underflow before they are scaled.
         late = settings.dtype == torch.float16
@@ -124,7 +127,6 @@ class _TiledLoss(torch.autograd.Function):
             # Infinite without a valid row in both ways: no scale reaches masked rows, whose gradient stays 0.
             return 1 / (divisor() != 0).to(divisor().dtype) if late else 1 / divisor()
 
-        needed = ctx.needs_input_grad[:3]
         losses, ctx.gradients = walk(tensors, row_mask, row_loss, settings, needed, scale_of, of_inputs)
         ctx.save_for_backward(divisor() if late else None, *of_inputs)
         return losses.sum() / divisor()
@@ -133,11 +135,12 @@ class _TiledLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         if not ctx.reduced:
-            hidden, weight, bias, row_mask, *saved = ctx.saved_tensors
-            tensors, row_loss = HeadTensors(hidden, weight, bias), ctx.row_loss.holding(saved)
+            count = len(HeadTensors._fields)
+            tensors, (row_mask, *saved) = HeadTensors(*ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
+            row_loss = ctx.row_loss.holding(saved)
             of_inputs = [torch.zeros_like(i) if n else None for i, n in zip(row_loss.row_inputs, ctx.needed_inputs)]
-            needed = ctx.needs_input_grad[:3]
-            with generators_at(ctx.generators, hidden.device):
+            needed = ctx.needs_input_grad[:count]
+            with generators_at(ctx.generators, tensors.hidden.device):
                 _, gradients = walk(tensors, row_mask, row_loss, ctx.settings, needed, lambda: grad, of_inputs)
             found = gradients.scaled(None)  # type: ignore[union-attr]
         elif ctx.gradients is None:

@@ -2,9 +2,10 @@
 
 `LinearLogits.statistics` calls `tiled_statistics`. The backward computes the logits again, which makes four GEMMs.
 
-If only the hidden states require a gradient, and only one field of a row has one, their gradient is a multiple of the
-derivative of that field, whatever the loss will be. The forward then computes this derivative, ``(N, H)`` in float32,
-while a tile of logits is in memory, and the backward multiplies its rows: two GEMMs.
+If only the hidden states require a gradient (or also those in the rank of an adapter), and only one field of a row has
+one, their gradient is a multiple of the derivative of that field, whatever the loss will be. The forward then computes
+this derivative, ``(N, H)`` in float32, while a tile of logits is in memory, and the backward multiplies its rows: two
+GEMMs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -63,7 +64,8 @@ def field_to_derive(
     the backward computes that of both. The choice depends on nothing that a backward changes, so that a forward that is
     computed again, in a checkpoint, chooses alike, and so do all processes.
     """
-    if tuple(needed) != (True, False, False) or not is_untraced(*tensors):
+    of = dict(zip(HeadTensors._fields, needed))
+    if of["weight"] or of["bias"] or of["up"] or not is_untraced(*tensors):
         return None
     # A float16 derivative may overflow where the gradient, of a small loss, does not. Of a row that selects a class
     # outside of its support, a gradient is 0, whatever its upstream gradient is.
@@ -81,31 +83,44 @@ class _TiledStatistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         *tensors, settings, options = arguments
-        head, inputs, derivative = HeadTensors(*tensors[:3]), Inputs(*tensors[3:]), None
-        field = field_to_derive(head, inputs, ctx.needs_input_grad[:3], settings, options)
+        head, inputs, needed = *parts(tensors), ctx.needs_input_grad[:COUNT]
+        derivatives: Sequence[Tensor | None] = None, None
+        field = field_to_derive(head, inputs, needed, settings, options)
         if field is None:
             found = results(head, inputs, False, settings, options)
         else:
             found = _like_forward(head, inputs, settings, options)
-            derivative = read_tiles(head, inputs, False, settings, options, zip(found, (1, 0, 0)), field=field)
-        ctx.save_for_backward(*tensors, found[0], derivative)
+            of_field = field, needed
+            derivatives = read_tiles(head, inputs, False, settings, options, zip(found, (1, 0, 0)), field=of_field)
+        ctx.save_for_backward(*tensors, found[0], *derivatives)
         ctx.settings, ctx.options, ctx.field = settings, options, field
         return returned(ctx, pick(found, options), options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        *tensors, packed, derivative = ctx.saved_tensors
+        *tensors, packed, of_hidden, of_low = ctx.saved_tensors
         options = ctx.options
-        head, inputs, needed = HeadTensors(*tensors[:3]), Inputs(*tensors[3:]), list(ctx.needs_input_grad[:3])
+        head, inputs, needed = *parts(tensors), list(ctx.needs_input_grad[:COUNT])
         have = [name for name, grad in zip(options.names(), grads) if grad is not None]
-        if derivative is not None and have == [ctx.field]:
+        if have == [ctx.field]:
             grad = grads[options.names().index(ctx.field)]
-            found: list[Tensor | None] = [times_rows(derivative, grad, inputs.row_mask, head.hidden.dtype), None, None]
+            found: list[Tensor | None] = [None] * COUNT
+            for n, derivative in ((0, of_hidden), (HeadTensors._fields.index("low"), of_low)):
+                if derivative is not None:
+                    found[n] = times_rows(derivative, grad, inputs.row_mask, tensors[n].dtype)
         else:
             upstream = FieldGradients.of(options.fields, grads)
             found = _gradient(head, inputs, packed, upstream, needed, ctx.settings, options)
         return *found, *[None] * (len(inputs) + 2)
+
+
+COUNT = len(HeadTensors._fields)
+
+
+def parts(tensors: Sequence[Tensor | None]) -> tuple[HeadTensors, Inputs]:
+    """The tensors of the head, and those that are read beside them."""
+    return HeadTensors(*tensors[:COUNT]), Inputs(*tensors[COUNT:])  # type: ignore[arg-type]
 
 
 def times_rows(derivative: Tensor, factors: Tensor, row_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -148,23 +163,24 @@ def _states(tensors: HeadTensors, inputs: Inputs, final: bool, settings: Setting
 
 def read_tiles(
     tensors: HeadTensors, inputs: Inputs, final: bool, settings: Settings, options: Options,
-    found: Iterable[tuple[Tensor | None, int]], exchange: bool = True, field: str | None = None,
-) -> Tensor | None:  # fmt: skip
+    found: Iterable[tuple[Tensor | None, int]], exchange: bool = True,
+    field: tuple[str, Sequence[bool]] | None = None,
+) -> Sequence[Tensor | None]:  # fmt: skip
     """Write the statistics to the tensors ``found``, each with the dimension of its rows; 0 where masked.
 
-    Without ``exchange`` they are the states of this process's columns. With a ``field``, returns its derivative with
-    respect to the hidden states.
+    Without ``exchange`` they are the states of this process's columns. With a ``field``, returns its derivatives as
+    `Gradients.derivatives` has them, with respect to the tensors for which they are needed.
     """
-    hidden, weight, bias = tensors
+    hidden, weight = tensors[:2]
     whole = [(tensor, dim) for tensor, dim in found if tensor is not None]
-    with gathered(weight, bias), without_autocast(hidden):
+    with gathered(*tensors.parameters()), without_autocast(hidden):
         head = Head(tensors, settings)
         logits = field is not None or not head.reads_its_product(inputs, options)
         bytes_of_row = row_bytes(inputs.index) + (0 if logits else head.state_bytes(options))
         later = None if final else gradient_use(inputs, weight.requires_grad)
         use = Use(bytes_of_row, gradient=field is not None, final=final, logits=logits)
         cut = plan([head], inputs.row_mask, use, later)
-        gradients = None if field is None else Gradients(head, cut, (True, False, False), wide=True)
+        gradients = None if field is None else Gradients(head, cut, field[1], wide=True)
         row_mask = inputs.row_mask if defers(inputs.row_mask) else None
         if cut.row_ids is not None:
             for tensor, _ in whole:
@@ -174,13 +190,13 @@ def read_tiles(
             parts = tile.statistics(read, options) if exchange else (tile.states(read, options),)
             for (tensor, dim), part in zip(whole, [p for p in parts if p is not None]):
                 tile.rows.put(tensor, part, dim)
-            if gradients is not None:
+            if gradients is not None and field is not None:
                 ones = torch.ones((), dtype=parts[0].dtype, device=hidden.device).expand(tile.rows.n)
-                upstream = FieldGradients.of(options.fields, [ones if n == field else None for n in options.names()])
+                upstream = FieldGradients.of(options.fields, [ones if n == field[0] else None for n in options.names()])
                 place = gradients.place(tile)
                 backend_of(place).softmax_gradient(tile.logits[0], read, parts[0], upstream, options, place)
                 gradients.add(tile, place)
-        return None if gradients is None else gradients.derivative()
+        return () if gradients is None else gradients.derivatives()
 
 
 def gradient_use(inputs: Inputs, of_weight: bool) -> Use:
@@ -211,8 +227,7 @@ def _gradient(
 
     The statistics of the rows are known, so that the gradient of a slice of the vocabulary depends on no other slice.
     """
-    hidden, weight, bias = tensors
-    with gathered(weight, bias), without_autocast(hidden):
+    with gathered(*tensors.parameters()), without_autocast(tensors.hidden):
         head = Head(tensors, settings)
         cut = plan([head], inputs.row_mask, gradient_use(inputs, needed[1]))
         row_mask = inputs.row_mask if defers(inputs.row_mask) else None

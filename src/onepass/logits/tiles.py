@@ -22,6 +22,7 @@ from torch import Tensor
 from onepass.backend import backend_of
 from onepass.core.options import Inputs, Options, Results, empty_results
 from onepass.core.shard import NOT_SHARDED, Shard
+from onepass.logits.row_groups import packed
 from onepass.logits.valid_rows import valid_rows
 from onepass.softmax.shards import empty_states, merged_states, results_of, state_of_rows
 
@@ -55,18 +56,26 @@ class Settings(NamedTuple):
 
 
 class HeadTensors(NamedTuple):
-    """The tensors of a linear head."""
+    """The tensors of a linear head: the logits are ``hidden @ weight.T + bias + low @ up.T``."""
 
     hidden: Tensor  # (N, H)
     weight: Tensor  # (V, H)
     bias: Tensor | None = None  # (V,)
+    low: Tensor | None = None  # (N, R): the hidden states in the low rank of an adapter, in the dtype of the GEMMs
+    up: Tensor | None = None  # (V, R): the adapter's second factor
+
+    def parameters(self) -> tuple[Tensor | None, ...]:
+        """The tensors that may be partitioned over processes."""
+        return self.weight, self.bias, self.up
 
 
 class Head:
     """A linear head whose logits are computed in tiles."""
 
     def __init__(self, tensors: HeadTensors, settings: Settings) -> None:
-        self.hidden, self.weight, self.bias = tensors
+        self.hidden, self.weight, self.bias, low, up = tensors
+        plain = settings._replace(exact_weight=False)
+        self.adapter = None if low is None or up is None else Head(HeadTensors(low, up), plain)
         self.settings, self.dtype, self.logits_dtype = settings, settings.dtype, settings.logits_dtype
         self.vocab = self.weight.shape[0]
         self.held: tuple[slice, Tensor, Tensor | None] | None = None
@@ -93,34 +102,42 @@ class Head:
             self.held = columns, self.weight[columns].to(self.dtype), bias
         return self.held[1:]
 
-    def product(self, hidden: Tensor, columns: slice, out: Tensor) -> None:
-        """Write the logits of these columns, for hidden states ``(n, H)`` in the dtype of the GEMMs, to ``out``."""
+    def product(self, hidden: Tensor, low: Tensor | None, columns: slice, out: Tensor) -> None:
+        """Write the logits of these columns, for hidden states ``(n, H)`` in the dtype of the GEMMs, to ``out``.
+
+        ``low`` are the same rows in the rank of the adapter, if there is one.
+        """
         weight, bias = self.factors(columns)
+        factors = [(hidden, weight)]  # of which the sum of the products is the logits
+        if self.adapter is not None and low is not None:
+            factors.insert(0, (low, self.adapter.factors(columns)[0]))  # first: of the smaller part less is rounded off
+        wide = out.dtype != self.dtype
+        rounds = wide or self.settings.round_before_bias
         if self.settings.invariant_gemms:
-            rounds = self.settings.round_before_bias and out.dtype == self.dtype
-            backend_of(hidden).row_gemm(hidden, weight.t(), None if rounds else bias, out)
-            if rounds and bias is not None:
-                out.add_(bias)
-            if self.is_exact:
-                rest = torch.empty_like(out)
-                backend_of(hidden).row_gemm(hidden, self.remainder(columns).t(), None, rest)
-                out.add_(rest)
-            return
-        if out.dtype == self.dtype and bias is not None and not self.settings.round_before_bias:
-            torch.addmm(bias, hidden, weight.t(), out=out)
-            return
-        if out.dtype == self.dtype:
-            torch.mm(hidden, weight.t(), out=out)
+            rounds = self.settings.round_before_bias and not wide
+            factors += [(hidden, self.remainder(columns))] if self.is_exact else []
+            for n, (a, b) in enumerate(factors):
+                to = out if n == 0 else torch.empty_like(out)
+                backend_of(hidden).row_gemm(a, b.t(), bias if n == 0 and not rounds else None, to)
+                if n:
+                    out.add_(to)
+        elif not wide:
+            start = None if rounds else bias
+            for a, b in factors:
+                start = torch.mm(a, b.t(), out=out) if start is None else torch.addmm(start, a, b.t(), out=out)
         elif self.upcasts:
             step = max(1, ON_CPU // (4 * hidden.shape[1]))  # columns whose weight is copied at a time
-            weight = self.weight[columns] if self.is_exact else weight
-            for part, rows in zip(out.split(step, 1), weight.split(step)):
-                part.copy_(torch.mm(hidden.to(out.dtype), rows.to(out.dtype).t()))
+            factors[-1] = hidden, self.weight[columns] if self.is_exact else weight
+            for n, (a, b) in enumerate(factors):
+                for part, rows in zip(out.split(step, 1), b.split(step)):
+                    product = torch.mm(a.to(out.dtype), rows.to(out.dtype).t())
+                    part.copy_(product) if n == 0 else part.add_(product)
         else:
-            torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
-            if self.is_exact:
-                torch.addmm(out, hidden, self.remainder(columns).t(), out_dtype=out.dtype, out=out)
-        if bias is not None:
+            factors += [(hidden, self.remainder(columns))] if self.is_exact else []
+            torch.mm(factors[0][0], factors[0][1].t(), out_dtype=out.dtype, out=out)
+            for a, b in factors[1:]:
+                torch.addmm(out, a, b.t(), out_dtype=out.dtype, out=out)
+        if rounds and bias is not None:
             out.add_(bias)
 
     def reads_its_product(self, inputs: Inputs, options: Options) -> bool:
@@ -128,7 +145,7 @@ class Head:
         supports: bool = backend_of(self.hidden).supports_linear_statistics(
             self.dtype, self.weight.t(), inputs, options
         )
-        return supports and not self.is_exact
+        return supports and not self.is_exact and self.adapter is None
 
     def state_bytes(self, options: Options) -> int:
         """Bytes of workspace per row if this head `reads_its_product`; 0 if it is sharded, see `tile_shape`."""
@@ -148,7 +165,8 @@ class Head:
     def row_bytes(self, gathered: bool) -> int:
         """Bytes per row of a tile, without its logits: those of its hidden states if they are gathered or cast."""
         hidden = self.hidden.shape[1] * (self.dtype.itemsize + self.hidden.dtype.itemsize)
-        return hidden * (gathered or self.hidden.dtype != self.dtype)
+        of_adapter = 0 if self.adapter is None else self.adapter.row_bytes(gathered)
+        return hidden * (gathered or self.hidden.dtype != self.dtype) + of_adapter
 
     def logits_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of a row of logits of this dtype."""
@@ -158,7 +176,22 @@ class Head:
         """Bytes of weight and bias in the dtype of the GEMMs, if they have another one, and of a `remainder`."""
         casts = [t for t in (self.weight, self.bias) if t is not None and t.dtype != self.dtype]
         rest = self.weight.numel() + 2 * ROWS_AT_ONCE * self.weight.shape[1] if self.is_exact else 0
-        return (sum(t.numel() for t in casts) + rest) * self.dtype.itemsize
+        of_adapter = 0 if self.adapter is None else self.adapter.cast_bytes()
+        return (sum(t.numel() for t in casts) + rest) * self.dtype.itemsize + of_adapter + self.low_bytes()
+
+    def low_bytes(self) -> int:
+        """Bytes of all hidden states in the rank of the adapter and of their gradient, and of a copy they come from."""
+        if self.adapter is None:
+            return 0
+        copied = self.hidden.numel() * self.dtype.itemsize * (self.hidden.dtype != self.dtype)
+        return self.adapter.hidden.numel() * (self.dtype.itemsize + 4) + copied
+
+    def sum_bytes(self, use: "Use") -> int:
+        """Bytes of the float32 sums of the gradients of the weight and of an adapter's factor."""
+        weights = [self.weight] if use.weight_gradient else []
+        weights += [self.adapter.weight] if self.adapter is not None and use.gradient else []
+        copied = self.upcasts and self.hidden.device.type == "cpu"
+        return sum(4 * w.numel() * ((w.dtype.itemsize < 4) + copied) for w in weights)
 
     @property
     def upcasts(self) -> bool:
@@ -172,7 +205,15 @@ class Head:
             return self
         weight = self.weight.new_empty((most, self.weight.shape[1]), device="meta")
         bias = None if self.bias is None else self.bias.new_empty(most, device="meta")
-        return Head(HeadTensors(self.hidden, weight, bias), self.settings)
+        low = up = None
+        if self.adapter is not None:
+            low, up = self.adapter.hidden, self.adapter.weight.new_empty((most, self.rank), device="meta")
+        return Head(HeadTensors(self.hidden, weight, bias, low, up), self.settings)
+
+    @property
+    def rank(self) -> int:
+        """That of the adapter, 0 without one."""
+        return 0 if self.adapter is None else self.adapter.hidden.shape[1]
 
 
 class Rows(NamedTuple):
@@ -180,6 +221,13 @@ class Rows(NamedTuple):
 
     ids: slice | Tensor
     n: int
+    ends_batch: bool = True  # whether the GEMMs of the gradients follow, see `Plan.batch`
+    groups: slice | None = None  # of all groups, those of a tile of whole groups
+
+    @property
+    def of_losses(self) -> "Rows":
+        """Those of the losses, of which there is one for each row or group."""
+        return self if self.groups is None else Rows(self.groups, self.groups.stop - self.groups.start)
 
     def take(self, tensor: Tensor, dim: int = 0) -> Tensor:
         """The entries of these rows."""
@@ -226,12 +274,28 @@ class Plan(NamedTuple):
     vocab: int  # columns of this process
     columns: int  # per tile
     sliced: bool  # whether a tile is a slice of the vocabulary
+    lengths: Sequence[int] | None = None  # of groups of rows that a tile holds whole
 
     def cut(self) -> Iterator[Rows]:
         """The rows of each tile."""
+        if self.lengths is not None:
+            yield from self.cut_groups(self.lengths)
+            return
         for start in range(0, self.n, self.batch):
-            for first in range(start, min(start + self.batch, self.n), self.rows):
-                yield self.between(first, min(first + self.rows, start + self.batch, self.n))
+            end = min(start + self.batch, self.n)
+            for first in range(start, end, self.rows):
+                stop = min(first + self.rows, end)
+                yield self.between(first, stop)._replace(ends_batch=stop == end)
+
+    def cut_groups(self, lengths: Sequence[int]) -> Iterator[Rows]:
+        """The rows of each tile, which has whole groups."""
+        tiles = packed(lengths, self.rows) if self.n else []
+        counts = [sum(lengths[groups]) for groups in tiles]
+        ends = {part.stop for part in packed(counts, self.batch)}
+        first = 0
+        for number, (groups, count) in enumerate(zip(tiles, counts), 1):
+            yield self.between(first, first + count)._replace(ends_batch=number in ends, groups=groups)
+            first += count
 
     def between(self, first: int, stop: int) -> Rows:
         """The rows from ``first`` to ``stop``, of those that are computed."""
@@ -301,13 +365,12 @@ def tile_shape(
         per_row, per_wide = head.row_bytes(gathered) + head.logits_bytes(head.dtype), per_row
         wide = min(count * per_wide, WIDE if head.hidden.is_cuda else ON_CPU)
     fixed = (1 << 17) + sum(h.cast_bytes() for h in heads) + 9 * head.hidden.shape[0] * gathered
-    total = 0  # a float32 gradient needs no other sum
-    if use.weight_gradient and head.weight.dtype.itemsize < 4:
-        total = 4 * head.weight.numel()
+    total = head.sum_bytes(use)  # a float32 gradient needs no other sum
+    if head.adapter is not None and head.settings.invariant_gemms:
+        per_row += head.logits_bytes(head.logits_dtype)  # the adapter's part of the logits
     if head.hidden.device.type == "cpu":
         fixed += min(REFERENCE_BLOCKS, REFERENCE_BYTES * count * head.vocab)
         per_row += 4 * (head.vocab + head.hidden.shape[1]) * (use.weight_gradient and head.upcasts)
-        total += 4 * head.weight.numel() * (use.weight_gradient and head.upcasts)
     fixed += 4 * head.hidden.numel() * (head.dtype == torch.float16)  # see `Gradients`
     one_tile = fixed + count * per_row + (total if needs_sum(head, 1) else 0)
     if max_memory is None:
@@ -333,12 +396,12 @@ def tile_shape(
 
 def tile_columns(count: int, gathered: bool, head: Head, limit: int, row_bytes: int, slices: int) -> int:
     """Columns of a tile with all rows, within the ``limit`` for tiles of rows; 0 if fewer than `LEAST_COLUMNS` fit."""
-    H, size = head.hidden.shape[1], head.dtype.itemsize
+    H, size = head.hidden.shape[1] + head.rank, head.dtype.itemsize
     cast = size if head.weight.dtype != head.dtype else 0
     logits = size if head.logits_dtype == head.dtype else size + head.logits_dtype.itemsize  # with their gradient
     per_column = count * logits + H * cast + 16 + 4 * (count + H) * head.upcasts
     of_row = row_bytes + H * (size * (gathered or head.hidden.dtype != head.dtype) + 4 + 4 * head.upcasts)
-    fixed = (1 << 18) + 9 * head.hidden.shape[0] * gathered + count * of_row
+    fixed = (1 << 18) + 9 * head.hidden.shape[0] * gathered + count * of_row + head.low_bytes()
     fixed += min(REFERENCE_BLOCKS, REFERENCE_BYTES * count * head.vocab) * (head.hidden.device.type == "cpu")
     least = min(LEAST_COLUMNS, head.vocab - 1)
     if head.settings.max_memory is None:
@@ -389,13 +452,17 @@ class Tile:
         self.heads, self.rows, self.columns, self.hidden, self.buffers = heads, rows, columns, hidden, buffers
         self.computed = False
 
+    def low(self, head: Head) -> Tensor | None:
+        """The hidden states of a head in the rank of its adapter."""
+        return None if head.adapter is None else self.rows.take(head.adapter.hidden)
+
     @property
     def logits(self) -> list[Tensor]:
         """Those of every head, ``(n, columns)``. They may be overwritten. The next tile uses the same memory."""
         if not self.computed:
             self.computed = True
             for head, hidden, out in zip(self.heads, self.hidden, self.buffers):
-                head.product(hidden, self.columns, out)
+                head.product(hidden, self.low(head), self.columns, out)
         return self.buffers
 
     def start(self) -> None:

@@ -2,33 +2,36 @@
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onepass.backend import backend_of
-from onepass.core.checks import FLOATS, INF, check_choice, check_device, check_number, described
+from onepass.core.checks import FLOATS, INF, Adapter, adapter_of, check_choice, check_device, check_number, described
 from onepass.core.dispatch import autocast_dtype, empty_gradients, operation, refuse_second_derivatives
 from onepass.core.moe_options import (
     ACTIVATIONS,
+    EXPERT_TENSORS,
     Activation,
     ExpertGradients,
     ExpertOptions,
+    ExpertParts,
     ExpertTensors,
     Groups,
 )
+from onepass.core.quantized import Encoded, Weight, WeightParts
+from onepass.moe.quantized import apart
 from onepass.moe.router import Routing
-from onepass.moe.token_sort import group_by_expert
-
-Adapter = tuple[Tensor, Tensor, float]
+from onepass.moe.token_sort import check_groups, group_by_expert
 
 
 def expert_mlp(
     hidden: Tensor,
     routing: Routing,
-    gate_up_weight: Tensor,
-    down_weight: Tensor,
+    gate_up_weight: Weight,
+    down_weight: Weight,
     *,
     activation: Activation = "silu",
     gate_up_bias: Tensor | None = None,
@@ -39,6 +42,8 @@ def expert_mlp(
     lora_down: Adapter | None = None,
     alpha: float = 1.702,
     limit: float = 7.0,
+    groups: Groups | None = None,
+    max_memory: int | None = None,
 ) -> Tensor:
     r"""The weighted sum of a token's experts: :math:`\sum_k w_k\, D_e\, f(G_e x, U_e x)`, e its k-th expert.
 
@@ -49,7 +54,7 @@ def expert_mlp(
         routing: `Routing` with ``weights`` and ``experts`` of shape ``(..., K)``, from `route` or any other router; its
             counts are not read. Out-of-range ids are dropped; a token may be assigned to an expert twice.
         gate_up_weight: ``(E, 2 I, H)``: first all rows of G, then all of U; ``(E, H, 2 I)`` if ``transposed``.
-        down_weight: ``(E, H, I)``; ``(E, I, H)`` if ``transposed``.
+        down_weight: ``(E, H, I)``; ``(E, I, H)`` if ``transposed``. Each weight may be a `QuantizedWeight`, frozen.
         activation: :math:`f(g, u)`: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"`` of g, times u; or ``"swiglu_clamped"``,
             :math:`(u' + 1)\, g' \sigma(\alpha g')` with g' at most ``limit`` and u' within it (gpt-oss).
         gate_up_bias, down_bias: ``(E, 2 I)``, ``(E, H)``.
@@ -57,6 +62,9 @@ def expert_mlp(
         lora_gate_up, lora_down: ``(A, B, scaling)`` with A ``(E, R, inputs)`` and B ``(E, outputs, R)``: scaling·B A is
             added to the weight, without being materialized.
         alpha, limit: parameters of ``"swiglu_clamped"``.
+        groups: the result of `group_by_expert` for ``routing.experts``, as ``(T, K)``; it is called if this is None.
+        max_memory: bytes of decoded experts at a time (at least one expert is), 384 MiB by default. Only a
+            `QuantizedWeight` is decoded: each expert that has tokens, once in the forward and once in the backward.
 
     Returns:
         The shape and dtype of ``hidden``, summed over k in float32. Differentiable with respect to ``hidden``, the
@@ -76,41 +84,49 @@ def expert_mlp(
     limit = check_number(limit, "limit", 0)
     gate_up_a, gate_up_b, gate_up_scaling = adapter_of(lora_gate_up, "lora_gate_up")
     down_a, down_b, down_scaling = adapter_of(lora_down, "lora_down")
-    options = ExpertOptions(
-        activation, bool(transposed), bool(interleaved), gate_up_scaling, down_scaling, alpha, limit
-    )
+    first: Any = gate_up_weight
+    second: Any = down_weight
     tensors = ExpertTensors(
-        hidden, routing.weights, gate_up_weight, down_weight, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a,
+        hidden, routing.weights, first, second, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a,
         down_b,
     )  # fmt: skip
     dtype = autocast_dtype(hidden)
     if dtype is not None:
-        cast = ExpertTensors(*[t.to(dtype) if isinstance(t, Tensor) else t for t in tensors])  # type: ignore[arg-type]
+        cast = ExpertTensors(*[t.to(dtype) if isinstance(t, Tensor | Encoded) else t for t in tensors])  # type: ignore[arg-type]
         tensors = cast._replace(weights=routing.weights)
-    check_experts(tensors, routing.experts, options)
+    check_experts(tensors, routing.experts, bool(transposed))
+    gate_up, gate_up_parts, gate_up_format = apart(tensors.gate_up, "gate_up_weight", max_memory)
+    down, down_parts, down_format = apart(tensors.down, "down_weight", max_memory)
+    parts = ExpertParts(gate_up_parts, down_parts)
+    options = ExpertOptions(
+        activation,
+        bool(transposed),
+        bool(interleaved),
+        gate_up_scaling,
+        down_scaling,
+        alpha,
+        limit,
+        gate_up_format,
+        down_format,
+    )
     tokens, K = hidden.shape[:-1].numel(), routing.experts.shape[-1]
     weights, experts = routing.weights.reshape(tokens, K), routing.experts.reshape(tokens, K)
     rows = tensors.hidden.reshape(tokens, hidden.shape[-1]).contiguous()
     if rows.dtype != torch.float64:
         weights = weights.float()
-    groups = group_by_expert(experts, len(gate_up_weight), rows)
-    tensors = tensors._replace(hidden=rows, weights=weights)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        out: Tensor = _Experts.apply(options, *tensors, experts, *groups)
+    if groups is None:
+        groups = group_by_expert(experts, len(gate_up_weight), rows)
     else:
-        out = _forward(tensors, experts, groups, False, options)[0]
+        check_groups(groups, experts, len(gate_up_weight), rows)
+    tensors = tensors._replace(hidden=rows, weights=weights, gate_up=gate_up, down=down)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        out: Tensor = _Experts.apply(options, *tensors, experts, *groups, *parts.gate_up, *parts.down)
+    else:
+        out = _forward(tensors, experts, groups, parts, False, options)[0]
     return out.view(hidden.shape)
 
 
-def adapter_of(value: Adapter | None, name: str) -> tuple[Tensor | None, Tensor | None, float]:
-    if value is None:
-        return None, None, 0.0
-    if not isinstance(value, tuple | list) or len(value) != 3 or not all(isinstance(t, Tensor) for t in value[:2]):
-        raise TypeError(f"{name}: expected (A, B, scaling), two tensors and a number, got {described(value)}")
-    return value[0], value[1], check_number(value[2], f"{name}[2]", -INF)
-
-
-def check_experts(tensors: ExpertTensors, experts: Tensor, o: ExpertOptions) -> None:
+def check_experts(tensors: ExpertTensors, experts: Tensor, transposed: bool) -> None:
     hidden, weights, gate_up, down, gate_up_bias, down_bias, *lora = tensors
     if not isinstance(experts, Tensor) or experts.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"routing.experts: expected an int32 or int64 tensor, got {described(experts)}")
@@ -120,14 +136,14 @@ def check_experts(tensors: ExpertTensors, experts: Tensor, o: ExpertOptions) -> 
             f"got {tuple(experts.shape)}"
         )
     for t, name in ((gate_up, "gate_up_weight"), (down, "down_weight")):
-        if not isinstance(t, Tensor) or t.dim() != 3:
+        if not isinstance(t, Tensor | Encoded) or t.dim() != 3:
             raise TypeError(f"{name}: expected a tensor of three dimensions, got {described(t)}")
     H = hidden.shape[-1]
-    E, I = gate_up.shape[0], down.shape[1 if o.transposed else 2]  # noqa: E741
+    E, I = gate_up.shape[0], down.shape[1 if transposed else 2]  # noqa: E741
     shapes: dict[str, tuple[Tensor | None, tuple[Any, ...]]] = {
         "routing.weights": (weights, tuple(experts.shape)),
-        "gate_up_weight": (gate_up, (E, H, 2 * I) if o.transposed else (E, 2 * I, H)),
-        "down_weight": (down, (E, I, H) if o.transposed else (E, H, I)),
+        "gate_up_weight": (gate_up, (E, H, 2 * I) if transposed else (E, 2 * I, H)),
+        "down_weight": (down, (E, I, H) if transposed else (E, H, I)),
         "gate_up_bias": (gate_up_bias, (E, 2 * I)), "down_bias": (down_bias, (E, H)),
     }  # fmt: skip
     for name, (a, b), inputs, outputs in (("lora_gate_up", lora[:2], H, 2 * I), ("lora_down", lora[2:], I, H)):
@@ -136,7 +152,7 @@ def check_experts(tensors: ExpertTensors, experts: Tensor, o: ExpertOptions) -> 
     for name, (tensor, shape) in shapes.items():
         if tensor is None and name != "routing.weights":
             continue
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        if not isinstance(tensor, Tensor | Encoded) or not tensor.is_floating_point():
             raise TypeError(f"{name}: expected a floating-point tensor, got {described(tensor)}")
         if tuple(tensor.shape) != shape:
             raise ValueError(
@@ -152,8 +168,8 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: ExpertOptions, *arguments: Any) -> Tensor:
         ctx.options = options
-        tensors, experts, groups = parted(arguments)
-        out, h = _forward(tensors, experts, groups, True, options)
+        tensors, experts, groups, parts = parted(arguments)
+        out, h = _forward(tensors, experts, groups, parts, True, options)
         ctx.save_for_backward(h, *arguments)
         return out
 
@@ -163,16 +179,18 @@ class _Experts(torch.autograd.Function):
         h, *arguments = ctx.saved_tensors
         needed = list(ctx.needs_input_grad[1 : 1 + len(ExpertTensors._fields)])
         found = _gradient(grad.contiguous(), h, *parted(arguments), needed, ctx.options)
-        return None, *found, *(None,) * 5
+        return None, *found, *(None,) * (len(arguments) - len(found))
 
 
-def parted(arguments: Sequence[Any]) -> tuple[ExpertTensors, Tensor, Groups]:
-    count = len(ExpertTensors._fields)
-    return ExpertTensors(*arguments[:count]), arguments[count], Groups(*arguments[count + 1 :])
+def parted(arguments: Sequence[Any]) -> tuple[ExpertTensors, Tensor, Groups, ExpertParts]:
+    rest = iter(arguments)
+    tensors, experts, groups = ExpertTensors._make(islice(rest, len(EXPERT_TENSORS))), next(rest), islice(rest, 4)
+    return tensors, experts, Groups._make(groups), ExpertParts(*[WeightParts._make(islice(rest, 4)) for _ in range(2)])
 
 
 def _like_forward(tensors: ExpertTensors, experts: Tensor, keep: bool, options: ExpertOptions, **_: Any) -> Any:
-    width = tensors.gate_up.shape[2 if options.transposed else 1]
+    shape = ExpertParts().join(tensors, options).gate_up.shape
+    width = shape[2 if options.transposed else 1]
     h = tensors.hidden.new_empty((experts.numel(), width)) if keep else None
     return torch.empty_like(tensors.hidden, memory_format=torch.contiguous_format), h
 
@@ -184,26 +202,27 @@ def _like_gradient(tensors: ExpertTensors, needed: list[bool], **_: Any) -> Any:
 def _flops(experts: Sequence[int], down: Sequence[int], needed: Sequence[bool] = (), **given: Any) -> int:
     """FLOPs of gate, up and down for all assignments; in the backward for the hidden states and for the weights."""
     passes = needed[0] + needed[ExpertTensors._fields.index("down")] if "grad" in given else 1
-    return 6 * math.prod(experts) * down[1] * down[2] * passes
+    rows, columns = (given["down_format_rows"], given["down_format_columns"]) if given["down_format_name"] else down[1:]
+    return 6 * math.prod(experts) * rows * columns * passes
 
 
 @operation("onepass::expert_mlp", _like_forward, _flops)
 def _forward(
-    tensors: ExpertTensors, experts: Tensor, groups: Groups, keep: bool, options: ExpertOptions
+    tensors: ExpertTensors, experts: Tensor, groups: Groups, parts: ExpertParts, keep: bool, options: ExpertOptions
 ) -> tuple[Tensor, Tensor | None]:
     """The result and, if ``keep``, the first GEMM's output, which the gradient needs."""
     results: tuple[Tensor, Tensor | None] = backend_of(tensors.hidden).expert_mlp(
-        tensors, experts, groups, keep, options
+        parts.join(tensors, options), experts, groups, keep, options
     )
     return results
 
 
 @operation("onepass::expert_mlp_gradient", _like_gradient, _flops)
 def _gradient(
-    grad: Tensor, h: Tensor | None, tensors: ExpertTensors, experts: Tensor, groups: Groups, needed: list[bool],
-    options: ExpertOptions,
+    grad: Tensor, h: Tensor | None, tensors: ExpertTensors, experts: Tensor, groups: Groups, parts: ExpertParts,
+    needed: list[bool], options: ExpertOptions,
 ) -> ExpertGradients:  # fmt: skip
     results: ExpertGradients = backend_of(tensors.hidden).expert_mlp_gradient(
-        grad, h, tensors, experts, groups, needed, options
+        grad, h, parts.join(tensors, options), experts, groups, needed, options
     )
     return results

@@ -50,16 +50,16 @@ class Followed:
         users: who needs this object to stay; it is removed with the last of them.
     """
 
-    def __init__(self, router: nn.Module, forward: Callable[..., Any]) -> None:
+    def __init__(self, router: nn.Module, name: str, method: Callable[..., Any]) -> None:
         self.router, self.followers, self.users = router, list[Follower](), list[Any]()
         self.backward_choice: Callable[[nn.Module], Tensor | None] | None = None
         number = next(_numbers)
         self.slot = torch.tensor(number)
         _followed[number] = self
         # Accelerate replaces `forward` by a function that moves the inputs and then calls this one.
-        self.name = "_old_forward" if "_old_forward" in vars(router) else "forward"
+        self.name = "_old_forward" if name == "forward" and "_old_forward" in vars(router) else name
         self.before = vars(router).get(self.name)
-        setattr(router, self.name, forward.__get__(router))
+        setattr(router, self.name, method.__get__(router))
 
     def remove(self) -> None:
         """Restore the router."""
@@ -71,6 +71,7 @@ class Followed:
 
     def route(self, logits: Tensor, arguments: dict[str, Any]) -> Routing:
         """`route` with the followers' choice, of which they are told the results."""
+        arguments = {n: v for n, v in arguments.items() if n not in ("experts", "count_changed")}
         shape = (*logits.shape[:-1], arguments["k"])
         if torch.compiler.is_compiling():
             ids = _choice(logits, arguments["k"], self.slot)
@@ -125,11 +126,11 @@ _numbers = count()
 _followed: WeakValueDictionary[int, Followed] = WeakValueDictionary()
 
 
-def follow(router: nn.Module, user: Any, forward: Callable[..., Any]) -> Followed:
-    """Have calls of the router followed as long as ``user`` needs it, with ``forward`` in place of its own."""
+def follow(router: nn.Module, user: Any, name: str, method: Callable[..., Any]) -> Followed:
+    """Have calls of the router followed as long as ``user`` needs it, with ``method`` in place of its own."""
     followed: Followed | None = getattr(router, ATTRIBUTE, None)
     if followed is None:
-        followed = Followed(router, forward)
+        followed = Followed(router, name, method)
         setattr(router, ATTRIBUTE, followed)
     if user not in followed.users:
         followed.users.append(user)

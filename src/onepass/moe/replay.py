@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,19 +11,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from onepass.core.checks import described
+from onepass.moe.blocks import own_description, own_method
 from onepass.moe.followers import Follower, follow, in_backward, unfollow
-from onepass.moe.router_families import FAMILY_OF, router_outputs
 from onepass.moe.routing_record import RoutingRecord
-
-OF_ROUTERS = ("TopKRouter", "TopkRouter", "Gate")  # how the class of a router ends
-
-
-def forward(
-    self: nn.Module, hidden_states: Tensor, e_score_correction_bias: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The forward of a router while it is followed: ``(logits, weights, experts)``, as `onepass.patch` has it."""
-    given = {} if e_score_correction_bias is None else {"selection_bias": e_score_correction_bias}
-    return router_outputs(self, hidden_states.reshape(-1, hidden_states.shape[-1]), **given)
 
 
 class Pass:
@@ -37,12 +26,12 @@ class Pass:
     def begin_backward(self, _: Any) -> None:
         """Have layers that are computed again take the same choices, also after the context was left."""
         for router in self.routers:
-            follow(router, self, forward).backward_choice = self.made.get
+            follow(router, self, *own_method(router)).backward_choice = self.made.get
         Variable._execution_engine.queue_callback(self.end_backward)
 
     def end_backward(self) -> None:
         for router in self.routers:
-            followed = follow(router, self, forward)
+            followed = follow(router, self, *own_method(router))
             if followed.backward_choice == self.made.get:
                 followed.backward_choice = None
             unfollow(router, self)
@@ -155,7 +144,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
         `RoutingRecord`, which is filled.
 
     Raises:
-        TypeError: the model has no router, or one of a class that `route_block` does not know by name.
+        TypeError: the model has no router that `route_block` recognises, or a block with experts has none.
     """
     recorder = Recorder(model)
     with following(model, recorder):
@@ -194,7 +183,7 @@ def following(model: nn.Module, follower: Choices) -> Iterator[None]:
     handles = [m.register_forward_hook(follower.watch) for m in {decoder_of(model, follower.routers), model}]
     try:
         for router in follower.calls:
-            follow(router, follower, forward)
+            follow(router, follower, *own_method(router))
         yield
     finally:
         for handle in handles:
@@ -211,37 +200,18 @@ def routers_of(model: nn.Module) -> dict[str, nn.Module]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a model of transformers, got {described(model)}")
-    found = {name: module for name, module in model.named_modules() if is_router(module)}
+    found = {name: module for name, module in model.named_modules() if own_description(module) is not None}
     for name, module in model.named_modules():
         children = dict(module.named_children())
         inside = f"{name}." if name else ""
-        if "experts" in children and not any(router.startswith(inside) for router in found):
+        if "experts" in children and name not in found and not any(router.startswith(inside) for router in found):
             gate = children.get("gate", children.get("router", module))
-            raise TypeError(f"model: expected routers that route_block knows by class, got {type(gate).__name__} in "
+            raise TypeError(f"model: expected routers that route_block recognises, got {type(gate).__name__} in "
                             f"{type(module).__name__} ({name or 'the model'})")  # fmt: skip
     if not found:
-        raise TypeError(f"model: expected a model with routers that route_block knows by class, got "
+        raise TypeError(f"model: expected a model with routers that route_block recognises, got "
                         f"{type(model).__name__}, which has none")  # fmt: skip
     return found
-
-
-def is_router(module: nn.Module) -> bool:
-    """Whether the module is a router of a known family that returns ``(logits, weights, experts)``."""
-    for cls in type(module).__mro__:
-        if cls.__name__ in FAMILY_OF and cls.__name__.endswith(OF_ROUTERS) and "forward" in vars(cls):
-            return returns_logits(vars(cls)["forward"])
-    return False
-
-
-def returns_logits(function: Any) -> bool:
-    """Whether a router's forward returns its logits first; some earlier versions of transformers do not."""
-    function = inspect.unwrap(function)
-    if function.__name__.startswith("router_of_"):  # of `onepass.patch`
-        return True
-    try:
-        return "return router_logits, " in inspect.getsource(function)
-    except (OSError, TypeError):
-        return False
 
 
 def decoder_of(model: nn.Module, routers: dict[str, nn.Module]) -> nn.Module:

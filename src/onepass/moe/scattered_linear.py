@@ -11,14 +11,16 @@ from onepass.backend import backend_of
 from onepass.core.checks import FLOATS, check_device, described
 from onepass.core.dispatch import autocast_dtype, empty_gradients, operation, refuse_second_derivatives
 from onepass.core.moe_options import Activation, Groups, ScatterGradients, ScatterOptions, ScatterTensors
+from onepass.core.quantized import Encoded, Weight, WeightParts, joined
 from onepass.moe.experts import expert_mlp
+from onepass.moe.quantized import apart
 from onepass.moe.router import Routing
-from onepass.moe.token_sort import check_assignments, group_by_expert
+from onepass.moe.token_sort import check_assignments, check_groups, group_by_expert
 
 
 def scattered_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     experts: Tensor,
     groups: Groups | None = None,
     *,
@@ -27,19 +29,21 @@ def scattered_linear(
     transposed: bool = False,
     grouped_in: bool = False,
     grouped_out: bool = False,
+    max_memory: int | None = None,
 ) -> Tensor:
     r"""Apply to each token-expert assignment a the linear layer of its expert: :math:`y_a = W_{e(a)} x + b_{e(a)}`.
 
     Args:
         x: ``(T, inputs)``, whose rows are shared by the K assignments of a token; ``(T K, inputs)`` if ``grouped_in``;
             float16, bfloat16, float32 or float64.
-        weight: ``(E, outputs, inputs)``; ``(E, inputs, outputs)`` if ``transposed``.
+        weight: ``(E, outputs, inputs)``; ``(E, inputs, outputs)`` if ``transposed``. It may be a `QuantizedWeight`.
         experts: ``(T, K)``, int32 or int64.
         groups: the result of `group_by_expert`, which is called if it is None.
         bias: ``(E, outputs)``.
         weights: ``(T, K)``, floating-point, used in float32: sums the assignments of a token with these weights.
         grouped_in, grouped_out: whether the rows of ``x`` and of the result are in the order of ``groups``. The
             latter is not possible with ``weights``.
+        max_memory: bytes of decoded experts at a time, as in `expert_mlp`.
 
     Returns:
         ``(T, outputs)`` with ``weights``; else ``(T K, outputs)``, where row ``t·K + k`` is of the k-th expert of token
@@ -55,43 +59,38 @@ def scattered_linear(
     """
     if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.dim() != 2:
         raise TypeError(f"x: expected a floating-point tensor (rows, inputs), got {described(x)}")
-    if not isinstance(weight, Tensor) or weight.dim() != 3:
+    if not isinstance(weight, Tensor | Encoded) or weight.dim() != 3:
         raise TypeError(f"weight: expected a tensor of three dimensions, got {described(weight)}")
     dtype = autocast_dtype(x)
     if dtype is not None:
         x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype) if isinstance(bias, Tensor) else bias
     for of_type, name in ((weight, "weight"), (bias, "bias")):
-        if of_type is not None and (not isinstance(of_type, Tensor) or of_type.dtype != x.dtype):
+        allowed = Tensor | Encoded if name == "weight" else Tensor
+        if of_type is not None and (not isinstance(of_type, allowed) or of_type.dtype != x.dtype):
             raise TypeError(f"{name}: expected a tensor of {x.dtype}, that of x, got {described(of_type)}")
     if weights is not None and (not isinstance(weights, Tensor) or weights.dtype not in FLOATS):
         raise TypeError(f"weights: expected a floating-point tensor, got {described(weights)}")
     check_assignments(experts)
-    if groups is None:
-        groups = group_by_expert(experts, len(weight), x)
-    elif not isinstance(groups, Groups):
-        raise TypeError(f"groups: expected what `group_by_expert` returns, got {described(groups)}")
     (T, K), (E, N, inputs) = experts.shape, weight.mT.shape if transposed else weight.shape
-    tiles = (backend_of(x).count_tiles(T * K, E),)
     shapes = {
         "weight": (weight, tuple(weight.shape)), "experts": (experts, (T, K)),
         "x": (x, (T * K if grouped_in else T, inputs)), "bias": (bias, (E, N)), "weights": (weights, (T, K)),
-        "groups.offsets": (groups.offsets, (E + 1,)), "groups.order": (groups.order, (T * K,)),
-        "groups.tile_expert": (groups.tile_expert, tiles), "groups.tile_row": (groups.tile_row, tiles),
     }  # fmt: skip
     for name, (t, shape) in shapes.items():
-        if name.startswith("groups") and not isinstance(t, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {described(t)}")
         if t is not None and tuple(t.shape) != shape:
             raise ValueError(f"{name}: expected shape {shape}, got {tuple(t.shape)}")
-        if t is not None and name.startswith("groups") and t.dtype != torch.int32:
-            raise TypeError(f"{name}: expected int32, got {t.dtype}")
         if t is not None:
             check_device(t, x, name)
+    if groups is None:
+        groups = group_by_expert(experts, E, x)
+    else:
+        check_groups(groups, experts, E, x)
     if weights is not None and grouped_out:
         raise ValueError("grouped_out: expected False where there are weights, got True")
     weights = weights if weights is None or x.dtype == torch.float64 else weights.float()
-    options = ScatterOptions(bool(transposed), bool(grouped_in), bool(grouped_out), K)
-    out: Tensor = _Scattered.apply(x.contiguous(), weight, bias, weights, experts, options, *groups)
+    data, parts, format = apart(weight, "weight", max_memory)
+    options = ScatterOptions(bool(transposed), bool(grouped_in), bool(grouped_out), K, format)
+    out: Tensor = _Scattered.apply(x.contiguous(), data, bias, weights, experts, options, *groups, *parts)
     return out
 
 
@@ -145,28 +144,29 @@ class _Scattered(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor | None, experts: Tensor,
-        options: ScatterOptions, *groups: Tensor,
+        options: ScatterOptions, *rest: Any,
     ) -> Tensor:  # fmt: skip
         ctx.options = options
         tensors = ScatterTensors(x, weight, bias, weights)
-        out, y = _forward(tensors, experts, Groups(*groups), options)
-        ctx.save_for_backward(*tensors, y, experts, *groups)
+        out, y = _forward(tensors, experts, Groups(*rest[:4]), WeightParts(*rest[4:]), options)
+        ctx.save_for_backward(*tensors, y, experts, *rest)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        x, weight, bias, weights, y, experts, *groups = ctx.saved_tensors
+        x, weight, bias, weights, y, experts, *rest = ctx.saved_tensors
         tensors, needed = ScatterTensors(x, weight, bias, weights), list(ctx.needs_input_grad[:4])
-        found = _gradient(grad.contiguous(), y, tensors, experts, Groups(*groups), needed, ctx.options)
-        return *found, *(None,) * 6
+        groups, parts = Groups(*rest[:4]), WeightParts(*rest[4:])
+        found = _gradient(grad.contiguous(), y, tensors, experts, groups, parts, needed, ctx.options)
+        return *found, *(None,) * (2 + len(rest))
 
 
 def _like_forward(
     tensors: ScatterTensors, groups: Groups, options: ScatterOptions, **_: Any
 ) -> tuple[Tensor, Tensor | None]:
-    x, weight, weights = tensors.x, tensors.weight, tensors.weights
-    outputs = weight.shape[2 if options.transposed else 1]
+    x, weights = tensors.x, tensors.weights
+    outputs = joined(tensors.weight, WeightParts(), options.format, x).shape[2 if options.transposed else 1]
     rows = x.new_empty((len(groups.order), outputs))
     return (rows, None) if weights is None else (x.new_empty((len(weights), outputs)), rows)
 
@@ -177,22 +177,25 @@ def _like_gradient(tensors: ScatterTensors, needed: list[bool], **_: Any) -> Any
 
 def _flops(weight: Sequence[int], experts: Sequence[int], needed: Sequence[bool] = (), **given: Any) -> int:
     """FLOPs of the GEMM of all assignments; in the backward once for each of the gradients of x and weight."""
-    return 2 * math.prod(experts) * weight[1] * weight[2] * (sum(needed[:2]) if "grad" in given else 1)
+    sizes = (given["format_rows"], given["format_columns"]) if given["format_name"] else weight[1:]
+    return 2 * math.prod(experts) * math.prod(sizes) * (sum(needed[:2]) if "grad" in given else 1)
 
 
 @operation("onepass::scattered_linear", _like_forward, _flops)
 def _forward(
-    tensors: ScatterTensors, experts: Tensor, groups: Groups, options: ScatterOptions
+    tensors: ScatterTensors, experts: Tensor, groups: Groups, parts: WeightParts, options: ScatterOptions
 ) -> tuple[Tensor, Tensor | None]:
+    tensors = tensors._replace(weight=joined(tensors.weight, parts, options.format, tensors.x))
     results: tuple[Tensor, Tensor | None] = backend_of(tensors.x).scattered_linear(tensors, experts, groups, options)
     return results
 
 
 @operation("onepass::scattered_linear_gradient", _like_gradient, _flops)
 def _gradient(
-    grad: Tensor, y: Tensor | None, tensors: ScatterTensors, experts: Tensor, groups: Groups, needed: list[bool],
-    options: ScatterOptions,
+    grad: Tensor, y: Tensor | None, tensors: ScatterTensors, experts: Tensor, groups: Groups, parts: WeightParts,
+    needed: list[bool], options: ScatterOptions,
 ) -> ScatterGradients:  # fmt: skip
+    tensors = tensors._replace(weight=joined(tensors.weight, parts, options.format, tensors.x))
     results: ScatterGradients = backend_of(tensors.x).scattered_linear_gradient(
         grad, y, tensors, experts, groups, needed, options
     )

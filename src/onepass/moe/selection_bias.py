@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onepass.core.checks import check_number, described
+from onepass.moe.blocks import own_description, own_method
+from onepass.moe.family import Parts, selection_bias_of
 from onepass.moe.followers import Follower, follow, unfollow
-from onepass.moe.replay import forward, routers_of
+from onepass.moe.replay import routers_of
 from onepass.moe.router import INTEGERS
-from onepass.moe.router_families import bias_of
 
 
 def update_selection_bias(bias: Tensor, counts: Tensor, rate: float, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -64,9 +65,12 @@ class ExpertCounts(Follower):
 
     def __init__(self, model: nn.Module, replayed: bool) -> None:
         self.replayed = replayed
-        found = {name: (r, bias_of(r, model.get_submodule(name.rpartition(".")[0])))
-                 for name, r in routers_of(model).items()}  # fmt: skip
-        self.biases = {router: bias for router, bias in found.values() if bias is not None}
+        self.biases: dict[nn.Module, Tensor] = {}
+        for name, router in routers_of(model).items():
+            parts, d = Parts(router, [], model.get_submodule(name.rpartition(".")[0])), own_description(router)
+            bias = d and selection_bias_of(parts, d)
+            if bias is not None:
+                self.biases[router] = bias
         if not self.biases:
             raise TypeError(f"model: expected routers with a selection bias, got {type(model).__name__}, "
                             "whose routers have none")  # fmt: skip
@@ -126,7 +130,7 @@ def count_experts(model: nn.Module, *, replayed: bool = True) -> Iterator[Expert
     counts = ExpertCounts(model, replayed)
     try:
         for router in counts.biases:
-            follow(router, counts, forward)
+            follow(router, counts, *own_method(router))
         yield counts
     finally:
         for router in counts.biases:

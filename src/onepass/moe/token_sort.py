@@ -3,32 +3,37 @@
 import torch
 from torch import Tensor
 
-from onepass.backend import backend_of
+from onepass.backend import backend_of, is_debugging
 from onepass.core.checks import FLOATS, check_device, check_integer, described
-from onepass.core.dispatch import operation
+from onepass.core.dispatch import is_plain, operation
 from onepass.core.moe_options import Groups
 
 
-def group_by_expert(experts: Tensor, num_experts: int, like: Tensor) -> Groups:
-    """Sort token-expert assignments by expert, once for any number of calls of `scattered_linear`.
+def group_by_expert(experts: Tensor, num_experts: int, like: Tensor, *, counts: Tensor | None = None) -> Groups:
+    """Sort token-expert assignments by expert, once for any number of calls of `expert_mlp` and `scattered_linear`.
 
     Args:
         experts: ``(T, K)``, int32 or int64, the ids of every token's experts. Out-of-range ids are dropped.
         num_experts: the number E of experts.
         like: a tensor of the device and dtype of the GEMMs, float16, bfloat16, float32 or float64.
+        counts: ``(E,)``, int32 or int64, the number of assignments of every expert, if ``experts`` is in ascending
+            order already, as rows are that other processes sent. Nothing is sorted then. Out-of-range ids come last.
 
     Returns:
-        ``Groups``, to be passed to `scattered_linear`: its ``order`` is the stable sort, int32.
+        ``Groups``, to be passed to `expert_mlp` or `scattered_linear`: its ``order`` is the stable sort, int32.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value. Whether ``experts`` has
+            these counts is checked on a CPU, and with ``ONEPASS_DEBUG=1``; elsewhere results are wrong if not.
     """
     check_assignments(experts)
     num_experts = check_integer(num_experts, "num_experts", 1)
     if not isinstance(like, Tensor) or like.dtype not in FLOATS:
         raise TypeError(f"like: expected a floating-point tensor, got {described(like)}")
     check_device(experts, like, "experts")
-    return Groups(*_sort(experts, like, num_experts))
+    if counts is not None:
+        check_counts(counts, experts, num_experts)
+    return Groups(*_sort(experts, like, num_experts, counts))
 
 
 def check_assignments(experts: Tensor) -> None:
@@ -36,13 +41,49 @@ def check_assignments(experts: Tensor) -> None:
         raise TypeError(f"experts: expected an int32 or int64 tensor (T, K), got {described(experts)}")
 
 
-def _like_sort(experts: Tensor, like: Tensor, num_experts: int) -> tuple[Tensor, ...]:
+def check_counts(counts: Tensor, experts: Tensor, num_experts: int) -> None:
+    if not isinstance(counts, Tensor) or counts.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"counts: expected an int32 or int64 tensor, got {described(counts)}")
+    if counts.shape != (num_experts,):
+        raise ValueError(f"counts: expected shape ({num_experts},), got {tuple(counts.shape)}")
+    check_device(counts, experts, "counts")
+    if is_plain(counts, experts) and (is_debugging() or counts.is_cpu):
+        ids = experts.flatten()
+        inside = (ids >= 0) & (ids < num_experts)
+        grouped = torch.where(inside, ids, num_experts).diff().ge(0).all()
+        found = torch.bincount(ids[inside], minlength=num_experts)
+        if not grouped or not torch.equal(found, counts.long()):
+            raise ValueError(
+                "counts: expected those of experts, which is in ascending order with out-of-range ids last, "
+                f"got {counts.tolist()} for {'' if grouped else 'unsorted '}experts with {found.tolist()}"
+            )
+
+
+def check_groups(groups: Groups, experts: Tensor, num_experts: int, like: Tensor) -> None:
+    """Raise unless ``groups`` may be what `group_by_expert` returns for these arguments. Its values are not read."""
+    if not isinstance(groups, Groups):
+        raise TypeError(f"groups: expected what `group_by_expert` returns, got {described(groups)}")
+    tiles = backend_of(like).count_tiles(experts.numel(), num_experts)
+    for name, size in zip(Groups._fields, (experts.numel(), num_experts + 1, tiles, tiles)):
+        t = getattr(groups, name)
+        if not isinstance(t, Tensor):
+            raise TypeError(f"groups.{name}: expected a tensor, got {described(t)}")
+        if t.shape != (size,):
+            raise ValueError(f"groups.{name}: expected shape {(size,)}, got {tuple(t.shape)}")
+        if t.dtype != torch.int32:
+            raise TypeError(f"groups.{name}: expected int32, got {t.dtype}")
+        check_device(t, like, f"groups.{name}")
+
+
+def _like_sort(experts: Tensor, like: Tensor, num_experts: int, counts: Tensor | None) -> tuple[Tensor, ...]:
     count = experts.numel()
     tiles = backend_of(like).count_tiles(count, num_experts)
     return tuple(experts.new_empty(n, dtype=torch.int32) for n in (count, num_experts + 1, tiles, tiles))
 
 
 @operation("onepass::group_by_expert", _like_sort)
-def _sort(experts: Tensor, like: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    groups: Groups = backend_of(like).sort_by_expert(experts, num_experts)
+def _sort(
+    experts: Tensor, like: Tensor, num_experts: int, counts: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    groups: Groups = backend_of(like).sort_by_expert(experts, num_experts, counts)
     return tuple(groups)  # type: ignore[return-value]

@@ -3,6 +3,7 @@
 They run on CPUs and for float64, and define the results that the kernels are tested against.
 """
 
+from onepass.reference.decode import decode
 from onepass.reference.divergence import add_means, divergence, divergence_gradient, divergence_states
 from onepass.reference.experts import (
     count_tiles,
@@ -34,6 +35,7 @@ from onepass.reference.softmax import (
 __all__ = [
     "add_means",
     "count_tiles",
+    "decode",
     "divergence",
     "divergence_gradient",
     "divergence_states",

@@ -6,6 +6,7 @@ The gradients are written out, since autograd does not record inside an operatio
 import math
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,8 @@ from onepass.core.moe_options import (
     ScatterOptions,
     ScatterTensors,
 )
+from onepass.core.quantized import Encoded, Weight
+from onepass.reference.decode import decode
 
 Maybe = Tensor | None
 
@@ -56,14 +59,17 @@ def slopes(gate: Tensor, up: Tensor, o: ExpertOptions) -> tuple[Tensor, Tensor]:
 class Layer:
     """The linear layers of all experts, with optional LoRA adapters. `backward` stores their gradients."""
 
-    def __init__(self, weight: Tensor, bias: Maybe, a: Maybe, b: Maybe, scale: float, transposed: bool) -> None:
-        self.tensors = {"weight": weight.mT if transposed else weight, "bias": bias, "a": a, "b": b}
+    def __init__(self, weight: Weight, bias: Maybe, a: Maybe, b: Maybe, scale: float, transposed: bool) -> None:
+        self.weight = weight.mT if transposed else weight
+        self.tensors = {"bias": bias, "a": a, "b": b}
         self.scale, self.transposed = scale, transposed
-        self.grads = {name: None if t is None else t.new_zeros(t.shape) for name, t in self.tensors.items()}
+        trained: dict[str, Any] = {"weight": self.weight if isinstance(self.weight, Tensor) else None} | self.tensors
+        self.grads = {name: None if t is None else t.new_zeros(t.shape) for name, t in trained.items()}
 
     def of(self, e: int) -> Iterator[Maybe]:
         """Weight, bias, A and B of expert e."""
-        return (None if t is None else t[e] for t in self.tensors.values())
+        yield self.weight[e] if isinstance(self.weight, Tensor) else decoded(self.weight, e)
+        yield from (None if t is None else t[e] for t in self.tensors.values())
 
     def __call__(self, x: Tensor, e: int) -> Tensor:
         """The layer of expert e."""
@@ -88,7 +94,14 @@ class Layer:
     def results(self) -> tuple[Maybe, ...]:
         """The gradients of weight, bias, A and B of all experts."""
         weight, *others = self.grads.values()
-        return (weight.mT.contiguous() if self.transposed else weight, *others)  # type: ignore[union-attr]
+        return (weight.mT.contiguous() if self.transposed and weight is not None else weight, *others)
+
+
+def decoded(weight: Encoded, e: int) -> Tensor:
+    """The values of expert e."""
+    out = torch.empty((1, weight.format.rows, weight.format.columns), dtype=weight.dtype, device=weight.device)
+    values = decode(weight, out, e)[0]
+    return values.mT if weight.format.flipped else values
 
 
 def assignments_of_experts(experts: Tensor, E: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -153,9 +166,17 @@ def expert_mlp_gradient(
     return tuple(g if n else None for n, g in zip(needed, found))  # type: ignore[return-value]
 
 
-def sort_by_expert(experts: Tensor, num_experts: int) -> Groups:
-    """Sort the assignments ``(T, K)`` by expert. Those to out-of-range ids come last."""
+def sort_by_expert(experts: Tensor, num_experts: int, counts: Maybe = None) -> Groups:
+    """Sort the assignments ``(T, K)`` by expert. Those to out-of-range ids come last.
+
+    With ``counts`` ``(E,)`` they are sorted already.
+    """
     E = num_experts
+    if counts is not None:
+        ends = counts.cumsum(0, dtype=torch.int32)
+        none = ends.new_empty(0)
+        order = torch.arange(experts.numel(), dtype=torch.int32, device=experts.device)
+        return Groups(order, torch.cat([ends.new_zeros(1), ends]), none, none.clone())
     ids, order = experts.where((experts >= 0) & (experts < E), E).flatten().sort(stable=True)
     offsets = torch.searchsorted(ids, torch.arange(E + 1, dtype=ids.dtype, device=ids.device), out_int32=True)
     return Groups(order.to(torch.int32), offsets, offsets.new_empty(0), offsets.new_empty(0))
@@ -176,7 +197,8 @@ def scattered_linear(
     rows = x if o.grouped_in else x[order // o.k]
     y = rows.new_zeros(len(order), weight.shape[2 if o.transposed else 1])
     for e, (begin, end) in enumerate(pairwise(bounds)):
-        y[begin:end] = layer(rows[begin:end], e)
+        if begin < end:
+            y[begin:end] = layer(rows[begin:end], e)
     if o.grouped_out:
         return y, None
     y = torch.zeros_like(y).index_copy_(0, order, y)
@@ -202,7 +224,8 @@ def scattered_linear_gradient(
     rows = x if o.grouped_in else x[order // o.k]
     of_rows = torch.zeros_like(rows)
     for e, (begin, end) in enumerate(pairwise(bounds)):
-        of_rows[begin:end] = layer.backward(g[begin:end], rows[begin:end], e)
+        if begin < end:
+            of_rows[begin:end] = layer.backward(g[begin:end], rows[begin:end], e)
     if not o.grouped_in:
         total = torch.zeros(x.shape, dtype=wide(x), device=x.device)
         of_rows = total.index_add_(0, order // o.k, of_rows.to(total.dtype)).to(x.dtype)

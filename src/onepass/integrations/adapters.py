@@ -1,0 +1,49 @@
+"""PEFT's LoRA on an output embedding: its factors, for the ``lora`` of `onepass.LinearLogits`."""
+
+import sys
+from typing import Any
+
+from torch import nn
+
+from onepass.core.checks import Adapter
+
+
+def is_adapted(head: Any) -> bool:
+    """Whether a module is PEFT's LoRA layer of a linear one, with the forward of PEFT."""
+    layers = sys.modules.get("peft.tuners.lora.layer")  # not imported for this: without it there is no such layer
+    return layers is not None and type(head) is layers.Linear
+
+
+def active_adapters(head: Any) -> list[str]:
+    """The adapters that the forward of the layer adds to its base layer, into which none is merged then."""
+    if head.disable_adapters or head.merged:
+        return []
+    return [name for name in head.active_adapters if name in head.lora_A]
+
+
+def adapter_reason(head: Any) -> str:
+    """Why the logits of an adapted head are not those of `LinearLogits`; empty if they are."""
+    names = active_adapters(head)
+    if head.disable_adapters and head.merged:
+        return "its adapter is merged but disabled"
+    if len(names) > 1:
+        return f"it has several active adapters: {', '.join(names)}"
+    for name in names:
+        variant = getattr(head, "lora_variant", {}).get(name)
+        dropout = head.lora_dropout[name]
+        if variant is not None or getattr(head, "use_dora", {}).get(name):
+            return f"its adapter is {'DoRA' if variant is None else type(variant).__name__}, not plain LoRA"
+        if not isinstance(dropout, nn.Identity) and dropout.training:
+            return "its adapter has dropout"
+        if head.lora_B[name].bias is not None:
+            return "its adapter has a bias"
+    return ""
+
+
+def adapter_factors(head: Any) -> Adapter | None:
+    """``(A, B, scaling)`` of the active adapter of a head without an `adapter_reason`; None if there is none."""
+    if not is_adapted(head):
+        return None
+    for name in active_adapters(head):
+        return head.lora_A[name].weight, head.lora_B[name].weight, head.scaling[name]
+    return None

@@ -1,0 +1,87 @@
+"""Groups of consecutive rows, such as the tokens of a sequence, whose loss couples them.
+
+`losses.linear.linear_loss` passes `RowGroups` to the user's loss. A tile of a linear head holds whole groups, so that
+its gradient is taken while the tile is in memory.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core.checks import check_integer, described
+
+
+class RowGroups:
+    """Which of some rows belong together. Groups are consecutive; a group may be empty.
+
+    Attributes:
+        ids: ``(n,)``, int64, the group of each row, from 0 on.
+        lengths: ``(G,)``, int64, the number of rows of each group that are not masked.
+    """
+
+    def __init__(self, ids: Tensor, count: int, row_mask: Tensor | None = None) -> None:
+        self.ids, self.row_mask = ids, row_mask
+        self._lengths = self._counted(torch.ones_like(ids), count)
+        self.lengths = self._lengths if row_mask is None else self._counted(row_mask.long(), count)
+
+    def _counted(self, numbers: Tensor, count: int) -> Tensor:
+        return numbers.new_zeros(count).index_add_(0, self.ids, numbers)
+
+    def sum(self, per_row: Tensor) -> Tensor:
+        """The sum of ``(n, *)`` over the rows of each group, ``(G, *)``, differentiable. Masked rows are left out."""
+        if self.row_mask is not None:
+            mask = self.row_mask.reshape(-1, *[1] * (per_row.dim() - 1))
+            per_row = per_row.where(mask, torch.zeros((), dtype=per_row.dtype, device=per_row.device))
+        # In one order, which atomic additions are not. The lengths are not checked: that would synchronize.
+        return torch.segment_reduce(per_row.contiguous(), "sum", lengths=self._lengths, axis=0, unsafe=True, initial=0)
+
+    def mean(self, per_row: Tensor) -> Tensor:
+        """The mean of ``(n, *)`` over the rows of each group, ``(G, *)``; 0 for a group without any."""
+        count = self.lengths.clamp(min=1).to(per_row.dtype)
+        return self.sum(per_row) / count.reshape(-1, *[1] * (per_row.dim() - 1))
+
+
+class GroupTooLong(Exception):
+    """A tile does not hold the longest group."""
+
+
+def check_groups(groups: Any, rows: int) -> list[int]:
+    """Return the lengths of groups as ints. Raise unless they are integers >= 0 that add up to the number of rows."""
+    if isinstance(groups, Tensor):
+        is_lengths = groups.dim() == 1 and groups.dtype in (torch.int32, torch.int64)
+        lengths = groups.tolist() if is_lengths and not groups.is_meta else None
+    else:
+        lengths = list(groups) if isinstance(groups, Sequence) and not isinstance(groups, str) else None
+    if lengths is None:
+        raise TypeError(f"groups: expected the lengths of groups, int32 or int64 (G,) or ints, got {described(groups)}")
+    lengths = [check_integer(n, "groups", 0) for n in lengths]
+    if sum(lengths) != rows:
+        raise ValueError(f"groups: expected lengths that add up to {rows}, the number of rows, got {sum(lengths)}")
+    return lengths
+
+
+def ids_of(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """The group of each row, ``(n,)``."""
+    of_groups = torch.tensor(lengths, dtype=torch.int64)
+    if device.type == "cuda":  # a copy from memory that is not pinned would wait for the device
+        of_groups = of_groups.pin_memory().to(device, non_blocking=True)
+    return torch.arange(len(lengths), device=device).repeat_interleave(of_groups.to(device), output_size=sum(lengths))
+
+
+def packed(lengths: Sequence[int], most: int) -> list[slice]:
+    """Consecutive groups that have at most ``most`` rows together, and as many of them as fit.
+
+    Raises:
+        GroupTooLong: one has more rows.
+    """
+    if max(lengths, default=0) > most:
+        raise GroupTooLong
+    parts, first, rows = [], 0, 0
+    for n, length in enumerate(lengths):
+        if rows + length > most:
+            parts.append(slice(first, n))
+            first, rows = n, 0
+        rows += length
+    return [*parts, slice(first, len(lengths))]

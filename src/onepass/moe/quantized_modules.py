@@ -1,0 +1,156 @@
+"""Experts of models: `quantize_experts` and `dequantize_experts` change weights in place, `describe` lists them."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from onepass.backend import backend_of
+from onepass.core.quantized import FORMATS, Encoded, WeightFormat, WeightParts
+from onepass.moe.quantize import quantize
+from onepass.moe.quantized import QuantizedWeight
+
+WEIGHTS = "gate_up_proj", "down_proj"
+PATHS = {"onepass.kernels": "Triton kernels", "onepass.reference": "plain PyTorch"}
+
+
+class Stored(nn.Module):
+    """The parametrization of a weight that `quantize_experts` has replaced by its codes: gives the whole weight.
+
+    The other tensors are buffers of bytes, which ``model.to(dtype)`` leaves alone.
+    """
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        super().__init__()
+        self.format, self.dtype = weight.format, weight.dtype
+        self.dtypes = {n: t.dtype for n, t in weight.parts._asdict().items() if t is not None}
+        for name in self.dtypes:
+            self.register_buffer(name, getattr(weight.parts, name).reshape(-1).view(torch.uint8))
+
+    def quantized_weight(self, data: Tensor, name: str) -> QuantizedWeight:
+        parts = WeightParts(**{n: getattr(self, n).view(dtype) for n, dtype in self.dtypes.items()})
+        found: QuantizedWeight = object.__new__(QuantizedWeight)
+        found.name, found.source = name, data
+        Encoded.__init__(found, data.detach(), parts, self.format, self.dtype)
+        return found
+
+    @torch.no_grad()
+    def forward(self, data: Tensor) -> Tensor:
+        return self.quantized_weight(data, "weight").dequantize()
+
+
+def quantize_experts(
+    model: nn.Module, format: str, *, block_size: int | tuple[int, int] | None = None, nested: bool = False
+) -> int:
+    """Quantize the weights of all experts of a model in place, and return their number.
+
+    Experts are modules with parameters ``gate_up_proj`` and ``down_proj`` of three dimensions, as those of
+    transformers. A weight becomes its codes under a parametrization of torch: read as an attribute it is decoded as a
+    whole, which ``experts_implementation="onepass"`` avoids. Weights that are quantized already are left as they are.
+
+    Args:
+        model: on any device.
+        format, block_size, nested: as in `quantize`. Blocks are along the inputs, also of weights that are transposed.
+
+    Raises:
+        TypeError, ValueError: as `quantize`. The error names the weight.
+    """
+    count = 0
+    for prefix, experts in list(model.named_modules()):
+        for name in names_of(experts):
+            weight = experts._parameters.get(name)
+            if weight is None or not weight.is_floating_point() or weight.element_size() == 1:
+                continue
+            flipped = bool(getattr(experts, "is_transposed", False))
+            of_inputs = weight.detach().mT if flipped else weight.detach()
+            found = quantize(
+                of_inputs, format, block_size=block_size, nested=nested, name=f"{prefix}.{name}".lstrip(".")
+            )
+            hold(experts, name, found.mT if flipped else found)
+            count += 1
+    return count
+
+
+def dequantize_experts(model: nn.Module) -> int:
+    """Replace the quantized weights of all experts of a model by their values in place, and return their number.
+
+    The inverse of `quantize_experts`, also for the other kinds that `QuantizedWeight.from_transformers` knows: for
+    merging adapters into the weights, which PEFT cannot do with codes.
+    """
+    count = 0
+    for _, experts in list(model.named_modules()):
+        for name in names_of(experts):
+            weight = QuantizedWeight.from_transformers(experts, name)
+            if weight is not None:
+                if name in getattr(experts, "parametrizations", {}):
+                    parametrize.remove_parametrizations(experts, name, leave_parametrized=False)
+                values = nn.Parameter(weight.dequantize().contiguous(), requires_grad=False)
+                experts.register_parameter(name, values)
+                count += 1
+    return count
+
+
+def hold(experts: nn.Module, name: str, weight: QuantizedWeight) -> None:
+    """Replace a parameter of experts by a quantized weight."""
+    experts.register_parameter(name, nn.Parameter(weight.data, requires_grad=False))
+    parametrize.register_parametrization(experts, name, Stored(weight), unsafe=True)
+
+
+def names_of(module: nn.Module) -> list[str]:
+    """The weights of experts that a module has."""
+    own: dict[str, Any] = {**module._parameters, **dict.fromkeys(getattr(module, "parametrizations", {}), 0)}
+    if getattr(module, "gate_up_proj_precision_config", None) is not None:
+        own |= dict.fromkeys(WEIGHTS, 0)  # gpt-oss in the layout of a card, which is no parameter
+    wide = [n for n in WEIGHTS if n in own and (own[n] is None or not isinstance(own[n], Tensor) or own[n].dim() > 2)]
+    return wide if len(wide) == len(WEIGHTS) else []
+
+
+class ExpertWeight(NamedTuple):
+    """A weight of experts in a model, as `describe` finds it."""
+
+    name: str
+    format: str  # "nf4" etc., or a dtype
+    shape: tuple[int, ...]
+    bytes: int
+    path: str  # what multiplies it
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.format} {self.shape}, {self.bytes / 2**20:.1f} MiB; {self.path}"
+
+
+def describe(model: nn.Module) -> list[ExpertWeight]:
+    """Say for each weight of experts in a model in which format it is, how many bytes it takes, and what multiplies it.
+
+    Nothing is decoded. An element's ``str`` is a line for people.
+    """
+    return [found for prefix, experts in model.named_modules() for found in _weights(prefix, experts)]
+
+
+def _weights(prefix: str, experts: nn.Module) -> Iterator[ExpertWeight]:
+    implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    for name in names_of(experts):
+        full = f"{prefix}.{name}" if prefix else name
+        try:
+            weight: Any = QuantizedWeight.from_transformers(experts, name)
+        except (TypeError, ValueError) as error:
+            yield ExpertWeight(full, "unknown", (), 0, f"not supported: {error}")
+            continue
+        tensor = weight if weight is not None else getattr(experts, name)
+        kind = tensor.dtype if tensor.device.type != "meta" else torch.float64  # a model without memory: no kernels
+        where = PATHS[backend_of(torch.empty(0, dtype=kind, device=tensor.device)).__name__]
+        if implementation != "onepass":
+            path = f"not onepass: experts_implementation={implementation!r}"
+            path += "" if weight is None else ", which decodes the whole weight"
+        elif weight is None:
+            path = f"onepass: grouped GEMM in {where}"
+        else:
+            path = f"onepass: experts that have tokens are decoded in chunks, grouped GEMM in {where}"
+        text = str(tensor.dtype).removeprefix("torch.") if weight is None else _format(weight.format, weight.parts)
+        yield ExpertWeight(full, text, tuple(tensor.shape), tensor.nbytes, path)
+
+
+def _format(format: WeightFormat, parts: WeightParts) -> str:
+    size = f"{format.block_columns}" if FORMATS[format.name].flat else f"{format.block_rows} x {format.block_columns}"
+    return f"{format.name} (blocks of {size}{', nested scales' if parts.table is not None else ''})"

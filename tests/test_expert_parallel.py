@@ -1,0 +1,114 @@
+"""MoE models whose experts are sharded over processes, by transformers' expert parallelism and by FSDP2."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+
+from onepass.integrations import expert_shards
+from onepass.integrations import transformers_experts as integration
+
+pytest.importorskip("peft")
+WORKER = Path(__file__).parent / "expert_parallel_worker.py"
+
+
+def has_implementations():
+    return Version(transformers.__version__) >= Version("5.23")
+
+
+@pytest.mark.skipif(not has_implementations(), reason="transformers chooses an EPImplementation from 5.23 on")
+def test_as_one_process(tmp_path):
+    """Losses and gradients of ten steps, and checkpoints; see the worker's layouts."""
+    names = {2: ["of_two", "without_rows", "unsupported", "mixed_precision"], 4: ["of_four"], 1: ["of_one"]}
+    jobs = [dict(ranks=n, variants=[], functions=[f"expert_parallel_worker.{f}" for f in names[n]]) for n in names]
+    environment = os.environ | {"TRITON_INTERPRET": "", "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", WORKER, tmp_path, json.dumps(jobs)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=400,
+    )  # fmt: skip
+    assert not process.returncode, process.stdout
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_zero_3(family):
+    """DeepSpeed's engine gathers parameters when they are read in its forward, and again for the backward."""
+    import peft
+
+    import onepass
+    from test_experts_transformers import experts_of
+
+    integration.register()
+    generator = torch.Generator().manual_seed(1)
+    hidden, ids = torch.randn(9, 24, generator=generator), torch.randint(6, (9, 2), generator=generator)
+    weights, found = torch.rand(9, 2, generator=generator), []
+    for implementation in ("eager", "onepass"):
+        block = torch.nn.ModuleDict({"experts": experts_of(family)})
+        config = peft.LoraConfig(
+            r=3, init_lora_weights=False, target_modules=[],
+            target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        )  # fmt: skip
+        torch.manual_seed(0)
+        peft.inject_adapter_in_model(config, block)
+        experts = block["experts"].get_base_layer()
+        experts.config._experts_implementation = implementation
+        x = hidden.clone().requires_grad_()
+        with onepass.patch("transformers"):
+            if implementation == "onepass":
+                data = {p: p.data for p in block.parameters()}
+                for number, p in enumerate(data):
+                    p.ds_id, p.ds_shape, p.data = number, p.shape, torch.empty(0)
+                for names, name in (((), "down_proj.lora_A"), (("lora_",), r"Experts\.gate_up_proj")):
+                    for key, p in block.named_parameters():
+                        p.data = data[p] if any(n in key for n in names) else p.data
+                    with pytest.raises(
+                        ValueError, match=rf"{name}: expected a parameter of shape \(.*, got \(0,\), as"
+                    ):
+                        block["experts"](x, ids, weights)
+                for p in data:
+                    p.data = data[p]
+            out = block["experts"](x, ids, weights)
+        out.sum().backward()
+        found.append([out.detach(), x.grad, *(p.grad for name, p in block.named_parameters() if "lora" in name)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5 * a.abs().max().item())
+
+
+def test_an_adapter_of_more_experts_than_there_are_is_an_error():
+    factors = torch.zeros(6, 4, 2), torch.zeros(6, 2, 3), 1.0
+    weight = torch.zeros(3, 4, 3)
+    with pytest.raises(NotImplementedError, match=r"an adapter of 6 experts, of which this process holds 3: .* plain"):
+        expert_shards.local_factors(torch.nn.Module(), "down_proj", weight, weight, factors)
+
+
+def test_experts_of_torchtitan(monkeypatch):
+    """`GroupedExperts` as its loop over experts computes them, one without rows, and padding that no expert has."""
+    moe = pytest.importorskip("torchtitan.models.moe.moe")
+
+    import onepass
+
+    monkeypatch.setenv("TRITON_INTERPRET", "")  # which has no products of bfloat16
+    generator = torch.Generator().manual_seed(1)
+    experts = moe.GroupedExperts(dim=8, hidden_dim=12, num_experts=4, use_grouped_mm=True)
+    with torch.no_grad():
+        for p in experts.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.5)
+    counts, found = torch.tensor([5, 0, 3, 9]), []
+    x = torch.randn(20, 8, generator=generator)
+    for grouped in (False, True):
+        experts.zero_grad()
+        leaf = x.clone().requires_grad_()
+        weights = experts.w1, experts.w2, experts.w3
+        with onepass.patch("torchtitan"):
+            run = moe._run_experts_grouped_mm if grouped else moe._run_experts_for_loop
+            assert not grouped or run.__module__.startswith("onepass")
+            out = run(*weights, leaf, counts)
+        out.square().sum().backward()
+        found.append([out.detach(), leaf.grad, *(p.grad.clone() for p in weights)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=4e-2 * a.abs().max().item())

@@ -1,0 +1,83 @@
+"""The routers of Megatron-core and torchtitan, alike with and without `onepass.patch`, if these are installed."""
+
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import onepass
+
+T, H, E, K = 64, 32, 16, 4
+
+
+def compare(call, leaves):
+    """The results of a call and its gradients, with the patch and without."""
+    outcomes = []
+    for _ in range(2):
+        results = call()
+        loss = sum(
+            (r.float() * torch.linspace(-1, 1, r.numel()).view(r.shape)).sum() for r in results if r.requires_grad
+        )
+        outcomes.append((results, torch.autograd.grad(loss, leaves)))
+        yield
+    (theirs, of_theirs), (ours, of_ours) = outcomes
+    for a, b in zip((*theirs, *of_theirs), (*ours, *of_ours), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
+
+
+def test_megatron():
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    for score, pre, (groups, chosen), biased, topk in product(
+        ("softmax", "sigmoid"), (False, True), ((None, None), (4, 2), (4, 4)), (False, True), (K, 1)
+    ):
+        if chosen and (topk == 1 or (score == "sigmoid" and pre)):
+            continue
+        config = SimpleNamespace(
+            num_moe_experts=E, moe_router_pre_softmax=pre, moe_router_num_groups=groups, moe_router_group_topk=chosen,
+            moe_router_topk_scaling_factor=2.5, moe_router_fusion=False, moe_expert_capacity_factor=None,
+            moe_z_loss_coeff=None,
+        )  # fmt: skip
+        router = torch.nn.Module()
+        vars(router).update(
+            config=config, topk=topk, score_function=score, routing_type="none", router_replay=None,
+            expert_bias=torch.rand(E) if biased else None, enable_expert_bias=False, training=False,
+            apply_z_loss=lambda logits, **_: logits, _apply_expert_bias=lambda *_, **__: None,
+        )  # fmt: skip
+        logits = torch.randn(T, 1, E, requires_grad=True)
+        steps = compare(lambda r=router, x=logits: TopKRouter.routing(r, x), [logits])
+        next(steps)
+        with onepass.patch("megatron") as patched:
+            assert any(p.name == "topk_routing_with_score_function" for p in patched.replaced)
+            next(steps)
+        next(steps, None)
+
+
+def test_torchtitan():
+    pytest.importorskip("torchtitan")
+    from torchtitan.models.common.moe import TokenChoiceTopKRouter
+
+    for score, norm, groups, biased in product(("softmax", "sigmoid"), (False, True), (None, 4), (False, True)):
+        router = TokenChoiceTopKRouter.__new__(TokenChoiceTopKRouter)
+        torch.nn.Module.__init__(router)
+        router.gate = torch.nn.Linear(H, E, bias=False)
+        vars(router).update(
+            num_experts=E, num_expert_groups=groups, num_limited_groups=groups and 2, top_k=K, score_func=score,
+            route_norm=norm, route_scale=2.5, _debug_force_load_balance=False,
+        )  # fmt: skip
+        x, bias = torch.randn(2, T, H, requires_grad=True), torch.rand(E) if biased else None
+
+        def call(router=router, x=x, bias=bias):
+            weights, experts, scores = router(x, bias)
+            experts, order = experts.sort()
+            return weights.gather(-1, order), experts, scores
+
+        steps = compare(call, [x, router.gate.weight])
+        next(steps)
+        with onepass.patch("torchtitan") as patched:
+            assert any("TokenChoiceTopKRouter" in p.name for p in patched.replaced)
+            next(steps)
+        next(steps, None)

@@ -1,0 +1,163 @@
+"""How routers are recognised: what is told apart, what is refused, and that the router itself is left alone."""
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+import onepass
+from onepass.moe import route_block
+from onepass.moe.blocks import describe_router, routed
+
+H, E, K = 12, 16, 4
+
+
+class Router(nn.Module):
+    """A router of no library, with everything that `route` knows as an option."""
+
+    def __init__(self, score="sigmoid", bias=True, groups=0, best=2, eps=0.0, scale=1.0, cap=0.0, least=0.0, **other):
+        super().__init__()
+        self.gate, self.correction = nn.Linear(H, E, bias=other.pop("gate_bias", False)), nn.Buffer(torch.rand(E))
+        self.score, self.biased, self.groups, self.best, self.eps, self.scale, self.cap = (
+            score, bias, groups, best, eps, scale, cap)  # fmt: skip
+        self.least, self.half, self.other = least, 2, other
+        nn.init.normal_(self.gate.weight)
+
+    def forward(self, states):
+        x = states.reshape(-1, H)
+        z = self.gate(x) if not self.other.get("float32") else x.float() @ self.gate.weight.float().T
+        z = self.cap * torch.tanh(z / self.cap) if self.cap else z
+        scores = {"softmax": lambda: z.softmax(-1), "sigmoid": z.sigmoid, "square": lambda: z * z,
+                  "sqrtsoftplus": lambda: nn.functional.softplus(z).sqrt()}[self.score]()  # fmt: skip
+        if self.training and self.other.get("noise"):
+            scores = scores * torch.rand_like(scores)
+        choice = scores + self.correction if self.biased else scores
+        if self.groups:
+            of = choice.view(-1, self.groups, E // self.groups)
+            chosen = of.topk(self.best, -1)[0].sum(-1).topk(self.half)[1]
+            choice = of.masked_fill(torch.ones(of.shape[:2]).scatter(1, chosen, 0)[..., None] > 0, -torch.inf).flatten(
+                1
+            )
+        experts = choice.topk(K)[1]
+        weights = scores.gather(1, experts)
+        if self.other.get("norm", True):
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / (total.clamp(min=self.least) if self.least else total + self.eps)
+        if self.other.get("twice"):
+            weights = weights.square()
+        return (experts.int(), weights.to(states.dtype) * self.scale)[:: self.other.get("order", 1)]
+
+
+SAME = [
+    {}, {"score": "softmax", "bias": False, "norm": False}, {"score": "sqrtsoftplus", "scale": 2.5, "order": -1},
+    {"groups": 4}, {"groups": 4, "best": 1}, {"groups": 8, "bias": False, "score": "softmax"}, {"eps": 1e-6},
+    {"eps": 3e-4, "cap": 1.5}, {"score": "softmax", "least": 1e-9}, {"least": 0.7}, {"gate_bias": True},
+    {"score": "softmax", "eps": 1e-12}, {"float32": True, "scale": 0.1}, {"noise": False, "norm": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", SAME, ids=lambda o: "-".join(f"{k}={v}" for k, v in o.items()) or "plain")
+def test_what_is_recognised(options):
+    torch.manual_seed(0)
+    router, x = Router(**options), torch.randn(2, 40, H)
+    d = describe_router(router)
+    of = dict(d.arguments)
+    assert (of["n_group"], d.selection_bias) == (options.get("groups") or 1, "correction" if router.biased else None)
+    assert of["group_score"] == "top2_sum" or router.groups == 0 or router.best == 1
+    if router.eps:
+        assert of["eps"] == router.eps
+    assert d.float32 == bool(options.get("float32")) and d.weights == "hidden" and of["scale"] == router.scale
+    router.correction.mul_(-1)  # read at each call
+    by_kind = dict(zip(d.outputs, router(x)))
+    routing = route_block(router, x)
+    assert routing.experts.shape == (2, 40, K)
+    chosen = (by_kind["experts"], by_kind["weights"]), (routing.experts.view(80, K), routing.weights.view(80, K))
+    dense = [torch.zeros(80, E).scatter(1, e.long(), w) for e, w in chosen]
+    torch.testing.assert_close(dense[1], dense[0], rtol=2e-6, atol=1e-6)
+    replayed = routed(router, x, scale=2 * router.scale).routing  # an argument of the caller has precedence
+    torch.testing.assert_close(replayed.weights, 2 * routing.weights, rtol=2e-6, atol=1e-6)
+
+
+DIFFERENT = [{"score": "square"}, {"noise": True}, {"twice": True}, {"groups": 4, "best": 3}]
+
+
+@pytest.mark.parametrize("options", DIFFERENT, ids=str)
+def test_what_is_refused(options):
+    router = Router(**options).train()
+    assert describe_router(router) is None
+    with pytest.raises(TypeError, match=r"block: expected .*got Router"):
+        route_block(router, torch.randn(3, H))
+
+
+def test_settings_that_change_and_modules_that_are_left_alone():
+    router, other, calls = Router(groups=4), Router(groups=4), []
+    router.register_forward_hook(lambda *_: calls.append(1))
+    before, state = {n: t.clone() for n, t in router.state_dict().items()}, torch.get_rng_state()
+    first = describe_router(router)
+    assert describe_router(router) is first and describe_router(other) is first
+    router.groups = 0
+    assert dict(describe_router(router).arguments)["n_group"] == 1
+    router.scale = 3.0
+    assert dict(describe_router(router).arguments)["scale"] == 3.0
+    assert not calls and torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(t, before[n]) for n, t in router.state_dict().items())
+    with torch.device("meta"):
+        assert dict(describe_router(Router(groups=2)).arguments)["n_group"] == 1  # both groups are chosen
+
+
+transformers = pytest.importorskip("transformers")
+COMMON = dict(
+    vocab_size=64, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=2, head_dim=8, num_local_experts=8, num_experts=8, n_routed_experts=8,
+    num_experts_per_tok=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=64,
+)  # fmt: skip
+WHOLE = {
+    "GraniteMoe": {}, "HYV3": {"first_k_dense_replace": 0}, "Qwen3Moe": {},
+    "Lfm2Moe": {"num_dense_layers": 0, "layer_types": ["conv", "full_attention"]},
+}  # fmt: skip
+
+
+def model_of(name):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**COMMON | WHOLE[name])
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    for name, buffer in model.named_buffers():
+        if "bias" in name:
+            buffer.data.uniform_()
+    return model
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_models(name):
+    """Loss, router logits and gradients, by way of the hooks with which transformers records them."""
+    model, tokens = model_of(name), torch.randint(64, (2, 12))
+    outcomes = []
+    for _ in range(2):
+        out = model(tokens, labels=tokens, output_router_logits=True)
+        grads = torch.autograd.grad(
+            out.loss, [p for n, p in model.named_parameters() if "gate.weight" in n or "router.weight" in n]
+        )
+        outcomes.append((out.loss.detach(), out.router_logits, grads))
+        if not outcomes[1:]:
+            patch = onepass.patch("transformers")
+    patch.restore()
+    (loss, logits, grads), (of_loss, of_logits, of_grads) = outcomes
+    torch.testing.assert_close(of_loss, loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(of_logits, logits, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(of_grads, grads, rtol=1e-4, atol=1e-6)
+    assert len(grads) == len(logits) > 0 and all(g.abs().max() > 0 for g in grads)
+
+
+def test_compiled():
+    """The router is recognised while it is compiled, without a graph break."""
+    torch.compiler.reset()
+    module = importlib.import_module("transformers.models.hy_v3.modeling_hy_v3")
+    router, x, bias = module.HYV3TopKRouter(transformers.HYV3Config(**COMMON)), torch.randn(9, 16), torch.rand(8)
+    nn.init.normal_(router.weight)
+    expected = router(x, bias)
+    with onepass.patch("transformers"):
+        found = torch.compile(router, backend="aot_eager", fullgraph=True)(x, bias)
+    for a, b in zip(expected, found):
+        torch.testing.assert_close(b.sort()[0], a.sort()[0])
+    torch.compiler.reset()
