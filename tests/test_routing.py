@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -450,3 +451,51 @@ def test_the_shorthands():
     ):  # fmt: skip
         assert isinstance(a, Routing) and torch.equal(a.weights, b.weights) and torch.equal(a.experts, b.experts)
     assert onepass.moe.route is route
+
+
+def fake_cuda(monkeypatch, zeros, stream, capturing):
+    """Have `zeros` believe that the CPU is a GPU."""
+    cuda = SimpleNamespace(current_device=lambda: 0, is_current_stream_capturing=lambda: capturing[0])
+    on_cpu = lambda *shape, dtype, device: torch.zeros(*shape, dtype=dtype)  # noqa: E731
+    monkeypatch.setattr(zeros, "torch", SimpleNamespace(
+        zeros=on_cpu, cuda=cuda, int32=torch.int32, inference_mode=torch.inference_mode,
+    ))  # fmt: skip
+    active = SimpleNamespace(get_current_stream=lambda index: stream[0])
+    monkeypatch.setattr(zeros, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(zeros, "_rows", {})
+    monkeypatch.setattr(zeros, "GRAPHS", "no module")
+
+
+def test_counters_are_cleared_and_handed_out_once(monkeypatch):
+    zeros = pytest.importorskip("onepass.kernels.zeros")
+    stream, capturing, cuda = [1], [False], torch.device("cuda", 0)
+    fake_cuda(monkeypatch, zeros, stream, capturing)
+    rows = [zeros.zeros(6, cuda) for _ in range(150)]
+    assert all(r.shape == (6,) and r.dtype == torch.int32 and r.data_ptr() % 16 == 0 for r in rows)
+    assert len({r.untyped_storage().data_ptr() for r in rows}) == 3  # 64 rows each
+    for n, r in enumerate(rows):
+        r += n
+    assert [r.tolist() for r in rows] == [[n] * 6 for n in range(150)]
+    assert all(r._version == 1 for r in rows)  # autograd would take the change of one for a change of all
+    storages = {r.untyped_storage().data_ptr() for r in rows}
+    stream[0] = 2  # it waits for no other
+    with torch.inference_mode():
+        other = zeros.zeros(6, cuda)
+    assert other.untyped_storage().data_ptr() not in storages and not other.is_inference()
+    stream[0], capturing[0] = 1, True  # a replay has to clear them
+    captured = zeros.zeros(6, cuda)
+    assert captured.untyped_storage().data_ptr() not in storages and captured.untyped_storage().nbytes() == 24
+
+
+@pytest.mark.gpu
+def test_counts_of_many_calls():
+    x = torch.randn(5000, 64, device="cuda").bfloat16()
+    streams = torch.cuda.Stream(), torch.cuda.current_stream()
+    torch.cuda.synchronize()
+    found = []
+    for n in range(150):
+        with torch.cuda.stream(streams[n % 2]):
+            found.append(route(x[: 4000 + n], 6))
+    torch.cuda.synchronize()
+    for r in found:
+        assert torch.equal(r.counts, torch.bincount(r.experts.flatten(), minlength=64).int())

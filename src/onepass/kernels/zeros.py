@@ -24,7 +24,8 @@ def zeros(n: int, device: torch.device) -> torch.Tensor:
     try:
         return rows.pop()
     except IndexError:
-        block = torch.zeros((BLOCK, -(-n // 4) * 4), dtype=torch.int32, device=device)  # rows aligned to 16 bytes
-        first, *rest = [row.data for row in block[:, :n].unbind()]  # .data: each with a version counter of its own
+        with torch.inference_mode(False):  # rows may be needed for a backward later
+            block = torch.zeros((BLOCK, -(-n // 4) * 4), dtype=torch.int32, device=device)  # aligned to 16 bytes
+            first, *rest = [row.data for row in block[:, :n].unbind()]  # .data: each with its own version counter
         rows += rest
         return first
