@@ -114,8 +114,9 @@ def test_equals_the_definition(device, dtype, name, tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_dtypes(device, dtype):
-    x, k, options = inputs("sigmoid, groups", 50)
+@pytest.mark.parametrize("name", ["softmax", "sigmoid, groups"])
+def test_dtypes(device, dtype, name):
+    x, k, options = inputs(name, 50)
     x = x.to(dtype)
     routing = route(x.to(device).requires_grad_(), k, **on(device, options))
     rows = [definition(row.double(), k, **options) for row in x]
