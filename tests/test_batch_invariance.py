@@ -175,12 +175,14 @@ ROUTERS = {
 }
 
 
-@pytest.mark.parametrize("experts", (64, 100), ids=("aligned", "odd"))
+@pytest.mark.parametrize(
+    "experts, dtype", ((64, torch.float32), (100, torch.float32), (64, torch.bfloat16)), ids=("aligned", "odd", "half")
+)
 @pytest.mark.parametrize("name", ROUTERS)
-def test_routers(device, name, experts):
+def test_routers(device, name, experts, dtype):
     total = 300 if device.type == "cuda" else 40
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(total, experts, generator=g).to(device)
+    x = torch.randn(total, experts, generator=g).to(device, dtype)
 
     def f(x):
         routing = moe.route(x, 6, **ROUTERS[name])
@@ -236,11 +238,18 @@ def test_launches_do_not_depend_on_the_number_of_rows(monkeypatch):
             sum(r.sum() for r in results if r.requires_grad).backward()
         onepass.linear_cross_entropy(x[:, :24], torch.zeros(331, 24, requires_grad=True), torch.zeros(rows).long())
         moe.route(x[:, :64], 6).weights.sum().backward()
+        moe.route(x[:, :64].bfloat16(), 6).weights.sum().backward()
         return list(seen)
 
     few, many = launches(1), launches(5000)
     names = {kernel.fn.__name__ for kernel, *_ in few}
-    assert names >= {"softmax_statistics_kernel", "divergence_kernel", "routing_kernel", "row_gemm_kernel"}
+    assert names >= {
+        "softmax_statistics_kernel",
+        "divergence_kernel",
+        "routing_kernel",
+        "topk_routing_kernel",
+        "row_gemm_kernel",
+    }
     assert [f for f, m in zip(few, many, strict=True) if f != m and f[0].fn.__name__ not in ELEMENTWISE] == []
 
 

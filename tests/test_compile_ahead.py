@@ -100,7 +100,7 @@ CASES = {
         Options("log_probs log_normalizer weighted_logit", class_weight=0.1),
         row_mask=True,
         pair=PairOptions("reverse", 0.5, Transform(softcap=30.0)),
-        experts=10,
+        experts=11,
         router=RouterOptions(4, "softmax", renormalize=False, score_after_topk=True),
     ),
     # Too few rows for the card, so that they are split; the gradient's rows lie otherwise than the logits'.
@@ -125,6 +125,20 @@ CASES = {
         router=RouterOptions(32, "sigmoid", 16, 4, softcap=30.0, sums=True),
         mlp=ExpertOptions("swiglu_clamped", True, True),
         trained=("hidden", "weights", "gate_up", "gate_up_bias", "down_bias"),
+    ),
+}
+# Of routers: tokens, experts, whether there is a bias, and options.
+SELECTIONS = {
+    CASES["log_probs_and_entropy"]: (
+        (16384, 512, False, RouterOptions(10, counts=False)),
+        (8192, 60, False, RouterOptions(4, renormalize=False)),
+        (8192, 255, False, RouterOptions(8)),  # an odd number: by the general kernel
+        (64, 256, False, RouterOptions(8, count_changed=True)),
+        (4096, 128, True, RouterOptions(1, "sigmoid", 4, 2, "max")),
+    ),
+    CASES[LARGEST]: (
+        (65536, 256, False, RouterOptions(8, eps=1e-6, softcap=30.0)),
+        (65536, 256, True, RouterOptions(8, "sqrtsoftplus", 8, 4, eps=0.0)),
     ),
 }
 MODULES = "token_sort", "decode", "grouped_gemm", "grouped_weight_gradient", "expert_rows"
@@ -246,6 +260,10 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     weights, experts, _, prob_sums, logsumexp, _ = kernels.route(routed, bias, token_mask, None, case.router)
     grads = RoutingGradients(weights, prob_sums, logsumexp)
     kernels.route_gradient(routed, experts, token_mask, None, grads, case.router)
+    for tokens, count, biased, router in SELECTIONS.get(case, ()) if dtype == torch.bfloat16 else ():
+        given = torch.empty((tokens, router.k), dtype=torch.int16, device="meta") if router.count_changed else None
+        of_case = empty(tokens, count, dtype=dtype), empty(count) if biased else None
+        kernels.route(*of_case, None, given, router)
     if dtype == torch.bfloat16:  # a replayed choice
         kernels.route(routed, bias, token_mask, experts.short(), case.router._replace(count_changed=True))
         kernels.route_gradient(routed, experts, token_mask, experts.short(), grads, case.router)
@@ -377,6 +395,8 @@ def test_compiles_without_spills(reports: dict[str, Any], target: str, kernel: s
         pytest.skip("is launched on Hopper, for half precision")
     if kernel in EXPERTS and (CASES[case].mlp is None or dtype != "bfloat16"):
         pytest.skip("has no experts")
+    if kernel == "topk_routing_kernel" and (CASES[case] not in SELECTIONS or dtype != "bfloat16"):
+        pytest.skip("has no router that it takes")
     for report in reports[target][f"{kernel}-{dtype}-{case}"]:
         assert "error" not in report, report["error"]
         assert not any(report["spills"].values()), report

@@ -66,6 +66,36 @@ def test_the_natural_choice_replayed_is_the_same(device, name):
 
 
 @every_family
+@pytest.mark.parametrize("eps", [1e-13, 0.0, 1e-5], ids=str)
+def test_half_precision(device, name, eps):
+    """Without losses, in the kernel that sorts keys: natural choices are the same, and small scores are not lost."""
+    options, tokens = OPTIONS[name] | dict(eps=eps), 40
+    if "selection_bias" in options:
+        options["selection_bias"] = torch.linspace(-0.6, 0.4, 64).to(device)
+    g = torch.Generator().manual_seed(0)
+    x = (torch.randn(tokens, 64, generator=g) * 4).to(device, torch.bfloat16)
+    mask = torch.arange(tokens, device=device) % 5 != 0
+    natural = route(x, K, token_mask=mask, **options)
+    given = natural.experts.int()
+    given[3:5, 1] = -1
+    again = route(x, K, experts=given, token_mask=mask, count_changed=True, **options)
+    assert all(torch.equal(a, b) for a, b in zip(natural[:3], again)) and again.changed == 0
+    ids = torch.rand(tokens, 64, generator=g).argsort(-1)[:, :K]
+    got = route(x, K, experts=ids.to(device), count_changed=True, **options)
+    kinds = {n: v for n, v in OPTIONS[name].items() if n not in ("selection_bias", "eps")}
+    expected = definition(x.cpu().double(), ids, eps=eps, **kinds)
+    torch.testing.assert_close(got.weights.cpu().double(), expected, rtol=1e-5, atol=1e-7)
+    assert torch.equal(got.experts.cpu(), ids) and torch.equal(got.counts.cpu(), ids.flatten().bincount(minlength=64))
+    every = route(x, K, **options).experts
+    assert got.changed == sum(len({*a} - {*b}) for a, b in zip(ids.tolist(), every.tolist())) > tokens
+    if interpreted(device) or device.type == "cuda":
+        ids[7, 1] = ids[7, 0]
+        routing = route(x, K, experts=ids.to(device), **options)
+        assert routing.weights.isnan().any(-1).nonzero().tolist() == [[7]]
+        assert routing.experts[7].tolist() == list(range(K))
+
+
+@every_family
 def test_weights_and_gradients_of_drifted_experts(device, name):
     """Of experts far from the k best and in groups that are not kept: live logits, and no gradient is lost."""
     x, options = inputs(name, device)

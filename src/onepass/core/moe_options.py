@@ -34,6 +34,7 @@ class RouterOptions(NamedTuple):
     sums: bool = False  # whether to return the summed probabilities and logsumexp, for auxiliary losses
     invariant: bool = False  # see `Options.invariant`
     count_changed: bool = False
+    counts: bool = True  # whether to count the tokens of each expert
 
     def factors(self) -> tuple[float, float]:
         """See `Transform.factors`."""
@@ -48,23 +49,23 @@ class RoutingGradients(NamedTuple):
     logsumexp: Tensor | None = None
 
 
-RoutingResults = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+RoutingResults = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-def empty_routing(logits: Tensor, options: RouterOptions) -> RoutingResults:
-    """Uninitialized results of a router for ``(T, E)`` logits.
+def empty_routing(logits: Tensor, options: RouterOptions, counts: Tensor | None = None) -> RoutingResults:
+    """Uninitialized results of a router for ``(T, E)`` logits, with these ``counts`` if there are any already.
 
     Returns:
         Weights ``(T, K)``, experts ``(T, K)``, counts ``(E,)``, summed probabilities ``(E,)``, logsumexp ``(T,)`` and
-        the number of changed choices ``()``. The two before the last are None unless ``options.sums``, and the last is
-        None unless ``options.count_changed``.
+        the number of changed choices ``()``. The counts are None unless ``options.counts``, the next two unless
+        ``options.sums``, and the last unless ``options.count_changed``.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     T, E = logits.shape
     return (
         logits.new_empty((T, options.k), dtype=dtype),
         logits.new_empty((T, options.k), dtype=torch.int64),
-        logits.new_empty(E, dtype=torch.int32),
+        logits.new_empty(E, dtype=torch.int32) if counts is None and options.counts else counts,
         logits.new_empty(E, dtype=dtype) if options.sums else None,
         logits.new_empty(T, dtype=dtype) if options.sums else None,
         logits.new_empty((), dtype=torch.int32) if options.count_changed else None,

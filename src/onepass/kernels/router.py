@@ -1,4 +1,4 @@
-"""The kernel of `moe.route`, with one read of the logits.
+"""The kernel of `moe.route` for all its options, with one read of the logits. `router_topk` computes what is usual.
 
 It computes scores, the top-k experts, their weights and the number of tokens of every expert. Bytes moved: ``T·E``
 logits in, ``O(T·K)`` out. A program holds all logits of some tokens. The kernel is bound by the instructions of k
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from onepass.core.moe_options import RouterOptions, RoutingResults, empty_routing
+from onepass.kernels import router_topk
 from onepass.kernels.launch import Flat, Out, Plan, Rows, launch
 from onepass.kernels.layout import MANY, power_of_two
 from onepass.kernels.online_softmax import LOG2E, LOWEST, transform
@@ -33,6 +34,7 @@ from onepass.kernels.router_scores import (
     undefined,
     warps_of,
 )
+from onepass.kernels.zeros import zeros
 
 ONE_TILE = 16384  # the most logits that a single program reads; it needs no atomics for the counts
 # The forward has THREADS threads per program, at least CHUNK experts per chunk and at most MOST_CHUNKS chunks.
@@ -122,9 +124,9 @@ def routing_kernel(
 
     Inputs: ``logits`` ``(T, E)``; ``selection_bias`` ``(E,)``, ``token_mask`` ``(T,)`` and ``given`` ``(T, K)``, the
     experts to replay, each or None.
-    Outputs: ``weights`` and ``experts`` ``(T, K)``; ``counts`` ``(E,)``, to which the program adds unless it is ALONE;
-    ``prob_sums`` ``(programs, E)``, summed over the tokens of each program, and ``logsumexp`` ``(T,)``, or None;
-    ``changed`` ``()``, the number of replayed choices that differ, to which the program adds as to ``counts``, or None.
+    Outputs: ``weights`` and ``experts`` ``(T, K)``; and, each or None, ``counts`` ``(E,)``, to which the program adds
+    unless it is ALONE; ``prob_sums`` ``(programs, E)``, summed over the tokens of each program; ``logsumexp`` ``(T,)``;
+    ``changed`` ``()``, the number of replayed choices that differ, to which the program adds as to ``counts``.
     Bytes moved: see the module docstring.
     """
     GROUPS_OF_CHUNK: tl.constexpr = BLOCK_G // CHUNKS
@@ -247,12 +249,13 @@ def routing_kernel(
     w = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), s * scale), 0.0)
     tl.store(weights + t[:, None] * K + k, w, mask=valid)
     tl.store(experts + t[:, None] * K + k, selected.to(tl.int64), mask=valid)
-    count = tl.histogram(tl.reshape(selected, [BLOCK_T * BLOCK_K]), BINS,
-                         mask=tl.reshape(counted, [BLOCK_T * BLOCK_K]))  # fmt: skip
-    if ALONE:
-        tl.store(counts + bins, count, mask=bins < E)
-    else:
-        tl.atomic_add(counts + bins, count, mask=(bins < E) & (count > 0), sem="relaxed")
+    if counts is not None:
+        count = tl.histogram(tl.reshape(selected, [BLOCK_T * BLOCK_K]), BINS,
+                             mask=tl.reshape(counted, [BLOCK_T * BLOCK_K]))  # fmt: skip
+        if ALONE:
+            tl.store(counts + bins, count, mask=bins < E)
+        else:
+            tl.atomic_add(counts + bins, count, mask=(bins < E) & (count > 0), sem="relaxed")
 
 
 def groups_of(E: int, n_group: int) -> tuple[int, int, int]:
@@ -301,20 +304,28 @@ def route(
 ) -> RoutingResults:  # fmt: skip
     """Weights, experts, counts, summed probabilities, logsumexp and changed choices, as in `empty_routing`.
 
-    This takes one launch. If there are several programs, it takes another to clear the counts (and the number of
-    changed choices), and one to add up the sums of the programs if ``options.sums``.
+    This takes one launch, and one to add up the sums of several programs if ``options.sums``. Counts that several
+    programs add to are `zeros`.
     """
-    weights, experts, counts, prob_sums, logsumexp, changed = results = empty_routing(logits, options)
     T, E = logits.shape
-    programs = -(-T // tokens_of_tile(T, E, options))
-    parts = prob_sums if prob_sums is None or programs == 1 else prob_sums.new_empty((programs, E))
-    if programs != 1:
-        counts.zero_()
-    if changed is not None and (programs != 1 or given is None):
+    if T < 2:
+        logits = logits.view(-1).view(T, E)  # the stride of a single token may be any number
+    is_plain, biased = router_topk.takes(logits, selection_bias, options), selection_bias is not None
+    tokens = router_topk.tile_of(T, E, options, biased)[0] if is_plain else tokens_of_tile(T, E, options)
+    alone = 0 < T <= tokens
+    counts = zeros(E, logits.device) if options.counts and not alone else None
+    weights, experts, counts, prob_sums, logsumexp, changed = results = empty_routing(logits, options, counts)
+    if changed is not None and (not alone or given is None):
         changed.zero_()
-    if T:
-        tensors = selection_bias, token_mask, given, weights, experts, counts, parts, logsumexp, changed
-        launch(plan_for, ((T, E, logits.stride(0)), options), (logits, *tensors))
-    if parts is not None and programs != 1:
-        torch.sum(parts, 0, out=prob_sums)
+    tensors = selection_bias, token_mask, given, weights, experts, counts
+    about = (T, E, logits.stride(0)), options
+    if T and is_plain:
+        launch(router_topk.plan_for, (*about, biased, given is not None), (logits, *tensors, changed))
+    elif T:
+        parts = prob_sums if prob_sums is None or alone else prob_sums.new_empty((-(-T // tokens), E))
+        launch(plan_for, about, (logits, *tensors, parts, logsumexp, changed))
+        if parts is not None and not alone:
+            torch.sum(parts, 0, out=prob_sums)
+    elif prob_sums is not None:
+        prob_sums.zero_()
     return results

@@ -84,7 +84,7 @@ class Followed:
             # Gradient checkpointing demands that a layer saves as many tensors when it is computed again.
             given = logits.new_full(shape, -1, dtype=torch.int16)
         routing = route(logits, experts=given, count_changed=replayed, **arguments)
-        self.note(routing.experts, routing.counts, routing.changed, replayed)
+        self.note(routing.experts, routing.counts, routing.changed, replayed)  # type: ignore[arg-type]
         return routing
 
     def choice(self, shape: tuple[int, ...], device: torch.device) -> Tensor | None:

@@ -24,7 +24,7 @@ def load_balancing_loss(routing: Routing | Sequence[Routing]) -> Tensor:
     Reference: Fedus et al., "Switch Transformers", arXiv:2101.03961, equations 4 to 6.
     """
     layers = _layers(routing)
-    counts = torch.stack([r.counts for r in layers]).sum(0)
+    counts = torch.stack([r.counts for r in layers]).sum(0)  # type: ignore[misc]
     probs = torch.stack([r.prob_sums for r in layers]).sum(0)  # type: ignore[misc]
     tokens = counts.sum().to(probs.dtype) / layers[0].experts.shape[-1]
     return (counts * probs).sum() * (len(counts) / tokens.square())
@@ -39,7 +39,8 @@ def router_z_loss(routing: Routing | Sequence[Routing]) -> Tensor:
     """
     layers = _layers(routing)
     total = torch.stack([r.logsumexp.square().sum() for r in layers]).sum()  # type: ignore[union-attr]
-    tokens = torch.stack([r.counts.sum() for r in layers]).sum().to(total.dtype) / layers[0].experts.shape[-1]
+    counts = torch.stack([r.counts for r in layers]).sum()  # type: ignore[misc]
+    tokens = counts.to(total.dtype) / layers[0].experts.shape[-1]
     return total / tokens
 
 

@@ -46,7 +46,7 @@ class Routing(NamedTuple):
     Attributes:
         weights: ``(..., K)``, float32 (float64 for float64 logits), differentiable.
         experts: ``(..., K)``, int64, in descending order of their selection values.
-        counts: ``(E,)``, int32: the number of tokens of each expert.
+        counts: ``(E,)``, int32: the number of tokens of each expert; None if `route` was told not to count them.
         prob_sums: ``(E,)``: softmax probabilities summed over tokens, differentiable; None without ``losses``.
         logsumexp: ``(...)``: ``log Σ_e exp(z_e)``, differentiable; None without ``losses``.
         changed: scalar, int32: the number of replayed choices that differ from those that the router would have made;
@@ -55,7 +55,7 @@ class Routing(NamedTuple):
 
     weights: Tensor
     experts: Tensor
-    counts: Tensor
+    counts: Tensor | None
     prob_sums: Tensor | None = None
     logsumexp: Tensor | None = None
     changed: Tensor | None = None
@@ -79,6 +79,7 @@ def route(
     losses: bool = False,
     experts: Tensor | None = None,
     count_changed: bool = False,
+    counts: bool = True,
 ) -> Routing:
     r"""Select ``k`` experts for every token, and compute their weights.
 
@@ -109,6 +110,8 @@ def route(
             logits as they are now. A token of which one id is -1 is routed naturally.
         count_changed: whether to return how many replayed choices are not among the k that the router would have
             selected. The number stays on the device.
+        counts: whether to count the tokens of each expert. It takes up to a quarter of the time on a GPU, and is for
+            losses (with ``losses`` they are counted in any case), statistics and `update_selection_bias`.
 
     Returns:
         `Routing`. Weights and sums are differentiable with respect to the logits; the selection is not.
@@ -127,7 +130,7 @@ def route(
     check_logits(router_logits, "router_logits")
     options = RouterOptions(
         k, score, n_group, topk_group, group_score, renormalize, scale, eps, score_after_topk, softcap, losses,
-        is_batch_invariant(), count_changed,
+        is_batch_invariant(), count_changed, counts,
     )  # fmt: skip
     plain = all([type(value) in SCALARS for value in options])  # a tensor may change, and a list cannot be hashed
     options = (check_once if plain else check_options)(router_logits.shape[-1], *options)
@@ -156,12 +159,12 @@ def route(
         results: RoutingResults = _Route.apply(logits, selection_bias, token_mask, experts, options)
     else:
         results = _forward(logits, selection_bias, token_mask, experts, options)
-    weights, chosen, counts, prob_sums, logsumexp, changed = results
+    weights, chosen, counted, prob_sums, logsumexp, changed = results
     if router_logits.dim() != 2:
         weights, chosen = weights.view(*tokens, k), chosen.view(*tokens, k)
     if logsumexp is None:
-        return Routing(weights, chosen, counts, changed=changed)
-    return Routing(weights, chosen, counts, prob_sums, logsumexp.view(tokens), changed)
+        return Routing(weights, chosen, counted, changed=changed)
+    return Routing(weights, chosen, counted, prob_sums, logsumexp.view(tokens), changed)
 
 
 def softmax_topk(
@@ -226,6 +229,7 @@ def check_options(experts: int, *options: Any) -> RouterOptions:
         sums=bool(o.sums),
         invariant=o.invariant,
         count_changed=bool(o.count_changed),
+        counts=bool(o.counts) or bool(o.sums),
     )
     check_choice(o.score, "score", SCORES)
     check_choice(o.group_score, "group_score", GROUP_SCORES)
@@ -270,7 +274,7 @@ class _Route(torch.autograd.Function):
 def _forward(
     logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, given: Tensor | None,
     options: RouterOptions,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     results: RoutingResults = backend_of(logits).route(logits, selection_bias, token_mask, given, options)
     return results
 

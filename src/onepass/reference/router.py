@@ -40,10 +40,12 @@ def route(
         prob_sums = p.sum(0)
     if token_mask is not None:
         weights = weights.masked_fill((token_mask == 0).unsqueeze(-1), 0.0)
-    one = torch.ones_like(experts, dtype=torch.int32)
-    if token_mask is not None:
-        one = one.masked_fill((token_mask == 0).unsqueeze(-1), 0)
-    counts = logits.new_zeros(logits.shape[-1], dtype=torch.int32).scatter_add_(0, experts.flatten(), one.flatten())
+    counts = None
+    if options.counts:
+        one = torch.ones_like(experts, dtype=torch.int32)
+        if token_mask is not None:
+            one = one.masked_fill((token_mask == 0).unsqueeze(-1), 0)
+        counts = logits.new_zeros(logits.shape[-1], dtype=torch.int32).scatter_add_(0, experts.flatten(), one.flatten())
     return weights, experts, counts, prob_sums, logsumexp, changed
 
 
@@ -127,7 +129,7 @@ def route_gradient(
 def joined(parts: list[RoutingResults], options: RouterOptions) -> RoutingResults:
     """The results of all tokens, from those of each."""
     weights, experts, counts, prob_sums, logsumexp, changed = zip(*parts)
-    total = torch.stack(counts).sum(0, dtype=torch.int32)
+    total = torch.stack(counts).sum(0, dtype=torch.int32) if options.counts else None
     of_sums = (torch.stack(prob_sums).sum(0), torch.cat(logsumexp)) if options.sums else (None, None)
     of_choices = torch.stack(changed).sum(dtype=torch.int32) if options.count_changed else None
     return torch.cat(weights), torch.cat(experts), total, *of_sums, of_choices
