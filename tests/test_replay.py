@@ -73,7 +73,7 @@ def test_half_precision(device, name, eps):
     if "selection_bias" in options:
         options["selection_bias"] = torch.linspace(-0.6, 0.4, 64).to(device)
     g = torch.Generator().manual_seed(0)
-    x = (torch.randn(tokens, 64, generator=g) * 4).to(device, torch.bfloat16)
+    x = (torch.randn(tokens, 64, generator=g) * 10).to(device, torch.bfloat16)
     mask = torch.arange(tokens, device=device) % 5 != 0
     natural = route(x, K, token_mask=mask, **options)
     given = natural.experts.int()

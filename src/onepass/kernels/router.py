@@ -308,8 +308,6 @@ def route(
     programs add to are `zeros`.
     """
     T, E = logits.shape
-    if T < 2:
-        logits = logits.view(-1).view(T, E)  # the stride of a single token may be any number
     is_plain, biased = router_topk.takes(logits, selection_bias, options), selection_bias is not None
     tokens = router_topk.tile_of(T, E, options, biased)[0] if is_plain else tokens_of_tile(T, E, options)
     alone = 0 < T <= tokens
