@@ -29,7 +29,7 @@ if wants logits; then
   bench logits --op kl_div --op kl_div_reverse --op jsd --shape 4096x151936 --name kl-div
 fi
 if wants routers; then
-  bench logits --op softmax_topk --op sigmoid_topk --name routers
+  bench logits --op softmax_topk --op softmax_topk_uncounted --op sigmoid_topk --name routers
 fi
 if wants experts; then
   bench experts --name experts

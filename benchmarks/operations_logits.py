@@ -23,7 +23,7 @@ from onepass.cli.workloads import topk_kl_div as topk_workload
 from onepass.core.options import Direction
 
 KEPT = 64  # ids of the support of a row
-ROUTER_SHAPES = ("65536x256", "8192x128", "64x256")  # tokens x experts
+ROUTER_SHAPES = ("65536x256", "65536x128", "16384x512", "8192x128", "8192x64", "64x256")  # tokens x experts
 
 
 @dataclass(frozen=True)

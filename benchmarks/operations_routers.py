@@ -1,4 +1,5 @@
-"""Routers, which the benchmark of logits measures too: logits of experts, of which every token chooses 8.
+"""Routers, which the benchmark of logits measures too: logits of experts, of which every token chooses 8 (a power of
+two, since QuACK takes no other number).
 
 The outputs that are compared are the weights of the chosen experts.
 """
@@ -65,6 +66,10 @@ def our_softmax_topk(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
     return (moe.softmax_topk(logits, K, token_mask=mask).weights,)
 
 
+def our_softmax_topk_uncounted(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+    return (moe.route(logits, K, counts=False, token_mask=mask).weights,)
+
+
 def our_sigmoid_topk(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
     bias = correction_bias(logits.shape[-1], logits.device)
     routing = moe.sigmoid_topk(
@@ -75,6 +80,7 @@ def our_sigmoid_topk(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
 
 ROUTERS: dict[str, tuple[Forward, Forward]] = {
     "softmax_topk": (uncounted(softmax_topk), our_softmax_topk),
+    "softmax_topk_uncounted": (uncounted(softmax_topk), our_softmax_topk_uncounted),
     "sigmoid_topk": (uncounted(sigmoid_topk), our_sigmoid_topk),
 }
 

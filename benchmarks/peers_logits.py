@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.implementations import AS_IT_IS, Forward, Implementation, Peer, attribute
+from benchmarks.operations_routers import K
 
 
 def trl_pair(name: str, package: str) -> Implementation:
@@ -145,9 +146,10 @@ def fla_kl_div(name: str, package: str) -> Implementation:
 def quack_softmax_topk(name: str, package: str) -> Implementation:
     """The softmax of the k largest logits, in their dtype: the same as softmax, top-k and renormalization."""
     call = attribute("quack.topk", "topk")
-    return Implementation(name, package, lambda x, m: (call(x, 8, softmax=True)[0],), masks=False)
+    return Implementation(name, package, lambda x, m: (call(x, K, softmax=True)[0],), masks=False)
 
 
+QUACK_ROUTER: Peer = "QuACK (bf16 weights, no counts)", "quack-kernels", quack_softmax_topk
 PEERS: dict[str, list[Peer]] = {
     "log_probs_and_entropy": [
         ("TRL", "trl", trl_pair),
@@ -170,5 +172,6 @@ PEERS: dict[str, list[Peer]] = {
     ],
     "kl_div_reverse": [("Liger (JSD, beta 1)", "liger-kernel", liger_kl("LigerJSD", beta=1.0))],
     "jsd": [("Liger (JSD)", "liger-kernel", liger_kl("LigerJSD", beta=0.5))],
-    "softmax_topk": [("QuACK (bf16 weights, no counts)", "quack-kernels", quack_softmax_topk)],
+    "softmax_topk": [QUACK_ROUTER],
+    "softmax_topk_uncounted": [QUACK_ROUTER],
 }
