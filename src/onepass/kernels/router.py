@@ -275,7 +275,7 @@ def tokens_of_tile(T: int, E: int, options: RouterOptions) -> int:
     groups, size, chunks = groups_of(E, options.n_group)
     width = groups * power_of_two(size)
     tile = ONE_TILE if T * width <= ONE_TILE else THREADS * VALUES * chunks
-    return min(power_of_two(T), max(1, tile // width))
+    return min(power_of_two(max(T, 2)), max(1, tile // width))  # Triton 3.6 fails to compile some tiles of one
 
 
 Shape = tuple[int, int, int]  # tokens, experts, stride of the logits
