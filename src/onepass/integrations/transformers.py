@@ -122,7 +122,7 @@ TARGETS = [
     *([Target(*TUNER, tuner_forward, ("self, args, kwargs",), since="0.17")] if find_spec("peft") else []),
     Target(*INTERFACE, experts_forward, ("key, value",), since=SINCE, method="register", registered=True),
     *([Target(*PEFT, activate_lora, ("self, active_adapters",), since="0.21")] if find_spec("peft") else []),
-    *([Target(*PEFT_PLAN, tp_plan_and_mesh, ("model, current_key",), since="0.21")] if find_spec("peft") else []),
+    *([Target(*PEFT_PLAN, tp_plan_and_mesh, ("model, current_key",), since="0.21.1")] if find_spec("peft") else []),
 ]  # fmt: skip
 
 
