@@ -324,7 +324,8 @@ def of_cross_entropy(spec: Spec) -> Problem:
         if spec["head"]:
             given = head_arguments(t) | {"target": t["target"]}
             given |= {"class_weights": t["weight of classes"]} if spec["weights"] else {}
-            return flattened(onepass.linear_cross_entropy(**given, **options))
+            of_head = {name: value for name, value in options.items() if name != "gradient_in_forward"}
+            return flattened(onepass.linear_cross_entropy(**given, **of_head))
         weight = t.get("weight of classes")
         return flattened(onepass.cross_entropy(t["logits"], t["target"], class_weights=weight, **options))
 

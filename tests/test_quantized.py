@@ -1,5 +1,6 @@
 """Quantized experts: decoding against bitsandbytes and transformers, results and gradients against decoded weights."""
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,8 @@ def randn(*shape, seed=0):
 
 @pytest.fixture(scope="module")
 def bitsandbytes():
+    if not find_spec("bitsandbytes"):
+        pytest.skip("bitsandbytes is not installed")
     with pytest.MonkeyPatch.context() as patch:
         # Its import asks a server for a kernel, and its fallbacks are compiled.
         patch.setattr("kernels.get_kernel", lambda *_, **__: 1 / 0, raising=False)

@@ -79,7 +79,9 @@ def test_half_precision(device, name, eps):
     given = natural.experts.int()
     given[3:5, 1] = -1
     again = route(x, K, experts=given, token_mask=mask, count_changed=True, **options)
-    assert all(torch.equal(a, b) for a, b in zip(natural[:3], again)) and again.changed == 0
+    assert all(torch.equal(a, b) for a, b in zip(natural[1:3], again[1:3])) and again.changed == 0
+    # On a GPU, K weights are summed in another order.
+    torch.testing.assert_close(again.weights, natural.weights, rtol=0 if device.type == "cpu" else 1e-6, atol=0)
     ids = torch.rand(tokens, 64, generator=g).argsort(-1)[:, :K]
     got = route(x, K, experts=ids.to(device), count_changed=True, **options)
     kinds = {n: v for n, v in OPTIONS[name].items() if n not in ("selection_bias", "eps")}

@@ -182,7 +182,7 @@ def softmax_gradient_kernel(
     class_weight: tl.float32, sharpness: tl.float32, places: tl.int32,
     SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, ALIGN: tl.constexpr,
     SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
-    SOME_K: tl.constexpr, AGAIN: tl.constexpr,
+    SOME_K: tl.constexpr, AGAIN: tl.constexpr, SEVERAL: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the logits, by the formula in the module docstring.
 
@@ -190,8 +190,8 @@ def softmax_gradient_kernel(
     ``temperature`` ``(rows,)``, each or None; ``packed`` ``(len(PACKED), rows)``, the statistics; the upstream
     gradients ``(rows,)``, of the selected classes ``(rows, K)``, each or None; ``share`` ``(2,)`` or None, of which the
     first multiplies the gradients of the selected classes. With AGAIN, ``out`` was written for the second as that
-    product, the same in all rows: nothing is written if it is the product. Programs then take
-    several of the ``places``, since to start one for each takes longer than to find that nothing is to be done.
+    product, the same in all rows: nothing is written if it is the product. If SEVERAL,
+    programs take several of the ``places``, since to start one for each takes longer than to find nothing to be done.
     Output: ``out`` ``(rows, V)``, which may be ``logits``.
     Bytes moved: see the module docstring.
     """
@@ -201,6 +201,7 @@ def softmax_gradient_kernel(
     if AGAIN:
         if tl.load(share + 1) == tl.load(grad_selected) * part:
             return
+    if SEVERAL:
         for place in range(tl.program_id(0), places, tl.num_programs(0)):
             write_piece(
                 place, part, logits, class_weights, out, index, row_mask, temperature, packed, grad_log_normalizer,
@@ -225,14 +226,16 @@ def plan_for(
     g = Geometry(x, out)
     rule = dict(LANES=layout.lanes_for(g.V, g.VEC), TILES=TILES)
     LANES, tiles = choose(softmax_gradient_kernel, g.key(options.fields), rule).values()
+    several = again and (layout.compute_capability() > 0 or layout.one_at_a_time())  # AMD's compiler spills registers
     constexprs = dict(
         SOFTCAP=options.transform.softcap is not None,
         LOG_PROBS=options.wants("log_probs"), ENTROPY=options.wants("entropy"), **g.constexprs,
         LANES=LANES, TILES=tiles, BLOCK_K=power_of_two(K), SOME_K=min(power_of_two(K), 16), AGAIN=again,
+        SEVERAL=several,
     )  # fmt: skip
     places = g.rows * g.pieces(LANES * tiles)
     return Plan(
-        softmax_gradient_kernel, min(places, PROGRAMS_AGAIN) if again else places,
+        softmax_gradient_kernel, min(places, PROGRAMS_AGAIN) if several else places,
         (rows, g.V, K, *g.strides, *gradient_strides, *options.transform.factors(), options.class_weight,
          options.sharpness, places),
         constexprs, layout.warps(LANES),
