@@ -198,7 +198,7 @@ def softmax_gradient_kernel(
     part = 1.0
     if share is not None:
         part = tl.load(share)
-    if AGAIN:
+    if AGAIN:  # noqa: SIM102 (the inner condition is no constant)
         if tl.load(share + 1) == tl.load(grad_selected) * part:
             return
     if SEVERAL:

@@ -142,8 +142,7 @@ def softmax_loss_kernel(
             weight = tl.load(class_weights + column, mask=mine, other=0.0).to(tl.float32)
         of_selected, slope = gradient(x_selected, weight, shift, log_normalizer, 0.0, a, 0.0, d, 0.0, inner, outer, 0.0,
                                       SOFTCAP, False, WEIGHTED, False)  # fmt: skip
-        # `softmax_gradient` adds what autograd passes in a loop. A sum over a vector is not fused with the product before
-        # it either, so that both kernels round alike.
+        # `softmax_gradient` adds w in a loop, after it has rounded the product. So does a sum over a vector.
         both = tl.sum(tl.where(tl.arange(0, 2) == 0, of_selected, w), axis=0)
         tl.debug_barrier()
         tl.store(g + column, (both * slope).to(g.dtype.element_ty), mask=mine)
