@@ -257,7 +257,7 @@ def topk_routing_kernel(
         bad = bad | (top == float("inf"))
     w = ()
     for i in tl.static_range(K):
-        w = w + (tl.where(bad, (0x7FFF << 16) | (LOW - i), v[i]),)
+        w = w + (tl.where(bad, (LOW - i) | (0x7FFF << 16), v[i]),)
     v = w
     for _ in tl.static_range(K, BLOCK_K):
         v = v + (v[0],)
