@@ -127,18 +127,18 @@ CASES = {
         trained=("hidden", "weights", "gate_up", "gate_up_bias", "down_bias"),
     ),
 }
-# Of routers: tokens, experts, whether there is a bias, and options.
+# Of routers: tokens, experts and options.
 SELECTIONS = {
     CASES["log_probs_and_entropy"]: (
-        (16384, 512, False, RouterOptions(10, counts=False)),
-        (8192, 60, False, RouterOptions(4, renormalize=False)),
-        (8192, 255, False, RouterOptions(8)),  # an odd number: by the general kernel
-        (64, 256, False, RouterOptions(8, count_changed=True)),
-        (4096, 128, True, RouterOptions(1, "sigmoid", 4, 2, "max")),
+        (16384, 512, RouterOptions(10, counts=False)),
+        (8192, 60, RouterOptions(4, renormalize=False)),
+        (8192, 255, RouterOptions(8)),  # an odd number: by the general kernel
+        (64, 256, RouterOptions(8, count_changed=True)),
+        (4096, 128, RouterOptions(1, "sigmoid")),
     ),
     CASES[LARGEST]: (
-        (65536, 256, False, RouterOptions(8, eps=1e-6, softcap=30.0)),
-        (65536, 256, True, RouterOptions(8, "sqrtsoftplus", 8, 4, eps=0.0)),
+        (65536, 256, RouterOptions(8, eps=1e-6, softcap=30.0)),
+        (65536, 256, RouterOptions(8, "sqrtsoftplus", eps=0.0)),
     ),
 }
 MODULES = "token_sort", "decode", "grouped_gemm", "grouped_weight_gradient", "expert_rows"
@@ -260,10 +260,9 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     weights, experts, _, prob_sums, logsumexp, _ = kernels.route(routed, bias, token_mask, None, case.router)
     grads = RoutingGradients(weights, prob_sums, logsumexp)
     kernels.route_gradient(routed, experts, token_mask, None, grads, case.router)
-    for tokens, count, biased, router in SELECTIONS.get(case, ()) if dtype == torch.bfloat16 else ():
+    for tokens, count, router in SELECTIONS.get(case, ()) if dtype == torch.bfloat16 else ():
         given = torch.empty((tokens, router.k), dtype=torch.int16, device="meta") if router.count_changed else None
-        of_case = empty(tokens, count, dtype=dtype), empty(count) if biased else None
-        kernels.route(*of_case, None, given, router)
+        kernels.route(empty(tokens, count, dtype=dtype), None, None, given, router)
     if dtype == torch.bfloat16:  # a replayed choice
         kernels.route(routed, bias, token_mask, experts.short(), case.router._replace(count_changed=True))
         kernels.route_gradient(routed, experts, token_mask, experts.short(), grads, case.router)

@@ -308,20 +308,20 @@ def route(
     programs add to are `zeros`.
     """
     T, E = logits.shape
-    is_plain, biased = router_topk.takes(logits, selection_bias, options), selection_bias is not None
-    tokens = router_topk.tile_of(T, E, options, biased)[0] if is_plain else tokens_of_tile(T, E, options)
+    is_plain = router_topk.takes(logits, selection_bias, options)
+    tokens = router_topk.tile_of(T, E, options)[0] if is_plain else tokens_of_tile(T, E, options)
     alone = 0 < T <= tokens
     counts = zeros(E, logits.device) if options.counts and not alone else None
     weights, experts, counts, prob_sums, logsumexp, changed = results = empty_routing(logits, options, counts)
     if changed is not None and (not alone or given is None):
         changed.zero_()
-    tensors = selection_bias, token_mask, given, weights, experts, counts
+    tensors = token_mask, given, weights, experts, counts
     about = (T, E, logits.stride(0)), options
     if T and is_plain:
-        launch(router_topk.plan_for, (*about, biased, given is not None), (logits, *tensors, changed))
+        launch(router_topk.plan_for, (*about, given is not None), (logits, *tensors, changed))
     elif T:
         parts = prob_sums if prob_sums is None or alone else prob_sums.new_empty((-(-T // tokens), E))
-        launch(plan_for, about, (logits, *tensors, parts, logsumexp, changed))
+        launch(plan_for, about, (logits, selection_bias, *tensors, parts, logsumexp, changed))
         if parts is not None and not alone:
             torch.sum(parts, 0, out=prob_sums)
     elif prob_sums is not None:
