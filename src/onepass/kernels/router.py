@@ -24,6 +24,7 @@ from onepass.kernels.online_softmax import LOG2E, LOWEST, transform
 from onepass.kernels.router_scores import (
     SIGMOID,
     SOFTMAX,
+    add_counts,
     has_no_score,
     is_relative,
     raw_scores,
@@ -135,7 +136,6 @@ def routing_kernel(
     column = tl.arange(0, W)[None, :]
     j = tl.arange(0, BLOCK_J)[None, None, :]
     k = tl.arange(0, BLOCK_K)[None, :]
-    bins = tl.arange(0, BINS)
     e, there, group = (), (), ()
     for c in tl.static_range(CHUNKS):
         first_group = c * GROUPS_OF_CHUNK
@@ -250,12 +250,7 @@ def routing_kernel(
     tl.store(weights + t[:, None] * K + k, w, mask=valid)
     tl.store(experts + t[:, None] * K + k, selected.to(tl.int64), mask=valid)
     if counts is not None:
-        count = tl.histogram(tl.reshape(selected, [BLOCK_T * BLOCK_K]), BINS,
-                             mask=tl.reshape(counted, [BLOCK_T * BLOCK_K]))  # fmt: skip
-        if ALONE:
-            tl.store(counts + bins, count, mask=bins < E)
-        else:
-            tl.atomic_add(counts + bins, count, mask=(bins < E) & (count > 0), sem="relaxed")
+        add_counts(counts, selected, counted, E, BINS, ALONE)
 
 
 def groups_of(E: int, n_group: int) -> tuple[int, int, int]:

@@ -101,6 +101,20 @@ def replayed(given, natural, t, k, active, T, E: tl.constexpr, K: tl.constexpr):
     return experts, invalid, tl.where(free, 0, tl.sum(differ, axis=1))
 
 
+@triton.jit
+def add_counts(counts, selected, counted, E: tl.constexpr, BINS: tl.constexpr, ALONE: tl.constexpr):
+    """Add the number of times that each expert is among the ``selected`` that are ``counted``; store it if ALONE."""
+    SIZE: tl.constexpr = selected.shape[0] * selected.shape[1]
+    bins = tl.arange(0, BINS)
+    # Without a mask, whose elements Triton may reorder otherwise than the values.
+    count = tl.histogram(tl.reshape(tl.where(counted, selected, 0), [SIZE]), BINS)
+    count -= tl.where(bins == 0, SIZE - tl.sum(counted.to(tl.int32)), 0)
+    if ALONE:
+        tl.store(counts + bins, count, mask=bins < E)
+    else:
+        tl.atomic_add(counts + bins, count, mask=(bins < E) & (count > 0), sem="relaxed")
+
+
 def warps_of(elements: int, of_thread: int) -> int:
     """Warps per program, where a thread has about ``of_thread`` of the ``elements``."""
     return layout.warps(min(MOST_THREADS, max(1, elements // of_thread)))

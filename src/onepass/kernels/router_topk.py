@@ -23,7 +23,15 @@ from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows
 from onepass.kernels.layout import MANY, power_of_two
 from onepass.kernels.online_softmax import LOG2E, LOWEST, transform
-from onepass.kernels.router_scores import SOFTMAX, SQRTSOFTPLUS, is_relative, raw_scores, relative, replayed
+from onepass.kernels.router_scores import (
+    SOFTMAX,
+    SQRTSOFTPLUS,
+    add_counts,
+    is_relative,
+    raw_scores,
+    relative,
+    replayed,
+)
 
 LOW = tl.constexpr(8191)  # the bits of an inverted id
 LEAST = tl.constexpr(-(2**31))  # the key of no expert
@@ -302,13 +310,7 @@ def topk_routing_kernel(
     tl.store(weights + t[:, None] * K + k, w, mask=valid)
     tl.store(experts + t[:, None] * K + k, selected.to(tl.int64), mask=valid)
     if counts is not None:
-        bins = tl.arange(0, BINS)
-        count = tl.histogram(tl.reshape(selected, [BLOCK_T * BLOCK_K]), BINS,
-                             mask=tl.reshape(counted, [BLOCK_T * BLOCK_K]))  # fmt: skip
-        if ALONE:
-            tl.store(counts + bins, count, mask=bins < E)
-        else:
-            tl.atomic_add(counts + bins, count, mask=(bins < E) & (count > 0), sem="relaxed")
+        add_counts(counts, selected, counted, E, BINS, ALONE)
 
 
 Shape = tuple[int, int, int]  # tokens, experts, stride of the logits
