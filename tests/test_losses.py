@@ -311,7 +311,7 @@ REDUCED = ({"reduction": "mean"}, {"reduction": "sum"}, {"num_items": 3}, {"num_
 
 
 @pytest.mark.parametrize("options", REDUCED, ids=str)
-@pytest.mark.parametrize("logits", [{}, {"temperature": 0.7}, {"temperature": "rows"}, {"logit_scale": -2.0}], ids=str)
+@pytest.mark.parametrize("logits", [{"temperature": 0.7, "logit_scale": -2.0}, {"temperature": "rows"}], ids=str)
 def test_statistics_and_gradient_take_one_read(device, early, monkeypatch, options, logits):
     """The gradient is bitwise that of the backward, for a right guess of its upstream gradient and for wrong ones."""
     x = torch.randn(4, 6, 72, device=device).requires_grad_()

@@ -66,7 +66,7 @@ def test_the_natural_choice_replayed_is_the_same(device, name):
 
 
 @every_family
-@pytest.mark.parametrize("eps", [1e-13, 0.0, 1e-5], ids=str)
+@pytest.mark.parametrize("eps", [0.0, 1e-5], ids=str)
 def test_half_precision(device, name, eps):
     """Without losses, in the kernel that sorts keys: natural choices are the same, and small scores are not lost."""
     options, tokens = OPTIONS[name] | dict(eps=eps), 40

@@ -102,13 +102,18 @@ def replayed(given, natural, t, k, active, T, E: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def add_counts(counts, selected, counted, E: tl.constexpr, BINS: tl.constexpr, ALONE: tl.constexpr):
-    """Add the number of times that each expert is among the ``selected`` that are ``counted``; store it if ALONE."""
+def add_counts(
+    counts, selected, counted, tokens, E: tl.constexpr, K: tl.constexpr, BINS: tl.constexpr, ALONE: tl.constexpr
+):
+    """Add how often each expert is among the ``selected`` that are ``counted``, K of each of ``tokens``.
+
+    They are stored instead if the program is ALONE.
+    """
     SIZE: tl.constexpr = selected.shape[0] * selected.shape[1]
     bins = tl.arange(0, BINS)
     # Without a mask, whose elements Triton may reorder otherwise than the values.
     count = tl.histogram(tl.reshape(tl.where(counted, selected, 0), [SIZE]), BINS)
-    count -= tl.where(bins == 0, SIZE - tl.sum(counted.to(tl.int32)), 0)
+    count -= tl.where(bins == 0, SIZE - K * tokens, 0)
     if ALONE:
         tl.store(counts + bins, count, mask=bins < E)
     else:

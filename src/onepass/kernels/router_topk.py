@@ -310,7 +310,7 @@ def topk_routing_kernel(
     tl.store(weights + t[:, None] * K + k, w, mask=valid)
     tl.store(experts + t[:, None] * K + k, selected.to(tl.int64), mask=valid)
     if counts is not None:
-        add_counts(counts, selected, counted, E, BINS, ALONE)
+        add_counts(counts, selected, counted, tl.sum(active.to(tl.int32)), E, K, BINS, ALONE)
 
 
 Shape = tuple[int, int, int]  # tokens, experts, stride of the logits
