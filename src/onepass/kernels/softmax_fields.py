@@ -72,12 +72,19 @@ def write_fields(packed, selected, is_top1, row, rows, k, K, shift, log_normaliz
 
 
 @triton.jit
+def rounded(product):
+    """The product as a float32: the 0 takes the place of another term that the compiler would add before it rounds."""
+    return product + 0.0
+
+
+@triton.jit
 def gradient(x, weight, shift, log_normalizer, tempered, a, b, d, h, inner, outer, sharpness,
              SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
              TEMPERED: tl.constexpr):  # fmt: skip
     """The gradient with respect to ``z`` without the term of the selected classes, and ``dz/dx``."""
     z, slope = transform_and_slope(x, inner, outer, SOFTCAP)
-    relative = z - shift
+    # One fused operation by name: the compiler's own choice would differ from kernel to kernel, and with it the bits.
+    relative = z - shift if SOFTCAP else tl.fma(x.to(tl.float32), inner, -shift)
     p = tl.exp2((relative - log_normalizer) * LOG2E)
     g = p * a
     if EXPECTED:

@@ -33,6 +33,7 @@ from onepass.kernels.softmax_fields import (
     SHIFT,
     TEMPERED_LOG_NORMALIZER,
     gradient,
+    rounded,
 )
 from onepass.kernels.support import support_gradient
 
@@ -130,11 +131,12 @@ def write_piece(
                 weight = tl.load(class_weights + selected, mask=mine).to(tl.float32)
             g, slope = gradient(tl.load(logits + start + selected, mask=mine), weight, shift, log_normalizer, tempered,
                                 a, b, d, h, inner, outer, sharpness, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED)  # fmt: skip
+            g = rounded(g)
             # A row may select a class more than once.
             for j0 in range(0, K, SOME_K):
                 j = j0 + tl.arange(0, SOME_K)
                 others = tl.load(index + row * K + j, mask=j < K, other=-1)
-                theirs = tl.load(grad_selected + row * s_stride + j, mask=j < K, other=0.0) * part
+                theirs = rounded(tl.load(grad_selected + row * s_stride + j, mask=j < K, other=0.0) * part)
                 g += tl.sum(tl.where(selected[:, None] == others[None, :], theirs[None, :], 0.0), axis=1)
             selected_gradient = g * slope
         begin = low

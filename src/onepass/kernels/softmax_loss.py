@@ -16,7 +16,7 @@ from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Layout, layout_of, power_of_two
 from onepass.kernels.online_softmax import LOWEST, factors_of_row, merge, transform
 from onepass.kernels.row_programs import collect, publish, take_turn, write_zeros
-from onepass.kernels.softmax_fields import LOG_NORMALIZER, SHIFT, WEIGHTED_LOGIT, gradient
+from onepass.kernels.softmax_fields import LOG_NORMALIZER, SHIFT, WEIGHTED_LOGIT, gradient, rounded
 from onepass.kernels.softmax_gradient import write_tile
 from onepass.kernels.softmax_statistics import read_tile
 
@@ -142,10 +142,8 @@ def softmax_loss_kernel(
             weight = tl.load(class_weights + column, mask=mine, other=0.0).to(tl.float32)
         of_selected, slope = gradient(x_selected, weight, shift, log_normalizer, 0.0, a, 0.0, d, 0.0, inner, outer, 0.0,
                                       SOFTCAP, False, WEIGHTED, False)  # fmt: skip
-        # `softmax_gradient` adds w in a loop, after it has rounded the product. So does a sum over a vector.
-        both = tl.sum(tl.where(tl.arange(0, 2) == 0, of_selected, w), axis=0)
         tl.debug_barrier()
-        tl.store(g + column, (both * slope).to(g.dtype.element_ty), mask=mine)
+        tl.store(g + column, ((rounded(of_selected) + w) * slope).to(g.dtype.element_ty), mask=mine)
     else:
         write_zeros(g, low, high, 0, LANES, VEC)
 
