@@ -92,6 +92,32 @@ def liger_cross_entropy(name: str, package: str) -> Implementation:
     return Implementation(name, package, lambda h, w, t, m: (loss(w, h, t),))
 
 
+def liger_sm90(name: str, package: str) -> Implementation:
+    """Liger's kernels for Hopper, which need CuTe DSL and a vocabulary that is a multiple of 256."""
+    module = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
+    loss = attribute(module, "liger_fused_linear_cross_entropy_sm90")
+    return Implementation(name, package, lambda h, w, t, m: (loss(h, w, t),))
+
+
+def quack_scaled_exp(name: str, package: str) -> Implementation:
+    loss = attribute("quack.linear_cross_entropy", "scaled_exp_linear_cross_entropy")
+    return Implementation(name, package, lambda h, w, t, m: (loss(h, w, t),))
+
+
+def quack_chunked(name: str, package: str) -> Implementation:
+    """QuACK's other pipeline; its autotuner would measure for minutes."""
+    loss = attribute("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
+    forward: Forward = lambda h, w, t, m: (loss(h, w, t, tuned=False, use_scaled_exp=False),)  # noqa: E731
+    return Implementation(name, package, forward)
+
+
+def torch_linear_cross_entropy(name: str, package: str) -> Implementation:
+    """That of torch 2.13."""
+    loss = attribute("torch.nn.functional", "linear_cross_entropy")
+    options = attribute("torch.nn.modules.linear_cross_entropy_options", "LinearCrossEntropyOptions")()
+    return Implementation(name, package, lambda h, w, t, m: (loss(h, w, t, options=options),))
+
+
 def liger_kl_div(name: str, package: str) -> Implementation:
     loss = attribute("liger_kernel.transformers", "LigerFusedLinearJSD")(jsd_beta=0.0)
     forward: Forward = lambda h, w, teacher, t, u, m: (loss(h, w, teacher, u, t),)  # noqa: E731
@@ -136,6 +162,10 @@ def wide(operation: str) -> list[Peer]:
 CROSS_ENTROPY: list[Peer] = [
     ("TRL", "trl", trl_cross_entropy),
     ("Liger", "liger-kernel", liger_cross_entropy),
+    ("Liger (SM90)", "liger-kernel", liger_sm90),
+    ("QuACK (scaled exp)", "quack-kernels", quack_scaled_exp),
+    ("QuACK (chunked)", "quack-kernels", quack_chunked),
+    ("torch linear_cross_entropy", "torch", torch_linear_cross_entropy),
     ("cut-cross-entropy", "cut_cross_entropy", cut_cross_entropy),
 ]
 HEAD_PEERS: dict[str, list[Peer]] = {

@@ -24,7 +24,7 @@ from linear_cases import (
 )
 from onepass.logits import tiled_loss as head_loss
 from onepass.logits import tiled_statistics as head_statistics
-from onepass.logits import valid_rows
+from onepass.logits import tiles, valid_rows
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
 
@@ -57,6 +57,23 @@ def test_masks_that_only_the_kernels_see_to(device, tile, monkeypatch, loss):
     assert_all_close([got.detach()], [expected.detach()], "loss")
     parts = hidden, weight, bias
     assert_all_close(gradients(got.sum(), parts), gradients(expected.sum(), parts))
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "cross_entropy, none", "kl_div"])
+def test_few_rows_are_not_counted(device, monkeypatch, loss):
+    """What masked rows hold, NaN too, reaches no gradient."""
+    hidden, weight, bias, target = batch(device)
+    parts = hidden, weight, bias
+    expected = LOSSES[loss](onepass.LinearLogits(*parts), target)
+    expected = expected.detach(), gradients(expected.sum(), parts)
+    if device.type != "cuda":
+        monkeypatch.setattr(head_loss, "is_few", lambda *arguments: not arguments[1].row_inputs)
+    monkeypatch.setattr(tiles, "valid_rows", lambda row_mask: pytest.fail("counts") if row_mask is not None else None)
+    with torch.no_grad():
+        hidden[target == -100] = torch.nan
+    got = LOSSES[loss](onepass.LinearLogits(*parts), target)
+    assert_all_close([got.detach()], [expected[0]], "loss")
+    assert_all_close(gradients(got.sum(), parts), expected[1])
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["one index", "three indices"])

@@ -100,8 +100,8 @@ class LinearLogits(TensorLike):
         max_memory: bytes of workspace, beyond inputs, results and gradients. The default follows from shapes alone, so
             that results do not depend on what else is in memory. On a GPU it is 0.6 GiB. It is 2.5 GiB if this holds
             all logits and either no gradient will be computed or the loss is per row, with a gradient of the weight.
-            Such a loss with more logits takes 1.2 GiB and this gradient in float32. ``logits_dtype=torch.float32`` adds
-            up to 0.6 GiB to the workspace.
+            Such a loss with more logits takes this gradient in float32 and twice as much, from 1.2 to 2 GiB.
+            ``logits_dtype=torch.float32`` adds up to 0.6 GiB to the workspace.
         vocab_group: a process group, or a `DeviceMesh` with one dimension, whose processes hold the rows of weight and
             bias: contiguous ranges in the order of their ranks, not necessarily of the same size. ``weight`` and
             ``bias`` are then those of this process (of a DTensor, its local part). All processes pass the same hidden
@@ -398,10 +398,10 @@ class LinearLogits(TensorLike):
         index, row_mask = inputs[:2]
         rows = self.shape[:-1]
         flat = [i.reshape(rows.numel(), *i.shape[len(rows) :]) for i in row_inputs]
-        field = options.fields
-        loss_fn = loss_fn or (lambda fields: fields[field])
         if self.observer is not None and index is not None and index.dim() == 1:
-            loss_fn, linear = observed(loss_fn, self.observer, options.names()), False
+            field = options.fields
+            loss_fn, linear = loss_fn or (lambda fields: fields[field]), False
+            loss_fn = observed(loss_fn, self.observer, options.names())
             options = options._replace(fields=" ".join(dict.fromkeys((*options.names(), "entropy", "is_top1"))))
             self.observer.begin(rows.numel() if row_mask is None else row_mask.bool().sum())
         row_loss = StatisticsLoss(

@@ -78,6 +78,7 @@ class StatisticsLoss:
     """``loss_fn(fields, *row_inputs)`` of the fields of a tile's rows, differentiated by autograd.
 
     Args:
+        loss_fn: see `LogitsSource.loss`; None if the loss is the only field.
         inputs: of all rows, without a mask.
         linear: whether the loss is linear in the fields. Its gradient is then known before the tile is read, and
             the tile is read once.
@@ -90,7 +91,7 @@ class StatisticsLoss:
 
     def __init__(
         self,
-        loss_fn: Callable[..., Tensor],
+        loss_fn: Callable[..., Tensor] | None,
         options: Options,
         dtype: torch.dtype,
         inputs: Inputs,
@@ -166,6 +167,10 @@ class StatisticsLoss:
         scale: Any,
     ) -> tuple[Tensor, FieldGradients, Sequence[Tensor | None]]:
         """The losses and, with ``scale``, the gradients of ``Σ scale·loss`` with respect to fields and row inputs."""
+        if self.loss_fn is None:  # autograd takes longer than the first GEMM of few rows
+            field = fields[self.options.fields]
+            grad = None if scale is None else scale.view(-1, *[1] * (field.dim() - 1)).expand_as(field)
+            return self.losses(fields, inputs, rows), FieldGradients.of(self.options.fields, [grad]), ()
         leaves = [n for n in fields if n not in NOT_DIFFERENTIABLE]
         fields |= {name: fields[name].detach().requires_grad_() for name in leaves}
         for part, whole in zip(inputs, self.row_inputs):
@@ -188,8 +193,10 @@ class StatisticsLoss:
 
     def losses(self, fields: dict[str, Tensor], inputs: Sequence[Tensor], rows: Rows) -> Tensor:
         """Call the loss function and check its result."""
-        of_groups = {} if rows.groups is None else {"groups": rows.groups}
-        loss: Any = self.loss_fn(fields, *inputs, **of_groups)
+        if self.loss_fn is None:
+            loss: Any = fields[self.options.fields]
+        else:
+            loss = self.loss_fn(fields, *inputs, **({} if rows.groups is None else {"groups": rows.groups}))
         count = rows.of_losses.n
         if not isinstance(loss, Tensor) or loss.shape[:1] != (count,) or not loss.is_floating_point():
             raise ValueError(f"loss_fn: expected a loss of every row, floating-point of shape ({count},), "

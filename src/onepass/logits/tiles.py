@@ -28,9 +28,11 @@ from onepass.softmax.shards import empty_states, merged_states, results_of, stat
 
 GIB = 1 << 30
 # The default workspace. If there are several tiles of rows, each costs a pass over the float32 sum of the weight's
-# gradient, which is part of the workspace; a single tile needs no such sum. In a forward without backward, no
-# activations or gradients need the memory, so that it may take a single tile, too. Otherwise small tiles cost little.
-ONE_TILE, TRAINED, UNTRAINED, SHARDED = int(2.5 * GIB), int(1.1 * GIB), int(0.595 * GIB), int(1.18 * GIB)
+# gradient, which is part of the workspace: tiles are twice as large as the sum, within limits. A single tile needs no
+# such sum. In a forward without backward, no activations or gradients need the memory, so that it may take a single
+# tile, too. Otherwise small tiles cost little.
+ONE_TILE, UNTRAINED, SHARDED = int(2.5 * GIB), int(0.595 * GIB), int(1.18 * GIB)
+LEAST_TRAINED, MOST_TRAINED = int(1.1 * GIB), int(1.9 * GIB)
 WIDE = int(0.59 * GIB)  # workspace for a tile of logits that are wider than the GEMMs' dtype, beyond their gradient
 SLICES = int(0.3 * GIB)  # workspace for slices of the vocabulary, beyond the sum of the hidden states' gradient
 ON_CPU = 1 << 25
@@ -432,7 +434,8 @@ def default_memory(head: Head, fixed: int, per_row: int, one_tile: int, use: Use
     wide = WIDE if not use.gradient and head.logits_dtype != head.dtype else 0
     if head.settings.shard.sizes:  # each tile waits for the other processes twice: fewer are worth the memory
         return fixed + max(SHARDED, per_row)
-    return fixed + max(TRAINED if use.weight_gradient else UNTRAINED + wide, per_row)
+    trained = min(max(LEAST_TRAINED, 8 * head.weight.numel()), MOST_TRAINED)
+    return fixed + max(trained if use.weight_gradient else UNTRAINED + wide, per_row)
 
 
 def needs_sum(head: Head, tiles: int) -> bool:
