@@ -69,6 +69,12 @@ def device(request, monkeypatch):
     return torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _tiles_of_few_rows(monkeypatch):
+    """Tests have few rows, whose logits a GPU would compute at once."""
+    monkeypatch.setattr("onepass.logits.linear.SMALL_ON", ())
+
+
 @pytest.fixture
 def raises_index_error(device):
     """Whether an index outside the vocabulary is an error on this path (else the row is NaN)."""

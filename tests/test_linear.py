@@ -22,9 +22,10 @@ from linear_cases import (
     teacher_tokens,
     tiles_of,
 )
+from onepass.logits import linear as head_logits
 from onepass.logits import tiled_loss as head_loss
 from onepass.logits import tiled_statistics as head_statistics
-from onepass.logits import tiles, valid_rows
+from onepass.logits import valid_rows
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
 
@@ -59,21 +60,40 @@ def test_masks_that_only_the_kernels_see_to(device, tile, monkeypatch, loss):
     assert_all_close(gradients(got.sum(), parts), gradients(expected.sum(), parts))
 
 
-@pytest.mark.parametrize("loss", ["cross_entropy", "cross_entropy, none", "kl_div"])
-def test_few_rows_are_not_counted(device, monkeypatch, loss):
-    """What masked rows hold, NaN too, reaches no gradient."""
+SMALL = [name for name in LOSSES if name != "jsd" and ("kl_div" not in name or "topk" in name)]
+
+
+@pytest.mark.parametrize("loss", SMALL)
+def test_logits_of_few_rows_are_computed_at_once(device, monkeypatch, loss):
+    """What masked rows hold, NaN too, reaches no gradient; nobody counts them."""
     hidden, weight, bias, target = batch(device)
     parts = hidden, weight, bias
     expected = LOSSES[loss](onepass.LinearLogits(*parts), target)
     expected = expected.detach(), gradients(expected.sum(), parts)
-    if device.type != "cuda":
-        monkeypatch.setattr(head_loss, "is_few", lambda *arguments: not arguments[1].row_inputs)
-    monkeypatch.setattr(tiles, "valid_rows", lambda row_mask: pytest.fail("counts") if row_mask is not None else None)
-    with torch.no_grad():
-        hidden[target == -100] = torch.nan
+    monkeypatch.setattr(head_logits, "SMALL_ON", (device.type,))
+    for module in (head_loss, head_statistics):
+        monkeypatch.setattr(module, "plan", lambda *arguments: pytest.fail("tiles"))
+    if "cross_entropy" in loss:
+        with torch.no_grad():
+            hidden[target == -100] = torch.nan
     got = LOSSES[loss](onepass.LinearLogits(*parts), target)
     assert_all_close([got.detach()], [expected[0]], "loss")
     assert_all_close(gradients(got.sum(), parts), expected[1])
+
+
+@pytest.mark.parametrize("product, rows, small", [(11 * 8 * 37, 11, True), (11 * 8 * 37 - 1, 11, False)])
+def test_which_logits_are_few(device, monkeypatch, product, rows, small):
+    monkeypatch.setattr(head_logits, "SMALL_ON", (device.type,))
+    monkeypatch.setattr(head_logits, "SMALL_PRODUCT", product)
+    hidden, weight = torch.zeros(rows, 8, device=device), torch.zeros(37, 8, device=device)
+    assert (onepass.LinearLogits(hidden, weight).small(None) is not None) is small
+    assert onepass.LinearLogits(hidden, weight, max_memory=1 << 20).small(None) is None
+    assert onepass.LinearLogits(hidden.half(), weight.half()).small(None) is None
+    assert onepass.LinearLogits(hidden.bfloat16(), weight.bfloat16(), logits_dtype=torch.float32).small(None) is None
+    with onepass.batch_invariant():
+        assert onepass.LinearLogits(hidden, weight).small(None) is None
+    monkeypatch.setattr(head_logits, "SMALL_LOGITS", rows * 37 * 4 - 1)
+    assert onepass.LinearLogits(hidden, weight).small(None) is None
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["one index", "three indices"])

@@ -24,9 +24,13 @@ from onepass.logits.tensor_like import TensorLike, compose
 from onepass.logits.tiled_divergence import TeacherDtypes, TeacherTensors, row_divergence, tiled_divergence
 from onepass.logits.tiled_loss import tiled_loss
 from onepass.logits.tiled_statistics import tiled_statistics
-from onepass.logits.tiles import HeadTensors, Settings
+from onepass.logits.tiles import GIB, HeadTensors, Settings
 from onepass.logits.vocab_parallel import agreed, all_weights, group_of
 from onepass.softmax.shards import GatheredColumns, GatheredRows, Replicated, group_named
+
+# The most bytes of logits that are computed at once, see `LinearLogits.small`, and the most multiplications of their
+# GEMM, for which a fast GPU needs half a millisecond.
+SMALL_LOGITS, SMALL_PRODUCT, SMALL_ON = int(0.3 * GIB), 1 << 38, ("cuda",)
 
 
 def _versions(*tensors: Tensor | None) -> tuple[int, ...] | None:
@@ -81,7 +85,9 @@ def checked_adapter(
 class LinearLogits(TensorLike):
     """The logits ``hidden @ weight.T + bias``, for any function of onepass that takes logits.
 
-    They are computed in tiles and never materialized.
+    They are computed in tiles and never materialized, except for those of few rows: on a GPU, logits of up to 0.3 GiB
+    that take less time than the host needs for tiles are computed at once, in a loss that is not a divergence of all
+    classes.
 
     Args:
         hidden: ``(..., H)``, float16, bfloat16, float32 or float64. Hidden states whose rows are not evenly spaced
@@ -121,8 +127,8 @@ class LinearLogits(TensorLike):
     With a ``lora`` whose B is trained, log-probs take three GEMMs of a frozen head, as B's gradient needs the logits
     in the backward; losses whose gradient is computed in the forward take two.
 
-    Rows that are masked or ignored take part in no GEMM. The number of valid rows is read from the device once per
-    call. This is not possible while a CUDA graph is captured: then all rows take part.
+    Rows that are masked or ignored take part in no GEMM, unless they are few, as above. The number of valid rows is read
+    from the device once per call. This is not possible while a CUDA graph is captured: then all rows take part.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape or device.
@@ -343,10 +349,12 @@ class LinearLogits(TensorLike):
         gathered_logits: Tensor = GatheredColumns.apply(logits, self.shard) if self.shard.sizes else logits
         return gathered_logits
 
-    def untransformed_columns(self) -> Tensor:
-        """`untransformed`, but only the columns that this process holds."""
+    def untransformed_columns(self, row_mask: Tensor | None = None) -> Tensor:
+        """`untransformed`, but only the columns that this process holds, and those of zeros for masked rows."""
         self.check_unchanged()
         hidden, weight, bias = self.hidden, self.weight, self.bias
+        if row_mask is not None:  # a product with what a masked row holds may be NaN, even if its gradient is 0
+            hidden = hidden.where(row_mask.bool().unsqueeze(-1), 0.0)
         low, up = self.low_rank(hidden)
         with gathered(weight, bias, up), without_autocast(hidden):
             if self.shard.sizes and self.sums_hidden:
@@ -355,6 +363,25 @@ class LinearLogits(TensorLike):
             parts = [None if t is None else t.to(dtypes[0]).to(dtypes[1]) for t in (hidden, weight, bias, low, up)]
             logits = linear(*parts[:3])  # type: ignore[arg-type]
             return logits if low is None else logits + linear(*parts[3:])  # type: ignore[arg-type]
+
+    def small(self, row_mask: Tensor | None) -> TensorLogits | None:
+        """The logits as a tensor that autograd records, if the host would need more time for tiles than the device.
+
+        With their gradient they take no more memory than a tile. Rows that are masked are computed, too: the host does
+        not wait for their number.
+        """
+        rows, width = self.shape[:-1].numel(), self.hidden.shape[-1]
+        if self.device.type not in SMALL_ON or rows * self.shape[-1] * self.dtype.itemsize > SMALL_LOGITS:
+            return None
+        one_dtype = self.hidden.dtype == self.weight.dtype == self.dtype != torch.float16
+        if rows * width * self.shape[-1] > SMALL_PRODUCT or not one_dtype or self.max_memory is not None:
+            return None
+        plain = self.observer is self.lora is None and not (
+            self.shard.sizes or self.round_before_bias or is_batch_invariant()
+        )
+        if not (plain and self.is_eager) or any(hasattr(p, "ds_shape") for p in self.parts()):
+            return None
+        return TensorLogits(self.untransformed_columns(row_mask))
 
     def transformed_by(self, options: Options) -> "Options | None":
         """The options of a loss, after the transform of these logits; None if their composition is no transform."""
@@ -366,6 +393,9 @@ class LinearLogits(TensorLike):
         composed = self.transformed_by(options)
         if composed is None:
             return super().statistics(inputs, options)
+        small = self.small(inputs.row_mask)
+        if small is not None:
+            return small.statistics(inputs, composed)
         fields = tiled_statistics(self.tensors, self.flat(inputs), self.settings, composed)
         rows = self.shape[:-1]
         return {name: f.reshape((*rows, *f.shape[1:])) for name, f in zip(options.names(), fields)}
@@ -393,6 +423,9 @@ class LinearLogits(TensorLike):
         # A Python function cannot be part of a registered operation. The loss of every group takes four GEMMs anyhow.
         if not self.is_eager or (groups is not None and divisor is None):
             return super().loss(loss_fn, inputs, options, row_inputs, divisor)
+        small = None if groups is not None else self.small(inputs.row_mask)
+        if small is not None:
+            return small.loss(loss_fn, inputs, composed, row_inputs, divisor, linear)
         given, asked, options = inputs, options, composed
         inputs = self.flat(inputs)
         index, row_mask = inputs[:2]

@@ -20,7 +20,6 @@ from onepass.logits.tiles import Head, HeadTensors, Rows, Settings, plan, tiles
 from onepass.logits.valid_rows import defers
 
 NOTHING = (False,) * len(HeadTensors._fields)
-FEW_ROWS = 256  # of which a GEMM takes no longer than of one
 
 Number = Callable[[], Tensor]  # computes a tensor when it is needed
 
@@ -56,22 +55,19 @@ def walk(
         of_inputs: receives the gradients of the row inputs; None for those that are not needed.
         later: whether the backward needs the gradient of each, for which it walks again.
     """
-    few = row_mask is not None and is_few(row_mask, row_loss, settings)
-    if few and row_mask is not None:
-        tensors = without_masked(tensors, row_mask)
     hidden = tensors.hidden
     parameters = [p for of_head in (tensors, *(of for of, _ in row_loss.heads)) for p in of_head.parameters()]
     with gathered(*parameters), without_autocast(hidden):
         heads = [Head(tensors, settings), *(Head(*of_head) for of_head in row_loss.heads)]
         use = row_loss.use(heads[0], scale_of is not None)._replace(weight_gradient=needed[1])
         backward = row_loss.use(heads[0], True)._replace(weight_gradient=later[1]) if any(later) else None
-        cut = plan(heads, None if few else row_mask, use, backward)._replace(lengths=row_loss.groups)
+        cut = plan(heads, row_mask, use, backward)._replace(lengths=row_loss.groups)
         # The first product is launched before all that it does not need: the device may be waiting for the host.
         following = tiles(heads, cut, use.logits)
         first = [*islice(following, 1)]
         for tile in first:
             tile.start()
-        row_mask = row_mask if few or defers(row_mask) else None
+        row_mask = row_mask if defers(row_mask) else None
         count = hidden.shape[0] if row_loss.groups is None else len(row_loss.groups)
         losses = hidden.new_zeros(count, dtype=row_loss.dtype)
         gradients = None if scale_of is None else Gradients(heads[0], cut, needed)
@@ -88,22 +84,6 @@ def walk(
             if gradients is not None and place is not None:
                 gradients.add(tile, place)
     return losses, gradients
-
-
-def is_few(row_mask: Tensor, row_loss: RowLoss, settings: Settings) -> bool:
-    """Whether masked rows are computed, too: the GEMMs read the weight, however few rows there are of it.
-
-    To leave them out, the host would have to wait for their number. A loss function may differentiate what a masked row
-    has of row inputs, and groups are of rows that are not masked.
-    """
-    few = row_mask.is_cuda and len(row_mask) <= FEW_ROWS and settings.max_memory is None
-    return few and not row_loss.row_inputs and row_loss.groups is None
-
-
-def without_masked(tensors: HeadTensors, row_mask: Tensor) -> HeadTensors:
-    """The tensors with zeros for what masked rows hold, since a product with NaN is NaN."""
-    kept, low = row_mask.unsqueeze(-1), tensors.low
-    return tensors._replace(hidden=tensors.hidden.where(kept, 0.0), low=None if low is None else low.where(kept, 0.0))
 
 
 def of_some_rows(number: Number) -> Callable[[Rows], Tensor]:
