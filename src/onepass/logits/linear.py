@@ -127,8 +127,8 @@ class LinearLogits(TensorLike):
     With a ``lora`` whose B is trained, log-probs take three GEMMs of a frozen head, as B's gradient needs the logits
     in the backward; losses whose gradient is computed in the forward take two.
 
-    Rows that are masked or ignored take part in no GEMM, unless they are few, as above. The number of valid rows is read
-    from the device once per call. This is not possible while a CUDA graph is captured: then all rows take part.
+    Rows that are masked or ignored take part in no GEMM, unless they are few, as above. The number of valid rows is
+    read from the device once per call. This is not possible while a CUDA graph is captured: then all rows take part.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape or device.
