@@ -218,9 +218,9 @@ class _ShardStatistics(torch.autograd.Function):
         inputs = Inputs(*tensors)
         results = merged(leading_columns(logits, shard.size), inputs, shard, options)
         fields = averaged(pick(results, options), inputs, share)
-        grad, upstream = None, early_gradient(logits, share) if early else None
-        if upstream is not None and backend_of(logits).supports_early_gradient(logits, inputs):
-            grad = gradient_of(logits, inputs, results[0], upstream, shard.size, options)
+        grad = None
+        if early and share is not None and backend_of(logits).supports_early_gradient(logits, inputs):
+            grad = gradient_of(logits, inputs, results[0], early_gradient(logits, share), shard.size, options)
         ctx.save_for_backward(logits, *tensors, share, results[0], grad)
         ctx.size, ctx.options, ctx.written = shard.size, options, False
         return returned(ctx, fields, options)

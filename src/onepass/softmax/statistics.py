@@ -237,13 +237,13 @@ def upstream_of(
     return FieldGradients(selected=grads[0].expand(logits.shape[:-1]), share=share)
 
 
-def early_gradient(logits: Tensor, share: Tensor | None) -> FieldGradients | None:
+def early_gradient(logits: Tensor, share: Tensor) -> FieldGradients:
     """The upstream gradients of an average as they probably will be, to compute its gradient in the forward.
 
     Statistics and gradient then take one read. The backward writes the gradient again if its upstream gradient is
-    another one, which only the device compares. None if the backward should compute the gradient.
+    another one, which only the device compares.
     """
-    return None if share is None else FieldGradients(selected=share[1].expand(logits.shape[:-1]))
+    return FieldGradients(selected=share[1].expand(logits.shape[:-1]))
 
 
 def returned(ctx: Any, fields: tuple[Tensor, ...], options: Options) -> tuple[Tensor, ...]:
@@ -265,15 +265,15 @@ class _Statistics(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         share, *tensors, options, inplace, early = arguments
         inputs, backend, grad = Inputs(*tensors), backend_of(logits), None
-        upstream = early_gradient(logits, share) if early else None
-        if upstream is not None and backend.reads_once(logits, inputs, options):
+        early = early and share is not None
+        if early and backend.reads_once(logits, inputs, options):
             grad = empty_gradient(logits)
-            results = backend.softmax_loss(logits, inputs, upstream, options, grad)
+            results = backend.softmax_loss(logits, inputs, early_gradient(logits, share), options, grad)
         else:
             results = _forward(logits, inputs, options)
-            early = upstream is not None and logits.shape[-1] >= LEAST_VOCABULARY
+            early = early and logits.shape[-1] >= LEAST_VOCABULARY
             if early and backend.supports_early_gradient(logits, inputs):  # else the device waits for the host
-                grad = _gradient(logits, inputs, results[0], upstream, options)
+                grad = _gradient(logits, inputs, results[0], early_gradient(logits, share), options)
         fields = averaged(pick(results, options), inputs, share)
         ctx.save_for_backward(logits, *tensors, share, results[0], grad)
         ctx.options, ctx.inplace, ctx.written = options, inplace, False
