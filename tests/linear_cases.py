@@ -3,7 +3,7 @@
 import torch
 
 import onepass
-from onepass.logits import tiles
+from onepass.logits import tile_plan
 
 N, H, V = 11, 19, 83
 
@@ -17,7 +17,7 @@ def tiles_of(monkeypatch, size, slices=True):
             return max(count, 1), max(count, 1), min(vocab, size)
         return max(1, min(count, size)), max(1, min(count, several * size)), vocab
 
-    monkeypatch.setattr(tiles, "tile_shape", shape)
+    monkeypatch.setattr(tile_plan, "tile_shape", shape)
     return size
 
 

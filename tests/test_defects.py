@@ -19,7 +19,8 @@ from linear_cases import V, batch, gradients, policy_loss
 from onepass import reference
 from onepass.backend import backend_of
 from onepass.core.options import FieldGradients, Inputs, Options
-from onepass.logits import tiles
+from onepass.logits import tile_plan
+from onepass.logits.head import Head, HeadTensors, Settings
 from onepass.moe import Routing
 from paths import interpreted
 from test_torch import ALL, example
@@ -266,7 +267,7 @@ def test_09_linear_heads_do_not_wait(monkeypatch, name):
     """But for the documented count of the rows that are kept, where some are masked."""
     hidden, weight, bias, target = batch("cuda", torch.bfloat16)
     x = onepass.LinearLogits(hidden, weight, bias)
-    counted = tiles.valid_rows
+    counted = tile_plan.valid_rows
 
     def documented(row_mask):
         torch.cuda.set_sync_debug_mode("default")
@@ -276,7 +277,7 @@ def test_09_linear_heads_do_not_wait(monkeypatch, name):
             torch.cuda.set_sync_debug_mode("error")
 
     FORMS[name](x, target).sum().backward()
-    monkeypatch.setattr(tiles, "valid_rows", documented)
+    monkeypatch.setattr(tile_plan, "valid_rows", documented)
     torch.cuda.set_sync_debug_mode("error")
     try:
         FORMS[name](x, target).sum().backward()
@@ -390,13 +391,13 @@ def test_11_tiles_do_not_follow_the_free_memory(monkeypatch):
         with torch.device("meta"):
             hidden = torch.empty(8192, 512, dtype=torch.bfloat16)
             weight = torch.empty(151936, 512, dtype=torch.bfloat16)
-        monkeypatch.setattr(tiles, "ON_CPU", 0)
-        part = tiles.Head(tiles.HeadTensors(hidden, weight), tiles.Settings(torch.bfloat16, torch.bfloat16))
+        monkeypatch.setattr(tile_plan, "ON_CPU", 0)
+        part = Head(HeadTensors(hidden, weight), Settings(torch.bfloat16, torch.bfloat16))
         part.hidden = OnCuda(hidden)
         for trained in (False, True):
             for final in (False, True):
-                use = tiles.Use(weight_gradient=trained, final=final)
-                shapes.add((trained, final, tiles.plan([part], None, use)[1:]))
+                use = tile_plan.Use(weight_gradient=trained, final=final)
+                shapes.add((trained, final, tile_plan.plan([part], None, use)[1:]))
     assert len(shapes) == 4
 
 

@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import onepass
 from linear_cases import LOSSES, H, V, assert_all_close, batch, exact, gradients
 from onepass.cli.measure import peak_memory
-from onepass.logits.tiles import INDEX, ROW, Head, HeadTensors, Settings, Use, plan
+from onepass.logits.head import Head, HeadTensors, Settings
+from onepass.logits.tile_plan import INDEX, ROW, Use, plan
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
 

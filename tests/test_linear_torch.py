@@ -22,8 +22,8 @@ from linear_cases import (
 from onepass.core.dispatch import flatten_arguments
 from onepass.core.options import FieldGradients, Inputs, Options, PairOptions, PairRows, Transform
 from onepass.logits import partitioned as gather
+from onepass.logits.head import HeadTensors, Settings
 from onepass.logits.tiled_divergence import TeacherDtypes, TeacherTensors
-from onepass.logits.tiles import HeadTensors, Settings
 from paths import interpreted
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")

@@ -12,7 +12,8 @@ from linear_cases import LOSSES, H, N, V, batch, exact, gradients, policy_loss
 from onepass import kernels, reference
 from onepass.backend import backend_of
 from onepass.core.options import FieldGradients, Inputs, Options
-from onepass.logits.tiles import Head, HeadTensors, Settings, Use, plan
+from onepass.logits.head import Head, HeadTensors, Settings
+from onepass.logits.tile_plan import Use, plan
 from paths import interpreted
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")

@@ -1,6 +1,6 @@
 """Softmax statistics of a linear head in one launch: a GEMM whose program reads a tile of logits in its registers.
 
-`logits.tiles` calls it where `supports_linear_statistics` says so, if no gradient of the logits is needed. Bytes moved:
+`logits.head` calls it where `supports_linear_statistics` says so, if no gradient of the logits is needed. Bytes moved:
 those of the GEMM (see `kernels.row_gemm`), and a few numbers for every row and tile of columns, written and read once.
 A GEMM followed by `softmax_statistics` writes and reads all logits.
 """

@@ -1,6 +1,6 @@
 """A GEMM whose rows do not depend on each other, not even in their last bits: for the batch-invariant mode.
 
-`logits.tiles`, `logits.gradients` and `logits.invariant_linear` call it. The size of the tiles and the order of the sum
+`logits.head`, `logits.gradients` and `logits.invariant_linear` call it. The size of the tiles and the order of the sum
 follow from the columns and the inner dimension alone. Bytes moved: a row once for each tile of columns, the second
 operand once for each tile of rows, the result once. The rate of the tensor cores is the limit.
 """

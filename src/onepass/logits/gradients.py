@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onepass.backend import backend_of
-from onepass.logits.tiles import ALL, Head, Plan, Rows, Tile, empty_logits, needs_sum
+from onepass.logits.head import ALL, Head
+from onepass.logits.tile_plan import Plan, Rows, needs_sum
+from onepass.logits.tiles import Tile, empty_logits
 from onepass.softmax.shards import group_named
 
 ROWS_OF_PART = 1024  # see `Gradients.parts`; GEMMs are slow for fewer

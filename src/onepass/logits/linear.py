@@ -15,16 +15,17 @@ from onepass.core.dispatch import autocast_dtype, is_autocast_enabled, is_untrac
 from onepass.core.invariance import is_batch_invariant
 from onepass.core.options import Inputs, Options, PairOptions, PairRows
 from onepass.core.shard import NOT_SHARDED, Group, Shard, shared_columns
+from onepass.logits.head import HeadTensors, Settings
 from onepass.logits.invariant_linear import linear
 from onepass.logits.partitioned import gathered, whole
 from onepass.logits.row_groups import GroupTooLong
 from onepass.logits.row_loss import RowLoss, StatisticsLoss
 from onepass.logits.source import Count, Divisor, Fields, LogitsSource, LossFunction, TensorLogits, divided
 from onepass.logits.tensor_like import TensorLike, compose
+from onepass.logits.tile_plan import GIB
 from onepass.logits.tiled_divergence import TeacherDtypes, TeacherTensors, row_divergence, tiled_divergence
 from onepass.logits.tiled_loss import tiled_loss
 from onepass.logits.tiled_statistics import tiled_statistics
-from onepass.logits.tiles import GIB, HeadTensors, Settings
 from onepass.logits.vocab_parallel import agreed, all_weights, group_of
 from onepass.softmax.shards import GatheredColumns, GatheredRows, Replicated, group_named
 

@@ -24,7 +24,9 @@ from onepass.core.options import (
     pick,
 )
 from onepass.core.shard import Shard
-from onepass.logits.tiles import ALL, INDEX, ROW, Head, HeadTensors, Rows, Settings, Tile, Use
+from onepass.logits.head import ALL, Head, HeadTensors, Settings
+from onepass.logits.tile_plan import INDEX, ROW, Rows, Use
+from onepass.logits.tiles import Tile
 from onepass.softmax.divergence import pair_numbers
 
 Found = tuple[Tensor, Sequence[Tensor | None]]

@@ -12,9 +12,9 @@ from torch import Tensor
 from onepass.core.dispatch import empty_gradients, operation, refuse_second_derivatives
 from onepass.core.options import PairOptions, PairRows
 from onepass.core.shard import NOT_SHARDED, Shard
+from onepass.logits.head import HeadTensors, Settings
 from onepass.logits.row_loss import DivergenceLoss
 from onepass.logits.tiled_loss import walk
-from onepass.logits.tiles import HeadTensors, Settings
 
 
 class TeacherTensors(NamedTuple):

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from onepass.core.dispatch import refuse_forward_mode, refuse_second_derivatives, without_autocast
 from onepass.logits.gradients import Gradients
+from onepass.logits.head import Head, HeadTensors, Settings
 from onepass.logits.partitioned import gathered
 from onepass.logits.row_loss import RowLoss
-from onepass.logits.tiles import Head, HeadTensors, Rows, Settings, plan, tiles
+from onepass.logits.tile_plan import Rows, plan
+from onepass.logits.tiles import tiles
 from onepass.logits.valid_rows import defers
 
 NOTHING = (False,) * len(HeadTensors._fields)

@@ -24,8 +24,10 @@ from onepass.core.dispatch import (
 )
 from onepass.core.options import NOT_DIFFERENTIABLE, FieldGradients, Inputs, Options, Results, empty_results, pick
 from onepass.logits.gradients import Gradients
+from onepass.logits.head import ALL, Head, HeadTensors, Settings
 from onepass.logits.partitioned import gathered
-from onepass.logits.tiles import ALL, INDEX, ROW, Head, HeadTensors, Settings, Use, plan, tiles
+from onepass.logits.tile_plan import INDEX, ROW, Use, plan
+from onepass.logits.tiles import tiles
 from onepass.logits.valid_rows import defers
 from onepass.softmax.shards import (
     empty_states,
