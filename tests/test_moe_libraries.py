@@ -56,6 +56,44 @@ def test_megatron():
         next(steps, None)
 
 
+def grouped_products(rows, weights, counts, trans_b):
+    """What Megatron takes of the package grouped_gemm, which needs a GPU."""
+    return torch.cat([x @ w for x, w in zip(rows.split(counts.tolist()), weights)])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("counts", [[5, 0, 9, 2], [0, 0, 0, 0]], ids=["an idle expert", "no rows"])
+def test_megatron_experts(monkeypatch, activation, counts):
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer.moe import experts as library
+
+    monkeypatch.setattr(library.gg, "ops", SimpleNamespace(gmm=grouped_products), raising=False)
+    f, width, local = getattr(torch.nn.functional, activation), 24, len(counts)
+    mlp = library.GroupedMLP.__new__(library.GroupedMLP)
+    torch.nn.Module.__init__(mlp)
+    config = dict(bf16=True, gated_linear_unit=True, activation_func=f, hidden_size=H, moe_apply_probs_on_input=False)
+    vars(mlp).update(config=SimpleNamespace(**config), num_local_experts=local, activation_recompute=False)
+    mlp.activation_func_with_probs = lambda x, probs: f(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1] * probs
+    mlp.weight1 = torch.nn.Parameter(torch.randn(H, local * 2 * width) * H**-0.5)
+    mlp.weight2 = torch.nn.Parameter(torch.randn(local * width, H) * width**-0.5)
+    rows, probs = torch.randn(sum(counts), H, requires_grad=True), torch.rand(sum(counts), requires_grad=True)
+
+    def call():
+        out, bias = mlp(rows, torch.tensor(counts), probs)
+        assert bias is None
+        return [out]
+
+    steps = compare(call, [rows, probs, mlp.weight1, mlp.weight2])
+    next(steps)
+    with onepass.patch("megatron") as patched:
+        assert any(p.name == "GroupedMLP.forward" for p in patched.replaced)
+        next(steps)
+        mlp.config.gated_linear_unit, mlp.activation_func_with_probs = False, lambda x, probs: f(x) * probs
+        mlp.weight2 = torch.nn.Parameter(torch.randn(local * 2 * width, H))
+        assert call()[0].shape == rows.shape
+    next(steps, None)
+
+
 def test_torchtitan():
     pytest.importorskip("torchtitan")
     from torchtitan.models.common.moe import TokenChoiceTopKRouter

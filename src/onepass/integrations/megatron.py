@@ -1,4 +1,5 @@
-"""Replacements for Megatron-core's cross-entropy of logits whose vocabulary is sharded, and for the choice of experts.
+"""Replacements for Megatron-core's cross-entropy of logits whose vocabulary is sharded, for its choice of experts, and
+for its grouped experts.
 
 `onepass.patch("megatron")` installs them.
 """
@@ -6,16 +7,21 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.core.moe_options import MAX_EXPERTS, MAX_K, SCORES
 from onepass.integrations.patching import Target, original
 from onepass.logits.vocab_parallel import VocabParallelLogits
 from onepass.losses.cross_entropy import cross_entropy
-from onepass.moe.router import route
+from onepass.moe.experts import expert_mlp
+from onepass.moe.router import Routing, route
+from onepass.moe.token_sort import group_by_expert
 
 PLAIN = "megatron.core.tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy"
 ROUTER = "megatron.core.transformer.moe.moe_utils", "topk_routing_with_score_function"
+EXPERTS = "megatron.core.transformer.moe.experts", "GroupedMLP.forward"
+ACTIVATIONS = {F.silu: "silu", F.gelu: "gelu"}
 FUSED = "megatron.core.fusions.fused_cross_entropy", "fused_vocab_parallel_cross_entropy"
 
 
@@ -86,6 +92,31 @@ def topk_routing_with_score_function(
     return probs, torch.zeros_like(logits, dtype=torch.bool).scatter(1, routing.experts, True)
 
 
+def run_experts(
+    self: Any, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+) -> tuple[Tensor, None]:
+    """`GroupedMLP.forward`: rows that are grouped by expert, ``(rows, H)``, each with a weight, ``(rows,)``.
+
+    The original is called for experts without a gate, for weights that are applied to the input, and where Megatron
+    computes the activations again in the backward. `SequentialMLP` is not replaced: each expert has parameters of its
+    own, which a grouped GEMM would have to copy.
+    """
+    rows, probs, config = permuted_local_hidden_states, permuted_probs, self.config
+    activation = ACTIVATIONS.get(config.activation_func) if config.gated_linear_unit else None
+    if activation is None or config.moe_apply_probs_on_input or self.activation_recompute:
+        found: tuple[Tensor, None] = original(*EXPERTS)(self, rows, tokens_per_expert, probs)
+        return found
+    count = self.num_local_experts
+    counts = tokens_per_expert.to(rows.device, torch.int64)
+    experts = torch.searchsorted(counts.cumsum(0), torch.arange(len(rows), device=rows.device), right=True).unsqueeze(1)
+    out = expert_mlp(
+        rows, Routing(probs.view(-1, 1), experts, counts), self.weight1.view(count, config.hidden_size, -1),
+        self.weight2.view(count, -1, config.hidden_size), activation=activation,  # type: ignore[arg-type]
+        transposed=True, groups=group_by_expert(experts, count, rows, counts=counts),
+    )  # fmt: skip
+    return out, None
+
+
 SIGNATURE = (
     "logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias, fused, "
     "router_replay"
@@ -98,4 +129,8 @@ TARGETS = [
     ),
     Target(*FUSED, fused_vocab_parallel_cross_entropy, ("vocab_parallel_logits, target, tp_group",), since="0.16"),
     Target(*ROUTER, topk_routing_with_score_function, (SIGNATURE,), since="0.16", until="0.17"),
+    Target(
+        *EXPERTS, run_experts, ("self, permuted_local_hidden_states, tokens_per_expert, permuted_probs",),
+        since="0.16", until="0.17",
+    ),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The rows of a linear head that are not masked. `tile_plan` sizes tiles by their number, which is read from the device."""
+"""The rows of a linear head that are not masked. `tile_plan` sizes tiles by their number, read from the device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
