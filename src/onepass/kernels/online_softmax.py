@@ -114,20 +114,30 @@ def update(m, s, t, w, c, q, u, z, weight, sharpness, EXPECTED: tl.constexpr, WE
 
 
 @triton.jit
+def rounded(product):
+    """The product as a float32: the 0 takes the place of another term that the compiler would add before it rounds."""
+    return product + 0.0
+
+
+@triton.jit
 def merge(m, s, t, w, c, q, u, sharpness, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
           TEMPERED: tl.constexpr, MEAN: tl.constexpr):  # fmt: skip
-    """Reduce a vector of states to one, always in the same order."""
+    """Reduce a vector of states to one, always in the same order.
+
+    Products are rounded before they are added. Else each lane would round all of them but its own, and lanes would
+    disagree about the sum.
+    """
     new = tl.max(m, axis=0)
     back = tl.maximum(m - new, FLOOR)
     alpha = tl.exp2(back * LOG2E)
     t_out, w_out, c_out, q_out, u_out = 0.0, 0.0, 0.0, 0.0, 0.0
     if EXPECTED:
-        t_out = tl.sum(alpha * (t + s * back), axis=0)
+        t_out = tl.sum(rounded(alpha * (t + s * back)), axis=0)
     if WEIGHTED:
         w_out = tl.sum(move(w, c, m - new), axis=0)
         c_out = tl.sum(c, axis=0)
     if TEMPERED:
-        q_out = tl.sum(tl.exp2(back * (sharpness * LOG2E)) * q, axis=0)
+        q_out = tl.sum(rounded(tl.exp2(back * (sharpness * LOG2E)) * q), axis=0)
     if MEAN:
         u_out = tl.sum(u, axis=0)
-    return new, tl.sum(alpha * s, axis=0), t_out, w_out, c_out, q_out, u_out
+    return new, tl.sum(rounded(alpha * s), axis=0), t_out, w_out, c_out, q_out, u_out

@@ -72,12 +72,6 @@ def write_fields(packed, selected, is_top1, row, rows, k, K, shift, log_normaliz
 
 
 @triton.jit
-def rounded(product):
-    """The product as a float32: the 0 takes the place of another term that the compiler would add before it rounds."""
-    return product + 0.0
-
-
-@triton.jit
 def gradient(x, weight, shift, log_normalizer, tempered, a, b, d, h, inner, outer, sharpness,
              SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
              TEMPERED: tl.constexpr):  # fmt: skip

@@ -25,7 +25,7 @@ from onepass.core.options import FieldGradients, Inputs, Options
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, power_of_two, row_groups
-from onepass.kernels.online_softmax import factors_of_row
+from onepass.kernels.online_softmax import factors_of_row, rounded
 from onepass.kernels.row_programs import row_start, write_zeros
 from onepass.kernels.softmax_fields import (
     EXPECTED_LOGIT,
@@ -33,7 +33,6 @@ from onepass.kernels.softmax_fields import (
     SHIFT,
     TEMPERED_LOG_NORMALIZER,
     gradient,
-    rounded,
 )
 from onepass.kernels.support import support_gradient
 

@@ -14,9 +14,9 @@ from onepass.core.options import FieldGradients, Inputs, Options, Results, empty
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Layout, layout_of, power_of_two
-from onepass.kernels.online_softmax import LOWEST, factors_of_row, merge, transform
+from onepass.kernels.online_softmax import LOWEST, factors_of_row, merge, rounded, transform
 from onepass.kernels.row_programs import collect, publish, take_turn, write_zeros
-from onepass.kernels.softmax_fields import LOG_NORMALIZER, SHIFT, WEIGHTED_LOGIT, gradient, rounded
+from onepass.kernels.softmax_fields import LOG_NORMALIZER, SHIFT, WEIGHTED_LOGIT, gradient
 from onepass.kernels.softmax_gradient import write_tile
 from onepass.kernels.softmax_statistics import read_tile
 
