@@ -11,7 +11,7 @@ from torch import Tensor
 from onepass.core.options import PACKED, Average, FieldGradients, Inputs, Options, Results, Transform, empty_results
 from onepass.core.support import of_each_row
 
-BLOCK_ELEMENTS = 1 << 18  # a block in float32 and its logits stay in the caches of two cores
+BLOCK_ELEMENTS = 1 << 19  # in float32, half of a block and of its logits stay in the cache of a core
 OF_SUMS = {"shift", "log_normalizer", "log_probs", "selected", "is_top1"}  # fields that need no other sum of a row
 FLOOR = -1e30  # differences are clamped to this before they are multiplied by their exp(): 0·(-inf) is NaN
 
@@ -154,10 +154,10 @@ def softmax_statistics(
     w: Tensor | None = None
     if upstream is not None and index is not None:
         w = upstream.reshape(index.shape)
-        idle = idle_rows((w == 0).all(-1, keepdim=True), active)
+        idle, minus = idle_rows((w == 0).all(-1, keepdim=True), active), -w.sum(-1, keepdim=True)
     of_sums = OF_SUMS.issuperset(options.names())
     room: Tensor | None = None  # memory of a block: that of the first, and no other is larger
-    for group, (x, to) in row_blocks(logits, logits if out is None else out, alone=options.invariant):
+    for group, (x, *rest) in row_blocks(*((logits,) if out is None else (logits, out)), alone=options.invariant):
         z, slope = transformed(x, options.transform, packed.dtype, temperature_of(temperature, group))
         allowed, none = support_of(inputs, group, z)
         z = z if allowed is None else z.masked_fill(~allowed, -torch.inf)
@@ -165,21 +165,23 @@ def softmax_statistics(
             bad = shift.new_zeros(rows, 1, dtype=torch.bool) if bad is None else bad
             bad[group] |= none.unsqueeze(-1)
         top = torch.amax(z, -1, keepdim=True, out=shift[group])
+        to = rest[0] if rest else x
         if w is not None and to.dtype == z.dtype:
             z = less(z, top, x, to)
         else:
             room = torch.empty_like(z) if room is None and z is x else room
             z = less(z, top, x, None if room is None else room[: len(z)])
         if index is not None and per_index is not None:
-            torch.gather(z, -1, index[group], out=per_index[group])
+            place = index[group]
+            torch.gather(z, -1, place, out=per_index[group])
             if is_top1 is not None:
-                is_top1[group] = index[group] == z.argmax(-1, keepdim=True)
+                is_top1[group] = place == z.argmax(-1, keepdim=True)
         e = z.exp_() if of_sums else z.exp()
         sums = torch.sum(e, -1, keepdim=True, out=total[group])
-        if w is not None and index is not None:
+        if w is not None:
             sums = sums if bad is None else sums.masked_fill(bad[group], torch.nan)
-            e.mul_(sums.log().neg_().exp_().mul_(-w[group].sum(-1, keepdim=True)))  # as in `softmax_gradient`
-            finish(e, index[group], w[group], slope, None if idle is None else idle[group], to)
+            e.mul_(sums.log().neg_().exp_().mul_(minus[group]))  # in the order of `softmax_gradient`
+            finish(e, place, w[group], slope, None if idle is None else idle[group], to)
         if of_sums:
             continue
         if options.wants("expected_logit") or options.wants("entropy"):
