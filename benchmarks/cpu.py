@@ -81,11 +81,11 @@ def measure(
             forward = partial(loss, *inputs, labels)
             runs[name] = forward if direction == "forward" else partial(loss_and_gradients, loss, inputs, labels)
         memory = {name: peak_memory(run, labels.device) for name, run in runs.items()}
-        add_sources(report, case["operation"], runs["onepass"])
         for name, times in in_turns(runs, seconds).items():
             first, middle, third = statistics.quantiles(times, n=4)
             found.append({"pass": direction, "implementation": name, "ms": middle, "quartiles": [first, third],
                           "turns": len(times), "peak_bytes": memory[name]})  # fmt: skip
+    add_sources(report, case["operation"], runs["onepass"])  # of both directions
     return found
 
 
