@@ -47,12 +47,13 @@ def cpu(
     cases = [(s, d) for s, d in cases if d == "fp32" or s.count("x") == 1]
     for size, of in follow(cases, "losses on a CPU", " ".join, console):
         rows, *hidden, vocab = map(int, size.split("x"))
-        case = {"operation": "linear_cross_entropy" if hidden else "cross_entropy", "rows": rows}
+        operation = "linear_cross_entropy" if hidden else "cross_entropy"
+        case: dict[str, Any] = {"operation": operation, "rows": rows}
         case |= {"hidden": hidden[0] if hidden else None, "vocab": vocab, "dtype": of}
         for m in measure(case, inputs_of(rows, hidden, vocab, DTYPES[of]), seconds, report):
             report["results"].append(case | m)
             spread = " to ".join(f"{q:.3f}" for q in m["quartiles"])
-            shown.add_row(case["operation"], size, of, m["pass"], m["implementation"], f"{m['ms']:.3f}", spread,
+            shown.add_row(operation, size, of, m["pass"], m["implementation"], f"{m['ms']:.3f}", spread,
                           f"{m['peak_bytes'] / 2**20:.1f}")  # fmt: skip
         write(report, out / f"{name}.json")
     console.print(shown)

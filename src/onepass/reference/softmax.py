@@ -127,10 +127,15 @@ def idle_rows(idle: Tensor, active: Tensor | None) -> Tensor | None:
     return None if idle.is_cpu and not idle.any() else idle
 
 
-def softmax_statistics(
+def softmax_statistics(logits: Tensor, inputs: Inputs, options: Options) -> Results:
+    """The packed statistics and, for every index, its logit (or log-prob) and whether it is the largest of its row."""
+    return read_rows(logits, inputs, options)
+
+
+def read_rows(
     logits: Tensor, inputs: Inputs, options: Options, upstream: Tensor | None = None, out: Tensor | None = None
 ) -> Results:
-    """The packed statistics and, for every index, its logit (or log-prob) and whether it is the largest of its row.
+    """The `softmax_statistics`.
 
     If the log-probs are the only field, their gradients ``upstream`` may be given: the `softmax_gradient` is then
     written to ``out``, which may be the logits, while a block of rows is in the cache.
@@ -181,7 +186,8 @@ def softmax_statistics(
         if w is not None:
             sums = sums if bad is None else sums.masked_fill(bad[group], torch.nan)
             e.mul_(sums.log().neg_().exp_().mul_(minus[group]))  # in the order of `softmax_gradient`
-            finish(e, place, w[group], slope, None if idle is None else idle[group], to)
+            e.scatter_add_(-1, place, w[group])
+            finish(e, slope, None if idle is None else idle[group], to)
         if of_sums:
             continue
         if options.wants("expected_logit") or options.wants("entropy"):
@@ -221,12 +227,8 @@ def softmax_statistics(
     return results
 
 
-def finish(
-    g: Tensor, index: Tensor | None, w: Tensor | None, slope: Tensor | float, idle: Tensor | None, out: Tensor
-) -> None:
-    """Add the gradients ``w`` of selected logits to those of all logits ``(n, V)``, and write the result to ``out``."""
-    if index is not None and w is not None:
-        g.scatter_add_(-1, index, w)
+def finish(g: Tensor, slope: Tensor | float, idle: Tensor | None, out: Tensor) -> None:
+    """Write the gradient ``(n, V)`` of logits to ``out``, from that of their transform; 0 where ``idle``."""
     if isinstance(slope, Tensor) or slope != 1.0:
         g.mul_(slope)
     if idle is not None:
@@ -292,7 +294,9 @@ def softmax_gradient(
         of_row = None if idle is None else idle[group]
         if allowed is not None:
             of_row = ~allowed if of_row is None else of_row | ~allowed
-        finish(g, None if w is None else index[group], None if w is None else w[group], slope, of_row, to)
+        if index is not None and w is not None:
+            g.scatter_add_(-1, index[group], w[group])
+        finish(g, slope, of_row, to)
 
 
 def supports_early_gradient(logits: Tensor, inputs: Inputs) -> bool:
@@ -314,7 +318,7 @@ def reads_once(logits: Tensor, inputs: Inputs, options: Options) -> bool:
 def softmax_loss(logits: Tensor, inputs: Inputs, grads: FieldGradients, options: Options, out: Tensor) -> Results:
     """Return the `softmax_statistics` of the logits, and write their `softmax_gradient` to ``out``."""
     if reads_once(logits, inputs, options):
-        return softmax_statistics(logits, inputs, options, grads.selected, out)
+        return read_rows(logits, inputs, options, grads.selected, out)
     results = softmax_statistics(logits, inputs, options)
     softmax_gradient(logits, inputs, results[0], grads, options, out)
     return results
