@@ -11,7 +11,8 @@ from torch import Tensor
 from onepass.core.options import PACKED, Average, FieldGradients, Inputs, Options, Results, Transform, empty_results
 from onepass.core.support import of_each_row
 
-BLOCK_ELEMENTS = 1 << 19  # in float32, half of a block and of its logits stay in the cache of a core
+BLOCK_ELEMENTS = 1 << 20
+IN_CACHE = 1 << 18  # of one thread, in whose cache a block stays. Several wait for each other after every operation.
 OF_SUMS = {"shift", "log_normalizer", "log_probs", "selected", "is_top1"}  # fields that need no other sum of a row
 FLOOR = -1e30  # differences are clamped to this before they are multiplied by their exp(): 0·(-inf) is NaN
 
@@ -30,7 +31,8 @@ def row_blocks(*tensors: Tensor, alone: bool = False) -> Iterator[tuple[slice, l
                 yield slice(first + rows.start, first + rows.stop), blocks
             first += parts[0][..., 0].numel()
         return
-    step = 1 if alone else max(1, BLOCK_ELEMENTS // vocab)
+    elements = IN_CACHE if torch.get_num_threads() == 1 else BLOCK_ELEMENTS
+    step = 1 if alone else max(1, elements // vocab)
     for first in range(0, matrices[0].shape[0], step):
         blocks = [m[first : first + step] for m in matrices]
         yield slice(first, first + blocks[0].shape[0]), blocks
