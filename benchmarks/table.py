@@ -29,7 +29,8 @@ LINEAR_HEAD = "<!-- linear head: benchmarks/table.py -->\n", "<!-- end of linear
 INTRODUCTION = """# Measured
 
 Medians. All implementations of an operation and a copy run on the same GPU in one run. `python -m benchmarks table`
-wrote this from the files in `benchmarks/results/`, which `python -m benchmarks logits`, `heads` and `versions` wrote.
+wrote this from the files in `benchmarks/results/`, which `python -m benchmarks logits`, `heads`, `cpu` and `versions`
+wrote.
 
 A result records which files of `src/onepass` its operation ran through. A table is marked as stale if the code of one
 of these files, which is all but comments and docstrings, has changed since.
@@ -56,8 +57,15 @@ all rows, one cuBLAS call each; "extra GiB" is the peak beyond inputs and gradie
 """
 
 
+ON_CPU = """\
+The losses of `onepass demo` in turns, one call each. "torch" upcasts bfloat16 logits, as transformers does; "torch,
+rounded" leaves them as they are, and rounds each log-probability and the loss to bfloat16. "MiB at once" is the most
+that tensors took beyond the inputs.
+"""
+
+
 def size(r: dict) -> str:
-    masked = f", {r['masked']:.0%} masked" if r["masked"] else ""
+    masked = f", {r['masked']:.0%} masked" if r.get("masked") else ""
     return " × ".join(str(r[k]) for k in ("rows", "hidden", "vocab") if r.get(k)) + masked
 
 
@@ -171,8 +179,10 @@ def trainer_table(path: Path, report: Report) -> str:
     for r in report["results"]:
         peaks = [f"{r[k] / 2**30:.2f}" for k in ("peak_bytes", "step_peak_bytes")]
         rows.append([*[str(r[k]) for k in about_step], *[f"{r[k]:.1f}" for k in columns.values()], *peaks])
+    missing = "".join(f"\n- not run: {what}: {why}" for what, why in report.get("not_run", {}).items())
     titles = [{"adapter": "trains", "kind": "heads of"}.get(key, key) for key in about_step]
-    return about + grid([*titles, *columns, "peak GiB, forward + backward", "of the step"], rows)
+    table = grid([*titles, *columns, "peak GiB, forward + backward", "of the step"], rows)
+    return about + table + missing + "\n" * bool(missing)
 
 
 def lm_table(path: Path, report: Report) -> str:
@@ -290,15 +300,30 @@ def between(text: str, marks: tuple[str, str], inside: str) -> str:
     return before + begin + "\n" + inside + "\n" * bool(inside) + end + rest.split(end)[1]
 
 
-def measured_page(logits: Reports, heads: Reports, versions: Reports) -> str:
+def measured_page(logits: Reports, heads: Reports, versions: Reports, cpu: Reports) -> str:
     text = [INTRODUCTION, "## Losses of logits, in short\n", summary(logits) + "\n"]
     for path, report in sorted((logits | heads).items()):
         text.append(f"## {path.stem}\n\n{where(path, report)}\n\n`{report['command']}`\n")
         for operation, results in groupby(report["results"], key=lambda r: r["operation"]):
             text.append(f"`{operation}`:\n")
             text.append(marked(report, [operation]) + (head_table if path in heads else logits_table)(list(results)))
-    text += [version_table(*of) for of in versions.items()]
+    text += [cpu_table(*of) for of in cpu.items()] + [version_table(*of) for of in versions.items()]
     return "\n".join(text)
+
+
+def cpu_table(path: Path, report: Report) -> str:
+    """Losses on a CPU, torch's and those of onepass in turns: medians, quartiles and the ratio to torch's median."""
+    here = report["environment"]
+    rows = []
+    for _, group in groupby(report["results"], key=lambda r: (r["operation"], size(r), r["dtype"], r["pass"])):
+        for r in (of := list(group)):
+            row = [f"`{r['operation']}`", size(r), r["dtype"], r["pass"], r["implementation"], f"{r['ms']:.2f}"]
+            row.append(" to ".join(f"{q:.2f}" for q in r["quartiles"]))
+            rows.append([*row, f"{r['ms'] / of[0]['ms']:.2f}", f"{r['peak_bytes'] / 2**20:.1f}"])
+    about = f"`{path.name}`: a CPU ({here['machine']}), {report['threads']} threads, torch {here['torch']}, "
+    about += f"commit {here['commit']}\n\n{ON_CPU}\n{marked(report, operations_of(report))}"
+    head = ["", "rows × hidden × vocabulary", "dtype", "pass", "", "ms", "quartiles", "× torch", "MiB at once"]
+    return f"## {path.stem}\n\n{about}" + grid(head, rows)
 
 
 def with_remark(summary: str, reports: Reports) -> str:
@@ -339,6 +364,8 @@ def kind_of(report: Report) -> str:
     results = report["results"]
     if "timeline" in report:
         return "shards"
+    if "threads" in report:
+        return "cpu"
     if "tunes" in results:
         return "autotune"
     if "way" in results[0]:
@@ -357,7 +384,7 @@ def table() -> None:
         reports.setdefault(kind_of(report), {})[path] = report
     of = lambda kind: reports.get(kind, {})  # noqa: E731
     logits, heads = of("logits"), of("heads")
-    (HERE.parent / "docs" / "measured.md").write_text(measured_page(logits, heads, of("versions")))
+    (HERE.parent / "docs" / "measured.md").write_text(measured_page(logits, heads, of("versions"), of("cpu")))
     for report in of("lm").values():
         lm_plot(report, HERE.parent / "docs" / "lm.png")
     for report in of("shards").values():

@@ -50,10 +50,11 @@ ADAPTERS: dict[str, Callable[[], Any]] = {
 
 def save(folder: Path, sizes: Sizes) -> None:
     """Save the model that all trainers load."""
-    save_model(
-        folder, vocab_size=sizes["vocab"], hidden_size=sizes["hidden"], intermediate_size=2 * sizes["hidden"],
-        max_position_embeddings=4 * sizes["length"],
-    )  # fmt: skip
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a GPU draws random weights faster
+        save_model(
+            folder, vocab_size=sizes["vocab"], hidden_size=sizes["hidden"], intermediate_size=2 * sizes["hidden"],
+            max_position_embeddings=4 * sizes["length"],
+        )  # fmt: skip
 
 
 def build(trainer: str, adapter: str, folder: Path, sizes: Sizes) -> Step:

@@ -14,8 +14,9 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ from rich.table import Table
 
 import onepass
 from benchmarks.harness import Out, check_choices, command, new_console, now, write
+from benchmarks.implementations import first_line
 from benchmarks.sources import add_sources
 from onepass.cli.environment import environment, package_version
 
@@ -50,7 +52,7 @@ def trainers(
     sizes = {"vocab": vocab, "length": length, "batch": batch, "rounds": rounds}
     packages = {name: package_version(name) for name in ("trl", "transformers", "peft")}
     report: dict[str, Any] = {"command": command(), "date": now(), "environment": environment() | packages}
-    report |= {"sizes": sizes, "results": [], "sources": {}}
+    report |= {"sizes": sizes, "results": [], "sources": {}, "not_run": {}}
     title = (
         "trainer",
         "trains",
@@ -63,27 +65,25 @@ def trainers(
         "of the step",
     )
     table = Table(*title)
-    for width in hidden or [2048, 4096]:
-        with tempfile.TemporaryDirectory() as large, tempfile.TemporaryDirectory() as small:
-            of_width = sizes | {"hidden": width}
-            save(Path(large), of_width)
-            save(Path(small), of_width | {"vocab": SMALL})
-            for name, kind in itertools.product(trainer or TRAINERS, adapter or ADAPTERS):
-                step = build(name, kind, Path(small), of_width)
-                for _ in range(2):
-                    step()
-                decoder = kernel_ms(step)
-                step = build(name, kind, Path(large), of_width)
-                with onepass.patch():
-                    add_sources(report, name, step)
-                for m in measure(step, rounds, decoder):
-                    report["results"].append({"trainer": name, "adapter": kind, "hidden": width, **m})
-                    peaks = ["" if m[k] is None else f"{m[k] / 2**30:.2f}" for k in ("peak_bytes", "step_peak_bytes")]
-                    kernels = ["" if m[k] is None else f"{m[k]:.1f}" for k in ("kernel_ms", "head_ms")]
-                    table.add_row(name, kind, str(width), m["kind"], f"{m['ms']:.1f}", *kernels, *peaks)
-                del step
-                gc.collect()
-                write(report, out / "trainers.json")
+    widths = hidden or [2048, 4096]
+    with tempfile.TemporaryDirectory() as folder:
+        for width, size in itertools.product(widths, (vocab, SMALL)):
+            save(Path(folder, f"{width}-{size}"), sizes | {"hidden": width, "vocab": size})
+        for name, kind, width in itertools.product(trainer or TRAINERS, adapter or ADAPTERS, widths):
+            models = [Path(folder, f"{width}-{size}") for size in (SMALL, vocab)]
+            of = {"trainer": name, "adapter": kind, "hidden": width}
+            try:
+                results = measure(partial(build, name, kind, sizes=sizes), models, rounds, report, name)
+            except Exception as error:  # a step may run out of memory
+                report["not_run"][f"{name} {kind} {width}"] = first_line(error)
+                results = []
+            for m in results:
+                report["results"].append(of | m)
+                peaks = ["" if m[k] is None else f"{m[k] / 2**30:.2f}" for k in ("peak_bytes", "step_peak_bytes")]
+                kernels = ["" if m[k] is None else f"{m[k]:.1f}" for k in ("kernel_ms", "head_ms")]
+                table.add_row(name, kind, str(width), m["kind"], f"{m['ms']:.1f}", *kernels, *peaks)
+            gc.collect()
+            write(report, out / "trainers.json")
     new_console().print(table)
 
 
@@ -97,7 +97,17 @@ def kernel_ms(step: Step) -> float | None:
     return sum(e.self_device_time_total for e in profile.key_averages()) / 1e3
 
 
-def measure(step: Step, rounds: int, decoder: float | None) -> list[dict[str, Any]]:
+def measure(
+    build: Callable[[Path], Step], models: Sequence[Path], rounds: int, report: dict[str, Any], name: str
+) -> list[dict[str, Any]]:
+    """The results of both kinds for a step of the second model; the first has the same decoder, and a small head."""
+    step = build(models[0])
+    for _ in range(2):
+        step()
+    decoder = kernel_ms(step)
+    step = build(models[1])
+    with onepass.patch():
+        add_sources(report, name, step)
     cuda = torch.cuda.is_available()
     turns = [kind for _ in range(rounds) for kind in KINDS]
     random.Random(0).shuffle(turns)

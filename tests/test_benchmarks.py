@@ -31,7 +31,7 @@ def run(*arguments):
 
 def test_help_lists_the_commands():
     result = run("--help")
-    commands = "logits", "heads", "shards", "experts", "trainers", "lm", "autotune", "versions", "table"
+    commands = "logits", "heads", "shards", "experts", "trainers", "lm", "cpu", "autotune", "versions", "table"
     assert result.exit_code == 0 and all(command in result.output for command in commands)
 
 
@@ -63,6 +63,24 @@ def test_logits_writes_what_it_measured(tmp_path, monkeypatch):
     assert report["sources"].keys() == OPERATIONS.keys()
     assert "losses/kl_div.py" in report["sources"]["jsd"] and "moe/router.py" not in report["sources"]["jsd"]
     assert (tmp_path / "logits.png").stat().st_size > 10_000
+
+
+def test_cpu_writes_what_it_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "")
+    monkeypatch.setattr("benchmarks.cpu.FEWEST_TURNS", 2)
+    monkeypatch.setattr("benchmarks.cpu.peak_memory", lambda run, device: 1)  # a profiler, which takes long to start
+    threads = torch.get_num_threads()
+    shapes = "--shape", "64x500", "--shape", "64x8x500"
+    result = run("cpu", *shapes, "--threads", threads, "--seconds", 0, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "cpu.json").read_text())
+    found = {(r["operation"], r["dtype"], r["implementation"]) for r in report["results"]}
+    head = {("linear_cross_entropy", "fp32", name) for name in ("torch", "onepass")}
+    logits = {("cross_entropy", d, n) for d, n in itertools.product(("fp32", "bf16"), ("torch", "onepass"))}
+    assert found == {*head, *logits, ("cross_entropy", "bf16", "torch, rounded")}
+    assert all(r["ms"] > 0 and r["peak_bytes"] > 0 and r["turns"] >= 2 for r in report["results"])
+    assert "reference/softmax.py" in report["sources"]["linear_cross_entropy"]
+    assert table.kind_of(report) == "cpu" and "| 64 × 8 × 500 | fp32 |" in table.cpu_table(tmp_path, report)
 
 
 def test_heads_writes_what_it_measured(tmp_path, monkeypatch):

@@ -191,6 +191,25 @@ def test_the_cpu_path_keeps_no_second_copy_of_the_logits(monkeypatch):
     assert largest.numel <= BLOCK_ELEMENTS < x.numel() // 4
 
 
+class Exponentials(TorchDispatchMode):
+    """Counts the exponentials that are computed."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.exp, torch.ops.aten.exp_, torch.ops.aten._softmax):
+            self.count += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_cpu_path_takes_one_exponential_for_loss_and_gradient(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    hidden, weight = torch.randn(20, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
+    with Exponentials() as exponentials:
+        onepass.linear_cross_entropy(hidden, weight, torch.arange(20)).backward()
+    assert 20 * 1000 <= exponentials.count < 1.1 * 20 * 1000
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("loss", ALL)
 def test_extra_memory(loss):

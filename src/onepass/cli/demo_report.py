@@ -98,7 +98,7 @@ def tell_costs(
         table.add_row(str(vocab), *memory_row(*memory))
     console.print(table)
     time = "Time: {:.2f} ms with torch, {:.2f} ms with onepass".format(*costs.milliseconds)
-    of_cpu = "On a CPU, onepass computes in plain PyTorch and saves no time: its kernels need a GPU"
+    of_cpu = "On a CPU, onepass computes in plain PyTorch, since its kernels need a GPU"
     console.print(f"{time}. {of_cpu}." if place == "cpu" else f"{time}, which is {costs.speed}.")
 
 

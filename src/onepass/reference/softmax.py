@@ -12,6 +12,7 @@ from onepass.core.options import PACKED, Average, FieldGradients, Inputs, Option
 from onepass.core.support import of_each_row
 
 BLOCK_ELEMENTS = 1 << 20
+IN_CACHE = 1 << 18  # of one thread, in whose cache a block stays. Several wait for each other after every operation.
 OF_SUMS = {"shift", "log_normalizer", "log_probs", "selected", "is_top1"}  # fields that need no other sum of a row
 FLOOR = -1e30  # differences are clamped to this before they are multiplied by their exp(): 0·(-inf) is NaN
 
@@ -30,7 +31,8 @@ def row_blocks(*tensors: Tensor, alone: bool = False) -> Iterator[tuple[slice, l
                 yield slice(first + rows.start, first + rows.stop), blocks
             first += parts[0][..., 0].numel()
         return
-    step = 1 if alone else max(1, BLOCK_ELEMENTS // vocab)
+    elements = IN_CACHE if torch.get_num_threads() == 1 else BLOCK_ELEMENTS
+    step = 1 if alone else max(1, elements // vocab)
     for first in range(0, matrices[0].shape[0], step):
         blocks = [m[first : first + step] for m in matrices]
         yield slice(first, first + blocks[0].shape[0]), blocks
@@ -56,14 +58,11 @@ def transformed(
     return z / t, slope / t
 
 
-def softmax_of(z: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The softmax of ``z`` ``(n, V)``, and the largest of each row of ``z`` and of the softmax, ``(n, 1)``.
-
-    On a CPU, torch's softmax takes less time than `exp` alone. It loses digits in the sum of long rows, which cancel
-    where its results are divided by their largest: that is the exponential of a logit relative to the largest logit.
-    """
-    p = torch.softmax(z, -1, out=out) if out is not None else torch.softmax(z, -1)
-    return p, z.amax(-1, keepdim=True), p.amax(-1, keepdim=True)
+def less(z: Tensor, shift: Tensor, x: Tensor, room: Tensor | None) -> Tensor:
+    """``z - shift``, in ``room`` if there is one. Else ``z`` is overwritten, unless it is ``x``, the logits."""
+    if room is not None:
+        return torch.sub(z, shift, out=room)
+    return z - shift if z is x else z.sub_(shift)
 
 
 def temperature_of(temperature: Tensor | None, rows: slice) -> Tensor | None:
@@ -100,13 +99,22 @@ def in_support(inputs: Inputs, index: Tensor) -> Tensor:
 
 
 def active_rows(row_mask: Tensor | None) -> Tensor | None:
-    """``(rows,)``, bool: False for masked rows. None if there is no mask."""
-    return None if row_mask is None else row_mask.reshape(-1).bool()
+    """``(rows,)``, bool: False for masked rows. None if there is no mask or, on a CPU, no masked row."""
+    active = None if row_mask is None else row_mask.reshape(-1).bool()
+    return None if active is None or (active.is_cpu and active.all()) else active
 
 
 def weights_of(class_weights: Tensor | None, options: Options, like: Tensor) -> Tensor | float:
     """The class weights, or the weight of every class."""
     return options.class_weight if class_weights is None else class_weights.to(like.dtype)
+
+
+def is_in_range(index: Tensor, vocab: int) -> bool:
+    """Whether all indices lie in the vocabulary. False where to look would synchronize a GPU."""
+    if not index.is_cpu or not index.numel():
+        return index.is_cpu
+    low, high = index.aminmax()
+    return int(low) >= 0 and int(high) < vocab
 
 
 def out_of_range(index: Tensor, active: Tensor | None, vocab: int) -> Tensor:
@@ -115,67 +123,120 @@ def out_of_range(index: Tensor, active: Tensor | None, vocab: int) -> Tensor:
     return bad if active is None else bad & active.unsqueeze(-1)
 
 
+def idle_rows(idle: Tensor, active: Tensor | None) -> Tensor | None:
+    """``(rows, 1)``: which rows have a gradient of 0, whatever their logits are. None if there are none, on a CPU."""
+    idle = idle if active is None else idle | ~active.unsqueeze(-1)
+    return None if idle.is_cpu and not idle.any() else idle
+
+
 def softmax_statistics(logits: Tensor, inputs: Inputs, options: Options) -> Results:
     """The packed statistics and, for every index, its logit (or log-prob) and whether it is the largest of its row."""
+    return read_rows(logits, inputs, options)
+
+
+def read_rows(
+    logits: Tensor, inputs: Inputs, options: Options, upstream: Tensor | None = None, out: Tensor | None = None
+) -> Results:
+    """The `softmax_statistics`.
+
+    If the log-probs are the only field, their gradients ``upstream`` may be given: the `softmax_gradient` is then
+    written to ``out``, which may be the logits, while a block of rows is in the cache.
+    """
     index, row_mask, class_weights, temperature = inputs[:4]
     packed, per_index, is_top1 = results = empty_results(logits, index, options)
-    rows = logits.shape[:-1].numel()
+    rows, vocab = logits.shape[:-1].numel(), logits.shape[-1]
     if rows == 0:
         return results
-    out = dict(zip(PACKED, packed.view(len(PACKED), rows)))
-    active = active_rows(row_mask)
-    bad = None
+    field = dict(zip(PACKED, packed.view(len(PACKED), rows, 1)))
+    shift, total = field["shift"], field["log_normalizer"]
+    active, bad = active_rows(row_mask), None
     if index is not None and per_index is not None:
         index = index.reshape(rows, index.numel() // rows)
         per_index = per_index.view(index.shape)
-        bad = out_of_range(index, None, logits.shape[-1]).any(-1)
-        index = index.clamp(0, logits.shape[-1] - 1).long()
-    is_top1 = None if is_top1 is None or per_index is None else is_top1.view(per_index.shape)
-    room: Tensor | None = None  # memory for the softmax of a block: that of the first, and no other is larger
-    for group, (x,) in row_blocks(logits, alone=options.invariant):
-        z, _ = transformed(x, options.transform, packed.dtype, temperature_of(temperature, group))
-        allowed, outside = support_of(inputs, group, z)
+        is_top1 = None if is_top1 is None else is_top1.view(index.shape)
+        if not is_in_range(index, vocab):
+            outside = out_of_range(index, None, vocab)
+            index, bad = index.masked_fill(outside, 0), outside.any(-1, keepdim=True)
+        index = index.long()
+    w: Tensor | None = None
+    if upstream is not None and index is not None:
+        w = upstream.reshape(index.shape)
+        idle, minus = idle_rows((w == 0).all(-1, keepdim=True), active), -w.sum(-1, keepdim=True)
+    of_sums = OF_SUMS.issuperset(options.names())
+    room: Tensor | None = None  # memory of a block: that of the first, and no other is larger
+    for group, (x, *rest) in row_blocks(*((logits,) if out is None else (logits, out)), alone=options.invariant):
+        z, slope = transformed(x, options.transform, packed.dtype, temperature_of(temperature, group))
+        allowed, none = support_of(inputs, group, z)
         z = z if allowed is None else z.masked_fill(~allowed, -torch.inf)
-        p, shift, largest = softmax_of(z, room[: len(z)] if room is not None else None)
-        room = p if room is None else room
-        total = p.sum(-1) / largest[:, 0]
-        for none in (None if bad is None else bad[group], outside):
-            if none is not None:
-                total.masked_fill_(none, float("nan"))
-        void = 0 * total  # NaN if the row defines no distribution: a logit is NaN or +inf, or all are -inf
-        if index is not None:
-            relative = z.gather(-1, index[group]) - shift + void.unsqueeze(-1)
-        if not OF_SUMS.issuperset(options.names()):
-            z = z - shift if z is x else z.sub_(shift)
-        out["shift"][group] = shift[:, 0] + void
-        out["log_normalizer"][group] = total.log()
+        if none is not None:
+            bad = shift.new_zeros(rows, 1, dtype=torch.bool) if bad is None else bad
+            bad[group] |= none.unsqueeze(-1)
+        top = torch.amax(z, -1, keepdim=True, out=shift[group])
+        to = rest[0] if rest else x
+        if w is not None and to.dtype == z.dtype:
+            z = less(z, top, x, to)
+        else:
+            room = torch.empty_like(z) if room is None and z is x else room
+            z = less(z, top, x, None if room is None else room[: len(z)])
+        if index is not None and per_index is not None:
+            place = index[group]
+            torch.gather(z, -1, place, out=per_index[group])
+            if is_top1 is not None:
+                is_top1[group] = place == z.argmax(-1, keepdim=True)
+        e = z.exp_() if of_sums else z.exp()
+        sums = torch.sum(e, -1, keepdim=True, out=total[group])
+        if w is not None:
+            sums = sums if bad is None else sums.masked_fill(bad[group], torch.nan)
+            e.mul_(sums.log().neg_().exp_().mul_(minus[group]))  # in the order of `softmax_gradient`
+            e.scatter_add_(-1, place, w[group])
+            finish(e, slope, None if idle is None else idle[group], to)
+        if of_sums:
+            continue
         if options.wants("expected_logit") or options.wants("entropy"):
-            expected = p.mul_(z.clamp(min=FLOOR)).sum(-1) / (total * largest[:, 0])
-            out["expected_logit"][group] = expected
-            out["entropy"][group] = total.log() - expected
+            field["expected_logit"][group] = e.mul_(z.clamp(min=FLOOR)).sum(-1, keepdim=True)
         if options.wants("weighted_logit"):
             c = weights_of(class_weights, options, z)
             c = c if allowed is None else allowed * c
             # A class of weight 0 is left out even if its logit is -inf.
-            out["weighted_logit"][group] = (
-                torch.where(torch.as_tensor(c == 0, device=z.device), 0, c * z).sum(-1) + void
-            )
+            weighted = torch.where(torch.as_tensor(c == 0, device=z.device), 0, c * z)
+            field["weighted_logit"][group] = weighted.sum(-1, keepdim=True)
         if options.wants("log_sum_sq_probs") or options.wants("tempered_log_normalizer"):
-            tempered = (z * options.sharpness).exp().sum(-1).log() + void
-            out["tempered_log_normalizer"][group] = tempered
-            out["log_sum_sq_probs"][group] = tempered - 2 * total.log()
+            field["tempered_log_normalizer"][group] = (z * options.sharpness).exp_().sum(-1, keepdim=True).log_()
         if options.wants("mean_logit"):
-            out["mean_logit"][group] = (z / z.shape[-1]).sum(-1) + shift[:, 0] + void
-        if index is not None and per_index is not None:
-            if is_top1 is not None:
-                is_top1[group] = (relative == 0) & (index[group] == z.argmax(-1, keepdim=True))
-            per_index[group] = relative - total.log().unsqueeze(-1) if options.wants("log_probs") else relative
+            field["mean_logit"][group] = (z / vocab).sum(-1, keepdim=True) + top
+    if bad is not None:
+        total.masked_fill_(bad, torch.nan)
+    void = 0 * total  # NaN if the row defines no distribution: a logit is NaN or +inf, or all are -inf
+    if not of_sums:
+        field["expected_logit"].div_(total)
+        for name in ("weighted_logit", "tempered_log_normalizer", "mean_logit"):
+            field[name].add_(void)
+        field["entropy"].copy_(total.log() - field["expected_logit"])
+        field["log_sum_sq_probs"].copy_(field["tempered_log_normalizer"] - 2 * total.log())
+    shift.add_(void)
+    total.log_()
+    if per_index is not None:
+        per_index.add_(void)
+        if is_top1 is not None:
+            is_top1 &= per_index == 0
+        if options.wants("log_probs"):
+            per_index.sub_(total)
     if active is not None:
         packed.view(len(PACKED), rows).masked_fill_(~active, 0.0)
-        for field in (per_index, is_top1):
-            if field is not None:
-                field.masked_fill_(~active.unsqueeze(-1), 0)
+        for of_index in (per_index, is_top1):
+            if of_index is not None:
+                of_index.masked_fill_(~active.unsqueeze(-1), 0)
     return results
+
+
+def finish(g: Tensor, slope: Tensor | float, idle: Tensor | None, out: Tensor) -> None:
+    """Write the gradient ``(n, V)`` of logits to ``out``, from that of their transform; 0 where ``idle``."""
+    if isinstance(slope, Tensor) or slope != 1.0:
+        g.mul_(slope)
+    if idle is not None:
+        g.masked_fill_(idle, 0.0)
+    if g.data_ptr() != out.data_ptr():
+        out.copy_(g)
 
 
 def softmax_gradient(
@@ -199,8 +260,8 @@ def softmax_gradient(
     if grads.expected_logit is not None:
         expected = field["expected_logit"]
         a, b = (a + b * expected, -b) if options.wants("entropy") else (a + b * (1 - expected), b)
-    idle = (a == 0) & (b == 0) & (d == 0) & (h == 0)
-    active = active_rows(row_mask)
+    zero = (a == 0) & (b == 0) & (d == 0) & (h == 0)
+    w: Tensor | None = None
     if index is not None and grads.selected is not None:
         index = index.reshape(rows, index.numel() // rows).long()
         outside = (index < 0) | (index >= logits.shape[-1])
@@ -208,45 +269,36 @@ def softmax_gradient(
         w = w if grads.share is None else w * grads.share[0]
         if inputs.support is not None:
             w = w.where(in_support(inputs, index), 0.0)
-        idle &= (w == 0).all(-1, keepdim=True)
+        zero &= (w == 0).all(-1, keepdim=True)
         if options.wants("log_probs"):
             a = a - w.sum(-1, keepdim=True)
         index, w = index.masked_fill(outside, 0), w.masked_fill(outside, 0.0)
-    if active is not None:
-        idle |= ~active.unsqueeze(-1)
-    some_idle = not idle.is_cpu or bool(idle.any())  # to look would synchronize a GPU
-    needs_z = grads.expected_logit is not None or grads.tempered_log_normalizer is not None
-    for group, (x, g_out) in row_blocks(logits, out, alone=options.invariant):
+    idle = idle_rows(zero, active_rows(row_mask))
+    factor = field["log_normalizer"].neg().exp_()  # the probability of the largest logit
+    a, b = a * factor, b * factor
+    for group, (x, to) in row_blocks(logits, out, alone=options.invariant):
         z, slope = transformed(x, options.transform, packed.dtype, temperature_of(temperature, group))
         allowed, _ = support_of(inputs, group, z)
         z = z if allowed is None else z.masked_fill(~allowed, -torch.inf)
-        shift, log_normalizer = field["shift"][group], field["log_normalizer"][group]
-        to = g_out if g_out.dtype == z.dtype and g_out.data_ptr() != x.data_ptr() else None
-        p, top, largest = softmax_of(z, to)
-        # The logits may be a slice of the vocabulary, and the statistics those of the whole row.
-        empty = top == -torch.inf
-        factor = (top - shift - log_normalizer).exp() / largest.masked_fill(empty, 1.0)
-        if not empty.is_cpu or empty.any():
-            p.masked_fill_(empty, 0.0)
-        if needs_z:
-            z = z - shift if z is x else z.sub_(shift)
+        room = to if to.dtype == z.dtype else None
+        needs_z = grads.expected_logit is not None or grads.tempered_log_normalizer is not None
+        z = less(z, field["shift"][group], x, None if needs_z else room)
+        g = torch.exp(z, out=room) if needs_z and room is not None else z.exp() if needs_z else z.exp_()
         if grads.expected_logit is not None:
-            g = p.mul_(factor * (a[group] + b[group] * z.clamp(min=FLOOR)))
+            g.mul_(z.clamp(min=FLOOR).mul_(b[group]).add_(a[group]))
         else:
-            g = p.mul_(factor * a[group])
+            g.mul_(a[group])
         if grads.tempered_log_normalizer is not None:
             tempered = field["tempered_log_normalizer"][group]
-            g = g + (z * options.sharpness - tempered).exp_() * (h[group] * options.sharpness)
+            g += (z * options.sharpness - tempered).exp_() * (h[group] * options.sharpness)
         if grads.weighted_logit is not None:
             g += weights_of(class_weights, options, z) * d[group]
-        if index is not None and grads.selected is not None:
+        of_row = None if idle is None else idle[group]
+        if allowed is not None:
+            of_row = ~allowed if of_row is None else of_row | ~allowed
+        if index is not None and w is not None:
             g.scatter_add_(-1, index[group], w[group])
-        if not (isinstance(slope, float) and slope == 1.0):
-            g *= slope
-        if some_idle or allowed is not None:
-            g.masked_fill_(idle[group] if allowed is None else idle[group] | ~allowed, 0.0)
-        if g is not g_out:
-            g_out.copy_(g)
+        finish(g, slope, of_row, to)
 
 
 def supports_early_gradient(logits: Tensor, inputs: Inputs) -> bool:
@@ -255,64 +307,22 @@ def supports_early_gradient(logits: Tensor, inputs: Inputs) -> bool:
 
 
 def supports_fused_loss(logits: Tensor, index: Tensor | None, options: Options) -> bool:
-    """Return False: the tiles of a head are too large to stay in a cache between statistics and gradient."""
-    return False
+    """Whether `softmax_loss` takes less time than its two parts."""
+    return reads_once(logits, Inputs(index), options)
 
 
 def reads_once(logits: Tensor, inputs: Inputs, options: Options) -> bool:
-    """Whether one softmax serves statistics and gradient, see `softmax_loss`. On a GPU, the gradient may be in vain."""
-    index = inputs.index
-    plain = options.fields == "log_probs" and inputs.support is None and options.transform.softcap is None
-    return logits.is_cpu and plain and index is not None and index.dim() == logits.dim() - 1 and logits.numel() > 0
+    """Whether one exponential serves statistics and gradient. On a GPU, the gradient may be in vain."""
+    plain = options.fields == "log_probs" and inputs.index is not None and inputs.support is None
+    return logits.is_cpu and plain
 
 
 def softmax_loss(logits: Tensor, inputs: Inputs, grads: FieldGradients, options: Options, out: Tensor) -> Results:
-    """Return the `softmax_statistics` of the logits, and write their `softmax_gradient` to ``out``.
-
-    If `reads_once`, the softmax of a block of rows is computed once, for both, and ``out`` is not the logits.
-    """
-    if not reads_once(logits, inputs, options) or out is logits:
-        results = softmax_statistics(logits, inputs, options)
-        softmax_gradient(logits, inputs, results[0], grads, options, out)
-        return results
-    index, row_mask, _, temperature = inputs[:4]
-    packed, log_probs, _ = results = empty_results(logits, index, options)
-    rows, vocab = log_probs.numel(), logits.shape[-1]  # type: ignore[union-attr]
-    of_row = log_probs.view(rows)  # type: ignore[union-attr]
-    numbers = dict(zip(PACKED, packed.view(len(PACKED), rows)))
-    upstream = grads.selected.reshape(rows)  # type: ignore[union-attr]
-    target = index.reshape(rows, 1).long()  # type: ignore[union-attr]
-    active = active_rows(row_mask)
-    room: Tensor | None = None
-    for group, (x, to) in row_blocks(logits, out, alone=options.invariant):
-        z, slope = transformed(x, options.transform, packed.dtype, temperature_of(temperature, group))
-        place, w = target[group], upstream[group].unsqueeze(-1)
-        outside = (place < 0) | (place >= vocab)
-        place = place.masked_fill(outside, 0)
-        if to.dtype == z.dtype:
-            room = to
-        elif room is None or len(room) != len(z):
-            room = torch.empty_like(z)
-        p, top, largest = softmax_of(z, room)
-        total = (p.sum(-1, keepdim=True) / largest).masked_fill_(outside, float("nan"))
-        void = 0 * total  # NaN if the row defines no distribution, see `softmax_statistics`
-        shift, log_normalizer = top + void, total.log()
-        numbers["shift"][group] = shift.squeeze(-1)
-        numbers["log_normalizer"][group] = log_normalizer.squeeze(-1)
-        of_row[group] = (z.gather(-1, place) - top + void - log_normalizer).squeeze(-1)
-        # In the order of `softmax_gradient`, whose result is bitwise the same.
-        p.mul_((top - shift - log_normalizer).exp() / largest * -w)
-        p.scatter_add_(-1, place, w.masked_fill(outside, 0.0))
-        if not (isinstance(slope, float) and slope == 1.0):
-            p.mul_(slope)
-        idle = w == 0 if active is None else (w == 0) | ~active[group].unsqueeze(-1)
-        if bool(idle.any()):
-            p.masked_fill_(idle, 0.0)
-        if p is not to:
-            to.copy_(p)
-    if active is not None:
-        packed.view(len(PACKED), rows).masked_fill_(~active, 0.0)
-        of_row.masked_fill_(~active, 0.0)
+    """Return the `softmax_statistics` of the logits, and write their `softmax_gradient` to ``out``."""
+    if reads_once(logits, inputs, options):
+        return read_rows(logits, inputs, options, grads.selected, out)
+    results = softmax_statistics(logits, inputs, options)
+    softmax_gradient(logits, inputs, results[0], grads, options, out)
     return results
 
 
