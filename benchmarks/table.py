@@ -181,8 +181,8 @@ def trainer_table(path: Path, report: Report) -> str:
         rows.append([*[str(r[k]) for k in about_step], *[f"{r[k]:.1f}" for k in columns.values()], *peaks])
     missing = "".join(f"\n- not run: {what}: {why}" for what, why in report.get("not_run", {}).items())
     titles = [{"adapter": "trains", "kind": "heads of"}.get(key, key) for key in about_step]
-    table = grid([*titles, *columns, "peak GiB, forward + backward", "of the step"], rows)
-    return about + table + missing + "\n" * bool(missing)
+    head = [*titles, *columns, "peak GiB, forward + backward", "of the step"]
+    return about + grid(head, rows) + missing + "\n" * bool(missing)
 
 
 def lm_table(path: Path, report: Report) -> str:
@@ -313,14 +313,13 @@ def measured_page(logits: Reports, heads: Reports, versions: Reports, cpu: Repor
 
 def cpu_table(path: Path, report: Report) -> str:
     """Losses on a CPU, torch's and those of onepass in turns: medians, quartiles and the ratio to torch's median."""
-    here = report["environment"]
-    rows = []
-    for _, group in groupby(report["results"], key=lambda r: (r["operation"], size(r), r["dtype"], r["pass"])):
-        for r in (of := list(group)):
-            row = [f"`{r['operation']}`", size(r), r["dtype"], r["pass"], r["implementation"], f"{r['ms']:.2f}"]
-            row.append(" to ".join(f"{q:.2f}" for q in r["quartiles"]))
-            rows.append([*row, f"{r['ms'] / of[0]['ms']:.2f}", f"{r['peak_bytes'] / 2**20:.1f}"])
-    about = f"`{path.name}`: a CPU ({here['machine']}), {report['threads']} threads, torch {here['torch']}, "
+    here, rows, of_torch = report["environment"], [], 1.0
+    for r in report["results"]:
+        of_torch = r["ms"] if r["implementation"] == "torch" else of_torch  # the first of a case
+        row = [f"`{r['operation']}`", size(r), r["dtype"], r["pass"], r["implementation"], f"{r['ms']:.2f}"]
+        spread = " to ".join(f"{q:.2f}" for q in r["quartiles"])
+        rows.append([*row, spread, f"{r['ms'] / of_torch:.2f}", f"{r['peak_bytes'] / 2**20:.1f}"])
+    about = f"`{path.name}`: a CPU ({here['machine']}), threads: {report['threads']}, torch {here['torch']}, "
     about += f"commit {here['commit']}\n\n{ON_CPU}\n{marked(report, operations_of(report))}"
     head = ["", "rows × hidden × vocabulary", "dtype", "pass", "", "ms", "quartiles", "× torch", "MiB at once"]
     return f"## {path.stem}\n\n{about}" + grid(head, rows)
