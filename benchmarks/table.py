@@ -104,9 +104,9 @@ def logits_table(results: list[dict]) -> str:
     rows = []
     for _, group in groupby(results, key=size):
         passes = by_implementation(list(group))
-        for (name, version), runs in sorted(passes.items(), key=lambda item: rank(item[1], few_rows)):
+        for (name, _), runs in sorted(passes.items(), key=lambda item: rank(item[1], few_rows)):
             last = runs.get("forward+backward", runs["forward"])
-            row = [name if name == "onepass" else f"{name} {version}", size(last)]
+            row = [named(last), size(last)]
             row += cells(runs.get("forward"), few_rows) + cells(runs.get("forward+backward"), few_rows)
             row.append(f"{last['extra_bytes'] / 1e6:.1f}")
             mark = "**" if name == "onepass" else ""
@@ -119,7 +119,9 @@ def gib(r: dict) -> str:
 
 
 def named(r: dict) -> str:
-    return r["implementation"] if r["implementation"] == "onepass" else f"{r['implementation']} {r['version']}"
+    """The implementation and its version, which a peer without metadata does not tell."""
+    known = r["implementation"] != "onepass" and r["version"] is not None
+    return f"{r['implementation']} {r['version']}" if known else r["implementation"]
 
 
 def head_table(results: list[dict]) -> str:
@@ -287,7 +289,7 @@ def summary(reports: Reports) -> str:
                 continue
             best = min(found.values(), key=lambda r: r["ms"])
             times = [f"{r['ms']:.2f}" if r else "" for r in torch.values()]
-            peer = f"{best['ms']:.3f} ({best['implementation']} {best['version']})"
+            peer = f"{best['ms']:.3f} ({named(best)})"
             rows.append([f"`{operation}`", shape, f"**{ours['ms']:.3f}**", share(ours), peer, *times])
     of_torch = ["torch.compile", "eager, in the logits' dtype", "eager, of a float32 copy"]
     head = ["forward + backward, ms", "rows × vocabulary", "onepass", "of copy", "best peer", *of_torch]
