@@ -27,13 +27,12 @@ from onepass.kernels.router_scores import (
     add_counts,
     has_no_score,
     is_relative,
-    raw_scores,
-    relative,
     replayed,
     sigmoid,
     sqrtsoftplus,
     undefined,
     warps_of,
+    weights_of,
 )
 from onepass.kernels.zeros import zeros
 
@@ -240,12 +239,7 @@ def routing_kernel(
     valid = (t[:, None] < T) & (k < K)
     counted = valid & active[:, None]
     z_selected = transform(tl.load(start[:, None] + selected, mask=counted, other=0.0), inner, outer, SOFTCAP)
-    s = raw_scores(z_selected, m, total, k < K, SCORE, AFTER)
-    if RENORMALIZE:
-        n = eps
-        if RELATIVE:
-            s, n, _ = relative(s, z_selected, m, total, k < K, eps, SCORE)
-        s = s / (tl.sum(s, axis=1) + n)[:, None]
+    s = weights_of(z_selected, m, total, k < K, eps, SCORE, RENORMALIZE, RELATIVE, AFTER)
     w = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), s * scale), 0.0)
     tl.store(weights + t[:, None] * K + k, w, mask=valid)
     tl.store(experts + t[:, None] * K + k, selected.to(tl.int64), mask=valid)
