@@ -14,7 +14,12 @@ import triton.language as tl
 from onepass.kernels.router_scores import log2
 
 LOW = tl.constexpr(8191)  # the bits of an inverted id
-LEAST = tl.constexpr(-(2**31))  # the key of no expert
+
+
+@triton.constexpr_function
+def least_of(dtype):
+    """The key of no expert."""
+    return -(1 << (dtype.primitive_bitwidth - 1))
 
 
 @triton.constexpr_function
@@ -61,7 +66,9 @@ def merged(a, b, N: tl.constexpr):
 @triton.jit
 def columns(x, L: tl.constexpr, V: tl.constexpr):
     """The V columns of ``(T, L·V)``, by lane, as V tensors ``(T, L)``. It costs nothing if a thread has all of them."""
-    if V == 4:
+    if V == 8:
+        parts = (tl.reshape(x, [x.shape[0], L, 2, 2, 2]),)
+    elif V == 4:
         parts = (tl.reshape(x, [x.shape[0], L, 2, 2]),)
     elif V == 2:
         parts = (tl.reshape(x, [x.shape[0], L, 2]),)
@@ -112,7 +119,7 @@ def sorted_keys(keys, N: tl.constexpr):
             if run * RUN + i < COUNT:
                 new = new + (keys[run * RUN + i],)
             else:
-                new = new + (tl.full(keys[0].shape, LEAST, tl.int32),)
+                new = new + (tl.full(keys[0].shape, least_of(keys[0].dtype), keys[0].dtype),)
         new = sorted_run(new, RUN)[:N]
         v = new if run == 0 else merged(v, new, N)
     return v[:COUNT] if COUNT < N else v
@@ -132,7 +139,7 @@ def largest_keys(v, K: tl.constexpr):
                 if i + 1 < len(v):
                     w = w + (tl.where(here, v[i + 1], v[i]),)
                 else:
-                    w = w + (tl.where(here, LEAST, v[i]),)
+                    w = w + (tl.where(here, least_of(best.dtype), v[i]),)
         v = w
     return selected
 

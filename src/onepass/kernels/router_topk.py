@@ -23,7 +23,7 @@ from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows
 from onepass.kernels.layout import MANY, power_of_two
 from onepass.kernels.online_softmax import LOG2E, LOWEST, transform
-from onepass.kernels.router_keys import LEAST, LOW, columns, largest_keys, only, ordered, row, slots, sorted_keys
+from onepass.kernels.router_keys import LOW, columns, largest_keys, only, ordered, row, slots, sorted_keys
 from onepass.kernels.router_scores import (
     SOFTMAX,
     SQRTSOFTPLUS,
@@ -34,6 +34,7 @@ from onepass.kernels.router_scores import (
     weights_of,
 )
 
+LEAST = tl.constexpr(-(2**31))  # the key of no expert
 SIGNS = tl.constexpr(-0x7FFF8000)  # the sign bits of two 16-bit floats
 MOST_K = 16
 LEAST_EPS = 1e-12  # below this, eps changes no weight of a softmax, whose selected scores sum up to at least K / E
@@ -41,7 +42,6 @@ LOGITS = 64  # per thread
 SPANS = 4  # at least, per expert of a token
 # Threads per program. Programs add to the counts in turns, so that there must not be too many of them.
 THREADS, MOST_THREADS, MOST_ADDITIONS = 128, 512, 1 << 17
-ONE_PROGRAM = 512  # the most threads of a program that is alone
 
 
 @triton.jit
@@ -246,15 +246,20 @@ def lanes_of(E: int, options: RouterOptions) -> int:
 
 
 @lru_cache
-def tile_of(T: int, E: int, options: RouterOptions) -> tuple[int, int]:
-    """Tokens and threads per program; one program if the tokens are few."""
-    lanes, T = lanes_of(E, options), MANY if options.invariant else T
-    if power_of_two(T) * lanes <= ONE_PROGRAM:
+def tokens_and_threads(T: int, E: int, lanes: int, most: int, options: RouterOptions) -> tuple[int, int]:
+    """Tokens and threads per program, at most ``most`` threads; one program if the tokens are few."""
+    T = MANY if options.invariant else T
+    if power_of_two(T) * lanes <= most:
         return power_of_two(T), power_of_two(T) * lanes
     threads = THREADS
-    while options.counts and threads < MOST_THREADS and -(-T * lanes // threads) * E > MOST_ADDITIONS:
+    while options.counts and threads < most and -(-T * lanes // threads) * E > MOST_ADDITIONS:
         threads *= 2
     return threads // lanes, threads
+
+
+def tile_of(T: int, E: int, options: RouterOptions) -> tuple[int, int]:
+    """Tokens and threads per program."""
+    return tokens_and_threads(T, E, lanes_of(E, options), MOST_THREADS, options)
 
 
 def plan_for(shape: Shape, options: RouterOptions, replays: bool) -> Plan:
