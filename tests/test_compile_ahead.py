@@ -288,9 +288,10 @@ def launch_experts(options: ExpertOptions, trained: tuple[str, ...], empty: Any)
     needed = [name in trained for name in EXPERT_TENSORS]
     kernels.expert_mlp_gradient(out, h, *arguments, needed, options)
     launch_decode(empty, *(1536, 2048) if options.transposed else (33, 71))
-    # Weights that the grouped GEMM decodes, for few rows of an expert and for many, and one that it reads in chunks.
-    options = options._replace(transposed=False)
-    for rows, name, flipped in (4, "fp8_block", True), (128, "nf4", False), (512, "nf4", False):
+    # Weights that the grouped GEMM decodes, for many rows of an expert and for few, and one that it reads in chunks.
+    quantized = (128, "nf4", False), (4, "fp8_block", True), (512, "nf4", False)
+    quantized, options = quantized[: 1 if options.transposed else 3], options._replace(transposed=False)
+    for rows, name, flipped in quantized:
         tokens = rows * E // K
         groups = kernels.sort_by_expert(empty(tokens, K, dtype=torch.int64), E)
         weight = encoded(empty, name, (E, 2 * width, H))[-1]
