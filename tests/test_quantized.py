@@ -9,6 +9,7 @@ import torch
 
 import onepass
 from onepass import moe
+from onepass.core.moe_options import ExpertOptions
 from onepass.core.quantized import FORMATS
 from onepass.moe import QuantizedWeight, expert_mlp, quantize, scattered_linear
 from paths import interpreted
@@ -179,6 +180,19 @@ def test_experts_as_with_decoded_weights(device, monkeypatch, format):
         close(results(of, ids, quantized, transposed=transposed, max_memory=1), expected)
         close(results(of, ids, [w.mT for w in quantized], transposed=not transposed), expected)
         close(results(of, ids, [decoded[0], quantized[1]], transposed=transposed), expected)
+
+
+def test_a_tile_that_is_decoded_fits_into_shared_memory():
+    """The interpreter has as much of it as the smallest card, and rows of float32 take twice as much."""
+    pytest.importorskip("triton")
+    plan = import_module("onepass.kernels.grouped_gemm").decoding_plan
+    of, rest = quantize(randn(2, 128, 64), "nf4").format, (64, (1, 1, 1), 4, torch.device("cpu"))
+    for rows in (16, 32, 64, 128):
+        for glu in (False, True):
+            found = plan((2 * rows, 4, 2, 64, 64, 3, 1), (glu, False, 1.0), ExpertOptions(), *rest, of)
+            assert found.constexprs["STAGES"] >= 1 and found.constexprs["BLOCK_M"] == rows
+        with pytest.raises(ValueError, match="a rank that fits into shared memory, got 4096"):
+            plan((2 * rows, 4, 2, 64, 64, 4096, 1), (False, False, 1.0), ExpertOptions(), *rest, of)
 
 
 def test_float64_experts():

@@ -308,8 +308,11 @@ def decoding_plan(
         of_stages = stages * block_k * (block_m * element + width)
         return of_stages + width * block_k * element + (block_m + width) * of_rank
 
-    while needed() > layout.shared_memory() and width > 16 * products:
-        width //= 2
+    while needed() > layout.shared_memory() and (width > 16 * products or stages > 1):
+        if width > 16 * products:
+            width //= 2
+        else:
+            stages -= 1
     if needed() > layout.shared_memory():
         raise ValueError(f"adapters: expected a rank that fits into shared memory, got {R}")
     most = gcd(MOST_OF_SEGMENT, width // halves, f.columns // halves) if f.flipped else min(MOST_OF_SEGMENT, block_k)
