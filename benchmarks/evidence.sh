@@ -2,7 +2,7 @@
 # Everything that is claimed of a GPU, in the order in which it matters: benchmarks against the installed peers, the
 # GPU suite, accuracy, and compute-sanitizer over the suite. Results go to the folder $1 (default .bench); $2 names a
 # part: logits, routers, experts, heads, parity, shards (on several GPUs), trainers (which needs TRL), lm (Liger),
-# autotune (Liger or fla), versions (only where ONEPASS_BASELINE names a checkout of another version, against which this
+# decoder (PEFT), autotune (Liger or fla), versions (only where ONEPASS_BASELINE names a checkout of another version, against which this
 # one is timed) or checks (default all).
 # About 25 minutes on an H100, and 8 for versions. Without a .git here, say ONEPASS_COMMIT=<commit>; a baseline without
 # one goes by its folder's name.
@@ -34,6 +34,10 @@ fi
 if wants experts; then
   bench experts --name experts
   bench experts --op experts_forward --shape 4096x4096x14336x8x2 --routing uniform --name experts-mixtral
+  quantized=(--op experts_nf4 --op experts_mxfp4 --op experts_fp8 --op experts_int8 --routing uniform)
+  few_rows=(--shape 64x2048x768x128x8 --shape 512x2048x768x128x8 --shape 2048x2048x768x128x8)
+  bench experts "${quantized[@]}" "${few_rows[@]}" --shape 8192x2048x768x128x8 --name experts-quantized
+  bench experts --op experts_gpt_oss --shape 8192x2880x2880x32x4 --shape 512x2880x2880x32x4 --routing uniform --name experts-gpt-oss
 fi
 if wants heads; then
   bench heads --no-compile --shape 8192x4096x151936 --name linear-head
@@ -54,6 +58,9 @@ if wants trainers; then
 fi
 if wants lm; then
   "$python" -W ignore -m benchmarks lm --out "$out" 2>&1 | tee "$out/lm.log" | tail -n 32
+fi
+if wants decoder; then
+  "$python" -W ignore -m benchmarks decoder --model qwen3-30b-a3b --model gpt-oss-20b --model mixtral-8x7b --out "$out" 2>&1 | tee "$out/decoder.log" | tail -n 20
 fi
 if wants autotune; then
   "$python" -W ignore -m benchmarks autotune --out "$out" 2>&1 | tee "$out/autotune.log" | tail -n 12

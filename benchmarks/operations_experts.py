@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ RANK, SCALING = 16, 2.0
 # How many times the GEMMs of a forward are needed: for the forward, for the gradient of the inputs, of the weights.
 OPERATIONS = {"experts_forward": 1, "experts": 3, "experts_lora": 2}
 # As experts_lora, with weights in a format of `moe.quantize`. They run only if they are named.
-QUANTIZED = {"experts_nf4": "nf4", "experts_mxfp4": "mxfp4", "experts_fp8": "fp8_block", "experts_int8": "int8"}
+QUANTIZED = {"experts_nf4": "nf4", "experts_mxfp4": "mxfp4", "experts_fp8": "fp8_block", "experts_int8": "int8",
+             "experts_gpt_oss": "mxfp4"}  # fmt: skip
 
 
 @dataclass
@@ -25,6 +27,7 @@ class ExpertsBatch(Batch):
     down: Tensor
     lora: list[Tensor] = field(default_factory=list)  # A and B of gate_up, A and B of down
     quantized: list[moe.QuantizedWeight] = field(default_factory=list)  # of which gate_up and down are the values
+    options: dict[str, Any] = field(default_factory=dict)  # of `moe.expert_mlp`
     expected: Tensors = ()
     upstream: Sequence[Tensor] = ()
 
@@ -71,11 +74,16 @@ def make_batch(
     if operation == "experts_lora" or operation in QUANTIZED:
         shapes = (E, RANK, H), (E, 2 * width, RANK), (E, RANK, width), (E, H, RANK)
         batch.lora = [normal(*shape, std=shape[-1] ** -0.5) for shape in shapes]
+    if operation == "experts_gpt_oss":
+        biases = {"gate_up_bias": normal(E, 2 * width), "down_bias": normal(E, H)}
+        batch.options = biases | {"activation": "swiglu_clamped", "interleaved": True}
     with torch.no_grad():
         routing = batch.routing._replace(weights=batch.routing.weights.double())
         hidden, gate_up, down = (t.double() for t in (batch.hidden, batch.gate_up, batch.down))
         lora = [t.double() for t in batch.lora]
-        batch.expected = (ours(ExpertsBatch(hidden, routing, gate_up, down, lora)),)  # the definition
+        options = {n: t.double() if isinstance(t, Tensor) else t for n, t in batch.options.items()}
+        exact = ExpertsBatch(hidden, routing, gate_up, down, lora, options=options)
+        batch.expected = (ours(exact),)  # the definition
     batch.upstream = (normal(T, H),)
     for t in (batch.hidden, batch.routing.weights, *batch.lora):
         t.requires_grad_(operation != "experts_forward")
@@ -110,4 +118,4 @@ def ours(batch: ExpertsBatch) -> Tensor:
         a1, b1, a2, b2 = batch.lora
         first, second = (a1, b1, SCALING), (a2, b2, SCALING)
     weights = batch.quantized or (batch.gate_up, batch.down)
-    return moe.expert_mlp(batch.hidden, batch.routing, *weights, lora_gate_up=first, lora_down=second)
+    return moe.expert_mlp(batch.hidden, batch.routing, *weights, lora_gate_up=first, lora_down=second, **batch.options)

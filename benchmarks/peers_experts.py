@@ -27,6 +27,8 @@ def merged(batch: ExpertsBatch) -> tuple[Tensor, Tensor]:
     Quantized weights are decoded first, as a whole.
     """
     gate_up, down = (w.dequantize() for w in batch.quantized) if batch.quantized else (batch.gate_up, batch.down)
+    if batch.options:
+        raise NotImplementedError("biases and the activation of gpt-oss are those of onepass alone here")
     if not batch.lora:
         return gate_up, down
     a1, b1, a2, b2 = batch.lora

@@ -20,6 +20,7 @@ Report = dict[str, Any]
 Reports = dict[Path, Report]
 AUTOTUNE = "<!-- autotune: benchmarks/table.py -->\n", "<!-- end of autotune -->\n"
 EXPERTS = "<!-- experts: benchmarks/table.py -->\n", "<!-- end of experts -->\n"
+DECODER = "<!-- decoder: benchmarks/table.py -->\n", "<!-- end of decoder -->\n"
 TRAINERS = "<!-- trainers: benchmarks/table.py -->\n", "<!-- end of trainers -->\n"
 LM = "<!-- lm: benchmarks/table.py -->\n", "<!-- end of lm -->\n"
 SHARDS = "<!-- shards: benchmarks/table.py -->\n", "<!-- end of shards -->\n"
@@ -204,6 +205,33 @@ def lm_table(path: Path, report: Report) -> str:
     return about + grid(head, rows) + missing + "\n" * bool(missing) + picture
 
 
+def decoder_table(path: Path, report: Report) -> str:
+    sizes = report["sizes"]
+    rows = []
+    for r in report["results"]:
+        whole = r["whole"]
+        peaks = [f"{p / 2**30:.1f}" for p in (r["peak_bytes"], whole["peak_bytes"])]
+        rows.append(
+            [r["model"], r["way"], f"{r['ms']:.0f}", f"{r['losses'][-1]:.4f}", peaks[0], str(whole["layers"]), peaks[1]]
+        )
+    head = [
+        "model",
+        "way",
+        "ms",
+        "last loss",
+        f"peak GiB, {sizes['layers']} layers",
+        "layers of the model",
+        "peak GiB, extrapolated",
+    ]
+    here, models = report["environment"], dict.fromkeys(r["model"] for r in report["results"])
+    packages = ", ".join(f"{name} {here[name]}" for name in ("transformers", "peft") if here[name])
+    about = (
+        f"{where(path, report)}, {packages}; {sizes['batch']} × {sizes['length']} tokens.\n\n{marked(report, models)}"
+    )
+    missing = "".join(f"\n- not run: {what}: {why}" for what, why in report["not_run"].items())
+    return about + grid(head, rows) + missing
+
+
 def lm_plot(report: Report, path: Path) -> None:
     """Time against memory of the bare step: every way, and onepass with several ``max_memory``."""
     import matplotlib
@@ -370,7 +398,7 @@ def kind_of(report: Report) -> str:
     if "tunes" in results:
         return "autotune"
     if "way" in results[0]:
-        return "lm"
+        return "decoder" if "whole" in results[0] else "lm"
     if any(part in results[0].get("operation", "") for part in OF_PARITY):
         return "parity"
     kinds = {"trainer": "trainers", "routing": "experts", "old_ms": "versions", "hidden": "heads"}
@@ -393,6 +421,7 @@ def table() -> None:
             draw_overlap(report["timeline"], HERE.parent / "docs" / "shards.png")
     for name, marks, tables in (
         ("moe.md", EXPERTS, [expert_table(*each) for each in of("experts").items()]),
+        ("moe.md", DECODER, [decoder_table(*each) for each in of("decoder").items()]),
         ("integrations.md", TRAINERS, [trainer_table(*each) for each in of("trainers").items()]),
         ("tensor_parallel.md", SHARDS, [shard_table(*each) for each in of("shards").items()]),
         ("parity.md", PARITY, [parity_table(*each) for each in of("parity").items()]),

@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import onepass
-from benchmarks import overlap, sources, table, versions, versions_operations, versions_worker, workers
+from benchmarks import decoder, overlap, sources, table, versions, versions_operations, versions_worker, workers
 from benchmarks.__main__ import app
 from benchmarks.harness import follow
 from benchmarks.logits import PASSES
@@ -31,7 +31,7 @@ def run(*arguments):
 
 def test_help_lists_the_commands():
     result = run("--help")
-    commands = "logits", "heads", "shards", "experts", "trainers", "lm", "cpu", "autotune", "versions", "table"
+    commands = "logits heads shards experts trainers lm cpu decoder autotune versions table".split()
     assert result.exit_code == 0 and all(command in result.output for command in commands)
 
 
@@ -113,6 +113,40 @@ def test_experts_writes_what_it_measured(tmp_path, monkeypatch):
     assert all(r["ms"] == r["runs"][0] > 0 and r["error"] < 1e-4 for r in report["results"][1::2])
     assert all("moe/experts.py" in found for found in report["sources"].values()) and len(report["sources"]) == 3
     assert report["not_run"] == {} and (tmp_path / "experts.png").stat().st_size > 5_000
+
+
+def test_decoder_writes_what_its_processes_measured(tmp_path, monkeypatch):
+    """Real models are built where there is a GPU; here the processes are not started."""
+    measured = {"runs": [2.0, 4.0], "peak_bytes": 3 << 30, "busy_ms": None, "layers": 2, "experts": ["nf4"]}
+    whole = {"layers": 48, "bytes_of_layer": 1 << 30, "peak_bytes": 49 << 30}
+
+    class Answers:
+        def __init__(self, module, way, environment):
+            self.way = way
+
+        def ask(self, do, name, **sizes):
+            if self.way == "PEFT" and name == "tiny":
+                raise workers.Failure("out of memory")
+            losses = [1.0, 0.5 if self.way == "PEFT" else 0.498]
+            return {"moe/experts.py": "0"} if do == "sources" else {**measured, "losses": losses, "whole": whole}
+
+        def stop(self):
+            pass
+
+    monkeypatch.setattr(decoder, "Worker", Answers)
+    given = "--model", "qwen3-30b-a3b", "--model", "tiny", "--layers", 2
+    result = run("decoder", *given, "--out", tmp_path)
+    assert result.exit_code == 0 and "losses differ by at most 2.0e-03" in result.output, result.output
+    assert "not run: tiny, PEFT: out of memory" in result.output
+    report = json.loads((tmp_path / "decoder.json").read_text())
+    assert [(r["model"], r["way"]) for r in report["results"]][1:] == [
+        ("qwen3-30b-a3b", "onepass"),
+        ("tiny", "onepass"),
+    ]
+    assert report["results"][0]["ms"] == 3.0 and report["sources"]["tiny"] == {"moe/experts.py": "0"}
+    assert table.kind_of(report) == "decoder"
+    text = table.decoder_table(tmp_path / "decoder.json", report)
+    assert "| qwen3-30b-a3b | onepass | 3 | 0.4980 | 3.0 | 48 | 49.0 |" in text
 
 
 def test_shards_writes_what_it_measured(tmp_path, monkeypatch):

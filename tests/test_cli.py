@@ -19,6 +19,12 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
+OF_EXPERTS = dict(
+    vocab_size=64, hidden_size=64, intermediate_size=32, moe_intermediate_size=32, num_experts=2, num_experts_per_tok=2,
+    num_attention_heads=2, num_key_value_heads=2, head_dim=32, num_hidden_layers=1,
+)  # fmt: skip
+
+
 def test_help_lists_the_commands():
     result = run("--help")
     assert result.exit_code == 0
@@ -36,6 +42,18 @@ def test_doctor_finds_no_fault(monkeypatch, path):
 
 def test_version():
     assert run("--version").output == f"onepass {onepass.__version__}\n"
+
+
+def test_doctor_describes_the_experts_of_a_model(tmp_path):
+    config = pytest.importorskip("transformers").AutoConfig.for_model("qwen3_moe", **OF_EXPERTS)
+    config.quantization_config = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+    config.save_pretrained(tmp_path)
+    result = run("doctor", "--model", tmp_path)
+    gate_up, down = result.output.splitlines()
+    assert result.exit_code == 0 and "layers.0.mlp.experts.gate_up_proj: fp8_block (blocks of 32 x 32)" in gate_up
+    assert "(2, 64, 32)" in down and "onepass: experts that have tokens are decoded" in down
+    result = run("doctor", "--model", tmp_path / "missing")
+    assert result.exit_code == 1 and "missing cannot be read: " in result.output
 
 
 def test_doctor_says_what_to_do(monkeypatch):

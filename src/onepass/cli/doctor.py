@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from itertools import product
-from typing import get_args
+from typing import Annotated, get_args
 
 import torch
 import typer
@@ -181,9 +181,43 @@ def patches(library: str) -> list[str]:
     return [str(line) for line in (*replaced, *kept)]
 
 
-def doctor() -> None:
+def experts_of(name: str) -> list[str]:
+    """What `moe.describe` says of a model of transformers, which is built from its configuration, without memory.
+
+    Raises:
+        ImportError, OSError, ValueError: transformers is missing, or does not know the model.
+    """
+    import transformers
+    from transformers.quantizers import AutoHfQuantizer
+
+    from onepass.integrations.transformers_experts import NAME, register
+
+    register()
+    config = transformers.AutoConfig.from_pretrained(name)
+    quantized = getattr(config, "quantization_config", None)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=NAME)
+        if quantized is not None and quantized.get("quant_method") in ("fp8", "mxfp4"):  # others leave experts alone
+            AutoHfQuantizer.from_config(quantized, pre_quantized=True).preprocess_model(model)
+    return [str(line) for line in onepass.moe.describe(model)] or ["no experts of three dimensions"]
+
+
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Option(help="A model of transformers, of which only the experts are described: a name or a folder."),
+    ] = None,
+) -> None:
     """Show versions, paths and what a patch would replace; check every operation against its definition."""
     console = Console()
+    if model is not None:
+        try:
+            lines = experts_of(model)
+        except Exception as error:  # of transformers or the network
+            print(f"{model} cannot be read: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            raise typer.Exit(1) from None
+        print(*lines, sep="\n")
+        return
     facts = Table.grid(padding=(0, 2))
     found = environment() | {name: package_version(name) for name in PEERS}
     found |= {name: os.environ[name] for name in SWITCHES if name in os.environ}
