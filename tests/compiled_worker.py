@@ -97,9 +97,12 @@ def logits(rank, ranks):
     x, group = logits_of(rank, ranks), dist.group.WORLD
     padded = torch.nn.functional.pad(x, (0, 3 * (rank == ranks - 1)), value=torch.nan)
     names = "cross_entropy, every option", "statistics", "topk_kl_div, renormalized", "kl_div"
-    compare(lambda x: losses_of(onepass.VocabParallelLogits(x, group, VOCAB), *names), [padded], "logits")
-    call = lambda x, group: onepass.entropy_from_logits(onepass.VocabParallelLogits(x, group))  # noqa: E731
-    compare(call, [x], "a group that is an argument", group)
+
+    def losses(padded, x, argument):
+        of_argument = onepass.entropy_from_logits(onepass.VocabParallelLogits(x, argument))
+        return [*losses_of(onepass.VocabParallelLogits(padded, group, VOCAB), *names), of_argument]
+
+    compare(losses, [padded, x], "logits", group)
     call = lambda x, of: of(onepass.VocabParallelLogits(x, group), 3)  # noqa: E731
     given(call, [x])
 
@@ -116,21 +119,18 @@ def heads(rank, ranks):
     hidden, *shards = parts = head_of_rank(rank, ranks)
     group = dist.group.WORLD
 
-    def of_head(hidden, weight, bias):
-        head = onepass.LinearLogits(hidden, weight, bias, vocab_group=group)
-        return losses_of(head, "cross_entropy, every option", "distillation_loss", "kl_div")
-
-    compare(of_head, parts, "head")
-    given(lambda *parts: parts[-1](onepass.LinearLogits(*parts[:-1], vocab_group=group), 3), parts)
-
-    def sequence_parallel(hidden, weight, bias):
-        head = onepass.LinearLogits(
-            hidden, weight, bias, vocab_group=group, vocab_size=VOCAB, sequence_parallel=True
-        )  # fmt: skip
-        return onepass.cross_entropy(head, TARGET[:2])
-
     padded = [torch.nn.functional.pad(t, (0,) * (2 * t.dim() - 1) + (3 * rank,)) for t in shards]
-    compare(sequence_parallel, [hidden[rank : rank + 1], *padded], "sequence parallel")
+
+    def of_heads(hidden, weight, bias, part, padded_weight, padded_bias):
+        head = onepass.LinearLogits(hidden, weight, bias, vocab_group=group)
+        sequence_parallel = onepass.LinearLogits(
+            part, padded_weight, padded_bias, vocab_group=group, vocab_size=VOCAB, sequence_parallel=True
+        )  # fmt: skip
+        losses = losses_of(head, "cross_entropy, every option", "distillation_loss", "kl_div")
+        return [*losses, onepass.cross_entropy(sequence_parallel, TARGET[:2])]
+
+    compare(of_heads, [*parts, hidden[rank : rank + 1], *padded], "heads")
+    given(lambda *parts: parts[-1](onepass.LinearLogits(*parts[:-1], vocab_group=group), 3), parts)
 
 
 def dtensors(rank, ranks):
