@@ -817,3 +817,33 @@ def test_20_a_head_that_student_and_teacher_share(device):
     weight = weight.detach()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     same(compiled(hidden, weight), loss(hidden, weight), (hidden,))
+
+
+# Found by trying to break it: gradients of -inf that overflow, and dtypes and transforms of torch.
+
+
+def test_a_large_upstream_gradient_of_an_entropy(device):
+    logits = torch.tensor([[0.3, -torch.inf, 1.0, -0.5]], device=device).requires_grad_()
+    (grad,) = torch.autograd.grad(onepass.entropy_from_logits(logits).sum() * 1e9, logits)
+    z = logits.detach().double()
+    p = z.softmax(-1)
+    log_p = torch.where(p > 0, p.log(), 0.0)
+    expected = -p * (log_p - (p * log_p).sum(-1, keepdim=True)) * 1e9
+    torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=100.0)
+
+
+def test_a_default_dtype_of_float64(device):
+    logits, target = torch.randn(3, 5, device=device), torch.tensor([1, -100, 4], device=device)
+    torch.set_default_dtype(torch.float64)
+    try:
+        for options in ({}, {"label_smoothing": 0.1}, {"z_loss_weight": 0.1}):
+            assert onepass.cross_entropy(logits, target, **options).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_vmap_on_a_cpu(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    logits = torch.randn(4, 3, 6)
+    found = torch.func.vmap(lambda x: onepass.softmax_statistics(x).entropy)(logits)
+    torch.testing.assert_close(found, onepass.entropy_from_logits(logits))

@@ -22,6 +22,7 @@ from linear_cases import (
     teacher_tokens,
     tiles_of,
 )
+from onepass.core.options import Inputs
 from onepass.logits import linear as head_logits
 from onepass.logits import tiled_loss as head_loss
 from onepass.logits import tiled_statistics as head_statistics
@@ -60,40 +61,49 @@ def test_masks_that_only_the_kernels_see_to(device, tile, monkeypatch, loss):
     assert_all_close(gradients(got.sum(), parts), gradients(expected.sum(), parts))
 
 
-SMALL = ["cross_entropy, every option", "cross_entropy, none", "pair, masked", "topk_kl_div, renormalized"]
+SMALL = {"mean": {}, "sum": {"reduction": "sum", "softcap": 9.0}, "num_items": {"num_items": 3, "temperature": 0.7}}
 
 
-@pytest.mark.parametrize("loss", SMALL)
-def test_logits_of_few_rows_are_computed_at_once(device, monkeypatch, loss):
+@pytest.mark.parametrize("options", SMALL)
+def test_logits_of_few_rows_are_computed_at_once(device, monkeypatch, options):
     """What masked rows hold, NaN too, reaches no gradient; nobody counts them."""
-    hidden, weight, bias, target = batch(device)
+    hidden, weight, bias, target = batch(device, rows=(3, 4))
     parts = hidden, weight, bias
-    expected = LOSSES[loss](onepass.LinearLogits(*parts), target)
-    expected = expected.detach(), gradients(expected.sum(), parts)
+    expected = onepass.cross_entropy(onepass.LinearLogits(*parts), target, **SMALL[options])
+    expected = expected.detach(), gradients(expected, parts)
     monkeypatch.setattr(head_logits, "SMALL_ON", (device.type,))
-    for module in (head_loss, head_statistics):
-        monkeypatch.setattr(module, "plan", lambda *arguments: pytest.fail("tiles"))
-    if "cross_entropy" in loss:
-        with torch.no_grad():
-            hidden[target == -100] = torch.nan
-    got = LOSSES[loss](onepass.LinearLogits(*parts), target)
+    monkeypatch.setattr(head_loss, "plan", lambda *arguments: pytest.fail("tiles"))
+    with torch.no_grad():
+        hidden[target == -100] = torch.nan
+    got = onepass.cross_entropy(onepass.LinearLogits(*parts), target, **SMALL[options])
     assert_all_close([got.detach()], [expected[0]], "loss")
-    assert_all_close(gradients(got.sum(), parts), expected[1])
+    assert_all_close(gradients(got, parts), expected[1])
 
 
-@pytest.mark.parametrize("product, rows, small", [(11 * 8 * 37, 11, True), (11 * 8 * 37 - 1, 11, False)])
-def test_which_logits_are_few(device, monkeypatch, product, rows, small):
+def test_which_logits_are_few(device, monkeypatch):
+    def is_small(hidden=None, weight=None, index=None, **options):
+        given = torch.zeros(11, 8, device=device), torch.zeros(37, 8, device=device, requires_grad=True)
+        hidden, weight = given[0] if hidden is None else hidden, given[1] if weight is None else weight
+        return onepass.LinearLogits(hidden, weight, **options).small(Inputs(index)) is not None
+
     monkeypatch.setattr(head_logits, "SMALL_ON", (device.type,))
-    monkeypatch.setattr(head_logits, "SMALL_PRODUCT", product)
-    hidden, weight = torch.zeros(rows, 8, device=device), torch.zeros(37, 8, device=device)
-    assert (onepass.LinearLogits(hidden, weight).small(None) is not None) is small
-    assert onepass.LinearLogits(hidden, weight, max_memory=1 << 20).small(None) is None
-    assert onepass.LinearLogits(hidden.half(), weight.half()).small(None) is None
-    assert onepass.LinearLogits(hidden.bfloat16(), weight.bfloat16(), logits_dtype=torch.float32).small(None) is None
+    hidden, weight = torch.zeros(11, 8, device=device), torch.zeros(37, 8, device=device)
+    assert is_small() and not is_small(max_memory=1 << 20) and not is_small(weight=weight)
+    assert not is_small(hidden.half(), weight.half().requires_grad_())
+    assert not is_small(hidden.bfloat16(), weight.bfloat16().requires_grad_(), logits_dtype=torch.float32)
+    with torch.no_grad():
+        assert not is_small()
+    with torch.inference_mode():
+        index = torch.zeros(11, dtype=torch.long, device=device)
+    assert not is_small(index=index)
     with onepass.batch_invariant():
-        assert onepass.LinearLogits(hidden, weight).small(None) is None
-    monkeypatch.setattr(head_logits, "SMALL_LOGITS", rows * 37 * 4 - 1)
-    assert onepass.LinearLogits(hidden, weight).small(None) is None
+        assert not is_small()
+    for name, least in (("SMALL_PRODUCT", 11 * 8 * 37), ("SMALL_LOGITS", 11 * 37 * 4)):
+        monkeypatch.setattr(head_logits, name, least)
+        assert is_small()
+        monkeypatch.setattr(head_logits, name, least - 1)
+        assert not is_small()
+        monkeypatch.setattr(head_logits, name, least)
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["one index", "three indices"])

@@ -25,7 +25,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # The maximum of an empty set. It is finite, so that a difference of two maxima is never inf - inf.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 # Differences are clamped to this before they are multiplied by their exp(): exp(FLOOR)·FLOOR is 0, but 0·(-inf) is NaN.
-FLOOR = tl.constexpr(-1e30)
+# A product with a large upstream gradient must be finite, too.
+FLOOR = tl.constexpr(-1e18)
 
 
 @triton.jit

@@ -86,9 +86,9 @@ def checked_adapter(
 class LinearLogits(TensorLike):
     """The logits ``hidden @ weight.T + bias``, for any function of onepass that takes logits.
 
-    They are computed in tiles and never materialized, except for those of few rows: on a GPU, logits of up to 0.3 GiB
-    that take less time than the host needs for tiles are computed at once, in a loss that is not a divergence of all
-    classes.
+    They are computed in tiles and never materialized, with one exception: in the cross-entropy (a mean or a sum, of a
+    weight that is trained) of few rows on a GPU, logits of up to 0.3 GiB that take less time than the host needs for
+    tiles are computed at once.
 
     Args:
         hidden: ``(..., H)``, float16, bfloat16, float32 or float64. Hidden states whose rows are not evenly spaced
@@ -365,24 +365,28 @@ class LinearLogits(TensorLike):
             logits = linear(*parts[:3])  # type: ignore[arg-type]
             return logits if low is None else logits + linear(*parts[3:])  # type: ignore[arg-type]
 
-    def small(self, row_mask: Tensor | None) -> TensorLogits | None:
+    def small(self, inputs: Inputs) -> TensorLogits | None:
         """The logits as a tensor that autograd records, if the host would need more time for tiles than the device.
 
-        With their gradient they take no more memory than a tile. Rows that are masked are computed, too: the host does
-        not wait for their number.
+        They are kept until the backward, with their gradient, where tiles would have left the gradient of the weight,
+        so that this is for a weight that is trained. Rows that are masked are computed, too: the host does not wait for
+        their number.
         """
         rows, width = self.shape[:-1].numel(), self.hidden.shape[-1]
         if self.device.type not in SMALL_ON or rows * self.shape[-1] * self.dtype.itemsize > SMALL_LOGITS:
             return None
-        one_dtype = self.hidden.dtype == self.weight.dtype == self.dtype != torch.float16
-        if rows * width * self.shape[-1] > SMALL_PRODUCT or not one_dtype or self.max_memory is not None:
+        if rows * width * self.shape[-1] > SMALL_PRODUCT or not torch.is_grad_enabled() or not self.is_eager:
             return None
-        plain = self.observer is self.lora is None and not (
-            self.shard.sizes or self.round_before_bias or is_batch_invariant()
-        )
-        if not (plain and self.is_eager) or any(hasattr(p, "ds_shape") for p in self.parts()):
+        # The weight is read last: a sharded one is gathered, without gradients at each reading.
+        plain = self.observer is self.lora is self.max_memory is None and not self.shard.sizes
+        if not plain or self.round_before_bias or is_batch_invariant() or self.dtype == torch.float16:
             return None
-        return TensorLogits(self.untransformed_columns(row_mask))
+        hidden, weight, bias = self.hidden, self.weight, self.bias
+        if not (weight.requires_grad and hidden.dtype == weight.dtype == self.dtype) or hasattr(weight, "ds_shape"):
+            return None
+        if any(t is not None and t.is_inference() for t in (hidden, weight, bias, *inputs)):
+            return None
+        return TensorLogits(self.untransformed_columns(inputs.row_mask))
 
     def transformed_by(self, options: Options) -> "Options | None":
         """The options of a loss, after the transform of these logits; None if their composition is no transform."""
@@ -394,9 +398,6 @@ class LinearLogits(TensorLike):
         composed = self.transformed_by(options)
         if composed is None:
             return super().statistics(inputs, options)
-        small = self.small(inputs.row_mask)
-        if small is not None:
-            return small.statistics(inputs, composed)
         fields = tiled_statistics(self.tensors, self.flat(inputs), self.settings, composed)
         rows = self.shape[:-1]
         return {name: f.reshape((*rows, *f.shape[1:])) for name, f in zip(options.names(), fields)}
@@ -424,7 +425,7 @@ class LinearLogits(TensorLike):
         # A Python function cannot be part of a registered operation. The loss of every group takes four GEMMs anyhow.
         if not self.is_eager or (groups is not None and divisor is None):
             return super().loss(loss_fn, inputs, options, row_inputs, divisor)
-        small = None if groups is not None else self.small(inputs.row_mask)
+        small = self.small(inputs) if loss_fn is None and divisor is not None else None
         if small is not None:
             return small.loss(loss_fn, inputs, composed, row_inputs, divisor, linear)
         given, asked, options = inputs, options, composed

@@ -241,7 +241,7 @@ def divided(loss: Tensor, divisor: Divisor, row_dims: int) -> Tensor:
         return loss.sum(-1) if loss.dim() > row_dims else loss
     divisor = divisor.number() if isinstance(divisor, Count) else divisor
     if isinstance(divisor, Tensor):
-        divisor = divisor.to(loss.device)
+        divisor = divisor.to(loss.device, loss.dtype)
     elif divisor in (1, -1):
         return loss.sum() if divisor == 1 else -loss.sum()
     return loss.sum() / divisor

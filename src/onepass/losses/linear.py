@@ -141,7 +141,7 @@ def linear_cross_entropy(
 
     The other arguments, and what is returned and raised, are those of `cross_entropy`. The gradient is computed in the
     forward pass: a second backward through the result is an error, except with ``reduction="none"``, whose backward
-    recomputes the logits (four GEMMs).
+    recomputes the logits (four GEMMs), and for few rows, see `LinearLogits`.
     """
     logits = LinearLogits(
         hidden, weight, bias, lora=lora, logits_dtype=logits_dtype, max_memory=max_memory, vocab_group=vocab_group,

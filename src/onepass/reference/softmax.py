@@ -14,7 +14,7 @@ from onepass.core.support import of_each_row
 BLOCK_ELEMENTS = 1 << 20
 IN_CACHE = 1 << 18  # of one thread, in whose cache a block stays. Several wait for each other after every operation.
 OF_SUMS = {"shift", "log_normalizer", "log_probs", "selected", "is_top1"}  # fields that need no other sum of a row
-FLOOR = -1e30  # differences are clamped to this before they are multiplied by their exp(): 0·(-inf) is NaN
+FLOOR = -1e18  # differences are clamped to this before they are multiplied by their exp(): 0·(-inf) is NaN
 
 
 def row_blocks(*tensors: Tensor, alone: bool = False) -> Iterator[tuple[slice, list[Tensor]]]:
@@ -171,20 +171,21 @@ def read_rows(
         if none is not None:
             bad = shift.new_zeros(rows, 1, dtype=torch.bool) if bad is None else bad
             bad[group] |= none.unsqueeze(-1)
-        top = torch.amax(z, -1, keepdim=True, out=shift[group])
+        shift[group] = top = z.amax(-1, keepdim=True)
         to = rest[0] if rest else x
         if w is not None and to.dtype == z.dtype:
             z = less(z, top, x, to)
         else:
-            room = torch.empty_like(z) if room is None and z is x else room
+            is_logits = z is x
             z = less(z, top, x, None if room is None else room[: len(z)])
+            room = z if room is None and is_logits else room
         if index is not None and per_index is not None:
             place = index[group]
-            torch.gather(z, -1, place, out=per_index[group])
+            per_index[group] = z.gather(-1, place)
             if is_top1 is not None:
                 is_top1[group] = place == z.argmax(-1, keepdim=True)
         e = z.exp_() if of_sums else z.exp()
-        sums = torch.sum(e, -1, keepdim=True, out=total[group])
+        total[group] = sums = e.sum(-1, keepdim=True)
         if w is not None:
             sums = sums if bad is None else sums.masked_fill(bad[group], torch.nan)
             e.mul_(sums.log().neg_().exp_().mul_(minus[group]))  # in the order of `softmax_gradient`
