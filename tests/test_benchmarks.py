@@ -97,7 +97,7 @@ def test_heads_writes_what_it_measured(tmp_path, monkeypatch):
     assert [ours[k] for k in ("rows", "hidden", "vocab", "masked")] == [40, 16, 100, 0.5]
     assert bare["ratio"] == 1 and bare["error"] is None
     assert all(r["ms"] == r["runs"][0] > 0 and r["error"] < 1e-4 for r in (ours, eager))
-    assert "losses/linear.py" in report["sources"]["linear_policy_loss"]
+    assert "losses/linear_loss.py" in report["sources"]["linear_policy_loss"]
     assert report["not_run"] == {} and (tmp_path / "heads.png").stat().st_size > 5_000
 
 

@@ -21,11 +21,11 @@ from onepass.losses.linear import (
     LinearCrossEntropyLoss,
     linear_cross_entropy,
     linear_kl_div,
-    linear_loss,
     linear_selective_log_softmax_and_entropy,
     linear_softmax_statistics,
     linear_topk_kl_div,
 )
+from onepass.losses.linear_loss import linear_loss
 from onepass.losses.log_probs import entropy_from_logits, selective_log_softmax, selective_log_softmax_and_entropy
 from onepass.losses.ratio_report import ratio_report
 from onepass.losses.statistics import softmax_statistics

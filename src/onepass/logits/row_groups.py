@@ -1,6 +1,6 @@
 """Groups of consecutive rows, such as the tokens of a sequence, whose loss couples them.
 
-`losses.linear.linear_loss` passes `RowGroups` to the user's loss. A tile of a linear head holds whole groups, so that
+`losses.linear_loss` passes `RowGroups` to the user's loss. A tile of a linear head holds whole groups, so that
 its gradient is taken while the tile is in memory.
 """
 

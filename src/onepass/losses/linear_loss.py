@@ -1,0 +1,176 @@
+"""`linear_loss`: any loss of the statistics of a row, or of a group of rows, from hidden states."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core.checks import Adapter, check_device, check_index, described
+from onepass.core.options import Inputs, Metric, Options, Reduction
+from onepass.core.shard import Group
+from onepass.core.support import Support
+from onepass.logits.linear import LinearLogits
+from onepass.logits.row_groups import RowGroups, check_groups, ids_of
+from onepass.logits.source import Divisor, inputs_for, options_for
+from onepass.logits.valid_rows import defers
+from onepass.losses.reduction import divisor_of
+from onepass.losses.statistics import fields_of
+from onepass.softmax.statistics import SoftmaxStatistics
+
+
+def linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    index: Tensor | None,
+    loss_fn: Callable[..., Tensor],
+    *row_inputs: Tensor,
+    bias: Tensor | None = None,
+    lora: Adapter | None = None,
+    class_weights: Tensor | float | None = None,
+    row_mask: Tensor | None = None,
+    groups: Tensor | Sequence[int] | None = None,
+    metrics: Sequence[Metric] = (),
+    expected_logit: bool = True,
+    support: Support | None = None,
+    vocab_size: int | None = None,
+    reduction: Reduction = "mean",
+    num_items: float | Tensor | None = None,
+    mean_group: Group | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    logits_dtype: torch.dtype | None = None,
+    max_memory: int | None = None,
+    vocab_group: Group | None = None,
+    sequence_parallel: bool = False,
+) -> Tensor:
+    r"""Any loss that is a function of the statistics of a row, or of a group of rows: three GEMMs in all.
+
+    ``loss_fn(statistics, *row_inputs)`` gets the `SoftmaxStatistics` of ``n`` rows at a time, with fields of shape
+    ``(n,)`` or ``(n, K)``, and the same rows of ``row_inputs``; it returns their loss, ``(n,)``. Autograd
+    differentiates it while the tile of logits is in memory. A row's loss must not depend on other rows, since any rows
+    may share a tile.
+
+    A loss that sums over a sequence first, as that of DPO, takes ``groups``: ``loss_fn(statistics, *row_inputs,
+    groups)`` also gets `RowGroups`, with ``groups.sum(per_row)`` and ``groups.mean(per_row)``, ``(G,)``, and returns
+    the loss of every group, ``(G,)``. A tile has whole groups. If it cannot hold the longest one, forward and backward
+    take four GEMMs. ``examples/preference_losses.py`` has DPO, SimPO, ORPO and GSPO.
+
+    Args:
+        hidden, weight, bias: ``(..., H)``, ``(V, H)`` and ``(V,)``, see `LinearLogits`.
+        lora: ``(A, B, scaling)`` of a low-rank adapter of the head, see `LinearLogits`.
+        logits_dtype, max_memory: how the logits are computed, see `LinearLogits`.
+        vocab_group, vocab_size, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
+        index: ``(...)`` or ``(..., K)``, int32 or int64, or None.
+        loss_fn: called once per tile, and once more in the backward with ``reduction="none"``.
+        row_inputs: ``(..., *)``, for instance advantages and old log-probs; differentiable.
+        class_weights, metrics, expected_logit, support, temperature, softcap, logit_scale: see `softmax_statistics`.
+        row_mask: ``(...)``, bool or 0/1; rows where it is False are left out of all GEMMs. Their loss is 0.
+        groups: the lengths of groups of consecutive rows, int32 or int64 ``(G,)`` or a sequence of ints, which add up
+            to the number of rows. What couples rows belongs to one group: a chosen and a rejected sequence, say. A
+            tensor on the GPU is read, which waits for the device, as does a ``row_mask`` with groups. The loss of a
+            group whose rows are all masked is 0.
+        reduction: ``"mean"`` (over the rows that are not masked, or the groups that have such rows; 0 if there are
+            none), ``"sum"`` or ``"none"``, which takes four GEMMs in all.
+        num_items, mean_group: divide the sum by another number than that of the rows, see `cross_entropy`.
+
+    Returns:
+        float32 (float64 for float64 inputs). The gradient of a sum or mean is computed in the forward pass: a second
+        backward through it is an error. `torch.compile` takes `linear_softmax_statistics` followed by ``loss_fn``.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `softmax_statistics`; also if ``loss_fn`` returns another shape, is
+            differentiable with respect to a tensor that is not among ``row_inputs``, or couples rows (checked on a CPU
+            and with ``ONEPASS_DEBUG=1``, in the gradient of the first row).
+
+    Example::
+
+        def policy_loss(s, advantages, old_log_probs):
+            ratio = (s.log_probs - old_log_probs).exp()
+            clipped = ratio.clamp(0.8, 1.2)
+            return -torch.minimum(ratio * advantages, clipped * advantages) - 0.01 * s.entropy
+
+        loss = onepass.linear_loss(hidden, lm_head.weight, tokens, policy_loss, advantages, old_log_probs)
+    """
+    logits = LinearLogits(
+        hidden, weight, bias, lora=lora, logits_dtype=logits_dtype, max_memory=max_memory, vocab_group=vocab_group,
+        vocab_size=vocab_size, sequence_parallel=sequence_parallel,
+    )  # fmt: skip
+    fields = fields_of(index, class_weights, metrics, expected_logit)
+    options = options_for(fields, temperature, softcap, logit_scale)
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn: expected a function of the statistics and the row_inputs, got {described(loss_fn)}")
+    if index is not None:
+        check_index(index, logits)
+    inputs, options = inputs_for(
+        logits, options, index, row_mask, class_weights, temperature=temperature, support=support
+    )
+    shape = logits.shape[:-1]
+    for value in row_inputs:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"row_inputs: expected tensors, got {described(value)}")
+        if value.shape[: len(shape)] != shape:
+            raise ValueError(f"row_inputs: expected shapes {(*shape, '...')}, got {tuple(value.shape)}")
+        check_device(value, logits, "row_inputs")
+
+    if groups is not None:
+        lengths = check_groups(groups, shape.numel())
+        divide = partial(divisor_of, logits, reduction=reduction, num_items=num_items, mean_group=mean_group)
+        return loss_of_groups(logits, loss_fn, inputs, options, row_inputs, lengths, divide)
+    rows = None if row_mask is None else row_mask != 0
+    # The caller's function may return any value where all fields are 0, so the mask is passed as a row input.
+    count = len(row_inputs)
+    masked_inputs = row_inputs if rows is None else (*row_inputs, rows)
+
+    def loss_of_rows(fields: dict[str, Tensor], *parts: Tensor) -> Tensor:
+        loss, shape = loss_fn(SoftmaxStatistics(**fields), *parts[:count]), fields["shift"].shape
+        check_loss(loss, shape, "row")
+        return loss if rows is None else loss.where(parts[count], 0.0)
+
+    divisor = divisor_of(logits, rows, reduction, num_items, mean_group)
+    return logits.loss(loss_of_rows, inputs, options, masked_inputs, divisor)
+
+
+def loss_of_groups(
+    logits: LinearLogits,
+    loss_fn: Callable[..., Tensor],
+    inputs: Inputs,
+    options: Options,
+    row_inputs: Sequence[Tensor],
+    lengths: Sequence[int],
+    divisor_for: Callable[[Tensor], Divisor],
+) -> Tensor:
+    """`linear_loss` of groups of these lengths. ``divisor_for`` gets which groups have a row that is not masked."""
+    rows, dims, count = sum(lengths), logits.dim() - 1, len(row_inputs)
+
+    def flat(t: Tensor) -> Tensor:
+        return t.reshape(rows, *t.shape[dims:])
+
+    inputs = inputs.rows(flat)
+    mask = () if inputs.row_mask is None else (inputs.row_mask != 0,)
+    ids = ids_of(lengths, logits.device)
+    of_all = RowGroups(ids, len(lengths), *mask)
+    if mask and logits.is_eager and not defers(mask[0]):
+        lengths = of_all.lengths.tolist()
+
+    every = slice(0, len(lengths))
+
+    def loss_of(fields: dict[str, Tensor], *parts: Tensor, groups: slice = every) -> Tensor:
+        mine = RowGroups(parts[count] - groups.start, groups.stop - groups.start, *parts[count + 1 :])
+        loss = loss_fn(SoftmaxStatistics(**fields), *parts[:count], mine)
+        check_loss(loss, mine.lengths.shape, "group")
+        return loss.where(mine.lengths > 0, 0.0)
+
+    parts = *map(flat, row_inputs), ids, *mask
+    divisor = divisor_for(of_all.lengths > 0)
+    flat_logits: LinearLogits = logits.reshape(rows, logits.shape[-1])
+    return flat_logits.loss(loss_of, inputs, options, parts, divisor, groups=lengths)
+
+
+def check_loss(loss: Any, shape: Sequence[int], unit: str) -> None:
+    """Raise unless a loss function has returned the loss of every row or group."""
+    if not isinstance(loss, Tensor) or loss.shape != shape or not loss.is_floating_point():
+        raise ValueError(f"loss_fn: expected a loss of every {unit}, floating-point of shape {tuple(shape)}, "
+                         f"got {described(loss)}")  # fmt: skip
