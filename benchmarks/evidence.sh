@@ -40,7 +40,11 @@ if wants experts; then
   bench experts --op experts_gpt_oss --shape 8192x2880x2880x32x4 --shape 512x2880x2880x32x4 --routing uniform --name experts-gpt-oss
 fi
 if wants heads; then
-  bench heads --no-compile --shape 8192x4096x151936 --name linear-head
+  small=(--shape 16384x896x151936 --shape 16384x1536x151936 --shape 8192x4096x151936 --shape 8192x4096x128256)
+  bench heads --no-compile --op linear_cross_entropy --rounds 5 "${small[@]}" --name linear-head
+  bench heads --no-compile --op linear_cross_entropy --rounds 5 --shape 32768x2048x151936 --shape 256x4096x128256 --shape 8192x2880x201088 --name linear-head-2
+  bench heads --no-compile --op linear_log_probs_frozen --op linear_policy_loss --shape 8192x4096x151936 --name frozen-head
+  bench heads --no-compile --op linear_dpo --op linear_cross_entropy_lora --op linear_cross_entropy_lora_frozen --shape 8192x4096x151936 --name adapters
   bench heads --no-compile "${frozen_or_not[@]}" --shape 32768x2048x151936 --no-peers --name linear-head-memory
   bench heads --no-compile "${frozen_or_not[@]}" --shape 32768x2048x151936 --no-peers --masked 0.5 --name linear-head-masked
 fi
