@@ -10,14 +10,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from onepass.core.checks import FLOATS, Adapter, adapter_of, check_integer, described
-from onepass.core.dispatch import autocast_dtype, is_autocast_enabled, is_untraced, without_autocast
+from onepass.core.checks import Adapter, check_integer, described
+from onepass.core.dispatch import autocast_dtype, is_untraced, without_autocast
 from onepass.core.invariance import is_batch_invariant
 from onepass.core.options import Inputs, Options, PairOptions, PairRows
 from onepass.core.shard import NOT_SHARDED, Group, Shard, shared_columns
 from onepass.logits.head import HeadTensors, Settings
+from onepass.logits.head_arguments import checked_adapter, checked_head
 from onepass.logits.invariant_linear import linear
-from onepass.logits.partitioned import gathered, whole
+from onepass.logits.partitioned import gathered
 from onepass.logits.row_groups import GroupTooLong
 from onepass.logits.row_loss import RowLoss, StatisticsLoss
 from onepass.logits.source import Count, Divisor, Fields, LogitsSource, LossFunction, TensorLogits, divided
@@ -59,28 +60,6 @@ def observed(loss_fn: LossFunction, observer: Observer, names: Sequence[str]) ->
         return loss_fn({name: fields[name] for name in names}, *row_inputs)
 
     return loss
-
-
-def checked_adapter(
-    lora: Adapter | None, hidden: Tensor, shape: tuple[int, ...], group: Any
-) -> tuple[Tensor, Tensor, float] | None:
-    """The argument ``lora`` of a head with a weight of this shape, with full tensors in place of DTensors."""
-    A, B, scaling = adapter_of(lora, "lora")
-    if A is None or B is None:
-        return None
-    A, B = whole(A, None, "lora[0]"), whole(B, group, "lora[1]")
-    of_a = tuple(getattr(A, "ds_shape", A.shape))
-    rank = of_a[0] if len(of_a) == 2 else "R"
-    for n, (value, expected) in enumerate(((A, (rank, shape[1])), (B, (shape[0], rank)))):
-        if value.dtype not in FLOATS:
-            raise TypeError(f"lora[{n}]: expected a floating-point tensor, got {described(value)}")
-        if tuple(getattr(value, "ds_shape", value.shape)) != expected or 0 in expected:
-            raise ValueError(
-                f"lora[{n}]: expected shape {expected} for a weight of shape {shape}, got {tuple(value.shape)}"
-            )
-        if value.device != hidden.device:
-            raise ValueError(f"lora[{n}]: expected device {hidden.device}, that of hidden, got {value.device}")
-    return A, B, scaling
 
 
 class LinearLogits(TensorLike):
@@ -162,27 +141,9 @@ class LinearLogits(TensorLike):
     ) -> None:
         if vocab_group is None and (vocab_size is not None or sequence_parallel):
             raise ValueError("vocab_group: expected a process group with vocab_size or sequence_parallel, got None")
-        for value, name in ((hidden, "hidden"), (weight, "weight"), (bias, "bias")):
-            if (value is not None or name != "bias") and (not isinstance(value, Tensor) or value.dtype not in FLOATS):
-                raise TypeError(f"{name}: expected a floating-point tensor, got {described(value)}")
         group = None if vocab_group is None else group_of(vocab_group, "vocab_group")
-        weight, bias = whole(weight, group), None if bias is None else whole(bias, group, "bias")
-        shape = tuple(getattr(weight, "ds_shape", weight.shape))  # parameters of ZeRO-3 are empty unless gathered
-        if hidden.dim() < 1 or len(shape) != 2 or 0 in shape or hidden.shape[-1] != shape[1]:
-            raise ValueError(
-                "weight: expected shape (V, H) for hidden states (..., H), "
-                f"got {shape} for hidden states of shape {tuple(hidden.shape)}"
-            )
-        if bias is not None and tuple(getattr(bias, "ds_shape", bias.shape)) != shape[:1]:
-            raise ValueError(f"bias: expected shape {shape[:1]}, got {tuple(bias.shape)}")
-        self.dtype = self.gemm_dtype = autocast_dtype(hidden) or hidden.dtype
-        for value, name in ((weight, "weight"), (bias, "bias")):
-            if value is None:
-                continue
-            if value.device != hidden.device:
-                raise ValueError(f"{name}: expected device {hidden.device}, that of hidden, got {value.device}")
-            if value.dtype != hidden.dtype and not is_autocast_enabled(hidden):
-                raise TypeError(f"{name}: expected {hidden.dtype}, the dtype of hidden, got {value.dtype}")
+        weight, bias, shape = checked_head(hidden, weight, bias, group)
+        self.gemm_dtype = autocast_dtype(hidden) or hidden.dtype
         self.dtype = self.logits_dtype = self.wider(logits_dtype)
         self.widens = logits_dtype is None and self.gemm_dtype.itemsize == 2  # whether divergences take float32 logits
         self.max_memory = None if max_memory is None else check_integer(max_memory, "max_memory")
