@@ -21,7 +21,7 @@ import typer
 from rich.table import Table
 
 from benchmarks.harness import Out, check_choices, command, new_console, now, write
-from benchmarks.lm_steps import CUDA, Clock, combined
+from benchmarks.lm_steps import CUDA, Clock, combined, timed_by
 from benchmarks.workers import Failure, Worker, serve
 from onepass.cli.environment import environment, package_version
 
@@ -163,21 +163,9 @@ def measure(way: str, name: str, layers: int, length: int, batch: int, steps: in
 
     model, lines = build(way, name, layers, length)
     clock = Clock(steps)
-    losses: list[float] = []
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(MODELS[name][0]["vocab_size"], (batch * clock.steps, length), generator=generator)
     data = [{"input_ids": row, "labels": row} for row in rows]
-
-    class Callback(transformers.TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            clock.begin()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            clock.end()
-
-        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-            if "loss" in logs:
-                losses.append(logs["loss"])
 
     with tempfile.TemporaryDirectory() as folder:
         args = transformers.TrainingArguments(
@@ -186,7 +174,9 @@ def measure(way: str, name: str, layers: int, length: int, batch: int, steps: in
             optim="adamw_torch_fused", report_to=[], save_strategy="no", logging_strategy="steps", logging_steps=1,
             disable_tqdm=True, use_cpu=not CUDA,
         )  # fmt: skip
-        transformers.Trainer(model, args, train_dataset=data, callbacks=[Callback()]).train()
+        trainer = transformers.Trainer(model, args, train_dataset=data, callbacks=[timed_by(clock)])
+        trainer.train()
+    losses = [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
     report = clock.report()
     of_layer = kept_by_layer(model, layers) + batch * length * model.config.hidden_size * 2
     total = MODELS[name][1]

@@ -238,6 +238,20 @@ def bare_steps(name: str, length: int, step: str, limit: int | None) -> Clock:
     return clock
 
 
+def timed_by(clock: Clock) -> Any:
+    """A callback of transformers' `Trainer` that times its steps."""
+    import transformers
+
+    class Callback(transformers.TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            clock.begin()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clock.end()
+
+    return Callback()
+
+
 def trainer_steps(name: str, length: int, step: str, limit: int | None) -> Clock:
     import transformers
 
@@ -252,13 +266,6 @@ def trainer_steps(name: str, length: int, step: str, limit: int | None) -> Clock
     rows = torch.randint(MODELS[name]["vocab_size"], (8 * clock.steps, length))
     data = [{"input_ids": row, "labels": row} for row in rows]
 
-    class Callback(transformers.TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            clock.begin()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            clock.end()
-
     with tempfile.TemporaryDirectory() as folder:
         args = transformers.TrainingArguments(
             folder, max_steps=clock.steps, per_device_train_batch_size=8, bf16=False,
@@ -266,7 +273,7 @@ def trainer_steps(name: str, length: int, step: str, limit: int | None) -> Clock
             optim="adamw_torch_fused", report_to=[],
             save_strategy="no", logging_strategy="no", disable_tqdm=True, use_cpu=not CUDA,
         )  # fmt: skip
-        transformers.Trainer(model, args, train_dataset=data, callbacks=[Callback()]).train()
+        transformers.Trainer(model, args, train_dataset=data, callbacks=[timed_by(clock)]).train()
     return clock
 
 

@@ -1,6 +1,7 @@
 """The linear head against the same losses of logits that are there: values, gradients, precision, refusals."""
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -98,6 +99,9 @@ def test_which_logits_are_few(device, monkeypatch):
     assert not is_small(index=index)
     with onepass.batch_invariant():
         assert not is_small()
+    onepass.gather_parameters(lambda parameters: nullcontext())
+    assert not is_small()  # autograd would save a weight that is partitioned again
+    onepass.gather_parameters(None)
     for name, least in (("SMALL_PRODUCT", 11 * 8 * 37), ("SMALL_LOGITS", 11 * 37 * 4)):
         monkeypatch.setattr(head_logits, name, least)
         assert is_small()

@@ -16,7 +16,7 @@ from onepass.logits.vocab_parallel import VocabParallelLogits
 from onepass.losses.cross_entropy import cross_entropy
 from onepass.moe.experts import expert_mlp
 from onepass.moe.router import Routing, route
-from onepass.moe.token_sort import group_by_expert
+from onepass.moe.token_sort import experts_of_rows, group_by_expert
 
 PLAIN = "megatron.core.tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy"
 ROUTER = "megatron.core.transformer.moe.moe_utils", "topk_routing_with_score_function"
@@ -108,7 +108,7 @@ def run_experts(
         return found
     count = self.num_local_experts
     counts = tokens_per_expert.to(rows.device, torch.int64)
-    experts = torch.searchsorted(counts.cumsum(0), torch.arange(len(rows), device=rows.device), right=True).unsqueeze(1)
+    experts = experts_of_rows(counts, len(rows))
     out = expert_mlp(
         rows, Routing(probs.view(-1, 1), experts, counts), self.weight1.view(count, config.hidden_size, -1),
         self.weight2.view(count, -1, config.hidden_size), activation=activation,  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from onepass.logits.vocab_parallel import VocabParallelLogits
 from onepass.losses.cross_entropy import cross_entropy
 from onepass.moe.router import route
 from onepass.moe.scattered_linear import scattered_linear
-from onepass.moe.token_sort import group_by_expert
+from onepass.moe.token_sort import experts_of_rows, group_by_expert
 
 ROUTER = "torchtitan.models.common.moe", "TokenChoiceTopKRouter.forward"
 CROSS_ENTROPY = "torchtitan.components.loss", "cross_entropy_loss"
@@ -95,7 +95,7 @@ def run_experts(w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, num_tokens_per_ex
         num_tokens_per_expert: ``(E,)``, integers.
     """
     counts = num_tokens_per_expert.to(x.device, torch.int64)
-    experts = torch.searchsorted(counts.cumsum(0), torch.arange(len(x), device=x.device), right=True).unsqueeze(1)
+    experts = experts_of_rows(counts, len(x))
     rows = x.bfloat16()
     groups = group_by_expert(experts, len(w1), rows, counts=counts)
 

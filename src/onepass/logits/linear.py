@@ -18,7 +18,7 @@ from onepass.core.shard import NOT_SHARDED, Group, Shard, shared_columns
 from onepass.logits.head import HeadTensors, Settings
 from onepass.logits.head_arguments import checked_adapter, checked_head
 from onepass.logits.invariant_linear import linear
-from onepass.logits.partitioned import gathered
+from onepass.logits.partitioned import are_partitioned, gathered
 from onepass.logits.row_groups import GroupTooLong
 from onepass.logits.row_loss import RowLoss, StatisticsLoss
 from onepass.logits.source import Count, Divisor, Fields, LogitsSource, LossFunction, TensorLogits, divided
@@ -343,7 +343,7 @@ class LinearLogits(TensorLike):
         if not plain or self.round_before_bias or is_batch_invariant() or self.dtype == torch.float16:
             return None
         hidden, weight, bias = self.hidden, self.weight, self.bias
-        if not (weight.requires_grad and hidden.dtype == weight.dtype == self.dtype) or hasattr(weight, "ds_shape"):
+        if not (weight.requires_grad and hidden.dtype == weight.dtype == self.dtype) or are_partitioned(weight, bias):
             return None
         if any(t is not None and t.is_inference() for t in (hidden, weight, bias, *inputs)):
             return None

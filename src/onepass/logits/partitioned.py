@@ -27,6 +27,11 @@ def gather_parameters(gather: Gather | None) -> None:
     _gather = gather
 
 
+def are_partitioned(*parameters: Tensor | None) -> bool:
+    """Whether `gathered` completes parameters, which autograd must then not save: they are partitioned afterwards."""
+    return _gather is not None or any(hasattr(p, "ds_id") or hasattr(p, "ds_shape") for p in parameters)
+
+
 def gathered(*parameters: Tensor | None) -> AbstractContextManager[Any]:
     """A context manager within which the parameters are complete."""
     found = [p for p in parameters if p is not None]

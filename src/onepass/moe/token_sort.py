@@ -36,6 +36,14 @@ def group_by_expert(experts: Tensor, num_experts: int, like: Tensor, *, counts: 
     return Groups(*_sort(experts, like, num_experts, counts))
 
 
+def experts_of_rows(counts: Tensor, rows: int) -> Tensor:
+    """The expert ``(rows, 1)`` of each row, where they are grouped and ``counts`` ``(E,)``, int64, are each expert's.
+
+    Rows behind those of the last expert have the id E, which is out of range.
+    """
+    return torch.searchsorted(counts.cumsum(0), torch.arange(rows, device=counts.device), right=True).unsqueeze(1)
+
+
 def check_assignments(experts: Tensor) -> None:
     if not isinstance(experts, Tensor) or experts.dtype not in (torch.int32, torch.int64) or experts.dim() != 2:
         raise TypeError(f"experts: expected an int32 or int64 tensor (T, K), got {described(experts)}")
