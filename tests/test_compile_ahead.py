@@ -127,20 +127,24 @@ CASES = {
         trained=("hidden", "weights", "gate_up", "gate_up_bias", "down_bias"),
     ),
 }
-# Of routers: tokens, experts and options.
+# Of routers: tokens, experts, whether there is a selection bias, and options.
 SELECTIONS = {
     CASES["log_probs_and_entropy"]: (
-        (16384, 512, RouterOptions(10, counts=False)),
-        (8192, 60, RouterOptions(4, renormalize=False)),
-        (8192, 255, RouterOptions(8)),  # an odd number: by the general kernel
-        (64, 256, RouterOptions(8, count_changed=True)),
-        (4096, 128, RouterOptions(1, "sigmoid")),
+        (16384, 512, False, RouterOptions(10, counts=False)),
+        (8192, 60, False, RouterOptions(4, renormalize=False)),
+        (8192, 255, False, RouterOptions(8)),  # an odd number: by the general kernel
+        (64, 256, False, RouterOptions(8, count_changed=True)),
+        (4096, 128, False, RouterOptions(1, "sigmoid")),
+        (65536, 256, True, RouterOptions(8, "sigmoid", 8, 4, scale=2.5)),
+        (64, 60, True, RouterOptions(4, "sqrtsoftplus", eps=0.0, count_changed=True)),
     ),
     CASES[LARGEST]: (
-        (65536, 256, RouterOptions(8, eps=1e-6, softcap=30.0)),
-        (65536, 256, RouterOptions(8, "sqrtsoftplus", eps=0.0)),
+        (65536, 256, False, RouterOptions(8, eps=1e-6, softcap=30.0)),
+        (65536, 256, False, RouterOptions(8, "sqrtsoftplus", eps=0.0)),
+        (8192, 160, True, RouterOptions(10, "sigmoid", 4, 2, "max", False, score_after_topk=True, softcap=30.0)),
     ),
 }
+OF_HALF = "topk_routing_kernel", "biased_routing_kernel"  # the second is launched for other dtypes too
 MODULES = "token_sort", "decode", "grouped_gemm", "grouped_weight_gradient", "expert_rows"
 OF_EXPERTS = [import_module(f"onepass.kernels.{name}") for name in MODULES]
 EXPERTS = {name for name in KERNELS if any(name in vars(module) for module in OF_EXPERTS)}
@@ -260,9 +264,9 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     weights, experts, _, prob_sums, logsumexp, _ = kernels.route(routed, bias, token_mask, None, case.router)
     grads = RoutingGradients(weights, prob_sums, logsumexp)
     kernels.route_gradient(routed, experts, token_mask, None, grads, case.router)
-    for tokens, count, router in SELECTIONS.get(case, ()) if dtype == torch.bfloat16 else ():
+    for tokens, count, biased, router in SELECTIONS.get(case, ()) if dtype == torch.bfloat16 else ():
         given = torch.empty((tokens, router.k), dtype=torch.int16, device="meta") if router.count_changed else None
-        kernels.route(empty(tokens, count, dtype=dtype), None, None, given, router)
+        kernels.route(empty(tokens, count, dtype=dtype), empty(count) if biased else None, None, given, router)
     if dtype == torch.bfloat16:  # a replayed choice
         kernels.route(routed, bias, token_mask, experts.short(), case.router._replace(count_changed=True))
         kernels.route_gradient(routed, experts, token_mask, experts.short(), grads, case.router)
@@ -394,7 +398,9 @@ def test_compiles_without_spills(reports: dict[str, Any], target: str, kernel: s
         pytest.skip("is launched on Hopper, for half precision")
     if kernel in EXPERTS and (CASES[case].mlp is None or dtype != "bfloat16"):
         pytest.skip("has no experts")
-    if kernel == "topk_routing_kernel" and (CASES[case] not in SELECTIONS or dtype != "bfloat16"):
+    if kernel in ("topk_routing_kernel", "biased_routing_kernel") and (
+        CASES[case] not in SELECTIONS or dtype != "bfloat16"
+    ):
         pytest.skip("has no router that it takes")
     for report in reports[target][f"{kernel}-{dtype}-{case}"]:
         assert "error" not in report, report["error"]

@@ -73,15 +73,16 @@ def test_half_precision(device, name, eps):
     if "selection_bias" in options:
         options["selection_bias"] = torch.linspace(-0.6, 0.4, 64).to(device)
     g = torch.Generator().manual_seed(0)
-    x = (torch.randn(tokens, 64, generator=g) * 10).to(device, torch.bfloat16)
+    x = (torch.randn(tokens, 64, generator=g) * 10).to(device)
     mask = torch.arange(tokens, device=device) % 5 != 0
-    natural = route(x, K, token_mask=mask, **options)
-    given = natural.experts.int()
-    given[3:5, 1] = -1
-    again = route(x, K, experts=given, token_mask=mask, count_changed=True, **options)
-    assert all(torch.equal(a, b) for a, b in zip(natural[1:3], again[1:3])) and again.changed == 0
-    # On a GPU, K weights are summed in another order.
-    torch.testing.assert_close(again.weights, natural.weights, rtol=0 if device.type == "cpu" else 1e-6, atol=0)
+    # The bits of a sum could depend on the kernel's variant only where threads share a row.
+    for dtype in (torch.float32, torch.float16, torch.bfloat16)[0 if device.type == "cuda" else 2 :]:
+        x = x.to(dtype)
+        natural = route(x, K, token_mask=mask, **options)
+        given = natural.experts.int()
+        given[3:5, 1] = -1
+        again = route(x, K, experts=given, token_mask=mask, count_changed=True, **options)
+        assert all(torch.equal(a, b) for a, b in zip(natural[:3], again[:3])) and again.changed == 0
     ids = torch.rand(tokens, 64, generator=g).argsort(-1)[:, :K]
     got = route(x, K, experts=ids.to(device), count_changed=True, **options)
     kinds = {n: v for n, v in OPTIONS[name].items() if n not in ("selection_bias", "eps")}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import onepass
+from onepass import reference
 from onepass.core.moe_options import RouterOptions
 from onepass.moe import Routing, load_balancing_loss, route, router_z_loss, sigmoid_topk, softmax_topk
 from paths import interpreted
@@ -81,7 +82,8 @@ def dtype(request, device, monkeypatch):
     if "general" in request.param:
         if device.type == "cpu" and not interpreted(device):
             pytest.skip("there is one reference")
-        monkeypatch.setattr("onepass.kernels.router_topk.takes", lambda *_: False)
+        for kernel in ("router_topk", "router_biased"):
+            monkeypatch.setattr(f"onepass.kernels.{kernel}.takes", lambda *_: False)
     return RUNS[request.param]
 
 
@@ -180,6 +182,27 @@ def test_groups_that_are_not_kept_stay_out_though_all_scores_are_negative(device
     off = off + torch.tensor([0.0, 9, 0, 0, 0, 0, 0, 0], device=device)
     routing = sigmoid_topk(off, 2, selection_bias=bias, n_group=4, topk_group=1, group_score="max")
     assert routing.experts.tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize("E, biased", [(160, False), (128, True)])
+def test_many_experts(device, E, biased):
+    """As many as are searched by spans: ties, zeros of both signs, experts that are off, rows that are not finite."""
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(13, E, generator=g)
+    x[0], x[1], x[2] = x[0].round(), 0.0, x[2].sort(descending=True)[0]
+    x[3] = torch.where(torch.rand(E, generator=g) < 0.5, -0.0, 0.0)
+    x[4, 3:], x[5], x[6, E - 2] = -INF, -x[5].abs() - 1, INF
+    x[7, 5], x[8, E - 1], x[9, : E // 2], x[12] = math.nan, -math.nan, -INF, -1e-40
+    options, bias = dict(k=4), None
+    if biased:
+        options, bias = dict(k=4, score="sigmoid", n_group=4, topk_group=2), torch.linspace(-0.3, 0.3, E).to(device)
+        bias[3], bias[::2] = -INF, 0.0
+    mask = (torch.arange(13) != 11).to(device)
+    logits = x.to(device, torch.bfloat16)
+    expected = reference.route(logits, bias, mask, None, RouterOptions(**options))
+    routing = route(logits, selection_bias=bias, token_mask=mask, **options)
+    assert torch.equal(routing.experts[mask], expected[1][mask]) and torch.equal(routing.counts, expected[2])
+    torch.testing.assert_close(routing.weights, expected[0], rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from onepass.core.moe_options import RouterOptions, RoutingResults, empty_routing
-from onepass.kernels import router_topk
+from onepass.kernels import router_biased, router_topk
 from onepass.kernels.launch import Flat, Out, Plan, Rows, launch
 from onepass.kernels.layout import MANY, power_of_two
 from onepass.kernels.online_softmax import LOG2E, LOWEST, transform
@@ -27,13 +27,12 @@ from onepass.kernels.router_scores import (
     add_counts,
     has_no_score,
     is_relative,
-    raw_scores,
-    relative,
     replayed,
     sigmoid,
     sqrtsoftplus,
     undefined,
     warps_of,
+    weights_of,
 )
 from onepass.kernels.zeros import zeros
 
@@ -240,12 +239,7 @@ def routing_kernel(
     valid = (t[:, None] < T) & (k < K)
     counted = valid & active[:, None]
     z_selected = transform(tl.load(start[:, None] + selected, mask=counted, other=0.0), inner, outer, SOFTCAP)
-    s = raw_scores(z_selected, m, total, k < K, SCORE, AFTER)
-    if RENORMALIZE:
-        n = eps
-        if RELATIVE:
-            s, n, _ = relative(s, z_selected, m, total, k < K, eps, SCORE)
-        s = s / (tl.sum(s, axis=1) + n)[:, None]
+    s = weights_of(z_selected, m, total, k < K, eps, SCORE, RENORMALIZE, RELATIVE, AFTER)
     w = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), s * scale), 0.0)
     tl.store(weights + t[:, None] * K + k, w, mask=valid)
     tl.store(experts + t[:, None] * K + k, selected.to(tl.int64), mask=valid)
@@ -303,8 +297,13 @@ def route(
     programs add to are `zeros`.
     """
     T, E = logits.shape
-    is_plain = router_topk.takes(logits, selection_bias, options)
-    tokens = router_topk.tile_of(T, E, options)[0] if is_plain else tokens_of_tile(T, E, options)
+    is_plain, is_biased = (m.takes(logits, selection_bias, options) for m in (router_topk, router_biased))
+    if is_plain:
+        tokens = router_topk.tile_of(T, E, options)[0]
+    elif is_biased:
+        tokens = router_biased.tile_of(T, E, logits.stride(0), options)[0]
+    else:
+        tokens = tokens_of_tile(T, E, options)
     alone = 0 < T <= tokens
     counts = zeros(E, logits.device) if options.counts and not alone else None
     weights, experts, counts, prob_sums, logsumexp, changed = results = empty_routing(logits, options, counts)
@@ -314,6 +313,8 @@ def route(
     about = (T, E, logits.stride(0)), options
     if T and is_plain:
         launch(router_topk.plan_for, (*about, given is not None), (logits, *tensors, changed))
+    elif T and is_biased:
+        launch(router_biased.plan_for, about, (logits, selection_bias, *tensors, changed))
     elif T:
         parts = prob_sums if prob_sums is None or alone else prob_sums.new_empty((-(-T // tokens), E))
         launch(plan_for, about, (logits, selection_bias, *tensors, parts, logsumexp, changed))

@@ -47,6 +47,20 @@ def undefined(odd, total, SCORE: tl.constexpr):
     return bad
 
 
+@triton.constexpr_function
+def log2(n):
+    return n.bit_length() - 1
+
+
+@triton.jit
+def ordered_sum(x):
+    """The sums of the rows of ``(T, K)``, added in the same order by all kernels, whatever their layouts."""
+    T: tl.constexpr = x.shape[0]
+    for _ in tl.static_range(log2(x.shape[1])):
+        x = tl.sum(tl.reshape(x, [T, x.shape[1] // 2, 2]), axis=2)
+    return tl.reshape(x, [T])
+
+
 @triton.jit
 def raw_scores(z, m, total, valid, SCORE: tl.constexpr, AFTER: tl.constexpr):
     """The scores ``(T, K)`` of the selected logits ``z``; ``m`` and ``total``: maximum and normalizer of all logits."""
@@ -54,7 +68,7 @@ def raw_scores(z, m, total, valid, SCORE: tl.constexpr, AFTER: tl.constexpr):
         if AFTER:
             top = tl.max(tl.where(valid, z, float("-inf")), axis=1)
             e = tl.where(valid, tl.exp2((z - top[:, None]) * LOG2E), 0.0)
-            s = e / tl.sum(e, axis=1)[:, None]
+            s = e / ordered_sum(e)[:, None]
         else:
             s = tl.exp2((z - m[:, None]) * LOG2E) / total[:, None]
     elif SCORE == SIGMOID:
@@ -77,6 +91,20 @@ def relative(s, z, m, total, valid, eps, SCORE: tl.constexpr):
     s = tl.where(tiny[:, None] & valid, tl.exp2((z - top[:, None]) * (POWER * LOG2E)), s)
     larger = tl.exp2(tl.log2(eps) + (offset - top) * (POWER * LOG2E))
     return s, tl.where(tiny, larger, eps), tiny
+
+
+@triton.jit
+def weights_of(
+    z, m, total, valid, eps, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, RELATIVE: tl.constexpr, AFTER: tl.constexpr
+):
+    """The weights ``(T, K)`` of the selected logits ``z``, not scaled yet; see `raw_scores`."""
+    s = raw_scores(z, m, total, valid, SCORE, AFTER)
+    if RENORMALIZE:
+        n = eps
+        if RELATIVE:
+            s, n, _ = relative(s, z, m, total, valid, eps, SCORE)
+        s = s / (ordered_sum(s) + n)[:, None]
+    return s
 
 
 @triton.jit

@@ -1,0 +1,229 @@
+"""The kernel of `moe.route` for selections by scores to which a bias is added, with or without groups of experts.
+
+It searches as `router_topk` does: the largest values of spans of adjacent experts first, and then only in the k spans
+where these are largest. Its keys have 64 bits, the value and the inverted id of the expert.
+"""
+
+# mypy: disable-error-code="assignment, var-annotated, misc"
+# (tuples grow in a `static_range`)
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from onepass.core.moe_options import RouterOptions
+from onepass.kernels import layout
+from onepass.kernels.launch import Flat, Out, Plan, Rows
+from onepass.kernels.layout import power_of_two
+from onepass.kernels.online_softmax import LOWEST, transform
+from onepass.kernels.router_keys import (
+    LOW,
+    columns,
+    largest_keys,
+    least_of,
+    only,
+    ordered,
+    row,
+    slots,
+    sorted_keys,
+)
+from onepass.kernels.router_scores import SIGMOID, add_counts, is_relative, replayed, sigmoid, sqrtsoftplus, weights_of
+from onepass.kernels.router_topk import LOGITS, MOST_K, tokens_and_threads
+
+MOST_THREADS = 256
+NOT_A_NUMBER = tl.constexpr(0x7FFFFFFF)  # the upper half of the key of a value that is NaN
+
+
+@triton.jit
+def value_of(x, bias, inner, outer, SCORE: tl.constexpr, AFTER: tl.constexpr, SOFTCAP: tl.constexpr):
+    """What experts are selected by: NaN for a logit without a score, and LOWEST for -inf."""
+    z = transform(x, inner, outer, SOFTCAP)
+    score = z
+    if not AFTER:
+        score = sigmoid(z) if SCORE == SIGMOID else sqrtsoftplus(z)
+    if SCORE != SIGMOID:
+        score = tl.where(z == float("inf"), float("nan"), score)
+    value = score + tl.maximum(bias.to(tl.float32), LOWEST)  # on a GPU, also if the bias is NaN
+    if AFTER:
+        value = tl.maximum(value, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(z == float("-inf"), LOWEST, value)
+
+
+@triton.jit
+def key_of(value, low):
+    """The key of a value, with ``low`` in its lower half."""
+    return (ordered(value).to(tl.int64) << 32) | low
+
+
+@triton.jit
+def two_largest(a, b, c, d):
+    """The two largest of four values, of which the first two and the last two are sorted."""
+    return tl.maximum(a, c, propagate_nan=tl.PropagateNan.ALL), tl.maximum(tl.minimum(a, c), tl.maximum(b, d))
+
+
+@triton.jit
+def is_kept(of_group, g: tl.constexpr, KEPT: tl.constexpr):
+    """Whether group ``g`` is among the KEPT best, where of equal scores the first group's is better."""
+    better = tl.zeros_like(of_group[0])
+    for other in tl.static_range(len(of_group)):
+        if other < g:
+            better += (of_group[other] >= of_group[g]).to(tl.int32)
+        elif other > g:
+            better += 1 - (of_group[g] >= of_group[other]).to(tl.int32)
+    return better < KEPT
+
+
+@triton.jit(
+    do_not_specialize=["T", "stride"],
+    do_not_specialize_on_alignment=["selection_bias", "token_mask", "given", "counts", "changed"],
+)
+def biased_routing_kernel(
+    logits: "Rows", selection_bias: "Flat", token_mask: "Flat", given: "Flat", weights: "Out", experts: "Out",
+    counts: "Out", changed: "Out",
+    T: tl.int32, stride: tl.int64, inner: tl.float32, outer: tl.float32, scale: tl.float32, eps: tl.float32,
+    E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    TOP2: tl.constexpr, RENORMALIZE: tl.constexpr, RELATIVE: tl.constexpr, AFTER: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALONE: tl.constexpr, VEC: tl.constexpr, SPAN: tl.constexpr, LANES: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """Select K experts for every token, and compute their weights and the counts.
+
+    Inputs: ``logits`` ``(T, E)``; ``selection_bias`` ``(E,)``; ``token_mask`` ``(T,)`` and ``given`` ``(T, K)``, the
+    experts to replay, each or None.
+    Outputs: ``weights`` and ``experts`` ``(T, K)``; ``counts`` ``(E,)`` and ``changed`` ``()``, each or None, to which
+    the program adds unless it is ALONE.
+    Bytes moved: ``T·E`` logits in, ``O(T·K)`` out.
+    """
+    STEP: tl.constexpr = LANES * VEC  # divides the size of a group
+    SIZE: tl.constexpr = E // GROUPS
+    SLOTS: tl.constexpr = BLOCK_K // LANES if BLOCK_K > LANES else 1  # experts that a lane computes weights of
+    lane = tl.arange(0, LANES)[None, :]
+    k = tl.arange(0, LANES * SLOTS)[None, :]
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    start = logits + t * stride // VEC * VEC  # VEC divides the stride; this tells the compiler so
+    active = t < T
+    if token_mask is not None:
+        active = active & (tl.load(token_mask + t, mask=t < T, other=0) != 0)
+
+    keys, of_group = (), ()
+    for r in tl.static_range(E // STEP):
+        e = r * STEP + tl.arange(0, STEP)[None, :]
+        x = columns(tl.load(start[:, None] + e, mask=active[:, None], other=0.0), LANES, VEC)
+        # For every token, so that it has the layout of the logits.
+        bias = columns(tl.load(selection_bias + e + tl.zeros([BLOCK_T, 1], tl.int32)), LANES, VEC)
+        for s in tl.static_range(VEC // SPAN):
+            best = value_of(x[s * SPAN], bias[s * SPAN], inner, outer, SCORE, AFTER, SOFTCAP)
+            second = tl.full([BLOCK_T, LANES], float("-inf"), tl.float32)
+            for i in tl.static_range(s * SPAN + 1, (s + 1) * SPAN):
+                value = value_of(x[i], bias[i], inner, outer, SCORE, AFTER, SOFTCAP)
+                second = tl.maximum(second, tl.minimum(best, value))
+                best = tl.maximum(best, value, propagate_nan=tl.PropagateNan.ALL)
+            keys = keys + (key_of(best, LOW - (LANES - 1) * VEC - r * STEP - s * SPAN),)
+            if GROUPS > 1:
+                if r * STEP % SIZE == 0 and s == 0:
+                    first_of_group, second_of_group = best, second
+                else:
+                    first_of_group, second_of_group = two_largest(first_of_group, second_of_group, best, second)
+        if GROUPS > 1 and (r + 1) * STEP % SIZE == 0:
+            one, two = tl.reduce((first_of_group, second_of_group), 1, two_largest)
+            if TOP2:
+                one = tl.maximum(one + two, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+            of_group = of_group + (ordered(one),)
+    if GROUPS > 1:
+        of_kept = ()
+        for i in tl.static_range(len(keys)):
+            kept = is_kept(of_group, i * SPAN * LANES // SIZE, KEPT)[:, None]
+            of_kept = of_kept + (tl.where(kept, keys[i], least_of(tl.int64)),)
+        keys = of_kept
+    v = sorted_keys(keys, BLOCK_K)
+    w = ()
+    for i in tl.static_range(len(v)):
+        w = w + (v[i] + (LANES - 1 - lane) * VEC,)
+    v = largest_keys(w, K)
+
+    bad = (v[0] >> 32) == NOT_A_NUMBER
+    spans, keys = slots(v, lane, LANES, SLOTS), ()
+    for j in tl.static_range(SLOTS):
+        low = (spans[j] & LOW).to(tl.int32)
+        first = (LOW - low) // SPAN * SPAN
+        e = tl.reshape(first[:, :, None] + tl.arange(0, SPAN)[None, None, :], [BLOCK_T, LANES * SPAN])
+        e = tl.multiple_of(tl.max_contiguous(e, [1, SPAN]), [1, SPAN])
+        x = columns(tl.load(start[:, None] + e, mask=active[:, None], other=0.0), LANES, SPAN)
+        bias = columns(tl.load(selection_bias + e), LANES, SPAN)
+        for i in tl.static_range(SPAN):
+            key = key_of(value_of(x[i], bias[i], inner, outer, SCORE, AFTER, SOFTCAP), low - i)
+            keys = keys + (only(lane * SLOTS + j < K, key, least_of(tl.int64), K == LANES * SLOTS),)
+    v = largest_keys(sorted_keys(keys, BLOCK_K), K)
+    ids = ()
+    for i in tl.static_range(K):
+        ids = ids + ((v[i] & LOW).to(tl.int32) ^ LOW,)
+    selected = row(slots(ids, lane, LANES, SLOTS), SLOTS)
+    selected = tl.where((bad | (active == 0))[:, None], k, selected)
+    if given is not None:
+        selected, invalid, differ = replayed(given, selected, t, k, active, T, E, K)
+        bad = bad | invalid
+        if changed is not None:
+            if ALONE:
+                tl.store(changed, tl.sum(differ))
+            else:
+                tl.atomic_add(changed, tl.sum(differ), sem="relaxed")
+
+    valid = (t[:, None] < T) & (k < K)
+    counted = valid & active[:, None]
+    z = transform(tl.load(start[:, None] + selected, mask=counted, other=0.0), inner, outer, SOFTCAP)
+    zero = tl.zeros([BLOCK_T], tl.float32)
+    w = scale * weights_of(z, zero, zero + 1.0, k < K, eps, SCORE, RENORMALIZE, RELATIVE, AFTER)
+    w = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), w), 0.0)
+    tl.store(weights + t[:, None] * K + k, w, mask=valid)
+    tl.store(experts + t[:, None] * K + k, selected.to(tl.int64), mask=valid)
+    if counts is not None:
+        add_counts(counts, selected, counted, tl.sum(active.to(tl.int32)), E, K, BINS, ALONE)
+
+
+def span_of(E: int, stride: int, options: RouterOptions) -> int:
+    """The most adjacent experts in a span such that the groups that are kept have k spans; 0 if there are none."""
+    o = options
+    size = E // o.n_group
+    for span in (8, 4, 2):
+        if span <= math.gcd(8, stride, size) and min(o.topk_group, o.n_group) * (size // span) >= o.k:
+            return span
+    return 0
+
+
+def lanes_of(E: int, stride: int, options: RouterOptions) -> int:
+    """Threads per token, which read a part of one group at once."""
+    vectors = E // options.n_group // math.gcd(8, stride, E // options.n_group)
+    return min(vectors & -vectors, max(power_of_two(E // LOGITS), power_of_two(options.k) // 4))
+
+
+def takes(logits: torch.Tensor, selection_bias: torch.Tensor | None, options: RouterOptions) -> bool:
+    """Whether `biased_routing_kernel` computes this: not the sums for losses, nor a softmax over all experts."""
+    o = options
+    if o.sums or o.k > MOST_K or selection_bias is None or o.score == "softmax":
+        return False
+    return span_of(logits.shape[1], logits.stride(0), o) > 0
+
+
+def tile_of(T: int, E: int, stride: int, options: RouterOptions) -> tuple[int, int]:
+    """Tokens and threads per program."""
+    return tokens_and_threads(T, E, lanes_of(E, stride, options), MOST_THREADS, options)
+
+
+Shape = tuple[int, int, int]  # tokens, experts, stride of the logits
+
+
+def plan_for(shape: Shape, options: RouterOptions) -> Plan:
+    """The launch of `biased_routing_kernel`."""
+    T, E, stride = shape
+    o = options
+    BLOCK_T, threads = tile_of(T, E, stride, o)
+    constexprs = dict(
+        E=E, K=o.k, SCORE=o.score, GROUPS=o.n_group, KEPT=o.topk_group, TOP2=o.group_score == "top2_sum",
+        RENORMALIZE=o.renormalize, RELATIVE=is_relative(o), AFTER=o.score_after_topk, SOFTCAP=o.softcap is not None,
+        ALONE=BLOCK_T >= T, VEC=math.gcd(8, stride, E // o.n_group), SPAN=span_of(E, stride, o),
+        LANES=lanes_of(E, stride, o), BLOCK_T=BLOCK_T, BLOCK_K=power_of_two(o.k), BINS=max(64, power_of_two(E)),
+    )  # fmt: skip
+    numbers = (T, stride, *o.factors(), o.scale, o.eps)
+    return Plan(biased_routing_kernel, -(-T // BLOCK_T), numbers, constexprs, layout.warps(threads))
