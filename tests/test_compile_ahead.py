@@ -40,6 +40,7 @@ from onepass.core.shard import Shard
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 kernels = import_module("onepass.kernels")
+grouped_gemm = import_module("onepass.kernels.grouped_gemm").grouped_gemm
 
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
@@ -291,23 +292,42 @@ def launch_experts(options: ExpertOptions, trained: tuple[str, ...], empty: Any)
     needed = [name in trained for name in EXPERT_TENSORS]
     kernels.expert_mlp_gradient(out, h, *arguments, needed, options)
     launch_decode(empty, *(1536, 2048) if options.transposed else (33, 71))
+    # Weights that the grouped GEMM decodes, for many rows of an expert and for few, and one that it reads in chunks.
+    quantized = (128, "nf4", False), (4, "fp8_block", True), (512, "nf4", False)
+    quantized, options = quantized[: 1 if options.transposed else 3], options._replace(transposed=False)
+    for rows, name, flipped in quantized:
+        tokens = rows * E // K
+        groups = kernels.sort_by_expert(empty(tokens, K, dtype=torch.int64), E)
+        weight = encoded(empty, name, (E, 2 * width, H))[-1]
+        low = empty(tokens * K, 16)
+        if flipped:
+            given = dict(scatter=True, low=low, lora=empty(E, H, 16))
+            grouped_gemm(empty(tokens * K, 2 * width), weight.mT, groups, options, **given)
+        else:
+            given = dict(share=K, glu=True, low=low, lora=empty(E, 2 * width, 16), bias=biases[0])
+            grouped_gemm(empty(tokens, H), weight, groups, options, **given)
 
 
 def launch_decode(empty: Any, rows: int, columns: int) -> None:
     """Every format of quantized weights."""
-    for name, format in FORMATS.items():
-        height, width = format.block
-        bytes_, floats = empty(0, dtype=torch.uint8), empty(0, dtype=torch.float32)
-        of = WeightFormat(name, 2, rows, columns, height, width or columns)
-        scales = floats if format.scales == "float" else bytes_
-        variants = [WeightParts(scales, floats if format.scales == "e4m3" else None)]
-        if format.flat:
-            variants.append(WeightParts(bytes_, floats, floats, floats))
-        data = bytes_.to(torch.int8) if name == "int8" else bytes_
-        for parts in variants:
-            weight = Encoded(data, parts, of, torch.bfloat16)
-            offsets = empty(3, dtype=torch.int32) if parts is variants[0] else None
+    for name in FORMATS:
+        for n, weight in enumerate(encoded(empty, name, (2, rows, columns))):
+            offsets = empty(3, dtype=torch.int32) if n == 0 else None
             kernels.decode(weight, empty(2, rows, columns), 0, offsets)
+
+
+def encoded(empty: Any, name: str, shape: tuple[int, int, int]) -> list[Encoded]:
+    """Weights in a format, without and with nested scales."""
+    format, (E, rows, columns) = FORMATS[name], shape
+    height, width = format.block
+    bytes_, floats = empty(0, dtype=torch.uint8), empty(0, dtype=torch.float32)
+    of = WeightFormat(name, E, rows, columns, height, width or columns, E * rows * columns)  # two chunks
+    scales = floats if format.scales == "float" else bytes_
+    variants = [WeightParts(scales, floats if format.scales == "e4m3" else None)]
+    if format.flat:
+        variants.append(WeightParts(bytes_, floats, floats, floats))
+    data = bytes_.to(torch.int8) if name == "int8" else bytes_
+    return [Encoded(data, parts, of, torch.bfloat16) for parts in variants]
 
 
 def dumped(option: str, path: str) -> str:

@@ -1,5 +1,6 @@
 """Quantized experts: decoding against bitsandbytes and transformers, results and gradients against decoded weights."""
 
+from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import torch
 
 import onepass
 from onepass import moe
+from onepass.core.moe_options import ExpertOptions
 from onepass.core.quantized import FORMATS
 from onepass.moe import QuantizedWeight, expert_mlp, quantize, scattered_linear
 from paths import interpreted
@@ -156,7 +158,8 @@ def close(got, expected):
 
 @pytest.mark.usefixtures("uninitialised_memory_is_nan")
 @pytest.mark.parametrize("format", FORMATS)
-def test_experts_as_with_decoded_weights(device, format):
+def test_experts_as_with_decoded_weights(device, monkeypatch, format):
+    """Decoded in chunks, and by the grouped GEMM itself."""
     if interpreted(device) and format in ("fp4", "nvfp4", "int8", "fp8_row"):
         pytest.skip("the grouped GEMM is that of the others")
     transposed = format in ("fp4", "fp8_block")
@@ -164,11 +167,32 @@ def test_experts_as_with_decoded_weights(device, format):
     quantized = [quantize(w, format, nested=format == "nf4").to(device) for w in weights]
     decoded = [w.dequantize() for w in quantized]
     expected = results(of, ids, decoded, transposed=transposed)
+    close(results(of, ids, quantized, transposed=transposed), expected)
+    if format == "nf4":
+        turns = dict(transposed=transposed, interleaved=True)
+        close(results(of, ids, quantized, **turns), results(of, ids, decoded, **turns))
+    if device.type == "cuda" or interpreted(device):
+        grouped_gemm = import_module("onepass.kernels.grouped_gemm")
+        assert all(grouped_gemm.is_decoded_in_loop(w.format, T * K, 2) for w in quantized)
+        monkeypatch.setattr(grouped_gemm, "is_decoded_in_loop", lambda *_: False)
     close(results(of, ids, quantized, transposed=transposed, max_memory=3 * 2 * I * H * 4), expected)
     if format in ("nf4", "fp4"):
         close(results(of, ids, quantized, transposed=transposed, max_memory=1), expected)
         close(results(of, ids, [w.mT for w in quantized], transposed=not transposed), expected)
         close(results(of, ids, [decoded[0], quantized[1]], transposed=transposed), expected)
+
+
+def test_a_tile_that_is_decoded_fits_into_shared_memory():
+    """The interpreter has as much of it as the smallest card, and rows of float32 take twice as much."""
+    pytest.importorskip("triton")
+    plan = import_module("onepass.kernels.grouped_gemm").decoding_plan
+    of, rest = quantize(randn(2, 128, 64), "nf4").format, (64, (1, 1, 1), 4, torch.device("cpu"))
+    for rows in (16, 32, 64, 128):
+        for glu in (False, True):
+            found = plan((2 * rows, 4, 2, 64, 64, 3, 1), (glu, False, 1.0), ExpertOptions(), *rest, of)
+            assert found.constexprs["STAGES"] >= 1 and found.constexprs["BLOCK_M"] == rows
+        with pytest.raises(ValueError, match="a rank that fits into shared memory, got 4096"):
+            plan((2 * rows, 4, 2, 64, 64, 4096, 1), (False, False, 1.0), ExpertOptions(), *rest, of)
 
 
 def test_float64_experts():

@@ -1,12 +1,14 @@
-"""Decode the experts of a quantized weight into a scratch, which a grouped GEMM then reads.
+"""The values of a quantized weight on a GPU: `decode` writes them to a scratch, `decode_tile` leaves them in registers.
 
-`grouped_gemm` calls it, a chunk of experts at a time. Bytes moved: codes and scales of the experts that have rows once,
-their decoded values once.
+`grouped_gemm` uses both: a chunk of experts at a time is decoded into a scratch, which the GEMM then reads; or, for few
+rows, the GEMM decodes each tile that it reads. Bytes moved by `decode`: codes and scales of the experts that have rows
+once, their values once.
 """
 
 from collections.abc import Iterator
 from functools import lru_cache
 from math import gcd
+from typing import Any
 
 import torch
 import triton
@@ -14,11 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from onepass.core.moe_options import Groups
-from onepass.core.quantized import FORMATS, NESTED_BLOCK, PER_127, Encoded, WeightFormat
+from onepass.core.quantized import FORMATS, HALF_OF_E2M1, NESTED_BLOCK, PER_127, Encoded, WeightFormat
+from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, launch
 
-SEGMENT = 64  # most values that a program multiplies by one scale
-TILE = 4096  # values of a program
+E2M1 = HALF_OF_E2M1 + tuple(-c for c in HALF_OF_E2M1)
+NESTED = tl.constexpr(NESTED_BLOCK)
+FACTOR = tl.constexpr(PER_127)
+SEGMENT = 8  # values that a thread of `decode_kernel` writes at once
+TILE = 4096  # values of its programs
 
 
 @triton.jit
@@ -31,9 +37,7 @@ def e4m3(code):
 
 
 @triton.jit
-def scale_of(
-    scales, outer_scales, table, offset, block, expert, there, SCALES: tl.constexpr, NESTED: tl.constexpr
-):  # fmt: skip
+def scale_of(scales, outer_scales, table, offset, block, expert, there, SCALES: tl.constexpr):
     """The float32 scales of blocks."""
     scale = tl.load(scales + block, mask=there, other=0)
     if table is not None:
@@ -49,65 +53,124 @@ def scale_of(
         return scale.to(tl.float32)
 
 
+@triton.jit
+def value_of(code, codes, values, FORMAT: tl.constexpr):
+    """The float32 values of 4-bit codes. ``codes`` points to a table of them, which ``values`` holds if it is given."""
+    if FORMAT == "e2m1":
+        bits = ((code & 7) << 22) | ((code & 8) << 28)
+        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126; exact for subnormals
+    elif values is not None:
+        return tl.reshape(tl.gather(values, tl.reshape(code, (code.numel,)), 0), code.shape)
+    else:
+        return tl.load(codes + code)
+
+
+@triton.jit
+def decode_segments(
+    data, scales, outer_scales, table, offset, codes, values, expert, row, column, there,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PITCH: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
+    FLAT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
+    """The float32 values ``[segments, LENGTH]`` of an expert, from ``column`` of ``row`` on.
+
+    A segment lies in one row and one block. With a LENGTH of 1, bytes of two codes are read twice.
+    """
+    GRID_COLUMNS: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    GRID: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS * GRID_COLUMNS
+    source = expert * (ROWS * PITCH) + row * PITCH + column
+    if FLAT:
+        block = source // BLOCK_COLUMNS
+    else:
+        block = expert * GRID + row // BLOCK_ROWS * GRID_COLUMNS + column // BLOCK_COLUMNS
+    scale = scale_of(scales, outer_scales, table, offset, block, expert, there, SCALES)[:, None]
+    mask = there[:, None]
+    if FORMAT == "int8" or FORMAT == "e4m3" or FORMAT == "native e4m3":
+        code = tl.load(data + source[:, None] + tl.arange(0, LENGTH)[None, :], mask=mask, other=0)
+        if FORMAT == "int8":
+            return code.to(tl.float32) * scale * FACTOR
+        elif FORMAT == "e4m3":
+            return e4m3(code) * scale
+        else:
+            return code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
+    elif LENGTH == 1:
+        pair = tl.load(data + source[:, None] // 2, mask=mask, other=0).to(tl.int32)
+        first_of_pair = source[:, None] % 2 == 0
+        code = tl.where(first_of_pair == FLAT, pair >> 4, pair & 15)
+        return value_of(code, codes, values, FORMAT) * scale
+    else:
+        within = tl.arange(0, LENGTH // 2)[None, :]
+        pair = tl.load(data + source[:, None] // 2 + within, mask=mask, other=0).to(tl.int32)
+        high = value_of(pair >> 4, codes, values, FORMAT)
+        low = value_of(pair & 15, codes, values, FORMAT)
+        both = tl.join(high, low) if FLAT else tl.join(low, high)
+        return tl.reshape(both, (both.shape[0], LENGTH)) * scale
+
+
+@triton.jit
+def decode_tile(
+    data, scales, outer_scales, table, offset, codes, values, expert, k0, n0,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PITCH: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
+    FLAT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, LENGTH: tl.constexpr,
+    FLIPPED: tl.constexpr, HALVES: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The float32 values ``[BLOCK_K, WIDTH]`` of a tile of a grouped GEMM, from k0 and n0 on; finite beyond the weight.
+
+    The rows of the weight are the columns of the GEMM's result, in as many ranges as there are HALVES; if FLIPPED, its
+    columns are.
+    """
+    OF_ROW: tl.constexpr = (WIDTH if FLIPPED else BLOCK_K) // LENGTH
+    PART: tl.constexpr = WIDTH // HALVES
+    HALF: tl.constexpr = (COLUMNS if FLIPPED else ROWS) // HALVES
+    segment = tl.arange(0, BLOCK_K * WIDTH // LENGTH)
+    if FLIPPED:
+        k = segment // OF_ROW
+        n = segment % OF_ROW * LENGTH
+    else:
+        n = segment // OF_ROW
+        k = segment % OF_ROW * LENGTH
+    there = (n0 + n % PART < HALF) & (k0 + k < (ROWS if FLIPPED else COLUMNS))
+    n = n0 + n % PART + n // PART * HALF
+    k += k0
+    value = decode_segments(
+        data, scales, outer_scales, table, offset, codes, values, expert, k if FLIPPED else n, n if FLIPPED else k,
+        there, ROWS, COLUMNS, PITCH, FORMAT, SCALES, FLAT, BLOCK_ROWS, BLOCK_COLUMNS, LENGTH,
+    )  # fmt: skip
+    return tl.reshape(value, (BLOCK_K, WIDTH)) if FLIPPED else tl.reshape(value, (WIDTH, BLOCK_K)).T
+
+
 @triton.jit(do_not_specialize=["first"])
 def decode_kernel(
     data: "Flat", scales: "Flat", outer_scales: "Flat", table: "Flat", offset: "Flat", codes: "Flat", offsets: "Flat",
     out: "Out",
     first: tl.int32,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PITCH: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
-    FLAT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, NESTED: tl.constexpr,
-    FACTOR: tl.constexpr, LENGTH: tl.constexpr, SEGMENTS: tl.constexpr,
+    FLAT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, LENGTH: tl.constexpr,
+    SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """``out[e - first]`` are the values of expert e, from ``first`` on. Experts without rows are left out.
 
-    Inputs: ``data``, the codes, ROWS × PITCH of every expert, two in a byte unless FORMAT is "int8" or "e4m3";
+    Inputs: ``data``, the codes, ROWS × PITCH of every expert, two in a byte unless FORMAT is "int8" or e4m3;
     ``scales``, ``outer_scales``, ``table`` and ``offset`` of `WeightParts`; ``codes``, the values of 4-bit codes, or
     None; ``offsets`` of `Groups`, or None.
     Output: ``out`` ``(experts, ROWS, COLUMNS)``.
     Bytes moved: see the module docstring.
 
-    A program has SEGMENTS segments of LENGTH values, each in one block. With a LENGTH of 1, bytes are read twice.
+    A program has SEGMENTS segments of LENGTH values.
     """
     SIZE: tl.constexpr = ROWS * COLUMNS
     TILES: tl.constexpr = (SIZE + SEGMENTS * LENGTH - 1) // (SEGMENTS * LENGTH)
-    GRID_COLUMNS: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
-    GRID: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS * GRID_COLUMNS
     local = (tl.program_id(0) // TILES).to(tl.int64)
     expert = first + local
     if offsets is not None:  # noqa: SIM102  (the first is known when the kernel is compiled)
         if tl.load(offsets + expert) == tl.load(offsets + expert + 1):
             return
-    segment = tl.program_id(0) % TILES * SEGMENTS + tl.arange(0, SEGMENTS)
-    at = segment * LENGTH
+    at = (tl.program_id(0) % TILES * SEGMENTS + tl.arange(0, SEGMENTS)) * LENGTH
     there = at < SIZE
-    row = at // COLUMNS
-    column = at % COLUMNS
-    source = expert * (ROWS * PITCH) + row * PITCH + column
-    if FLAT:
-        block = source // BLOCK_COLUMNS
-    else:
-        block = expert * GRID + row // BLOCK_ROWS * GRID_COLUMNS + column // BLOCK_COLUMNS
-    scale = scale_of(scales, outer_scales, table, offset, block, expert, there, SCALES, NESTED)[:, None]
+    value = decode_segments(
+        data, scales, outer_scales, table, offset, codes, None, expert, at // COLUMNS, at % COLUMNS, there,
+        ROWS, COLUMNS, PITCH, FORMAT, SCALES, FLAT, BLOCK_ROWS, BLOCK_COLUMNS, LENGTH,
+    )  # fmt: skip
     place = local * SIZE + at[:, None] + tl.arange(0, LENGTH)[None, :]
-    if FORMAT == "int8":
-        value = tl.load(data + source[:, None] + tl.arange(0, LENGTH)[None, :], mask=there[:, None], other=0)
-        value = value.to(tl.float32)
-    elif FORMAT == "e4m3":
-        value = e4m3(tl.load(data + source[:, None] + tl.arange(0, LENGTH)[None, :], mask=there[:, None], other=0))
-    elif LENGTH == 1:
-        pair = tl.load(data + source[:, None] // 2, mask=there[:, None], other=0).to(tl.int32)
-        first_of_pair = source[:, None] % 2 == 0
-        value = tl.load(codes + tl.where(first_of_pair == FLAT, pair >> 4, pair & 15))
-    else:
-        within = tl.arange(0, LENGTH // 2)[None, :]
-        pair = tl.load(data + source[:, None] // 2 + within, mask=there[:, None], other=0).to(tl.int32)
-        high = tl.load(codes + (pair >> 4))
-        low = tl.load(codes + (pair & 15))
-        both = tl.join(high, low) if FLAT else tl.join(low, high)
-        value = tl.reshape(both, (SEGMENTS, LENGTH))
-    value = value * scale
-    if FACTOR != 1.0:
-        value = value * FACTOR
     tl.store(out + place, value.to(out.dtype.element_ty), mask=there[:, None])
 
 
@@ -122,26 +185,33 @@ def decode(weight: Encoded, out: Tensor, first: int = 0, offsets: Tensor | None 
 
 @lru_cache
 def codes_of(name: str, device: torch.device) -> Tensor | None:
-    """The values of a format's 4-bit codes, on the device."""
+    """The values of a format's 4-bit codes, on the device, unless they are computed."""
+    return torch.tensor(FORMATS[name].codes, device=device) if kind_of(name) == "table" else None
+
+
+def kind_of(name: str) -> str:
+    """How the kernels find the value of a code of this format."""
     codes = FORMATS[name].codes
-    return torch.tensor(codes, device=device) if codes else None
+    if codes:
+        return "e2m1" if codes == E2M1 else "table"
+    return "int8" if name == "int8" else "native e4m3" if layout.compute_capability() >= 89 else "e4m3"
+
+
+def constexprs_of(f: WeightFormat, most: int) -> dict[str, Any]:
+    """What the kernels are told of a format. Segments have ``most`` values, a power of two, if a row allows it."""
+    format, width = FORMATS[f.name], max(f.block_columns, 1)
+    one = width >= f.columns and not format.flat  # block in a row, which need not be complete
+    return dict(
+        ROWS=f.rows, COLUMNS=f.columns, PITCH=f.pitch, FORMAT=kind_of(f.name), SCALES=format.scales, FLAT=format.flat,
+        BLOCK_ROWS=f.block_rows, BLOCK_COLUMNS=width, LENGTH=gcd(f.columns, most if one else gcd(width, most)),
+    )  # fmt: skip
 
 
 def decode_plan(f: WeightFormat, count: int, first: int) -> Plan:
     """The launch of `decode_kernel`."""
-    format = FORMATS[f.name]
-    size, width = f.rows * f.columns, max(f.block_columns, 1)
-    if format.flat:
-        length = gcd(size, width, SEGMENT)
-    else:  # all columns are one block, or the last one is not complete
-        length = gcd(f.columns, SEGMENT) if width >= f.columns else gcd(f.columns, width, SEGMENT)
-    constexprs = dict(
-        ROWS=f.rows, COLUMNS=f.columns, PITCH=f.pitch, FORMAT=f.name if f.name == "int8" else "" if format.codes else
-        "e4m3",
-        SCALES=format.scales, FLAT=format.flat, BLOCK_ROWS=f.block_rows, BLOCK_COLUMNS=width, NESTED=NESTED_BLOCK,
-        FACTOR=PER_127 if f.name == "int8" else 1.0, LENGTH=length, SEGMENTS=TILE // length,
-    )  # fmt: skip
-    return Plan(decode_kernel, count * -(-size // TILE), (first,), constexprs, 4)
+    constexprs = constexprs_of(f, SEGMENT)
+    constexprs["SEGMENTS"] = TILE // constexprs["LENGTH"]
+    return Plan(decode_kernel, count * -(-f.rows * f.columns // TILE), (first,), constexprs, 4)
 
 
 def decoded_chunks(weight: Encoded, groups: Groups) -> Iterator[tuple[int, Tensor]]:

@@ -5,8 +5,12 @@ operand are in the order of the assignments, and SHARE consecutive assignments h
 are sorted by expert.
 
 Bytes moved: every row once for each tile of columns, every expert's weight once for each of its tiles of rows, the
-result once. The rate of the tensor cores is the limit.
+result once. The rate of the tensor cores is the limit. For few rows an expert, the weights are: there the kernel reads
+the codes of a quantized weight and decodes them itself.
 """
+
+from math import gcd
+from typing import Any
 
 import torch
 import triton
@@ -15,9 +19,9 @@ from torch import Tensor
 
 from onepass.autotune.own import choose
 from onepass.core.moe_options import ExpertOptions, Groups
-from onepass.core.quantized import Weight
+from onepass.core.quantized import Weight, WeightFormat
 from onepass.kernels import layout
-from onepass.kernels.decode import decoded_chunks
+from onepass.kernels.decode import SEGMENT, codes_of, constexprs_of, decode_tile, decoded_chunks
 from onepass.kernels.expert_rows import activate
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import power_of_two
@@ -25,6 +29,13 @@ from onepass.kernels.token_sort import rows_of_tile
 
 Strides = tuple[int, ...]
 PLAIN = ExpertOptions()
+# Most rows of a tile, for which the loop decodes: columns and K of a tile, stages, warps, programs per multiprocessor.
+# Measured on an H100, as is that beyond these rows an expert a decoded copy is faster.
+DECODING = {16: (64, 128, 3, 4, 8), 32: (128, 64, 4, 4, 8), 64: (128, 64, 3, 4, 4), 128: (256, 64, 3, 8, 1)}
+MOST_OF_SEGMENT = 64  # codes that are read at once
+NOT_ENCODED = dict(
+    ROWS=0, PITCH=0, FORMAT="", SCALES="", FLAT=False, BLOCK_ROWS=1, BLOCK_COLUMNS=1, LENGTH=1, FLIPPED=False
+)
 
 
 @triton.jit
@@ -46,26 +57,30 @@ def load_weight(
         return tl.load(w + e.to(tl.int64) * W_E + k[:, None] * W_K + column[None, :] * W_N, mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["tiles", "group", "first"])
+@triton.jit(do_not_specialize=["tiles", "group", "first", "chunk"])
 def grouped_gemm_kernel(
     x: "Rows", w: "Strided", low: "Flat", lora: "Strided", bias: "Flat", h: "Out", out: "Out", order: "Flat",
     offsets: "Flat",
-    tile_expert: "Flat", tile_row: "Flat",
-    tiles: tl.int32, group: tl.int32, first: tl.int32, scale: tl.float32, alpha: tl.float32, limit: tl.float32,
-    E: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, ACTIVATION: tl.constexpr,
+    tile_expert: "Flat", tile_row: "Flat", scales: "Flat", outer_scales: "Flat", table: "Flat", offset: "Flat",
+    codes: "Flat",
+    tiles: tl.int32, group: tl.int32, first: tl.int32, chunk: tl.int32, scale: tl.float32, alpha: tl.float32,
+    limit: tl.float32,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr, SHARE: tl.constexpr, SCATTER: tl.constexpr, X_ROW: tl.constexpr, W_E: tl.constexpr,
     W_N: tl.constexpr, W_K: tl.constexpr, L_E: tl.constexpr, L_N: tl.constexpr, L_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS: tl.constexpr, PITCH: tl.constexpr, FORMAT: tl.constexpr,
+    SCALES: tl.constexpr, FLAT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    LENGTH: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """``y = x @ w[e]ᵀ + low @ lora[e]ᵀ + bias[e]`` for the rows of every expert e, and ``out = scale·y``.
 
     With an ACTIVATION, the COLUMNS of y are gate and up, N each, and ``out = activate(gate, up)``.
 
-    Inputs: ``x`` ``(rows, K)`` and ``w`` ``(CHUNK, COLUMNS, K)``, of the experts from ``first`` on, whose rows alone
-    are computed (all E of them, unless the weight is decoded in chunks); the rows ``low`` ``(assignments, R)``, sorted
-    by expert, and weights ``lora`` ``(E, COLUMNS, R)`` of a LoRA adapter, or None; ``bias`` ``(E, COLUMNS)`` or None;
-    the fields of `Groups`.
+    Inputs: ``x`` ``(rows, K)`` and ``w`` ``(chunk, COLUMNS, K)``, of the experts from ``first`` on, whose rows alone
+    are computed (all E of them if BLOCK_E is 0); the rows ``low`` ``(assignments, R)``, sorted by expert, and weights
+    ``lora`` ``(E, COLUMNS, R)`` of a LoRA adapter, or None; ``bias`` ``(E, COLUMNS)`` or None; the fields of `Groups`.
+    With a FORMAT, ``w`` are the codes of a quantized weight, and the arguments after these are as in `decode_kernel`.
     Outputs: ``out`` ``(assignments, N)``, in the order of the assignments if SCATTER, else sorted by expert. With an
     ACTIVATION, ``h`` ``(assignments, COLUMNS)``, sorted by expert, is y, unless it is None.
     Bytes moved: see the module docstring.
@@ -80,20 +95,30 @@ def grouped_gemm_kernel(
     PART: tl.constexpr = WIDTH // HALVES
     if TMA == "K":
         descriptor = tl.make_tensor_descriptor(
-            w, [CHUNK, HALVES, COLUMNS // HALVES, K], [W_E, COLUMNS // HALVES * W_N, W_N, 1], [1, HALVES, PART, BLOCK_K]
+            w, [chunk, HALVES, COLUMNS // HALVES, K], [W_E, COLUMNS // HALVES * W_N, W_N, 1], [1, HALVES, PART, BLOCK_K]
         )
     elif TMA == "N":
-        descriptor = tl.make_tensor_descriptor(w, [CHUNK, K, COLUMNS], [W_E, W_K, 1], [1, BLOCK_K, WIDTH])
+        descriptor = tl.make_tensor_descriptor(w, [chunk, K, COLUMNS], [W_E, W_K, 1], [1, BLOCK_K, WIDTH])
     else:
         descriptor = w
+    values = None
+    if FORMAT == "table":
+        values = tl.load(codes + tl.arange(0, 16))
+    tile0 = 0
+    if BLOCK_E > 0:  # the tiles of these experts, counted as `token_sort` does
+        e = tl.arange(0, BLOCK_E)
+        rows = tl.load(offsets + e + 1, mask=e < E, other=0) - tl.load(offsets + e, mask=e < E, other=0)
+        of_expert = tl.cdiv(rows, BLOCK_M)
+        tile0 = tl.sum(tl.where(e < first, of_expert, 0))
+        tiles = tl.sum(tl.where((e >= first) & (e < first + chunk), of_expert, 0))
     for work in tl.range(tl.program_id(0), tiles * N_TILES, tl.num_programs(0), flatten=True):
         # The tiles of a group read the same columns of the weights at about the same time, so that they stay in cache.
         begin = work // (group * N_TILES) * group
         height = tl.minimum(tiles - begin, group)
-        tile = begin + work % (group * N_TILES) % height
+        tile = tile0 + begin + work % (group * N_TILES) % height
         n_tile = work % (group * N_TILES) // height
         expert = tl.load(tile_expert + tile)
-        if (expert < E) & (expert >= first) & (expert < first + CHUNK):
+        if expert < E:
             row = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
             there = row < tl.load(offsets + expert + 1)
             assignment = tl.load(order + row, mask=there, other=0)
@@ -117,9 +142,16 @@ def grouped_gemm_kernel(
                 k = (k0 + tl.arange(0, BLOCK_K))[None, :]
                 mask = there[:, None] if K % BLOCK_K == 0 else there[:, None] & (k < K)
                 a = tl.load(x + source[:, None] * X_ROW + k, mask=mask, other=0.0)
-                b = load_weight(
-                    w, descriptor, expert - first, k0, n0, column, inside, K, W_E, W_N, W_K, BLOCK_K, WIDTH, TMA
-                )
+                if FORMAT == "":
+                    b = load_weight(
+                        w, descriptor, expert - first, k0, n0, column, inside, K, W_E, W_N, W_K, BLOCK_K, WIDTH, TMA
+                    )
+                else:
+                    b = decode_tile(
+                        w, scales, outer_scales, table, offset, codes, values, expert.to(tl.int64), k0, n0,
+                        ROWS, COLUMNS if FLIPPED else K, PITCH, FORMAT, SCALES, FLAT, BLOCK_ROWS, BLOCK_COLUMNS, LENGTH,
+                        FLIPPED, HALVES, BLOCK_K, WIDTH,
+                    ).to(x.dtype.element_ty)  # fmt: skip
                 acc = tl.dot(a, b, acc, input_precision=PRECISION)
 
             if ACTIVATION == "":
@@ -156,7 +188,8 @@ def grouped_gemm(
 ) -> Tensor:
     """Launch `grouped_gemm_kernel`, and return ``out``. ``w`` and ``lora`` may have any strides.
 
-    A quantized ``w`` is decoded, a chunk of experts at a time, and the kernel is launched for each.
+    A quantized ``w`` is decoded by the kernel itself, or beforehand for many rows: a chunk of experts at a time, for
+    each of which the kernel is launched.
 
     Args:
         share: how many consecutive assignments have the same row of ``x``; 0 if the rows are sorted by expert.
@@ -171,14 +204,25 @@ def grouped_gemm(
     out = x.new_empty((assignments, N)) if out is None else out
     if not assignments:
         return out
+    sizes = assignments, len(groups.tile_row), E, N, K, 0 if lora is None else lora.shape[2], share
+    halves = 2 if glu and not options.interleaved else 1
+    about = sizes, (glu, scatter, scale), options, x.stride(0), () if lora is None else lora.stride(), x.element_size()
+    others = low, lora, bias, h, out, *groups
+    if not isinstance(w, Tensor) and is_decoded_in_loop(w.format, assignments, halves):
+        of_format = w.format._replace(max_memory=0)
+        codes = codes_of(w.format.name, w.device)
+        launch(decoding_plan, (*about, x.device, of_format), (x, w.data, *others, *w.parts, codes))
+        return out
     for first, part in [(0, w)] if isinstance(w, Tensor) else decoded_chunks(w, groups):
-        about = (
-            (assignments, len(groups.tile_row), E, N, K, 0 if lora is None else lora.shape[2], share),
-            (glu, scatter, scale), options, x.stride(0), part.stride(), () if lora is None else lora.stride(),
-            x.element_size(), tensor_memory(part, glu and not options.interleaved), x.device, (first, len(part)),
-        )  # fmt: skip
-        launch(gemm_plan, about, (x, part, low, lora, bias, h, out, *groups))
+        of_part = part.stride(), tensor_memory(part, halves == 2), (first, len(part))
+        launch(gemm_plan, (*about, x.device, *of_part), (x, part, *others, *(None,) * 5))
     return out
+
+
+def is_decoded_in_loop(f: WeightFormat, assignments: int, halves: int) -> bool:
+    """Whether the kernel decodes a weight itself: few rows an expert, and enough codes that can be read at once."""
+    segment = gcd(constexprs_of(f, SEGMENT)["LENGTH"], f.columns // (halves if f.flipped else 1))
+    return assignments <= max(DECODING) * f.experts and f.columns > 0 and segment == SEGMENT
 
 
 def tensor_memory(w: Tensor, halves: bool) -> str:
@@ -198,11 +242,11 @@ def gemm_plan(
     how: tuple[bool, bool, float],
     o: ExpertOptions,
     x_row: int,
-    w_strides: Strides,
     lora_strides: Strides,
     element: int,
-    tma: str,
     device: torch.device,
+    w_strides: Strides,
+    tma: str,
     chunk: tuple[int, int],
 ) -> Plan:
     """The launch of `grouped_gemm_kernel`, for a chunk of experts: the first, and how many the weight has.
@@ -210,10 +254,11 @@ def gemm_plan(
     Raises:
         ValueError: the LoRA rank does not fit into shared memory.
     """
-    assignments, tiles, E, N, K, R, share = sizes
-    glu, scatter, scale = how
-    block_m, block_k = rows_of_tile(assignments, E), max(16, min(power_of_two(K), 128 // element))
-    products, block_r = 2 if glu else 1, max(16, power_of_two(R))
+    assignments, tiles, E, N, K, R, _ = sizes
+    glu, _, scale = how
+    same = same_constexprs(sizes, how, o, x_row, lora_strides)
+    block_m, block_k, block_r = same["BLOCK_M"], max(16, min(power_of_two(K), 128 // element)), same["BLOCK_R"]
+    products = 2 if glu else 1
     block_n, of_stage, most = tile_that_fits(N, products, (block_m, block_k, block_r if R else 0), element, bool(tma))
     if most < 1:
         raise ValueError(f"adapters: expected a rank that fits into shared memory, got {R}")
@@ -222,19 +267,75 @@ def gemm_plan(
     key = {"rows": assignments, "experts": E, "columns": N, "inner": K, "read": "glu" if glu else "plain"}
     numbers = choose(grouped_gemm_kernel, key | layout.elements(element), rule)
     stages = min(numbers["STAGES"], most)
-    constexprs = dict(
-        E=E, CHUNK=chunk[1], N=N, K=K, R=R, ACTIVATION=o.activation if glu else "", INTERLEAVED=o.interleaved,
-        SHARE=share, SCATTER=scatter,
-        X_ROW=x_row, W_E=w_strides[0], W_N=w_strides[1], W_K=w_strides[2],
-        **dict(zip(("L_E", "L_N", "L_R"), lora_strides or (0, 0, 0))),
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=block_r, STAGES=stages,
-        PRECISION=layout.precision(), TMA=tma,
+    constexprs = same | NOT_ENCODED | dict(
+        BLOCK_E=power_of_two(E) if chunk[1] < E else 0, W_E=w_strides[0], W_N=w_strides[1], W_K=w_strides[2],
+        BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, TMA=tma,
     )  # fmt: skip
     at_once = max(1, min(4, layout.shared_memory() // (of_stage * stages)))
     programs = min(tiles * -(-N // block_n), at_once * layout.multiprocessors(device))
     warps = 8 if block_m * block_n * products * element >= 128 * 128 * 2 else 4
-    given = tiles, numbers["GROUP"], chunk[0], scale, o.alpha, o.limit
+    given = tiles, numbers["GROUP"], *chunk, scale, o.alpha, o.limit
     return Plan(grouped_gemm_kernel, programs, given, constexprs, warps)
+
+
+def decoding_plan(
+    sizes: tuple[int, ...],
+    how: tuple[bool, bool, float],
+    o: ExpertOptions,
+    x_row: int,
+    lora_strides: Strides,
+    element: int,
+    device: torch.device,
+    f: WeightFormat,
+) -> Plan:
+    """The launch of `grouped_gemm_kernel` with a quantized weight that it decodes.
+
+    Raises:
+        ValueError: the LoRA rank does not fit into shared memory.
+    """
+    _, tiles, E, N, K, R, _ = sizes
+    products = 2 if how[0] else 1
+    halves = 1 if o.interleaved else products
+    same = same_constexprs(sizes, how, o, x_row, lora_strides)
+    block_m, of_rank = same["BLOCK_M"], same["BLOCK_R"] * element if R else 0
+    width, block_k, stages, warps, at_once = DECODING[block_m]
+    block_k = max(16, min(power_of_two(K), 2 * block_k // element))
+    widest = 256 if layout.compute_capability() == 90 else 128  # limited by registers
+    width = max(16 * products, min(products * power_of_two(N), 2 * width // element, widest))
+
+    def needed() -> int:
+        """Bytes of shared memory: rows and codes of each stage, the decoded tile, and an adapter."""
+        of_stages = stages * block_k * (block_m * element + width)
+        return of_stages + width * block_k * element + (block_m + width) * of_rank
+
+    while needed() > layout.shared_memory() and (width > 16 * products or stages > 1):
+        if width > 16 * products:
+            width //= 2
+        else:
+            stages -= 1
+    if needed() > layout.shared_memory():
+        raise ValueError(f"adapters: expected a rank that fits into shared memory, got {R}")
+    most = gcd(MOST_OF_SEGMENT, width // halves, f.columns // halves) if f.flipped else min(MOST_OF_SEGMENT, block_k)
+    constexprs = same | constexprs_of(f, most) | dict(
+        BLOCK_E=0, W_E=0, W_N=0, W_K=0, BLOCK_N=width // products, BLOCK_K=block_k, STAGES=stages, TMA="",
+        FLIPPED=f.flipped,
+    )  # fmt: skip
+    del constexprs["COLUMNS"]  # of the result; those of the weight are known by FLIPPED
+    programs = min(tiles * -(-N * products // width), at_once * layout.multiprocessors(device))
+    given = tiles, 1, 0, E, how[2], o.alpha, o.limit
+    return Plan(grouped_gemm_kernel, programs, given, constexprs, warps)
+
+
+def same_constexprs(
+    sizes: tuple[int, ...], how: tuple[bool, bool, float], o: ExpertOptions, x_row: int, lora_strides: Strides
+) -> dict[str, Any]:
+    """The constants of `grouped_gemm_kernel` that do not depend on how the weight is read."""
+    assignments, _, E, N, K, R, share = sizes
+    return dict(
+        E=E, N=N, K=K, R=R, ACTIVATION=o.activation if how[0] else "", INTERLEAVED=o.interleaved, SHARE=share,
+        SCATTER=how[1], X_ROW=x_row, **dict(zip(("L_E", "L_N", "L_R"), lora_strides or (0, 0, 0))),
+        BLOCK_M=rows_of_tile(assignments, E), BLOCK_R=max(16, power_of_two(R)), PRECISION=layout.precision(),
+    )  # fmt: skip
 
 
 def tile_that_fits(

@@ -64,7 +64,8 @@ def expert_mlp(
         alpha, limit: parameters of ``"swiglu_clamped"``.
         groups: the result of `group_by_expert` for ``routing.experts``, as ``(T, K)``; it is called if this is None.
         max_memory: bytes of decoded experts at a time (at least one expert is), 384 MiB by default. Only a
-            `QuantizedWeight` is decoded: each expert that has tokens, once in the forward and once in the backward.
+            `QuantizedWeight` is decoded: each expert that has tokens, once in the forward and once in the backward; on
+            a GPU into no memory up to 128 assignments an expert.
 
     Returns:
         The shape and dtype of ``hidden``, summed over k in float32. Differentiable with respect to ``hidden``, the

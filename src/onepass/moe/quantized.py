@@ -19,9 +19,8 @@ E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
 class QuantizedWeight(Encoded):
     """The weight ``(E, outputs, inputs)`` of a layer of experts, quantized and frozen.
 
-    `expert_mlp` and `scattered_linear` take it in place of a tensor, and decode the experts that have tokens, once in
-    the forward and once in the backward. A value is its code times the scale of its block, computed in float32 and
-    rounded to ``dtype`` once.
+    `expert_mlp` and `scattered_linear` take it in place of a tensor, and decode the experts that have tokens. A value
+    is its code times the scale of its block, computed in float32 and rounded to ``dtype`` once.
 
     Args:
         data: the codes. Of "nf4" and "fp4" as bitsandbytes packs them; of "mxfp4" and "nvfp4" two in a byte, the first

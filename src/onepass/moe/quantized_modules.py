@@ -146,7 +146,12 @@ def _weights(prefix: str, experts: nn.Module) -> Iterator[ExpertWeight]:
         elif weight is None:
             path = f"onepass: grouped GEMM in {where}"
         else:
-            path = f"onepass: experts that have tokens are decoded in chunks, grouped GEMM in {where}"
+            ways = (
+                "by the grouped GEMM, or in chunks for many tokens,"
+                if where == PATHS["onepass.kernels"]
+                else "in chunks,"
+            )
+            path = f"onepass: experts that have tokens are decoded {ways} in {where}"
         text = str(tensor.dtype).removeprefix("torch.") if weight is None else _format(weight.format, weight.parts)
         yield ExpertWeight(full, text, tuple(tensor.shape), tensor.nbytes, path)
 
