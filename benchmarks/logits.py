@@ -127,10 +127,17 @@ def measure(
 
     def both() -> None:
         logits.grad = None
-        sum(output.mean() for output in forward()).backward()  # type: ignore[union-attr]
+        outputs = forward()
+        if few:  # a mean would take longer than what is measured
+            torch.autograd.grad(outputs, logits, gradients)
+        else:
+            sum(output.mean() for output in outputs).backward()  # type: ignore[union-attr]
 
     with torch.no_grad():
-        error = max((o - e).abs().max().item() for o, e in zip(forward(), expected))
+        outputs = forward()
+        error = max((o - e).abs().max().item() for o, e in zip(outputs, expected))
+        few, gradients = in_turns(logits.numel(), device), [torch.ones_like(o) for o in outputs]
+        del outputs
         passes: dict[str, Run] = {"forward": torch.no_grad()(forward)}
         found = {"forward": extra_memory(passes["forward"], device)}
     if implementation.backward:
@@ -142,9 +149,8 @@ def measure(
         if implementation.package == "onepass":
             add_sources(report, case["operation"], lambda: [run() for run in (passes["forward"], both)])
             graph = forward()
-            gradients = [torch.ones_like(g) for g in graph]
             passes["backward"] = lambda: torch.autograd.grad(graph, logits, gradients, retain_graph=True)
-    measured, few = [], in_turns(logits.numel(), device)
+    measured = []
     for name, run in passes.items():
         ms = median_ms(run, device, milliseconds)
         traffic = size * (reads[name] * kept + (name != "forward"))  # masked rows are written but not read

@@ -35,6 +35,7 @@ class RouterOptions(NamedTuple):
     invariant: bool = False  # see `Options.invariant`
     count_changed: bool = False
     counts: bool = True  # whether to count the tokens of each expert
+    biased: bool = False  # whether experts are selected by more than their scores
 
     def factors(self) -> tuple[float, float]:
         """See `Transform.factors`."""

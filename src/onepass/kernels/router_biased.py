@@ -17,7 +17,7 @@ from onepass.core.moe_options import RouterOptions
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows
 from onepass.kernels.layout import power_of_two
-from onepass.kernels.online_softmax import LOWEST, transform
+from onepass.kernels.online_softmax import LOWEST
 from onepass.kernels.router_keys import (
     LOW,
     columns,
@@ -30,16 +30,18 @@ from onepass.kernels.router_keys import (
     sorted_keys,
 )
 from onepass.kernels.router_scores import SIGMOID, add_counts, is_relative, replayed, sigmoid, sqrtsoftplus, weights_of
-from onepass.kernels.router_topk import LOGITS, MOST_K, tokens_and_threads
+from onepass.kernels.router_topk import MOST_K, logit, tokens_and_threads
 
 MOST_THREADS = 256
+LOGITS = 64  # per thread, at most
+SPANS = 8  # at least, per expert of a token, if spans have more than 2 experts
 NOT_A_NUMBER = tl.constexpr(0x7FFFFFFF)  # the upper half of the key of a value that is NaN
 
 
 @triton.jit
 def value_of(x, bias, inner, outer, SCORE: tl.constexpr, AFTER: tl.constexpr, SOFTCAP: tl.constexpr):
     """What experts are selected by: NaN for a logit without a score, and LOWEST for -inf."""
-    z = transform(x, inner, outer, SOFTCAP)
+    z = logit(x, inner, outer, SOFTCAP)
     score = z
     if not AFTER:
         score = sigmoid(z) if SCORE == SIGMOID else sqrtsoftplus(z)
@@ -172,7 +174,7 @@ def biased_routing_kernel(
 
     valid = (t[:, None] < T) & (k < K)
     counted = valid & active[:, None]
-    z = transform(tl.load(start[:, None] + selected, mask=counted, other=0.0), inner, outer, SOFTCAP)
+    z = logit(tl.load(start[:, None] + selected, mask=counted, other=0.0), inner, outer, SOFTCAP)
     zero = tl.zeros([BLOCK_T], tl.float32)
     w = scale * weights_of(z, zero, zero + 1.0, k < K, eps, SCORE, RENORMALIZE, RELATIVE, AFTER)
     w = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), w), 0.0)
@@ -183,11 +185,12 @@ def biased_routing_kernel(
 
 
 def span_of(E: int, stride: int, options: RouterOptions) -> int:
-    """The most adjacent experts in a span such that the groups that are kept have k spans; 0 if there are none."""
+    """Adjacent experts in a span, such that the groups that are kept have k spans; 0 if there are none."""
     o = options
     size = E // o.n_group
+    most = max(2, E // (SPANS * power_of_two(o.k)))
     for span in (8, 4, 2):
-        if span <= math.gcd(8, stride, size) and min(o.topk_group, o.n_group) * (size // span) >= o.k:
+        if span <= min(most, math.gcd(8, stride, size)) and min(o.topk_group, o.n_group) * (size // span) >= o.k:
             return span
     return 0
 

@@ -1,4 +1,8 @@
-"""The routing kernel of the backward of `moe.route`: one read of the logits, one write of their gradient."""
+"""The kernel of the backward of `moe.route`: one write of the gradient of the logits, at most one read of the logits.
+
+Many weights depend on the selected logits alone: those of scores that are no softmax, and those of a softmax that is
+renormalized. Without sums for losses, the gradient of all other logits is 0, and only the selected ones are read.
+"""
 
 import math
 
@@ -14,6 +18,7 @@ from onepass.kernels.router_scores import (
     SIGMOID,
     SOFTMAX,
     has_no_score,
+    is_of_selected,
     is_relative,
     raw_scores,
     relative,
@@ -23,7 +28,21 @@ from onepass.kernels.router_scores import (
     warps_of,
 )
 
-TILE, VECTORS, VALUES = 1024, 4, 8  # logits per program; vectors per thread, which holds several tokens; of a vector
+VECTORS, VALUES = 4, 8  # vectors per thread, which holds several tokens; logits of a vector
+TILE, TILE_OF_ZEROS = 1024, 4096  # logits per program, of which most have a gradient or none
+
+
+@triton.jit
+def read_rows(row, mask, there, inner, outer, SCORE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Of all logits: the slope of their soft-cap, their maximum, ``exp`` of their differences to it, its sum, and
+    whether a token has no valid routing.
+    """
+    z, slope = transform_and_slope(tl.load(row, mask=mask, other=0.0), inner, outer, SOFTCAP)
+    z = tl.where(there, z, float("-inf"))
+    m = tl.maximum(tl.max(z, axis=1), LOWEST)
+    p = tl.exp2((z - m[:, None]) * LOG2E)
+    total = tl.sum(p, axis=1)
+    return slope, m, p, total, undefined(has_no_score(z, SCORE) & there, total, SCORE)
 
 
 @triton.jit(
@@ -38,8 +57,8 @@ def routing_gradient_kernel(
     T: tl.int32, stride: tl.int64, w_stride: tl.int32, p_stride: tl.int32, l_stride: tl.int32, inner: tl.float32,
     outer: tl.float32, scale: tl.float32, eps: tl.float32,
     E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, RELATIVE: tl.constexpr,
-    AFTER: tl.constexpr, SOFTCAP: tl.constexpr, VEC: tl.constexpr, OUT_VEC: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    AFTER: tl.constexpr, SOFTCAP: tl.constexpr, DENSE: tl.constexpr, VEC: tl.constexpr, OUT_VEC: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the logits.
 
@@ -47,7 +66,8 @@ def routing_gradient_kernel(
     experts that the forward was told to replay, or None: their invalid tokens have no gradient; the upstream gradients
     ``grad_weights`` ``(T, K)``, ``grad_prob_sums`` ``(E,)`` and ``grad_logsumexp`` ``(T,)``, each or None.
     Output: ``out`` ``(T, E)``.
-    Bytes moved: the logits in, their gradient out.
+    DENSE: whether the gradient of logits that are not selected may differ from 0.
+    Bytes moved: the logits in, if it is DENSE; their gradient out.
     """
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E)[None, :]
@@ -57,21 +77,20 @@ def routing_gradient_kernel(
     if token_mask is not None:
         active = active & (tl.load(token_mask + t, mask=t < T, other=0) != 0)
     there = e < E
-    x = tl.load(start[:, None] + e, mask=active[:, None] & there, other=0.0)
-    z, slope = transform_and_slope(x, inner, outer, SOFTCAP)
-    z = tl.where(there, z, float("-inf"))
-    m = tl.maximum(tl.max(z, axis=1), LOWEST)
-    p = tl.exp2((z - m[:, None]) * LOG2E)
-    total = tl.sum(p, axis=1)
-    bad = undefined(has_no_score(z, SCORE) & there, total, SCORE)
-    inverse = (1.0 / total)[:, None]
-    p = p * inverse
-
-    # The path through the weights: g is the gradient of the selected scores, then of their logits.
     valid = (t[:, None] < T) & (k < K)
     selected = tl.load(experts + t[:, None] * K + k, mask=valid, other=0).to(tl.int32)
+    row = start[:, None] + e
+    m, total, bad = tl.zeros([BLOCK_T], tl.float32), tl.full([BLOCK_T], 1.0, tl.float32), active != active
+    if DENSE:
+        slope, m, p, total, bad = read_rows(row, active[:, None] & there, there, inner, outer, SCORE, SOFTCAP)
+    else:  # the forward gave the experts 0 to K - 1 to tokens without a valid routing
+        suspect = active & (tl.max((valid & (selected != k)).to(tl.int32), axis=1) == 0)
+        if tl.max(suspect.to(tl.int32), axis=0) > 0:
+            bad = read_rows(row, suspect[:, None] & there, there, inner, outer, SCORE, SOFTCAP)[4]
     if given is not None:
         bad = bad | replayed(given, selected, t, k, active, T, E, K)[1]
+
+    # The path through the weights: g is the gradient of the selected scores, then of their logits.
     x_selected = tl.load(start[:, None] + selected, mask=valid & active[:, None], other=0.0)
     z_selected, slope_selected = transform_and_slope(x_selected, inner, outer, SOFTCAP)
     g = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
@@ -98,20 +117,20 @@ def routing_gradient_kernel(
         slope_of_score = tl.where(s > 0.0, sigmoid(z_selected) / (2.0 * s), 0.0)
         g = g * tl.where(tiny[:, None], 0.5 * r, slope_of_score)
 
-    if grad_logsumexp is not None:
-        a += tl.load(grad_logsumexp + t * l_stride, mask=t < T, other=0.0)
     dense = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-    of_selected = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
-    if grad_prob_sums is not None:
-        G = tl.load(grad_prob_sums + e * p_stride, mask=there, other=0.0)
-        a -= tl.sum(tl.where(there, G * p, 0.0), axis=1)
-        dense += G
-        of_selected += tl.load(grad_prob_sums + selected * p_stride, mask=valid, other=0.0)
-    p_selected = tl.exp2((z_selected - m[:, None]) * LOG2E) * inverse
-    if (SCORE == SOFTMAX and not AFTER) or grad_logsumexp is not None or grad_prob_sums is not None:
-        dense = p * (dense + a[:, None])
-        g += p_selected * (of_selected + a[:, None])
-    dense = dense * slope
+    if DENSE:
+        if grad_logsumexp is not None:
+            a += tl.load(grad_logsumexp + t * l_stride, mask=t < T, other=0.0)
+        of_selected = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
+        inverse = (1.0 / total)[:, None]
+        p = p * inverse
+        if grad_prob_sums is not None:
+            G = tl.load(grad_prob_sums + e * p_stride, mask=there, other=0.0)
+            a -= tl.sum(tl.where(there, G * p, 0.0), axis=1)
+            dense += G
+            of_selected += tl.load(grad_prob_sums + selected * p_stride, mask=valid, other=0.0)
+        dense = p * (dense + a[:, None]) * slope
+        g += tl.exp2((z_selected - m[:, None]) * LOG2E) * inverse * (of_selected + a[:, None])
     g = g * slope_selected
     dense = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), dense), 0.0)
     g = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), g), 0.0)
@@ -124,15 +143,20 @@ def routing_gradient_kernel(
 Shape = tuple[int, int, int]  # tokens, experts, stride of the logits
 
 
-def gradient_plan_for(shape: Shape, strides: tuple[int, ...], options: RouterOptions) -> Plan:
+def gradient_plan_for(shape: Shape, strides: tuple[int, ...], options: RouterOptions, replays: bool) -> Plan:
     """The launch of `routing_gradient_kernel`; ``strides`` are those of the upstream gradients."""
     T, E, stride = shape
     o, width = options, power_of_two(E)
-    rows = min(power_of_two(MANY if o.invariant else T), max(1, TILE // width))
+    of_selected = is_of_selected(o) and not (o.sums or replays)
+    after = o.score_after_topk or of_selected
+    dense = o.sums or replays or (o.score == "softmax" and not after)
+    tile = TILE if dense else TILE_OF_ZEROS
+    rows = min(power_of_two(MANY if o.invariant else T), max(1, tile // width))
     constexprs = dict(
-        E=E, K=o.k, SCORE=o.score, RENORMALIZE=o.renormalize, RELATIVE=is_relative(o), AFTER=o.score_after_topk,
-        SOFTCAP=o.softcap is not None, VEC=math.gcd(VALUES, stride), OUT_VEC=math.gcd(VALUES, E), BLOCK_T=rows,
-        BLOCK_E=width, BLOCK_K=power_of_two(o.k),
+        E=E, K=o.k, SCORE=o.score, RENORMALIZE=o.renormalize and not of_selected,
+        RELATIVE=is_relative(o) and not of_selected, AFTER=after, SOFTCAP=o.softcap is not None, DENSE=dense,
+        VEC=math.gcd(VALUES, stride), OUT_VEC=math.gcd(VALUES, E), BLOCK_T=rows, BLOCK_E=width,
+        BLOCK_K=power_of_two(o.k),
     )  # fmt: skip
     numbers = (T, stride, *strides, *o.factors(), o.scale, o.eps)
     warps = warps_of(rows * width, VECTORS * math.gcd(VALUES, stride, E))
@@ -152,6 +176,6 @@ def route_gradient(
     upstream = grad_weights, *of_sums
     strides = tuple([0 if g is None else g.stride(0) for g in upstream])
     if T:
-        about = (T, E, logits.stride(0)), strides, options
+        about = (T, E, logits.stride(0)), strides, options, given is not None
         launch(gradient_plan_for, about, (logits, out, experts, token_mask, given, *upstream))
     return out

@@ -11,6 +11,7 @@ SOFTMAX, SIGMOID, SQRTSOFTPLUS = tl.constexpr("softmax"), tl.constexpr("sigmoid"
 TINY = tl.constexpr(LOG_TINY)
 MOST_THREADS = 1024
 LEAST_EPS = 1e-28  # float32 loses scores below 1e-38
+LOST_EPS = 1e-12  # changes no weight of the k largest scores of a softmax, whose sum is at least k / E
 
 
 @triton.jit
@@ -157,3 +158,10 @@ def is_relative(options: RouterOptions) -> bool:
     """Whether scores that underflow change the weights: not if they are small against ``eps``."""
     at_least_one_of_k = options.score == "softmax" and options.score_after_topk  # is the largest score
     return options.renormalize and options.eps < LEAST_EPS and not at_least_one_of_k
+
+
+def is_of_selected(options: RouterOptions) -> bool:
+    """Whether renormalized weights of a natural choice are the softmax of the selected logits alone."""
+    o = options
+    natural = o.score == "softmax" and not o.biased and o.n_group == 1
+    return natural and o.renormalize and o.eps <= LOST_EPS and not o.score_after_topk

@@ -28,6 +28,7 @@ from onepass.kernels.router_scores import (
     SOFTMAX,
     SQRTSOFTPLUS,
     add_counts,
+    is_of_selected,
     is_relative,
     ordered_sum,
     replayed,
@@ -37,11 +38,10 @@ from onepass.kernels.router_scores import (
 LEAST = tl.constexpr(-(2**31))  # the key of no expert
 SIGNS = tl.constexpr(-0x7FFF8000)  # the sign bits of two 16-bit floats
 MOST_K = 16
-LEAST_EPS = 1e-12  # below this, eps changes no weight of a softmax, whose selected scores sum up to at least K / E
-LOGITS = 64  # per thread
+LOGITS = 128  # per thread, at most
 SPANS = 4  # at least, per expert of a token
-# Threads per program. Programs add to the counts in turns, so that there must not be too many of them.
-THREADS, MOST_THREADS, MOST_ADDITIONS = 128, 512, 1 << 17
+# Threads per program, also of one that counts. Such programs add in turns, so that there must not be too many of them.
+THREADS, COUNTING_THREADS, MOST_THREADS, MOST_ADDITIONS = 128, 256, 512, 1 << 17
 
 
 @triton.jit
@@ -251,7 +251,7 @@ def tokens_and_threads(T: int, E: int, lanes: int, most: int, options: RouterOpt
     T = MANY if options.invariant else T
     if power_of_two(T) * lanes <= most:
         return power_of_two(T), power_of_two(T) * lanes
-    threads = THREADS
+    threads = COUNTING_THREADS if options.counts else THREADS
     while options.counts and threads < most and -(-T * lanes // threads) * E > MOST_ADDITIONS:
         threads *= 2
     return threads // lanes, threads
@@ -268,8 +268,8 @@ def plan_for(shape: Shape, options: RouterOptions, replays: bool) -> Plan:
     o = options
     BLOCK_T, threads = tile_of(T, E, o)
     after, renormalize, softmax = o.score_after_topk, o.renormalize, o.score == "softmax"
-    of_all = softmax and renormalize and not after and o.eps <= LEAST_EPS and replays
-    if softmax and renormalize and o.eps <= LEAST_EPS:  # the same weights, without the normalizer of all logits
+    of_all = is_of_selected(o) and replays
+    if is_of_selected(o):
         after, renormalize = True, False
     constexprs = dict(
         E=E, K=o.k, SCORE=o.score, RENORMALIZE=renormalize, RELATIVE=is_relative(o) and not softmax, AFTER=after,

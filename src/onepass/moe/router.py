@@ -130,7 +130,7 @@ def route(
     check_logits(router_logits, "router_logits")
     options = RouterOptions(
         k, score, n_group, topk_group, group_score, renormalize, scale, eps, score_after_topk, softcap, losses,
-        is_batch_invariant(), count_changed, counts,
+        is_batch_invariant(), count_changed, counts, selection_bias is not None,
     )  # fmt: skip
     plain = all([type(value) in SCALARS for value in options])  # a tensor may change, and a list cannot be hashed
     options = (check_once if plain else check_options)(router_logits.shape[-1], *options)
@@ -230,6 +230,7 @@ def check_options(experts: int, *options: Any) -> RouterOptions:
         invariant=o.invariant,
         count_changed=bool(o.count_changed),
         counts=bool(o.counts) or bool(o.sums),
+        biased=o.biased,
     )
     check_choice(o.score, "score", SCORES)
     check_choice(o.group_score, "group_score", GROUP_SCORES)
