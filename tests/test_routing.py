@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -84,6 +85,9 @@ def dtype(request, device, monkeypatch):
             pytest.skip("there is one reference")
         for kernel in ("router_topk", "router_biased"):
             monkeypatch.setattr(f"onepass.kernels.{kernel}.takes", lambda *_: False)
+        choice = import_module("onepass.kernels.router").choice
+        choice.cache_clear()
+        request.addfinalizer(choice.cache_clear)
     return RUNS[request.param]
 
 

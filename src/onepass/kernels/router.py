@@ -10,6 +10,7 @@ sorted over the chunks, so that a search looks at one chunk only.
 # (tuples grow in a `static_range`)
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -287,6 +288,17 @@ def plan_for(shape: Shape, options: RouterOptions) -> Plan:
     return Plan(routing_kernel, -(-T // BLOCK_T), numbers, constexprs, warps)
 
 
+@lru_cache
+def choice(shape: Shape, options: RouterOptions, pairs: bool, biased: bool) -> tuple[Callable[..., Plan], int]:
+    """What plans the launch for these logits, and the tokens of a program. ``pairs``: see `router_topk.takes`."""
+    T, E, stride = shape
+    if pairs and not biased and router_topk.takes(E, stride, options):
+        return router_topk.plan_for, router_topk.tile_of(T, E, options)[0]
+    if biased and router_biased.takes(E, stride, options):
+        return router_biased.plan_for, router_biased.tile_of(T, E, stride, options)[0]
+    return plan_for, tokens_of_tile(T, E, options)
+
+
 def route(
     logits: torch.Tensor, selection_bias: torch.Tensor | None, token_mask: torch.Tensor | None,
     given: torch.Tensor | None, options: RouterOptions,
@@ -297,24 +309,19 @@ def route(
     programs add to are `zeros`.
     """
     T, E = logits.shape
-    is_plain, is_biased = (m.takes(logits, selection_bias, options) for m in (router_topk, router_biased))
-    if is_plain:
-        tokens = router_topk.tile_of(T, E, options)[0]
-    elif is_biased:
-        tokens = router_biased.tile_of(T, E, logits.stride(0), options)[0]
-    else:
-        tokens = tokens_of_tile(T, E, options)
+    about = (T, E, logits.stride(0)), options
+    pairs = logits.element_size() == 2 and logits.data_ptr() % 4 == 0
+    plan, tokens = choice(*about, pairs, selection_bias is not None)
     alone = 0 < T <= tokens
     counts = zeros(E, logits.device) if options.counts and not alone else None
     weights, experts, counts, prob_sums, logsumexp, changed = results = empty_routing(logits, options, counts)
     if changed is not None and (not alone or given is None):
         changed.zero_()
     tensors = token_mask, given, weights, experts, counts
-    about = (T, E, logits.stride(0)), options
-    if T and is_plain:
-        launch(router_topk.plan_for, (*about, given is not None), (logits, *tensors, changed))
-    elif T and is_biased:
-        launch(router_biased.plan_for, about, (logits, selection_bias, *tensors, changed))
+    if T and plan is router_topk.plan_for:
+        launch(plan, (*about, given is not None), (logits, *tensors, changed))
+    elif T and plan is router_biased.plan_for:
+        launch(plan, about, (logits, selection_bias, *tensors, changed))
     elif T:
         parts = prob_sums if prob_sums is None or alone else prob_sums.new_empty((-(-T // tokens), E))
         launch(plan_for, about, (logits, selection_bias, *tensors, parts, logsumexp, changed))

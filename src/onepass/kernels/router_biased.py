@@ -9,7 +9,6 @@ where these are largest. Its keys have 64 bits, the value and the inverted id of
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 
@@ -201,12 +200,10 @@ def lanes_of(E: int, stride: int, options: RouterOptions) -> int:
     return min(vectors & -vectors, max(power_of_two(E // LOGITS), power_of_two(options.k) // 4))
 
 
-def takes(logits: torch.Tensor, selection_bias: torch.Tensor | None, options: RouterOptions) -> bool:
+def takes(E: int, stride: int, options: RouterOptions) -> bool:
     """Whether `biased_routing_kernel` computes this: not the sums for losses, nor a softmax over all experts."""
     o = options
-    if o.sums or o.k > MOST_K or selection_bias is None or o.score == "softmax":
-        return False
-    return span_of(logits.shape[1], logits.stride(0), o) > 0
+    return not o.sums and o.k <= MOST_K and o.score != "softmax" and span_of(E, stride, o) > 0
 
 
 def tile_of(T: int, E: int, stride: int, options: RouterOptions) -> tuple[int, int]:

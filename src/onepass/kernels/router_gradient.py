@@ -28,8 +28,7 @@ from onepass.kernels.router_scores import (
     warps_of,
 )
 
-VECTORS, VALUES = 4, 8  # vectors per thread, which holds several tokens; logits of a vector
-TILE, TILE_OF_ZEROS = 1024, 4096  # logits per program, of which most have a gradient or none
+TILE, VECTORS, VALUES = 1024, 4, 8  # logits per program; vectors per thread, which holds several tokens; of a vector
 
 
 @triton.jit
@@ -150,8 +149,7 @@ def gradient_plan_for(shape: Shape, strides: tuple[int, ...], options: RouterOpt
     of_selected = is_of_selected(o) and not (o.sums or replays)
     after = o.score_after_topk or of_selected
     dense = o.sums or replays or (o.score == "softmax" and not after)
-    tile = TILE if dense else TILE_OF_ZEROS
-    rows = min(power_of_two(MANY if o.invariant else T), max(1, tile // width))
+    rows = min(power_of_two(MANY if o.invariant else T), max(1, TILE // width))
     constexprs = dict(
         E=E, K=o.k, SCORE=o.score, RENORMALIZE=o.renormalize and not of_selected,
         RELATIVE=is_relative(o) and not of_selected, AFTER=after, SOFTCAP=o.softcap is not None, DENSE=dense,

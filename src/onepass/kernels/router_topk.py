@@ -14,7 +14,6 @@ experts are (`router_keys`), also among equal ones: the first has the lower ids.
 import math
 from functools import lru_cache
 
-import torch
 import triton
 import triton.language as tl
 
@@ -225,12 +224,13 @@ def topk_routing_kernel(
 Shape = tuple[int, int, int]  # tokens, experts, stride of the logits
 
 
-def takes(logits: torch.Tensor, selection_bias: torch.Tensor | None, options: RouterOptions) -> bool:
-    """Whether `topk_routing_kernel` computes this: not the sums for losses. It reads pairs of logits."""
-    o, E = options, logits.shape[1]
-    if o.sums or o.k > MOST_K or selection_bias is not None or o.n_group > 1:
-        return False
-    return logits.element_size() == 2 and logits.stride(0) % 2 == E % 2 == logits.data_ptr() % 4 == 0
+def takes(E: int, stride: int, options: RouterOptions) -> bool:
+    """Whether `topk_routing_kernel` computes this: not the sums for losses.
+
+    It reads pairs of 16-bit logits, which must be aligned as words are, and takes no bias.
+    """
+    o = options
+    return not o.sums and o.k <= MOST_K and o.n_group == 1 and stride % 2 == E % 2 == 0
 
 
 def span_of(E: int, stride: int, options: RouterOptions) -> int:

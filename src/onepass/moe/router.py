@@ -128,12 +128,12 @@ def route(
     if not isinstance(router_logits, Tensor):
         raise TypeError(f"router_logits: expected a tensor, got {described(router_logits)}")
     check_logits(router_logits, "router_logits")
-    options = RouterOptions(
+    given_options = (
         k, score, n_group, topk_group, group_score, renormalize, scale, eps, score_after_topk, softcap, losses,
         is_batch_invariant(), count_changed, counts, selection_bias is not None,
     )  # fmt: skip
-    plain = all([type(value) in SCALARS for value in options])  # a tensor may change, and a list cannot be hashed
-    options = (check_once if plain else check_options)(router_logits.shape[-1], *options)
+    plain = SCALARS.issuperset(map(type, given_options))  # a tensor may change, and a list cannot be hashed
+    options = (check_once if plain else check_options)(router_logits.shape[-1], *given_options)
     k = options.k
     tokens, E = router_logits.shape[:-1], router_logits.shape[-1]
     if selection_bias is not None:
