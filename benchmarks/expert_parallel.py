@@ -83,12 +83,8 @@ def expert_parallel(
     report = new_report(console, device) | {"processes": processes}
     report["environment"] |= {package: package_version(package) for package in PACKAGES}
     cases = [{"operation": o, **dict(zip(SIZES, sizes)), "dtype": of_numbers} for o in op or OPERATIONS]
-    found = run_in(processes, process, {
-        "cases": cases, "exchanges": exchange or EXCHANGES, "rounds": rounds, "place": device.type,
-        "path": str(out / f"{name}-partial.json"),
-    })  # fmt: skip
-    report |= found
-    with_scaling(report["results"])
+    request = {"cases": cases, "exchanges": exchange or EXCHANGES, "rounds": rounds, "place": device.type}
+    report |= run_in(processes, process, request | {"report": report, "path": str(out / f"{name}.json")})
     write(report, out / f"{name}.json")
     for case in cases:
         console.print(shown([r for r in report["results"] if r["operation"] == case["operation"]]))
@@ -102,7 +98,7 @@ def title(case: dict[str, Any]) -> str:
 
 
 def process(rank: int, ranks: int, folder: str, request: Request) -> None:
-    """Measure all cases in one of the processes; the first writes what was found, after each case too."""
+    """Measure all cases in one of the processes. The first writes the report after each, in case that a later fails."""
     import onepass
     from onepass.integrations import transformers_experts
 
@@ -119,7 +115,7 @@ def process(rank: int, ranks: int, folder: str, request: Request) -> None:
             measure(case, batch, place, device, request, found)
             del batch
             if rank == 0:
-                write(found, Path(request["path"]))
+                write(request["report"] | found, Path(request["path"]))
 
 
 def measure(
@@ -162,9 +158,11 @@ def measure(
     for m, of_run in zip(measured, times):
         m |= {"runs": of_run, "ms": statistics.median(of_run)}
     for m in measured:
-        same = {r["implementation"]: r["ms"] for r in measured if r["exchange"] == m["exchange"]}
-        m["baseline_ms"] = same[BASELINES[operation]]
+        ms = {(r["exchange"], r["implementation"]): r["ms"] for r in measured}
+        m["baseline_ms"] = ms[m["exchange"], BASELINES[operation]]
         m["ratio"] = m["ms"] / m["baseline_ms"]
+        alone = ms.get((ALONE, m["implementation"]))  # with as many tokens a process: 1 is the best
+        m["scaling"] = None if alone is None else alone / m["ms"]
     found["results"] += measured
 
 
@@ -210,14 +208,6 @@ def elapsed_ms(call: Callable[[], Any], device: torch.device) -> float:
     end.record()
     synchronize(device)
     return start.elapsed_time(end)
-
-
-def with_scaling(results: list[dict[str, Any]]) -> None:
-    """Add the time of one process, relative to that of several with as many tokens each: 1 is the best."""
-    alone = {(r["operation"], r["implementation"]): r["ms"] for r in results if r["exchange"] == ALONE}
-    for r in results:
-        of_one = alone.get((r["operation"], r["implementation"]))
-        r["scaling"] = of_one and of_one / r["ms"]
 
 
 def shown(results: list[dict[str, Any]]) -> Table:

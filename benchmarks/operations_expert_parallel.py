@@ -101,9 +101,9 @@ def build(implementation: str, operation: str, exchange: str, batch: ExpertsBatc
         parameters = adapt(holder, batch.lora)
 
         def gradients() -> list[Tensor]:
-            first, second = (p.grad for p in parameters[::2]), (p.grad for p in parameters[1::2])
-            pairs = zip(first, second, batch.lora[::2], batch.lora[1::2])
-            return [t[own] for a, b, like_a, like_b in pairs for t in of_experts(a, b, like_a, like_b)]
+            found: list[Any] = [t.grad for t in parameters]
+            pairs = zip(found[::2], found[1::2], batch.lora[::2], batch.lora[1::2])
+            return [t[own] for pair in pairs for t in of_experts(*pair)]
 
     leaves = [t.detach()[tokens].clone().requires_grad_() for t in (batch.hidden, batch.routing.weights)]
     upstream = batch.upstream[0][tokens]
@@ -154,7 +154,7 @@ OF_MODULE = ("num_experts", "has_gate", "has_bias", "has_post_expert_norm", "is_
              "_apply_gate")  # fmt: skip
 
 
-def shard(holder: nn.ModuleDict, exchange: str, place: Place) -> None:
+def shard(holder: Any, exchange: str, place: Place) -> None:
     """What `from_pretrained` does with a `DistributedConfig`: it shards the experts, and exchanges tokens for them."""
     from transformers.distributed import DistributedConfig, expert_parallel
 
@@ -167,7 +167,7 @@ def shard(holder: nn.ModuleDict, exchange: str, place: Place) -> None:
     expert_parallel.apply_expert_parallelism(holder, *place.meshes[exchange], plan, exchange)
 
 
-def adapt(holder: nn.ModuleDict, lora: list[Tensor]) -> list[Tensor]:
+def adapt(holder: Any, lora: list[Tensor]) -> list[Tensor]:
     """Add PEFT's adapters with the values of ``lora``, and return their parameters in the same order."""
     import peft
 
