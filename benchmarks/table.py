@@ -70,8 +70,9 @@ exchange: with `all_to_all` each GPU has a batch of its own, with `all_reduce` a
 weights and adapters of rank 16 on both, by PEFT with `onepass.patch`. Without it, PEFT cannot add them to sharded
 weights, so `grouped_mm` gets the weights of each GPU's experts with their adapters multiplied out. The times are those
 of the slowest GPU, in turns, from an idle GPU on. "Scaling" is the time of one GPU without an exchange, relative to
-this one; "exchange" is its share of the time of all kernels, with what it waits for the other GPU. "Error" is the
-largest of the result and all gradients, relative to float64 on one GPU, in the norm.
+this one. "Kernels" is their time in a profile of one call on the first GPU, without what that waits for the host;
+"exchange" is its share of this time, with what it waits for the other GPU. "Error" is the largest of the result and all
+gradients, relative to float64 on one GPU, in the norm.
 """
 
 
@@ -371,9 +372,10 @@ def expert_parallel_table(path: Path, report: Report) -> str:
     here, rows = report["environment"], []
     for r in report["results"]:
         mark = "**" if r["implementation"] == "onepass" else ""
-        shares = [f"{r['scaling']:.2f}" if r["scaling"] else "",
-                  f"{r['exchange_share']:.0%}" if r["exchange_share"] is not None else ""]  # fmt: skip
-        row = [r["implementation"], f"{r['ms']:.2f}", f"{r['ratio']:.3f}", *shares, gib(r), f"{r['error']:.1e}"]
+        scaling = f"{r['scaling']:.2f}" if r["scaling"] else ""
+        kernels = ["", ""] if r["kernel_ms"] is None else [f"{r['kernel_ms']:.2f}", f"{r['exchange_share']:.0%}"]
+        row = [r["implementation"], f"{r['ms']:.2f}", f"{r['ratio']:.3f}", scaling, *kernels, gib(r)]
+        row.append(f"{r['error']:.1e}")
         case = [f"`{r['operation']}`", r["exchange"], str(r["processes"])]
         rows.append(case + [f"{mark}{cell}{mark}" if cell else "" for cell in row])
     packages = ", ".join(f"{name} {here[name]}" for name in ("transformers", "peft"))
@@ -384,7 +386,19 @@ def expert_parallel_table(path: Path, report: Report) -> str:
         f"{marked(report, operations_of(report))}"
     )
     missing = "".join(f"\n- not run: {what}: {why}" for what, why in report["not_run"].items())
-    head = ["", "exchange", "GPUs", "", "ms", "× grouped_mm", "scaling", "exchange", "extra GiB", "error"]
+    head = [
+        "",
+        "exchange",
+        "GPUs",
+        "",
+        "ms",
+        "× grouped_mm",
+        "scaling",
+        "kernels, ms",
+        "exchange",
+        "extra GiB",
+        "error",
+    ]
     return f"## {path.stem}\n\n{about}" + grid(head, rows) + missing + "\n" * bool(missing)
 
 
