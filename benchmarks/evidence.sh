@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that is claimed of a GPU, in the order in which it matters: benchmarks against the installed peers, the
 # GPU suite, accuracy, and compute-sanitizer over the suite. Results go to the folder $1 (default .bench); $2 names a
-# part: logits, routers, experts, heads, parity, shards (on several GPUs), trainers (which needs TRL), lm (Liger),
+# part: logits, routers, experts, heads, parity, shards and expert-parallel (on several GPUs), trainers (which needs TRL), lm (Liger),
 # decoder (PEFT), autotune (Liger or fla), versions (only where ONEPASS_BASELINE names a checkout of another version, against which this
 # one is timed) or checks (default all).
 # About 25 minutes on an H100, and 8 for versions. Without a .git here, say ONEPASS_COMMIT=<commit>; a baseline without
@@ -56,6 +56,9 @@ fi
 if wants shards && [[ $("$python" -c "import torch; print(torch.cuda.device_count())") -gt 1 ]]; then
   bench shards --picture --name shards
   bench shards --processes 1 --no-peers --shape 8192x75968 --shape 8192x4096x75968 --name shards-of-one
+fi
+if wants expert-parallel && [[ $("$python" -c "import torch; print(torch.cuda.device_count())") -gt 1 ]]; then
+  bench expert-parallel --processes 2 --name expert-parallel
 fi
 if wants trainers; then
   "$python" -W ignore -m benchmarks trainers --out "$out" 2>&1 | tee "$out/trainers.log" | tail -n 12

@@ -7,20 +7,15 @@ of a model. The first has the time that the host takes to launch the first kerne
 wait for the device.
 """
 
-import datetime
-import json
 import random
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import typer
-from torch.multiprocessing.spawn import spawn
 
 from benchmarks.harness import (
     DTYPES,
@@ -39,6 +34,7 @@ from benchmarks.implementations import first_line
 from benchmarks.in_turns import Dtype, Rounds, free, plot, table
 from benchmarks.operations_shards import OURS, PEERS, PRODUCTS, Shard, baseline, draw, run
 from benchmarks.overlap import draw_overlap, record
+from benchmarks.processes import Processes, joined, median_ms, number_of_processes, of_any, run_in, wall_ms
 from benchmarks.sources import sources_of
 from onepass.cli.environment import package_version
 from onepass.cli.timing import synchronize
@@ -48,7 +44,6 @@ FORM, FORM_OF_HEAD = "ROWSxVOCABULARY", "ROWSxHIDDENxVOCABULARY"
 SHAPES, SHAPES_ON_CPU = ("8192x151936", "2048x151936"), ("64x1000",)
 SHAPES_OF_HEAD, SHAPES_OF_HEAD_ON_CPU = ("8192x4096x151936",), ("64x32x1000",)
 BUSY = 20_000_000  # clock cycles of other work, about 10 ms
-CALLS, WARM_UP, TIMEOUT = 20, 3, datetime.timedelta(seconds=120)
 Request = dict[str, Any]
 
 
@@ -57,7 +52,7 @@ def shards(
     shape: Annotated[
         list[str] | None, typer.Option(help=f"{FORM}, for linear heads {FORM_OF_HEAD}; repeatable.")
     ] = None,
-    processes: Annotated[int | None, typer.Option(help="Default: one for each GPU, or 2 on a CPU.", min=1)] = None,
+    processes: Processes = None,
     dtype: Dtype = None,
     peers: Peers = True,
     rounds: Rounds = 5,
@@ -68,21 +63,14 @@ def shards(
     """Time losses of sharded vocabularies against one shard alone, the bare GEMMs and installed peers."""
     device = choose_device()
     on_gpu = device.type == "cuda"
-    processes = processes or (torch.cuda.device_count() if on_gpu else 2)
+    processes = number_of_processes(processes, device)
     kind = dtype or ("bf16" if on_gpu else "fp32")
     check_choices((op, OURS), ([kind], DTYPES))
-    if on_gpu and processes > torch.cuda.device_count():
-        raise typer.BadParameter(f"expected at most {torch.cuda.device_count()}, the number of GPUs, got {processes}")
     console = new_console()
     report = new_report(console, device) | {"processes": processes}
     cases = [case | {"dtype": kind} for case in cases_of(op or list(OURS), shape, on_gpu)]
     request = {"cases": cases, "rounds": rounds, "peers": peers, "picture": picture, "place": device.type}
-    with TemporaryDirectory() as folder:
-        if processes == 1:
-            process(0, 1, folder, request)
-        else:
-            spawn(process, (processes, folder, request), processes)
-        found = json.loads(Path(folder, "found.json").read_text())
+    found = run_in(processes, process, request)
     report |= {key: found[key] for key in ("results", "sources", "not_run", "timeline")}
     write(report, out / f"{name}.json")
     for case in cases:
@@ -116,27 +104,16 @@ def title(case: dict[str, Any]) -> str:
 
 def process(rank: int, ranks: int, folder: str, request: Request) -> None:
     """Measure all cases in one of the processes; the first writes what was found."""
-    place, device = request["place"], torch.device(request["place"], rank if request["place"] == "cuda" else 0)
-    if place == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
-    store = dist.FileStore(str(Path(folder, "store")), ranks)
-    backend = "nccl" if place == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
-    mesh = dist.init_device_mesh(place, (ranks,))
     found: dict[str, Any] = {"results": [], "sources": {}, "not_run": {}, "timeline": []}
-    for case in request["cases"]:
-        free(device)
-        shard = draw(
-            case["operation"], (case["rows"], case["hidden"], case["vocab"]), DTYPES[case["dtype"]], mesh, device
-        )
-        measure(case, shard, device, request, found)
-        del shard
-    if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, ranks, folder, request["place"], found) as device:
+        mesh = dist.init_device_mesh(device.type, (ranks,))
+        for case in request["cases"]:
+            free(device)
+            shard = draw(
+                case["operation"], (case["rows"], case["hidden"], case["vocab"]), DTYPES[case["dtype"]], mesh, device
+            )
+            measure(case, shard, device, request, found)
+            del shard
 
 
 def measure(case: dict[str, Any], shard: Shard, device: torch.device, request: Request, found: dict[str, Any]) -> None:
@@ -188,39 +165,11 @@ def measure(case: dict[str, Any], shard: Shard, device: torch.device, request: R
     found["results"] += [case | m for m in measured]
 
 
-def of_any(error: str) -> str | None:
-    """The first error of any process, None if all have succeeded."""
-    errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    return next((e for e in errors if e), None)
-
-
 def beyond_gradients(call: Callable[[], Any], shard: Shard, device: torch.device) -> int | None:
     for t in shard.leaves:
         t.grad = None
     extra = extra_memory(call, device)
     return None if extra is None else extra - sum(t.grad.nbytes for t in shard.leaves if t.grad is not None)
-
-
-def median_ms(measure: Callable[..., float], call: Callable[[], Any], device: torch.device) -> float:
-    """The median of several calls, of the process that takes longest."""
-    times = []
-    for _ in range(WARM_UP + CALLS):
-        synchronize(device)
-        dist.barrier()
-        synchronize(device)
-        times.append(measure(call, device))
-    of_process = torch.tensor(statistics.median(times[WARM_UP:]), dtype=torch.float64, device=device)
-    dist.all_reduce(of_process, op=dist.ReduceOp.MAX)
-    return float(of_process)
-
-
-def wall_ms(call: Callable[[], Any], device: torch.device) -> float:
-    """From an idle device to an idle device."""
-    start = time.perf_counter()
-    call()
-    synchronize(device)
-    return (time.perf_counter() - start) * 1e3
 
 
 def busy_ms(call: Callable[[], Any], device: torch.device) -> float:

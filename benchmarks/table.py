@@ -64,6 +64,17 @@ rounded" leaves them as they are, and rounds each log-probability and the loss t
 that tensors took beyond the inputs.
 """
 
+EXPERT_PARALLEL = """\
+Forward and backward of experts that transformers shards over GPUs, its `grouped_mm` beside onepass below the same
+exchange: with `all_to_all` each GPU has a batch of its own, with `all_reduce` all share one. `experts_lora` has frozen
+weights and adapters of rank 16 on both, by PEFT with `onepass.patch`. Without it, PEFT cannot add them to sharded
+weights, so `grouped_mm` gets the weights of each GPU's experts with their adapters multiplied out. The times are those
+of the slowest GPU, in turns, from an idle GPU on. "Scaling" is the time of one GPU without an exchange, relative to
+this one. "Kernels" is their time in a profile of one call on the first GPU, without what that waits for the host;
+"exchange" is its share of this time, with what it waits for the other GPU. "Error" is the largest of the result and all
+gradients, relative to float64 on one GPU, in the norm.
+"""
+
 
 def size(r: dict) -> str:
     masked = f", {r['masked']:.0%} masked" if r.get("masked") else ""
@@ -330,14 +341,15 @@ def between(text: str, marks: tuple[str, str], inside: str) -> str:
     return before + begin + "\n" + inside + "\n" * bool(inside) + end + rest.split(end)[1]
 
 
-def measured_page(logits: Reports, heads: Reports, versions: Reports, cpu: Reports) -> str:
+def measured_page(logits: Reports, heads: Reports, versions: Reports, cpu: Reports, expert_parallel: Reports) -> str:
     text = [INTRODUCTION, "## Losses of logits, in short\n", summary(logits) + "\n"]
     for path, report in sorted((logits | heads).items()):
         text.append(f"## {path.stem}\n\n{where(path, report)}\n\n`{report['command']}`\n")
         for operation, results in groupby(report["results"], key=lambda r: r["operation"]):
             text.append(f"`{operation}`:\n")
             text.append(marked(report, [operation]) + (head_table if path in heads else logits_table)(list(results)))
-    text += [cpu_table(*of) for of in cpu.items()] + [version_table(*of) for of in versions.items()]
+    text += [cpu_table(*of) for of in cpu.items()] + [expert_parallel_table(*of) for of in expert_parallel.items()]
+    text += [version_table(*of) for of in versions.items()]
     return "\n".join(text)
 
 
@@ -353,6 +365,41 @@ def cpu_table(path: Path, report: Report) -> str:
     about += f"commit {here['commit']}\n\n{ON_CPU}\n{marked(report, operations_of(report))}"
     head = ["", "rows × hidden × vocabulary", "dtype", "pass", "", "ms", "quartiles", "× torch", "MiB at once"]
     return f"## {path.stem}\n\n{about}" + grid(head, rows)
+
+
+def expert_parallel_table(path: Path, report: Report) -> str:
+    """Experts of one GPU and of several, below the expert parallelism of transformers."""
+    here, rows = report["environment"], []
+    for r in report["results"]:
+        mark = "**" if r["implementation"] == "onepass" else ""
+        scaling = f"{r['scaling']:.2f}" if r["scaling"] else ""
+        kernels = ["", ""] if r["kernel_ms"] is None else [f"{r['kernel_ms']:.2f}", f"{r['exchange_share']:.0%}"]
+        row = [r["implementation"], f"{r['ms']:.2f}", f"{r['ratio']:.3f}", scaling, *kernels, gib(r)]
+        row.append(f"{r['error']:.1e}")
+        case = [f"`{r['operation']}`", r["exchange"], str(r["processes"])]
+        rows.append(case + [f"{mark}{cell}{mark}" if cell else "" for cell in row])
+    packages = ", ".join(f"{name} {here[name]}" for name in ("transformers", "peft"))
+    sizes = " × ".join(str(report["results"][0][s]) for s in ("hidden", "intermediate", "experts", "choices"))
+    about = (
+        f"{where(path, report)}, {packages}; hidden × intermediate × experts × choices: {sizes}, "
+        f"{report['results'][0]['tokens']} tokens a GPU.\n\n{EXPERT_PARALLEL}\n"
+        f"{marked(report, operations_of(report))}"
+    )
+    missing = "".join(f"\n- not run: {what}: {why}" for what, why in report["not_run"].items())
+    head = [
+        "",
+        "exchange",
+        "GPUs",
+        "",
+        "ms",
+        "× grouped_mm",
+        "scaling",
+        "kernels, ms",
+        "exchange",
+        "extra GiB",
+        "error",
+    ]
+    return f"## {path.stem}\n\n{about}" + grid(head, rows) + missing + "\n" * bool(missing)
 
 
 def with_remark(summary: str, reports: Reports) -> str:
@@ -399,6 +446,8 @@ def kind_of(report: Report) -> str:
         return "autotune"
     if "way" in results[0]:
         return "decoder" if "whole" in results[0] else "lm"
+    if "exchange" in results[0]:
+        return "expert-parallel"
     if any(part in results[0].get("operation", "") for part in OF_PARITY):
         return "parity"
     kinds = {"trainer": "trainers", "routing": "experts", "old_ms": "versions", "hidden": "heads"}
@@ -413,7 +462,8 @@ def table() -> None:
         reports.setdefault(kind_of(report), {})[path] = report
     of = lambda kind: reports.get(kind, {})  # noqa: E731
     logits, heads = of("logits"), of("heads")
-    (HERE.parent / "docs" / "measured.md").write_text(measured_page(logits, heads, of("versions"), of("cpu")))
+    page = measured_page(logits, heads, of("versions"), of("cpu"), of("expert-parallel"))
+    (HERE.parent / "docs" / "measured.md").write_text(page)
     for report in of("lm").values():
         lm_plot(report, HERE.parent / "docs" / "lm.png")
     for report in of("shards").values():

@@ -31,8 +31,8 @@ def run(*arguments):
 
 def test_help_lists_the_commands():
     result = run("--help")
-    commands = ["logits", "heads", "shards", "experts", "trainers", "lm", "cpu", "decoder", "autotune", "versions"]
-    commands += ["table"]
+    commands = ["logits", "heads", "shards", "experts", "expert-parallel", "trainers", "lm", "cpu", "decoder"]
+    commands += ["autotune", "versions", "table"]
     assert result.exit_code == 0 and all(command in result.output for command in commands)
 
 
@@ -164,13 +164,41 @@ def test_shards_writes_what_it_measured(tmp_path, monkeypatch):
     assert "softmax/shards.py" in report["sources"]["log_probs_and_entropy"]
 
 
+def test_expert_parallel_writes_what_its_processes_measured(tmp_path, monkeypatch):
+    """Two processes, which exchange tokens by gloo."""
+    pytest.importorskip("peft")
+    pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers has it from 5.23 on")
+    monkeypatch.setenv("TRITON_INTERPRET", "")
+    chosen = "--op", "experts_lora", "--shape", "6x16x8x4x2", "--rounds", 1
+    result = run("expert-parallel", *chosen, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "expert-parallel.json").read_text())
+    assert report["processes"] == 2 and report["environment"]["transformers"]
+    ours, peer = (
+        {r["exchange"]: r for r in report["results"] if r["implementation"] == name}
+        for name in ("onepass", "grouped_mm, adapters multiplied out")
+    )
+    assert list(ours) == list(peer) == ["none", "all_to_all", "all_reduce"]
+    assert [r["processes"] for r in ours.values()] == [1, 2, 2]
+    for r in (*ours.values(), *peer.values()):
+        assert r["error"] < 1e-5 and r["ms"] == r["runs"][0] > 0
+    assert ours["all_to_all"]["scaling"] == ours["none"]["ms"] / ours["all_to_all"]["ms"]
+    assert all(peer[e]["ratio"] == 1 and ours[e]["ratio"] == ours[e]["ms"] / peer[e]["ms"] for e in ours)
+    assert "integrations/expert_shards.py" in report["sources"]["experts_lora"]
+    why = list(report["not_run"].values())
+    assert len(why) == 2 and all("mixed torch.Tensor and DTensor" in error for error in why), "of PEFT alone"
+    assert table.kind_of(report) == "expert-parallel"
+    text = table.expert_parallel_table(tmp_path / "expert-parallel.json", report)
+    assert "| `experts_lora` | all_reduce | 2 | **onepass** |" in text and "6 tokens a GPU" in text
+
+
 def test_the_share_of_an_exchange_that_is_hidden(tmp_path):
     timeline = [("ncclDevKernel_AllReduce", 10.0, 20.0), ("nvjet_gemm", 12.0, 16.0), ("scale_kernel", 14.0, 18.0)]
     assert overlap.draw_overlap([("nvjet_gemm", 0.0, 9.0), *timeline], tmp_path / "overlap.png") == 0.6
     assert (tmp_path / "overlap.png").stat().st_size
 
 
-@pytest.mark.parametrize("command", ["logits", "heads", "experts"])
+@pytest.mark.parametrize("command", ["logits", "heads", "experts", "expert-parallel"])
 @pytest.mark.parametrize("arguments", [("--shape", "8192"), ("--op", "softmax"), ("--dtype", "int8")])
 def test_a_benchmark_refuses_what_it_does_not_know(command, arguments):
     result = run(command, *arguments)

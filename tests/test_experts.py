@@ -99,6 +99,7 @@ CASES = {
     "adapters of a high rank": dict(rank=130, I=40),
     "all biased": dict(activation="swiglu_clamped", biased=True, rank=2, interleaved=True, transposed=True),
     "one expert": dict(E=1, K=1, T=40),
+    "one expert a token": dict(K=1, T=50, biased=True, rank=3),
     "more experts than tokens": dict(E=37, K=6, T=3),
     "no width": dict(I=0, biased=True),
     "no hidden": dict(H=0),
@@ -147,9 +148,9 @@ IDS = {
 
 
 @pytest.mark.parametrize("ids", IDS)
-@pytest.mark.parametrize("rank", [0, 2])
-def test_any_ids(device, ids, rank):
-    of, experts = inputs(T=19, biased=True, rank=rank)
+@pytest.mark.parametrize("rank, K", [(0, 2), (2, 2), (2, 1)])
+def test_any_ids(device, ids, rank, K):
+    of, experts = inputs(T=19, K=K, biased=True, rank=rank)
     experts = IDS[ids](experts)
     with_a_graph = lambda hidden, *a, **o: definition(hidden, *a, **o) + 0 * hidden  # noqa: E731
     expected = run(with_a_graph, leaves(of, torch.float64, "cpu"), experts)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from onepass.core.moe_options import EXPERT_TENSORS, ExpertGradients, ExpertOptions, ExpertTensors, Groups
-from onepass.kernels.expert_rows import bias_gradient, combine, glu_gradient
+from onepass.kernels.expert_rows import bias_gradient, clear_dropped, combine, glu_gradient
 from onepass.kernels.grouped_gemm import grouped_gemm
 from onepass.kernels.grouped_weight_gradient import weight_gradient
 
@@ -13,7 +13,8 @@ def expert_mlp(
 ) -> tuple[Tensor, Tensor | None]:
     """The output ``(T, H)`` and, if ``keep``, the rows before the activation, which `expert_mlp_gradient` needs.
 
-    These rows are ``(T·K, 2 I)``, sorted by expert.
+    These rows are ``(T·K, 2 I)``, sorted by expert. With one expert a token, as rows have that other processes sent,
+    nothing is summed: the second GEMM writes the output.
     """
     t, o, K = tensors, options, experts.shape[1]
     w1, w2 = (w.mT if o.transposed else w for w in (t.gate_up, t.down))
@@ -26,8 +27,11 @@ def expert_mlp(
     )
     if t.down_lora_a is not None:
         low2 = grouped_gemm(activated, t.down_lora_a, groups, scale=o.down_scaling)
-    y = grouped_gemm(activated, w2, groups, scatter=True, low=low2, lora=t.down_lora_b, bias=t.down_bias)
-    return combine(y, t.weights, experts, len(w1), t.hidden), h
+    weights = t.weights if K == 1 else None
+    y = grouped_gemm(
+        activated, w2, groups, scatter=True, low=low2, lora=t.down_lora_b, bias=t.down_bias, weights=weights
+    )
+    return clear_dropped(y, groups) if K == 1 else combine(y, t.weights, experts, len(w1), t.hidden), h
 
 
 def expert_mlp_gradient(
@@ -72,7 +76,9 @@ def expert_mlp_gradient(
         up1 = grouped_gemm(dh, t.gate_up_lora_b.mT, groups, scale=o.gate_up_scaling)
     if need["hidden"]:
         of_rows = grouped_gemm(dh, w1.mT, groups, scatter=True, low=up1, lora=transposed(t.gate_up_lora_a))
-        found["hidden"] = combine(of_rows, None, experts, len(w1), t.hidden)
+        found["hidden"] = (
+            clear_dropped(of_rows, groups) if K == 1 else combine(of_rows, None, experts, len(w1), t.hidden)
+        )
         del of_rows
     if need["gate_up"]:
         found["gate_up"] = weight_gradient(dh, t.hidden, t.gate_up, groups, share_b=K, transposed=o.transposed)

@@ -60,8 +60,11 @@ def glu_gradient_kernel(
     row. If KEEP, the activated rows times their routing weights overwrite ``y``.
     Bytes moved: see the module docstring.
     """
+    end = tl.load(offsets + E)
+    if tl.program_id(0) * BLOCK_M >= end:  # the rows of other processes' experts
+        return
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    there = row < tl.load(offsets + E)
+    there = row < end
     assignment = tl.load(order + row, mask=there, other=0)
     weight = tl.load(weights + assignment, mask=there, other=0.0)[:, None]
     at_y = y + row.to(tl.int64)[:, None] * N
@@ -197,6 +200,44 @@ def combine(y: Tensor, weights: Tensor | None, experts: Tensor, E: int, like: Te
     if T:
         launch(combine_plan, (T, E, N, experts.shape[1]), (y, weights, experts, out))
     return out
+
+
+@triton.jit(do_not_specialize=["assignments"])
+def clear_dropped_kernel(
+    out: "Out", order: "Flat", offsets: "Flat",
+    assignments: tl.int32,
+    E: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write zeros to the rows of assignments to out-of-range ids, which come last in the order.
+
+    Inputs: ``order`` and ``offsets`` of `Groups`.
+    Output: ``out`` ``(assignments, N)``, in the order of the assignments; other rows are left as they are.
+    Bytes moved: these rows once.
+    """
+    begin = tl.program_id(0) * BLOCK_M
+    valid = tl.load(offsets + E)
+    if begin + BLOCK_M > valid:
+        row = begin + tl.arange(0, BLOCK_M)
+        dropped = (row >= valid) & (row < assignments)
+        at = out + tl.load(order + row, mask=dropped, other=0).to(tl.int64)[:, None] * N
+        for n0 in range(0, N, BLOCK_N):
+            n = n0 + tl.arange(0, BLOCK_N)[None, :]
+            zeros = tl.zeros((BLOCK_M, BLOCK_N), out.dtype.element_ty)
+            tl.store(at + n, zeros, mask=dropped[:, None] & (n < N))
+
+
+def clear_dropped(out: Tensor, groups: Groups) -> Tensor:
+    """Launch `clear_dropped_kernel`, and return ``out``, which it writes to."""
+    if len(out):
+        launch(clear_plan, (tuple(out.shape), len(groups.offsets) - 1), (out, groups.order, groups.offsets))
+    return out
+
+
+def clear_plan(shape: tuple[int, int], E: int) -> Plan:
+    """The launch of `clear_dropped_kernel`."""
+    assignments, N = shape
+    constexprs = dict(E=E, N=N, BLOCK_M=16, BLOCK_N=min(256, max(16, power_of_two(N))))
+    return Plan(clear_dropped_kernel, -(-assignments // 16), (assignments,), constexprs, 4)
 
 
 def combine_plan(T: int, E: int, N: int, topk: int) -> Plan:

@@ -59,8 +59,8 @@ def load_weight(
 
 @triton.jit(do_not_specialize=["tiles", "group", "first", "chunk"])
 def grouped_gemm_kernel(
-    x: "Rows", w: "Strided", low: "Flat", lora: "Strided", bias: "Flat", h: "Out", out: "Out", order: "Flat",
-    offsets: "Flat",
+    x: "Rows", w: "Strided", low: "Flat", lora: "Strided", bias: "Flat", weights: "Flat", h: "Out", out: "Out",
+    order: "Flat", offsets: "Flat",
     tile_expert: "Flat", tile_row: "Flat", scales: "Flat", outer_scales: "Flat", table: "Flat", offset: "Flat",
     codes: "Flat",
     tiles: tl.int32, group: tl.int32, first: tl.int32, chunk: tl.int32, scale: tl.float32, alpha: tl.float32,
@@ -73,13 +73,15 @@ def grouped_gemm_kernel(
     SCALES: tl.constexpr, FLAT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     LENGTH: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """``y = x @ w[e]ᵀ + low @ lora[e]ᵀ + bias[e]`` for the rows of every expert e, and ``out = scale·y``.
+    """``y = x @ w[e]ᵀ + low @ lora[e]ᵀ + bias[e]`` for the rows of every expert e, and ``out = scale·y``,
+    times the routing weight of each row if there are any.
 
     With an ACTIVATION, the COLUMNS of y are gate and up, N each, and ``out = activate(gate, up)``.
 
     Inputs: ``x`` ``(rows, K)`` and ``w`` ``(chunk, COLUMNS, K)``, of the experts from ``first`` on, whose rows alone
     are computed (all E of them if BLOCK_E is 0); the rows ``low`` ``(assignments, R)``, sorted by expert, and weights
-    ``lora`` ``(E, COLUMNS, R)`` of a LoRA adapter, or None; ``bias`` ``(E, COLUMNS)`` or None; the fields of `Groups`.
+    ``lora`` ``(E, COLUMNS, R)`` of a LoRA adapter, or None; ``bias`` ``(E, COLUMNS)`` or None; ``weights``, one of each
+    assignment, or None; the fields of `Groups`.
     With a FORMAT, ``w`` are the codes of a quantized weight, and the arguments after these are as in `decode_kernel`.
     Outputs: ``out`` ``(assignments, N)``, in the order of the assignments if SCATTER, else sorted by expert. With an
     ACTIVATION, ``h`` ``(assignments, COLUMNS)``, sorted by expert, is y, unless it is None.
@@ -165,6 +167,8 @@ def grouped_gemm_kernel(
                 else:
                     gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
                 y, _, _ = activate(gate, up, alpha, limit, ACTIVATION)
+            if weights is not None:
+                y *= tl.load(weights + assignment, mask=there, other=0.0)[:, None]
             n = (n_tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
             to = assignment.to(tl.int64)[:, None] if SCATTER else at_row
             tl.store(out + to * N + n, y.to(out.dtype.element_ty), mask=there[:, None] & (n < N))
@@ -183,6 +187,7 @@ def grouped_gemm(
     lora: Tensor | None = None,
     scale: float = 1.0,
     bias: Tensor | None = None,
+    weights: Tensor | None = None,
     h: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -196,6 +201,7 @@ def grouped_gemm(
         scatter: whether ``out`` is in the order of the assignments instead of sorted by expert.
         glu: whether the columns of ``w`` are gate and up, to which the activation of ``options`` is applied.
         low, lora: the rows ``(assignments, R)`` and weights ``(E, N, R)`` of a LoRA adapter.
+        weights: what the row of each assignment is multiplied by, float32, in the order of the assignments.
         h: is overwritten with the rows before the activation.
     """
     E, N, K = w.shape
@@ -207,7 +213,7 @@ def grouped_gemm(
     sizes = assignments, len(groups.tile_row), E, N, K, 0 if lora is None else lora.shape[2], share
     halves = 2 if glu and not options.interleaved else 1
     about = sizes, (glu, scatter, scale), options, x.stride(0), () if lora is None else lora.stride(), x.element_size()
-    others = low, lora, bias, h, out, *groups
+    others = low, lora, bias, weights, h, out, *groups
     if not isinstance(w, Tensor) and is_decoded_in_loop(w.format, assignments, halves):
         of_format = w.format._replace(max_memory=0)
         codes = codes_of(w.format.name, w.device)
