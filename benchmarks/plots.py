@@ -87,3 +87,28 @@ def draw_steps(axis: Any, colors: tuple[str, ...]) -> None:
 def results(name: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads((HERE / "results" / f"h100-{name}.json").read_text())["results"]
     return found
+
+
+def lm_plot(report: dict[str, Any], path: Path) -> None:
+    """Time against memory of the bare step: every way, and onepass with several ``max_memory``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    of_steps = [r for r in report["results"] if r["step"] in ("step", "max_memory")]
+    models = list(dict.fromkeys(r["model"] for r in of_steps))
+    figure, axes = plt.subplots(1, len(models), figsize=(4.2 * len(models), 3.2), squeeze=False, layout="constrained")
+    for axis, model in zip(axes.flat, models):
+        results = [r for r in of_steps if r["model"] == model]
+        for r, marker in zip(sorted(results, key=lambda r: -r["ms"]), "osDv^P*X<>"):
+            limit = "" if r["max_memory"] is None else f", max_memory {r['max_memory'] >> 20} MiB"
+            color = {"onepass": "#c44e52", "Liger": "#4c72b0"}.get(r["way"], "#8c8c8c")
+            axis.plot(r["peak_bytes"] / 2**30, r["ms"], marker, color=color, label=r["way"] + limit, alpha=0.8)
+        axis.set(title=model, xlabel="peak, GiB", ylabel="ms of a step", xscale="log")
+        axis.set_xticks([2, 5, 10, 20, 50], labels=["2", "5", "10", "20", "50"])
+        axis.minorticks_off()
+        axis.legend(fontsize=7)
+        axis.margins(x=0.2, y=0.15)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -5,19 +5,35 @@ whose sources have changed since.
 """
 
 import json
-from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
-from statistics import median
-from typing import Any
 
-from benchmarks.implementations import OF_TORCH
 from benchmarks.overlap import draw_overlap
+from benchmarks.plots import lm_plot
 from benchmarks.sources import staleness
+from benchmarks.tables import (
+    Report,
+    Reports,
+    autotune_table,
+    cpu_table,
+    decoder_table,
+    expert_parallel_table,
+    expert_table,
+    head_summary,
+    head_table,
+    lm_table,
+    logits_table,
+    marked,
+    operations_of,
+    parity_table,
+    shard_table,
+    summary,
+    trainer_table,
+    version_table,
+    where,
+)
 
 HERE = Path(__file__).resolve().parent
-Report = dict[str, Any]
-Reports = dict[Path, Report]
 AUTOTUNE = "<!-- autotune: benchmarks/table.py -->\n", "<!-- end of autotune -->\n"
 EXPERTS = "<!-- experts: benchmarks/table.py -->\n", "<!-- end of experts -->\n"
 DECODER = "<!-- decoder: benchmarks/table.py -->\n", "<!-- end of decoder -->\n"
@@ -51,290 +67,6 @@ Some of these results are of an earlier version; [measured.md](measured.md) says
 """
 
 
-HEADS = """\
-From hidden states (`linear_*`), forward and backward (`_forward`: alone), against the GEMMs that each requires, over
-all rows, one cuBLAS call each; "extra GiB" is the peak beyond inputs and gradients.
-
-"""
-
-
-ON_CPU = """\
-The losses of `onepass demo` in turns, one call each. "torch" upcasts bfloat16 logits, as transformers does; "torch,
-rounded" leaves them as they are, and rounds each log-probability and the loss to bfloat16. "MiB at once" is the most
-that tensors took beyond the inputs.
-"""
-
-EXPERT_PARALLEL = """\
-Forward and backward of experts that transformers shards over GPUs, its `grouped_mm` beside onepass below the same
-exchange: with `all_to_all` each GPU has a batch of its own, with `all_reduce` all share one. `experts_lora` has frozen
-weights and adapters of rank 16 on both, by PEFT with `onepass.patch`. Without it, PEFT cannot add them to sharded
-weights, so `grouped_mm` gets the weights of each GPU's experts with their adapters multiplied out. The times are those
-of the slowest GPU, in turns, from an idle GPU on. "Scaling" is the time of one GPU without an exchange, relative to
-this one. "Kernels" is their time in a profile of one call on the first GPU, without what that waits for the host;
-"exchange" is its share of this time, with what it waits for the other GPU. "Error" is the largest of the result and all
-gradients, relative to float64 on one GPU, in the norm.
-"""
-
-
-def size(r: dict) -> str:
-    masked = f", {r['masked']:.0%} masked" if r.get("masked") else ""
-    return " × ".join(str(r[k]) for k in ("rows", "hidden", "vocab") if r.get(k)) + masked
-
-
-def share(r: dict) -> str:
-    return f"{r['share_of_copy']:.1%}" if r["share_of_copy"] else ""
-
-
-def cells(r: dict | None, few_rows: bool) -> list[str]:
-    """Of one pass: time and share of the copy's bandwidth; for few rows, where the host is the limit, two times."""
-    if r is None:
-        return ["", ""]
-    return [f"{r['wall_ms']:.3f}", f"{r['kernel_us']:.1f}"] if few_rows else [f"{r['ms']:.3f}", share(r)]
-
-
-def rank(runs: dict[str, dict], few_rows: bool) -> float:
-    time = "wall_ms" if few_rows else "ms"
-    return runs["forward+backward"][time] if "forward+backward" in runs else float("inf")
-
-
-def grid(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-def by_implementation(results: list[dict]) -> dict[tuple[str, str], dict[str, dict]]:
-    found: dict[tuple[str, str], dict[str, dict]] = {}
-    for r in results:
-        found.setdefault((r["implementation"], r["version"]), {})[r["pass"]] = r
-    return found
-
-
-def logits_table(results: list[dict]) -> str:
-    few_rows = results[0]["kernel_us"] is not None
-    columns = ("{}: wall, ms", "kernels, µs") if few_rows else ("{}, ms", "of copy")
-    head = [c.format(name) for name in ("forward", "forward + backward") for c in columns]
-    rows = []
-    for _, group in groupby(results, key=size):
-        passes = by_implementation(list(group))
-        for (name, _), runs in sorted(passes.items(), key=lambda item: rank(item[1], few_rows)):
-            last = runs.get("forward+backward", runs["forward"])
-            row = [named(last), size(last)]
-            row += cells(runs.get("forward"), few_rows) + cells(runs.get("forward+backward"), few_rows)
-            row.append(f"{last['extra_bytes'] / 1e6:.1f}")
-            mark = "**" if name == "onepass" else ""
-            rows.append([f"{mark}{cell}{mark}" if cell else "" for cell in row])
-    return grid(["", "rows × vocabulary", *head, "extra MB"], rows)
-
-
-def gib(r: dict) -> str:
-    return "" if r["extra_bytes"] is None else f"{r['extra_bytes'] / 2**30:.2f}"
-
-
-def named(r: dict) -> str:
-    """The implementation and its version, which a peer without metadata does not tell."""
-    known = r["implementation"] != "onepass" and r["version"] is not None
-    return f"{r['implementation']} {r['version']}" if known else r["implementation"]
-
-
-def head_table(results: list[dict]) -> str:
-    rows = []
-    for _, group in groupby(results, key=size):
-        for r in sorted(group, key=lambda r: r["ms"]):
-            mark = "**" if r["implementation"] == "onepass" else ""
-            row = [named(r), size(r), f"{r['ms']:.2f}", f"{r['ratio']:.3f}", gib(r)]
-            rows.append([f"{mark}{cell}{mark}" if cell else "" for cell in row])
-    return grid(["", "rows × hidden × vocabulary", "ms", "× bare GEMMs", "extra GiB"], rows)
-
-
-def head_summary(reports: Reports) -> str:
-    """Of every case: ours, the fastest peer, and torch."""
-    rows = []
-    for report in reports.values():
-        for (operation, shape), group in groupby(report["results"], key=lambda r: (r["operation"], size(r))):
-            found = {r["implementation"]: r for r in group if r["error"] is not None}  # the bare GEMMs have none
-            ours, torch = found.pop("onepass"), [found.pop(n, None) for n in ("torch.compile", "torch eager")]
-            best = min(found.values(), key=lambda r: r["ms"], default=None)
-            peer = f"{best['ms']:.1f}, {gib(best)} GiB ({named(best)})" if best else ""
-            times = [f"{r['ms']:.1f}" if r else "" for r in torch]
-            rows.append(
-                [f"`{operation}`", shape, f"**{ours['ms']:.1f}**", f"{ours['ratio']:.3f}", gib(ours), peer, *times]
-            )
-    columns = ["onepass", "× bare GEMMs", "extra GiB", "best peer", "torch.compile", "eager"]
-    return HEADS + grid(["ms", "rows × hidden × vocabulary", *columns], rows) if rows else ""
-
-
-def expert_table(path: Path, report: Report) -> str:
-    rows = []
-    sizes = "tokens", "hidden", "intermediate", "experts", "choices"
-    for (operation, *shape, routing), group in groupby(
-        report["results"], key=lambda r: (r["operation"], *[r[s] for s in sizes], r["routing"])
-    ):
-        for r in sorted(group, key=lambda r: r["ms"]):
-            mark = "**" if r["implementation"] == "onepass" else ""
-            row = [named(r), f"{r['ms']:.2f}", f"{r['ratio']:.2f}", gib(r)]
-            case = [f"`{operation}`", " × ".join(map(str, shape)), routing]
-            rows.append(case + [f"{mark}{cell}{mark}" if cell else "" for cell in row])
-    about = f"{where(path, report)}\n\n{marked(report, operations_of(report))}"
-    return about + grid(["", " × ".join(sizes), "routing", "", "ms", "× dense", "extra GiB"], rows)
-
-
-def trainer_table(path: Path, report: Report) -> str:
-    here, sizes = report["environment"], report["sizes"]
-    about = (
-        f"{where(path, report)}, TRL {here['trl']}, transformers {here['transformers']}; {sizes['batch']} completions "
-        f"of {sizes['length']} tokens, vocabulary {sizes['vocab']}, bf16 autocast.\n\n"
-        f"{marked(report, {r['trainer']: None for r in report['results']})}"
-    )
-    columns = {"ms a step": "ms", "ms of kernels": "kernel_ms", "of the head": "head_ms"}
-    columns = {title: key for title, key in columns.items() if key in report["results"][0]}
-    about_step = ["trainer", "adapter", "hidden", "kind"]
-    about_step = [key for key in about_step if key in report["results"][0]]
-    rows = []
-    for r in report["results"]:
-        peaks = [f"{r[k] / 2**30:.2f}" for k in ("peak_bytes", "step_peak_bytes")]
-        rows.append([*[str(r[k]) for k in about_step], *[f"{r[k]:.1f}" for k in columns.values()], *peaks])
-    missing = "".join(f"\n- not run: {what}: {why}" for what, why in report.get("not_run", {}).items())
-    titles = [{"adapter": "trains", "kind": "heads of"}.get(key, key) for key in about_step]
-    head = [*titles, *columns, "peak GiB, forward + backward", "of the step"]
-    return about + grid(head, rows) + missing + "\n" * bool(missing)
-
-
-def lm_table(path: Path, report: Report) -> str:
-    here = report["environment"]
-    packages = ", ".join(f"{name} {here[name]}" for name in ("transformers", "peft", "liger-kernel") if here[name])
-    models = dict.fromkeys(r["model"] for r in report["results"])
-    rows = []
-    for r in report["results"]:
-        limit = "" if r["max_memory"] is None else f"{r['max_memory'] >> 20} MiB"
-        times = [f"{r['ms']:.1f}", f"{r['least_ms']:.1f} to {r['most_ms']:.1f}"]
-        busy = f"{r['busy_ms']:.1f}" if r.get("busy_ms") else ""  # older reports have none
-        rows.append([r["model"], r["step"], r["way"], limit, *times, busy, f"{r['peak_bytes'] / 2**30:.2f}"])
-    head = ["model", "step", "way", "`max_memory`", "ms, median", "least to most", "device busy, ms", "peak GiB"]
-    about = f"{where(path, report)}, {packages}; sequences of {report['length']} tokens.\n\n{marked(report, models)}"
-    missing = "".join(f"\n- not run: {what}: {why}" for what, why in report["not_run"].items())
-    picture = "\n![Time against memory of the bare step](lm.png)\n"
-    return about + grid(head, rows) + missing + "\n" * bool(missing) + picture
-
-
-def decoder_table(path: Path, report: Report) -> str:
-    sizes = report["sizes"]
-    rows = []
-    for r in report["results"]:
-        whole = r["whole"]
-        peaks = [f"{p / 2**30:.1f}" for p in (r["peak_bytes"], whole["peak_bytes"])]
-        rows.append(
-            [r["model"], r["way"], f"{r['ms']:.0f}", f"{r['losses'][-1]:.4f}", peaks[0], str(whole["layers"]), peaks[1]]
-        )
-    head = [
-        "model",
-        "way",
-        "ms",
-        "last loss",
-        f"peak GiB, {sizes['layers']} layers",
-        "layers of the model",
-        "peak GiB, extrapolated",
-    ]
-    here, models = report["environment"], dict.fromkeys(r["model"] for r in report["results"])
-    packages = ", ".join(f"{name} {here[name]}" for name in ("transformers", "peft") if here[name])
-    about = (
-        f"{where(path, report)}, {packages}; {sizes['batch']} × {sizes['length']} tokens.\n\n{marked(report, models)}"
-    )
-    missing = "".join(f"\n- not run: {what}: {why}" for what, why in report["not_run"].items())
-    return about + grid(head, rows) + missing
-
-
-def lm_plot(report: Report, path: Path) -> None:
-    """Time against memory of the bare step: every way, and onepass with several ``max_memory``."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    of_steps = [r for r in report["results"] if r["step"] in ("step", "max_memory")]
-    models = list(dict.fromkeys(r["model"] for r in of_steps))
-    figure, axes = plt.subplots(1, len(models), figsize=(4.2 * len(models), 3.2), squeeze=False, layout="constrained")
-    for axis, model in zip(axes.flat, models):
-        results = [r for r in of_steps if r["model"] == model]
-        for r, marker in zip(sorted(results, key=lambda r: -r["ms"]), "osDv^P*X<>"):
-            limit = "" if r["max_memory"] is None else f", max_memory {r['max_memory'] >> 20} MiB"
-            color = {"onepass": "#c44e52", "Liger": "#4c72b0"}.get(r["way"], "#8c8c8c")
-            axis.plot(r["peak_bytes"] / 2**30, r["ms"], marker, color=color, label=r["way"] + limit, alpha=0.8)
-        axis.set(title=model, xlabel="peak, GiB", ylabel="ms of a step", xscale="log")
-        axis.set_xticks([2, 5, 10, 20, 50], labels=["2", "5", "10", "20", "50"])
-        axis.minorticks_off()
-        axis.legend(fontsize=7)
-        axis.margins(x=0.2, y=0.15)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def autotune_table(path: Path, report: Report) -> str:
-    processes = report["results"]
-    libraries = list(processes["tunes"]["seconds"])
-    head = ["process", "candidates benchmarked", *[f"first step of {name}, s" for name in libraries]]
-    versions = ", ".join(f"{name} {report['environment'][name]}" for name in libraries if name != "onepass")
-    rows = [
-        [name, str(of["benchmarked"]), *[f"{of['seconds'][library]:.2f}" for library in libraries]]
-        for name, of in processes.items()
-    ]
-    return f"{where(path, report)}, {versions}.\n\n{marked(report, ['autotune'])}" + grid(head, rows)
-
-
-def version_table(path: Path, report: Report) -> str:
-    """Two versions in turns: times, and the ratio of the times.
-
-    The ratio is the median over rounds, for few rows over processes, with its least and most.
-    """
-    head = ["operation", "shape", "pass", "before, ms", "after, ms", "ratio", "least to most"]
-    rows = []
-    for r in report["results"]:
-        times = [median(r[key]) for key in ("old_ms", "new_ms")]
-        row = [f"`{r['operation']}`", " × ".join(map(str, r["shape"])), r["pass"], *[f"{t:.3f}" for t in times]]
-        rows.append([*row, f"{r['ratio']:.3f}", f"{r['least']:.3f} to {r['most']:.3f}"])
-    about = f"{where(path, report)}, {report['rounds']} rounds"
-    if "timeline" in report:
-        about += f"; of few rows (wall) the least times in each of {report['processes']} processes"
-    return f"## {path.stem}\n\n{about}\n\n{marked(report, operations_of(report))}" + grid(head, rows)
-
-
-def operations_of(report: Report) -> dict[str, None]:
-    return {r["operation"]: None for r in report["results"]}
-
-
-def marked(report: Report, operations: Iterable[str]) -> str:
-    """A paragraph that says that results are of an earlier version; empty if they are not."""
-    sentence = staleness(report, operations)
-    return f"**{sentence}**\n\n" if sentence else ""
-
-
-def where(path: Path, report: Report) -> str:
-    here = report["environment"]
-    copy = f", copy {report['copy_gb_per_s']:.0f} GB/s" if "copy_gb_per_s" in report else ""
-    return (
-        f"`{path.name}`: {here['gpu']}, driver {here['driver']}, torch {here['torch']}, triton {here['triton']}, "
-        f"commit {here['commit']}{copy}"
-    )
-
-
-def summary(reports: Reports) -> str:
-    """Forward + backward of the large cases: ours, the fastest peer, and torch."""
-    rows = []
-    for report in reports.values():
-        large = [r for r in report["results"] if r["pass"] == "forward+backward" and r["kernel_us"] is None]
-        for (operation, shape), group in groupby(large, key=lambda r: (r["operation"], size(r))):
-            found = {r["implementation"]: r for r in group}
-            ours, torch = found.pop("onepass"), {n: found.pop(n, None) for n in OF_TORCH}
-            if not found:
-                continue
-            best = min(found.values(), key=lambda r: r["ms"])
-            times = [f"{r['ms']:.2f}" if r else "" for r in torch.values()]
-            peer = f"{best['ms']:.3f} ({named(best)})"
-            rows.append([f"`{operation}`", shape, f"**{ours['ms']:.3f}**", share(ours), peer, *times])
-    of_torch = ["torch.compile", "eager, in the logits' dtype", "eager, of a float32 copy"]
-    head = ["forward + backward, ms", "rows × vocabulary", "onepass", "of copy", "best peer", *of_torch]
-    return grid(head, rows)
-
-
 def between(text: str, marks: tuple[str, str], inside: str) -> str:
     begin, end = marks
     before, rest = text.split(begin)
@@ -353,87 +85,10 @@ def measured_page(logits: Reports, heads: Reports, versions: Reports, cpu: Repor
     return "\n".join(text)
 
 
-def cpu_table(path: Path, report: Report) -> str:
-    """Losses on a CPU, torch's and those of onepass in turns: medians, quartiles and the ratio to torch's median."""
-    here, rows, of_torch = report["environment"], [], 1.0
-    for r in report["results"]:
-        of_torch = r["ms"] if r["implementation"] == "torch" else of_torch  # the first of a case
-        row = [f"`{r['operation']}`", size(r), r["dtype"], r["pass"], r["implementation"], f"{r['ms']:.2f}"]
-        spread = " to ".join(f"{q:.2f}" for q in r["quartiles"])
-        rows.append([*row, spread, f"{r['ms'] / of_torch:.2f}", f"{r['peak_bytes'] / 2**20:.1f}"])
-    about = f"`{path.name}`: a CPU ({here['machine']}), threads: {report['threads']}, torch {here['torch']}, "
-    about += f"commit {here['commit']}\n\n{ON_CPU}\n{marked(report, operations_of(report))}"
-    head = ["", "rows × hidden × vocabulary", "dtype", "pass", "", "ms", "quartiles", "× torch", "MiB at once"]
-    return f"## {path.stem}\n\n{about}" + grid(head, rows)
-
-
-def expert_parallel_table(path: Path, report: Report) -> str:
-    """Experts of one GPU and of several, below the expert parallelism of transformers."""
-    here, rows = report["environment"], []
-    for r in report["results"]:
-        mark = "**" if r["implementation"] == "onepass" else ""
-        scaling = f"{r['scaling']:.2f}" if r["scaling"] else ""
-        kernels = ["", ""] if r["kernel_ms"] is None else [f"{r['kernel_ms']:.2f}", f"{r['exchange_share']:.0%}"]
-        row = [r["implementation"], f"{r['ms']:.2f}", f"{r['ratio']:.3f}", scaling, *kernels, gib(r)]
-        row.append(f"{r['error']:.1e}")
-        case = [f"`{r['operation']}`", r["exchange"], str(r["processes"])]
-        rows.append(case + [f"{mark}{cell}{mark}" if cell else "" for cell in row])
-    packages = ", ".join(f"{name} {here[name]}" for name in ("transformers", "peft"))
-    sizes = " × ".join(str(report["results"][0][s]) for s in ("hidden", "intermediate", "experts", "choices"))
-    about = (
-        f"{where(path, report)}, {packages}; hidden × intermediate × experts × choices: {sizes}, "
-        f"{report['results'][0]['tokens']} tokens a GPU.\n\n{EXPERT_PARALLEL}\n"
-        f"{marked(report, operations_of(report))}"
-    )
-    missing = "".join(f"\n- not run: {what}: {why}" for what, why in report["not_run"].items())
-    head = [
-        "",
-        "exchange",
-        "GPUs",
-        "",
-        "ms",
-        "× grouped_mm",
-        "scaling",
-        "kernels, ms",
-        "exchange",
-        "extra GiB",
-        "error",
-    ]
-    return f"## {path.stem}\n\n{about}" + grid(head, rows) + missing + "\n" * bool(missing)
-
-
 def with_remark(summary: str, reports: Reports) -> str:
     """The summary, and a remark if any of its results are of an earlier version."""
     earlier = any(staleness(report, operations_of(report)) for report in reports.values())
     return summary + EARLIER * earlier
-
-
-def shard_table(path: Path, report: Report) -> str:
-    """Losses of a sharded vocabulary, beside what no implementation can do without."""
-    text = [f"{where(path, report)}, {report['processes']} processes.\n"]
-    for (operation, shape), group in groupby(report["results"], key=lambda r: (r["operation"], size(r))):
-        rows, busy = [], ("busy_ms", "busy_ratio")
-        for r in sorted(group, key=lambda r: r["ms"]):
-            spread = f"{min(r['runs']):.2f} to {max(r['runs']):.2f}"
-            rows.append([named(r) if r["extra_bytes"] is not None else r["implementation"], f"{r['ms']:.2f}", spread,
-                         f"{r['ratio']:.3f}", *[f"{r[k]:.3f}" if k in r else "" for k in busy], gib(r)])  # fmt: skip
-        text.append(f"`{operation}`, {shape}:\n\n" + marked(report, [operation]))
-        needed = "× what none can do without"
-        text.append(grid(["", "ms", "least to most", needed, "behind other work, ms", needed, "extra GiB"], rows))
-    return "\n".join(text)
-
-
-def parity_table(path: Path, report: Report) -> str:
-    """Each option of parity beside what it replaces, with the largest error against float64."""
-    text = [f"{where(path, report)}.\n"]
-    for (operation, shape), group in groupby(report["results"], key=lambda r: (r["operation"], size(r))):
-        rows = []
-        for r in sorted(group, key=lambda r: (r.get("pass", ""), r["ms"])):
-            error = "" if r["error"] is None else f"{r['error']:.1e}"
-            rows.append([r["implementation"], r.get("pass", ""), f"{r['ms']:.3f}", gib(r), error])
-        text.append(f"`{operation}`, {shape}:\n\n" + marked(report, [operation]))
-        text.append(grid(["", "pass", "ms", "extra GiB", "largest error"], rows))
-    return "\n".join(text)
 
 
 def kind_of(report: Report) -> str:
