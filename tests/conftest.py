@@ -72,7 +72,7 @@ def device(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def _tiles_of_few_rows(monkeypatch):
     """Tests have few rows, whose logits a GPU would compute at once."""
-    monkeypatch.setattr("onepass.logits.linear.SMALL_ON", ())
+    monkeypatch.setattr("onepass.logits.few_rows.SMALL_ON", ())
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ Users pass it to any function that takes logits; `losses.linear` passes it to th
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,24 +15,21 @@ from onepass.core.dispatch import autocast_dtype, is_untraced, without_autocast
 from onepass.core.invariance import is_batch_invariant
 from onepass.core.options import Inputs, Options, PairOptions, PairRows
 from onepass.core.shard import NOT_SHARDED, Group, Shard, shared_columns
+from onepass.logits.few_rows import few_rows
 from onepass.logits.head import HeadTensors, Settings
 from onepass.logits.head_arguments import checked_adapter, checked_head
 from onepass.logits.invariant_linear import linear
-from onepass.logits.partitioned import are_partitioned, gathered
+from onepass.logits.observer import Observer, observed
+from onepass.logits.partitioned import gathered
 from onepass.logits.row_groups import GroupTooLong
 from onepass.logits.row_loss import RowLoss, StatisticsLoss
 from onepass.logits.source import Count, Divisor, Fields, LogitsSource, LossFunction, TensorLogits, divided
 from onepass.logits.tensor_like import TensorLike, compose
-from onepass.logits.tile_plan import GIB
 from onepass.logits.tiled_divergence import TeacherDtypes, TeacherTensors, row_divergence, tiled_divergence
 from onepass.logits.tiled_loss import tiled_loss
 from onepass.logits.tiled_statistics import tiled_statistics
 from onepass.logits.vocab_parallel import agreed, all_weights, group_of
 from onepass.softmax.shards import GatheredColumns, GatheredRows, Replicated, group_named
-
-# The most bytes of logits that are computed at once, see `LinearLogits.small`, and the most multiplications of their
-# GEMM, for which a fast GPU needs half a millisecond.
-SMALL_LOGITS, SMALL_PRODUCT, SMALL_ON = int(0.3 * GIB), 1 << 38, ("cuda",)
 
 
 def _versions(*tensors: Tensor | None) -> tuple[int, ...] | None:
@@ -40,26 +37,6 @@ def _versions(*tensors: Tensor | None) -> tuple[int, ...] | None:
     if torch.compiler.is_compiling() or any(t is not None and t.is_inference() for t in tensors):
         return None
     return tuple([-1 if t is None else t._version for t in tensors])
-
-
-class Observer(Protocol):
-    """An object that is shown the fields of all rows of a loss."""
-
-    def begin(self, count: Tensor | int) -> None:
-        """A loss of ``count`` rows that are not masked begins."""
-
-    def add(self, fields: Fields) -> None:
-        """The fields of a tile, among them ``entropy`` and ``is_top1``. Those of masked rows are 0."""
-
-
-def observed(loss_fn: LossFunction, observer: Observer, names: Sequence[str]) -> LossFunction:
-    """A loss function of the fields ``names`` that also shows all fields of a tile to the observer."""
-
-    def loss(fields: Fields, *row_inputs: Tensor) -> Tensor:
-        observer.add({name: f.detach() for name, f in fields.items()})
-        return loss_fn({name: fields[name] for name in names}, *row_inputs)
-
-    return loss
 
 
 class LinearLogits(TensorLike):
@@ -326,29 +303,6 @@ class LinearLogits(TensorLike):
             logits = linear(*parts[:3])  # type: ignore[arg-type]
             return logits if low is None else logits + linear(*parts[3:])  # type: ignore[arg-type]
 
-    def small(self, inputs: Inputs) -> TensorLogits | None:
-        """The logits as a tensor that autograd records, if the host would need more time for tiles than the device.
-
-        They are kept until the backward, with their gradient, where tiles would have left the gradient of the weight,
-        so that this is for a weight that is trained. Rows that are masked are computed, too: the host does not wait for
-        their number.
-        """
-        rows, width = self.shape[:-1].numel(), self.hidden.shape[-1]
-        if self.device.type not in SMALL_ON or rows * self.shape[-1] * self.dtype.itemsize > SMALL_LOGITS:
-            return None
-        if rows * width * self.shape[-1] > SMALL_PRODUCT or not torch.is_grad_enabled() or not self.is_eager:
-            return None
-        # The weight is read last: a sharded one is gathered, without gradients at each reading.
-        plain = self.observer is self.lora is self.max_memory is None and not self.shard.sizes
-        if not plain or self.round_before_bias or is_batch_invariant() or self.dtype == torch.float16:
-            return None
-        hidden, weight, bias = self.hidden, self.weight, self.bias
-        if not (weight.requires_grad and hidden.dtype == weight.dtype == self.dtype) or are_partitioned(weight, bias):
-            return None
-        if any(t is not None and t.is_inference() for t in (hidden, weight, bias, *inputs)):
-            return None
-        return TensorLogits(self.untransformed_columns(inputs.row_mask))
-
     def transformed_by(self, options: Options) -> "Options | None":
         """The options of a loss, after the transform of these logits; None if their composition is no transform."""
         transform = compose(self.transform, options.transform)
@@ -386,7 +340,7 @@ class LinearLogits(TensorLike):
         # A Python function cannot be part of a registered operation. The loss of every group takes four GEMMs anyhow.
         if not self.is_eager or (groups is not None and divisor is None):
             return super().loss(loss_fn, inputs, options, row_inputs, divisor)
-        small = self.small(inputs) if loss_fn is None and divisor is not None else None
+        small = few_rows(self, inputs) if loss_fn is None and divisor is not None else None
         if small is not None:
             return small.loss(loss_fn, inputs, composed, row_inputs, divisor, linear)
         given, asked, options = inputs, options, composed
