@@ -72,9 +72,23 @@ def scattermoe() -> Function:
     return call
 
 
+def liger() -> Function:
+    """Liger's function, to which its replacement of a model's experts hands the same tensors."""
+    function = importlib.import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
+
+    def call(batch: ExpertsBatch) -> Tensor:
+        gate_up, down = merged(batch)
+        routing = batch.routing
+        out: Tensor = function.apply(batch.hidden, gate_up, down, routing.experts.int(), routing.weights)
+        return out
+
+    return call
+
+
 PEERS: dict[str, tuple[str, Callable[[], Function]]] = {
     "transformers grouped_mm": ("transformers", partial(transformers, "grouped_mm")),
     "ScatterMoE": ("scattermoe", scattermoe),
+    "Liger": ("liger-kernel", liger),
 }
 
 
