@@ -41,6 +41,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 kernels = import_module("onepass.kernels")
 grouped_gemm = import_module("onepass.kernels.grouped_gemm").grouped_gemm
+clear_dropped = import_module("onepass.kernels.expert_rows").clear_dropped
 
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
@@ -291,6 +292,13 @@ def launch_experts(options: ExpertOptions, trained: tuple[str, ...], empty: Any)
     out, h = kernels.expert_mlp(*arguments, True, options)
     needed = [name in trained for name in EXPERT_TENSORS]
     kernels.expert_mlp_gradient(out, h, *arguments, needed, options)
+    # The second GEMM with one expert a token, for as many rows as other processes send.
+    groups = kernels.sort_by_expert(empty(tokens * K, 1, dtype=torch.int64), E)
+    given = dict(
+        low=empty(tokens * K, 16), lora=loras[3], bias=biases[1], weights=empty(tokens * K, dtype=torch.float32)
+    )
+    down = down.mT if options.transposed else down
+    clear_dropped(grouped_gemm(empty(tokens * K, width), down, groups, scatter=True, **given), groups)
     launch_decode(empty, *(1536, 2048) if options.transposed else (33, 71))
     # Weights that the grouped GEMM decodes, for many rows of an expert and for few, and one that it reads in chunks.
     quantized = (128, "nf4", False), (4, "fp8_block", True), (512, "nf4", False)
