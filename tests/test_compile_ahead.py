@@ -138,12 +138,13 @@ SELECTIONS = {
         (64, 256, False, RouterOptions(8, count_changed=True)),
         (4096, 128, False, RouterOptions(1, "sigmoid")),
         (65536, 256, True, RouterOptions(8, "sigmoid", 8, 4, scale=2.5)),
-        (64, 60, True, RouterOptions(4, "sqrtsoftplus", eps=0.0, count_changed=True)),
+        (64, 128, True, RouterOptions(4, "sqrtsoftplus", eps=0.0, count_changed=True)),
     ),
     CASES[LARGEST]: (
         (65536, 256, False, RouterOptions(8, eps=1e-6, softcap=30.0)),
         (65536, 256, False, RouterOptions(8, "sqrtsoftplus", eps=0.0)),
-        (8192, 160, True, RouterOptions(10, "sigmoid", 4, 2, "max", False, score_after_topk=True, softcap=30.0)),
+        (8192, 256, True, RouterOptions(6, "sigmoid", 4, 2, "max", False, score_after_topk=True, softcap=30.0)),
+        (8192, 160, True, RouterOptions(10, "sigmoid", 4, 2, score_after_topk=True)),  # by the general kernel
     ),
 }
 OF_HALF = "topk_routing_kernel", "biased_routing_kernel"  # the second is launched for other dtypes too

@@ -50,6 +50,11 @@ CASES = {
     "sigmoid, odd groups": (21, 4, {"score": "sigmoid", "n_group": 3, "topk_group": 2, "group_score": "max"}),
     "sigmoid, biased logits": (12, 2, {"score": "sigmoid", "selection_bias": True, "score_after_topk": True}),
     "sqrtsoftplus": (37, 5, {"score": "sqrtsoftplus", "selection_bias": True, "eps": 1e-6}),
+    # By `kernels/router_biased.py`:
+    "sigmoid, large groups": (128, 8, {"score": "sigmoid", "selection_bias": True, "n_group": 8, "topk_group": 4}),
+    "sigmoid, of 256": (256, 8, {"score": "sigmoid", "selection_bias": True, "n_group": 8, "topk_group": 4}),
+    "sqrtsoftplus, of 192": (192, 6, {"score": "sqrtsoftplus", "selection_bias": True, "n_group": 3, "topk_group": 2,
+                                      "group_score": "max", "scale": 2.5}),
     "softmax, groups": (40, 6, {"n_group": 5, "topk_group": 2, "group_score": "max", "renormalize": False}),
     "one expert": (1, 1, {}),
     "all of them": (9, 9, {"score": "sigmoid"}),
@@ -163,16 +168,18 @@ def test_scores_that_underflow_are_renormalized(device, score, after, eps):
     torch.testing.assert_close(given.grad.cpu().double(), exact.grad, rtol=2e-4, atol=1e-6)
 
 
-def test_ties_go_to_the_lower_id(device, dtype):
-    x = torch.zeros(4, 48, device=device, dtype=dtype)
+@pytest.mark.parametrize("size", [48, 192])
+def test_ties_go_to_the_lower_id(device, dtype, size):
+    x = torch.zeros(4, size, device=device, dtype=dtype)
+    bias = torch.zeros(size, device=device) if size > 48 else None
     x[3, 1::2] = -0.0
     x[1, 20:] = 1.0
     x[2, 7] = x[2, 40] = 2.0
     for score in ("softmax", "sigmoid", "sqrtsoftplus"):
-        experts = route(x, 4, score=score).experts
+        experts = route(x, 4, score=score, selection_bias=bias).experts
         assert experts.tolist() == [[0, 1, 2, 3], [20, 21, 22, 23], [7, 40, 0, 1], [0, 1, 2, 3]]
-    for groups in (2, 4):  # of 24 and of 12 experts
-        experts = sigmoid_topk(x, 4, n_group=groups, topk_group=2).experts
+    for groups in (2, 4):  # of 24 and of 12 experts, or of 96 and of 48
+        experts = sigmoid_topk(x, 4, selection_bias=bias, n_group=groups, topk_group=2).experts
         assert experts.tolist() == [[0, 1, 2, 3], [20, 21, 22, 23], [7, 40, 0, 1], [0, 1, 2, 3]]
 
 
@@ -232,14 +239,16 @@ def test_experts_that_are_off(device, dtype, score, after):
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("groups", [1, 2, 3])
-def test_tokens_without_an_answer(device, dtype, score, groups):
-    x = torch.randn(5, 48, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+@pytest.mark.parametrize("size", [48, 192])
+def test_tokens_without_an_answer(device, dtype, score, groups, size):
+    x = torch.randn(5, size, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    bias = torch.zeros(size, device=device) if size > 48 else None
     x[1, 4] = float("nan")
     x[2] = -INF
     x[3, 5] = INF
     x = torch.cat([x, x[1:2].flip(1), -x[1:2]])  # also the second of two logits, and a negative NaN
     x.requires_grad_()
-    routing = route(x, 3, score=score, n_group=groups, topk_group=(groups + 1) // 2)
+    routing = route(x, 3, score=score, selection_bias=bias, n_group=groups, topk_group=(groups + 1) // 2)
     void = {"softmax": [1, 2, 3, 5, 6], "sigmoid": [1, 5, 6], "sqrtsoftplus": [1, 3, 5, 6]}[score]
     assert routing.experts[void].tolist() == [[0, 1, 2]] * len(void)
     assert routing.weights[void].isnan().all()

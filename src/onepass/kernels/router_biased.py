@@ -29,11 +29,12 @@ from onepass.kernels.router_keys import (
     sorted_keys,
 )
 from onepass.kernels.router_scores import SIGMOID, add_counts, is_relative, replayed, sigmoid, sqrtsoftplus, weights_of
-from onepass.kernels.router_topk import MOST_K, logit, tokens_and_threads
+from onepass.kernels.router_topk import logit, tokens_and_threads
 
 MOST_THREADS = 256
 LOGITS = 64  # per thread, at most
-SPANS = 8  # at least, per expert of a token, if spans have more than 2 experts
+SPANS = 8  # at least, per expert of a token, if a thread has no more than MOST_KEYS to sort
+MOST_KEYS, MOST_K = 16, 8
 NOT_A_NUMBER = tl.constexpr(0x7FFFFFFF)  # the upper half of the key of a value that is NaN
 
 
@@ -184,14 +185,15 @@ def biased_routing_kernel(
 
 
 def span_of(E: int, stride: int, options: RouterOptions) -> int:
-    """Adjacent experts in a span, such that the groups that are kept have k spans; 0 if there are none."""
+    """Adjacent experts in a span, such that the groups that are kept have k spans; 0 if there are none.
+
+    A small span has less that is read twice, and a large one fewer keys to sort.
+    """
     o = options
-    size = E // o.n_group
-    most = max(2, E // (SPANS * power_of_two(o.k)))
-    for span in (8, 4, 2):
-        if span <= min(most, math.gcd(8, stride, size)) and min(o.topk_group, o.n_group) * (size // span) >= o.k:
-            return span
-    return 0
+    size, most = E // o.n_group, MOST_KEYS * lanes_of(E, stride, o)
+    spans = [n for n in (8, 4, 2) if math.gcd(8, stride, size) % n == 0 and o.topk_group * (size // n) >= o.k]
+    spans = [n for n in spans if E // n <= most]
+    return next((n for n in spans if E // n >= SPANS * o.k), spans[-1] if spans else 0)
 
 
 def lanes_of(E: int, stride: int, options: RouterOptions) -> int:
@@ -201,9 +203,14 @@ def lanes_of(E: int, stride: int, options: RouterOptions) -> int:
 
 
 def takes(E: int, stride: int, options: RouterOptions) -> bool:
-    """Whether `biased_routing_kernel` computes this: not the sums for losses, nor a softmax over all experts."""
+    """Whether `biased_routing_kernel` computes this: not the sums for losses, nor a softmax over all experts.
+
+    A single thread per token would have so many keys, or of such sizes, that Triton compiles for minutes.
+    """
     o = options
-    return not o.sums and o.k <= MOST_K and o.score != "softmax" and span_of(E, stride, o) > 0
+    if o.sums or o.k > MOST_K or o.score == "softmax" or lanes_of(E, stride, o) < 2:
+        return False
+    return span_of(E, stride, o) > 0
 
 
 def tile_of(T: int, E: int, stride: int, options: RouterOptions) -> tuple[int, int]:
