@@ -137,13 +137,15 @@ SELECTIONS = {
         (8192, 255, False, RouterOptions(8)),  # an odd number: by the general kernel
         (64, 256, False, RouterOptions(8, count_changed=True)),
         (4096, 128, False, RouterOptions(1, "sigmoid")),
+        (4096, 32, False, RouterOptions(2)),
         (65536, 256, True, RouterOptions(8, "sigmoid", 8, 4, scale=2.5)),
         (64, 128, True, RouterOptions(4, "sqrtsoftplus", eps=0.0, count_changed=True)),
+        (16384, 512, True, RouterOptions(8, "sigmoid", 8, 4)),
     ),
     CASES[LARGEST]: (
         (65536, 256, False, RouterOptions(8, eps=1e-6, softcap=30.0)),
         (65536, 256, False, RouterOptions(8, "sqrtsoftplus", eps=0.0)),
-        (8192, 256, True, RouterOptions(6, "sigmoid", 4, 2, "max", False, score_after_topk=True, softcap=30.0)),
+        (8192, 128, True, RouterOptions(3, "sigmoid", 4, 2, "max", False, score_after_topk=True, softcap=30.0)),
         (8192, 160, True, RouterOptions(10, "sigmoid", 4, 2, score_after_topk=True)),  # by the general kernel
     ),
 }
@@ -269,7 +271,9 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     kernels.route_gradient(routed, experts, token_mask, None, grads, case.router)
     for tokens, count, biased, router in SELECTIONS.get(case, ()) if dtype == torch.bfloat16 else ():
         given = torch.empty((tokens, router.k), dtype=torch.int16, device="meta") if router.count_changed else None
-        kernels.route(empty(tokens, count, dtype=dtype), empty(count) if biased else None, None, given, router)
+        padding = 4 if router.count_changed else 0
+        rows = empty(tokens, count + padding, dtype=dtype)[:, :count]
+        kernels.route(rows, empty(count) if biased else None, None, given, router)
     if dtype == torch.bfloat16:  # a replayed choice
         kernels.route(routed, bias, token_mask, experts.short(), case.router._replace(count_changed=True))
         kernels.route_gradient(routed, experts, token_mask, experts.short(), grads, case.router)

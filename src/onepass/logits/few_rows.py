@@ -1,6 +1,6 @@
 """Few rows of a head, whose logits are computed at once: tiles would take the host longer than the device."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -10,15 +10,12 @@ from onepass.logits.partitioned import are_partitioned
 from onepass.logits.source import TensorLogits
 from onepass.logits.tile_plan import GIB
 
-if TYPE_CHECKING:
-    from onepass.logits.linear import LinearLogits
-
 # Bytes of logits and multiplications of their GEMM at most, for which a fast GPU needs half a millisecond.
 SMALL_LOGITS, SMALL_PRODUCT, SMALL_ON = int(0.3 * GIB), 1 << 38, ("cuda",)
 
 
-def few_rows(head: "LinearLogits", inputs: Inputs) -> TensorLogits | None:
-    """The logits as a tensor that autograd records; None if they should be computed in tiles.
+def few_rows(head: Any, inputs: Inputs) -> TensorLogits | None:
+    """The logits of a `LinearLogits` as a tensor that autograd records; None if they should be computed in tiles.
 
     They are kept until the backward, with their gradient, where tiles would have left the gradient of the weight,
     so that this is for a weight that is trained. Rows that are masked are computed, too: the host does not wait for
