@@ -16,6 +16,7 @@ from onepass.moe.probe import method, methods_of
 from onepass.moe.recognition import described_method
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.xdist_group("families")  # one worker builds them, once
 MODELS = Path(transformers.__file__).parent / "models"
 DOCS = Path(__file__).parent.parent / "docs" / "moe.md"
 DOCUMENTED, BEGIN, END = "5.23", "<!-- families: tests/test_moe_coverage.py -->", "<!-- end of families -->"
