@@ -232,6 +232,22 @@ def test_experts_that_are_off_or_have_no_score(device):
     assert gradient[:2].isfinite().all() and gradient[2].isnan().all()
 
 
+def test_infinite_logits_that_have_a_score(device):
+    """A sigmoid of infinity is 1, so that the other experts of a replayed choice have their gradients."""
+    x = torch.randn(3, E, generator=torch.Generator().manual_seed(3)).to(device)
+    x[0, 2], x[1, 9] = INF, INF
+    ids = torch.tensor([[2, 4, 7, 1], [0, 4, 7, 1], [-1, 4, 7, 1]], device=device)
+    for renormalize in (True, False):
+        mine, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+        routing = route(mine, K, score="sigmoid", renormalize=renormalize, experts=ids)
+        w = exact.sigmoid().gather(1, routing.experts)
+        w = w / (w.sum(-1, keepdim=True) + 1e-20) if renormalize else w
+        upstream = torch.randn(w.shape, generator=torch.Generator().manual_seed(4)).to(device)
+        (gradient,) = torch.autograd.grad(routing.weights, mine, upstream)
+        (expected,) = torch.autograd.grad(w, exact, upstream.double())
+        torch.testing.assert_close(gradient.double(), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_shapes_layouts_and_no_tokens(device):
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)).to(device)
     ids = torch.rand(2, 3, 5, generator=torch.Generator().manual_seed(1)).argsort(1).transpose(1, 2).to(device)

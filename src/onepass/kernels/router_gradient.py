@@ -65,7 +65,7 @@ def routing_gradient_kernel(
     experts that the forward was told to replay, or None: their invalid tokens have no gradient; the upstream gradients
     ``grad_weights`` ``(T, K)``, ``grad_prob_sums`` ``(E,)`` and ``grad_logsumexp`` ``(T,)``, each or None.
     Output: ``out`` ``(T, E)``.
-    DENSE: whether the gradient of logits that are not selected may differ from 0.
+    DENSE: whether all logits are read. Otherwise the gradient of those that are not selected is 0.
     Bytes moved: the logits in, if it is DENSE; their gradient out.
     """
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -128,8 +128,9 @@ def routing_gradient_kernel(
             a -= tl.sum(tl.where(there, G * p, 0.0), axis=1)
             dense += G
             of_selected += tl.load(grad_prob_sums + selected * p_stride, mask=valid, other=0.0)
-        dense = p * (dense + a[:, None]) * slope
-        g += tl.exp2((z_selected - m[:, None]) * LOG2E) * inverse * (of_selected + a[:, None])
+        if (SCORE == SOFTMAX and not AFTER) or grad_logsumexp is not None or grad_prob_sums is not None:
+            dense = p * (dense + a[:, None]) * slope
+            g += tl.exp2((z_selected - m[:, None]) * LOG2E) * inverse * (of_selected + a[:, None])
     g = g * slope_selected
     dense = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), dense), 0.0)
     g = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), g), 0.0)
