@@ -42,6 +42,7 @@ tl = pytest.importorskip("triton.language")
 kernels = import_module("onepass.kernels")
 grouped_gemm = import_module("onepass.kernels.grouped_gemm").grouped_gemm
 clear_dropped = import_module("onepass.kernels.expert_rows").clear_dropped
+weight_gradient = import_module("onepass.kernels.grouped_weight_gradient").weight_gradient
 
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
@@ -304,6 +305,9 @@ def launch_experts(options: ExpertOptions, trained: tuple[str, ...], empty: Any)
     )
     down = down.mT if options.transposed else down
     clear_dropped(grouped_gemm(empty(tokens * K, width), down, groups, scatter=True, **given), groups)
+    many = kernels.sort_by_expert(empty(4096, 2, dtype=torch.int64), 8)  # rows of an expert, for which tiles are larger
+    for rows, columns in ((width, H), (H, width)):
+        weight_gradient(empty(8192, rows), empty(8192, columns), empty(8, rows, columns), many)
     launch_decode(empty, *(1536, 2048) if options.transposed else (33, 71))
     # Weights that the grouped GEMM decodes, for many rows of an expert and for few, and one that it reads in chunks.
     quantized = (128, "nf4", False), (4, "fp8_block", True), (512, "nf4", False)

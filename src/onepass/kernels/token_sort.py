@@ -4,7 +4,7 @@
 has the sorted rows ``offsets[e]`` to ``offsets[e + 1]``, and assignments to out-of-range ids come last. No row is
 padded. Every expert's rows are divided into tiles of BLOCK_M rows, and a tile with fewer rows masks the rest.
 
-Bytes moved: the ids are read twice and the order is written once, plus one count per block and expert.
+Bytes moved: the ids are read three times and the order is written once, plus one count per block and expert.
 """
 
 from functools import partial
@@ -19,24 +19,22 @@ from onepass.kernels.launch import Flat, Out, Plan, launch
 from onepass.kernels.layout import power_of_two
 
 MOST_ROWS = 128  # per tile
-COMPARED = 8192  # comparisons of an assignment with an expert, per program
+BLOCK = 256  # assignments of a program of the sort
+COMPARED = 8192  # comparisons at once of a program that counts
+OTHERS = tl.constexpr(32)  # assignments with which a program that places compares its own at once
 
 
 @triton.jit
-def compare_block(experts, assignments, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr):
-    """The assignments of this block, a 1 for each assignment and its expert, and a 1 for each out-of-range id."""
-    assignment = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.load(experts + assignment, mask=assignment < assignments, other=0)
-    here = (expert[:, None] == tl.arange(0, BLOCK_E)[None, :]) & (assignment < assignments)[:, None]
-    none = (expert < 0) | (expert >= E)
-    return assignment, here.to(tl.int32), none.to(tl.int32)
+def bucket(expert, E: tl.constexpr):
+    """The expert, or E for an out-of-range id."""
+    return tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["assignments", "blocks"])
 def count_kernel(
     experts: "Flat", counts: "Out",
     assignments: tl.int32, blocks: tl.int32,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Count the assignments of each block to each expert, and to out-of-range ids.
 
@@ -44,17 +42,21 @@ def count_kernel(
     Output: ``counts`` ``(E + 1, blocks)``.
     Bytes moved: see the module docstring.
     """
-    _, here, none = compare_block(experts, assignments, E, BLOCK_E, BLOCK)
     e = tl.arange(0, BLOCK_E)
-    tl.store(counts + e * blocks + tl.program_id(0), tl.sum(here, 0), mask=e < E)
-    tl.store(counts + E * blocks + tl.program_id(0), tl.sum(none, 0))
+    acc = tl.zeros((PART, BLOCK_E), tl.int32)
+    for begin in range(0, BLOCK, PART):
+        assignment = tl.program_id(0) * BLOCK + begin + tl.arange(0, PART)
+        there = assignment < assignments
+        expert = bucket(tl.load(experts + assignment, mask=there, other=0), E)
+        acc += ((expert[:, None] == e[None, :]) & there[:, None]).to(tl.int32)
+    tl.store(counts + e * blocks + tl.program_id(0), tl.sum(acc, 0), mask=e <= E)
 
 
 @triton.jit(do_not_specialize=["assignments", "blocks"])
 def place_kernel(
     experts: "Flat", ends: "Flat", order: "Out",
     assignments: tl.int32, blocks: tl.int32,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
+    E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the assignments in sorted order.
 
@@ -62,13 +64,18 @@ def place_kernel(
     Output: ``order`` ``(T·K,)``.
     Bytes moved: see the module docstring.
     """
-    assignment, here, none = compare_block(experts, assignments, E, BLOCK_E, BLOCK)
-    e = tl.arange(0, BLOCK_E)
-    before = e * blocks + tl.program_id(0) - 1
-    begin = tl.load(ends + before, mask=(before >= 0) & (e < E), other=0)
-    place = tl.sum(here * (begin[None, :] + tl.cumsum(here, 0) - 1), 1)
-    of_none = tl.load(ends + E * blocks + tl.program_id(0) - 1) + tl.cumsum(none, 0) - 1
-    tl.store(order + tl.where(none > 0, of_none, place), assignment, mask=assignment < assignments)
+    begin = tl.program_id(0) * BLOCK
+    assignment = begin + tl.arange(0, BLOCK)
+    there = assignment < assignments
+    expert = bucket(tl.load(experts + assignment, mask=there, other=0), E)
+    before = expert * blocks + tl.program_id(0) - 1
+    place = tl.load(ends + before, mask=there & (before >= 0), other=0)
+    for part in range(0, BLOCK, OTHERS):  # the earlier assignments of the block to the same expert
+        other = begin + part + tl.arange(0, OTHERS)
+        of_other = bucket(tl.load(experts + other, mask=other < assignments, other=0), E)
+        same = (of_other[None, :] == expert[:, None]) & (other[None, :] < assignment[:, None])
+        place += tl.sum(same.to(tl.int32), 1)
+    tl.store(order + place, assignment, mask=there)
 
 
 @triton.jit(do_not_specialize=["blocks", "tiles"])
@@ -117,17 +124,16 @@ def sort_by_expert(experts: Tensor, num_experts: int, counts: Tensor | None = No
     """
     E = num_experts
     assignments, tiles = experts.numel(), count_tiles(experts.numel(), E)
-    block = block_for(E)
     new = partial(experts.new_empty, dtype=torch.int32)
     order, offsets, tile_expert, tile_row = new(assignments), new(E + 1), new(tiles), new(tiles)
     if not assignments:
         return Groups(order, offsets.zero_(), tile_expert, tile_row)
-    blocks = -(-assignments // block)
+    blocks = -(-assignments // BLOCK)
     if counts is None:
         counts = new((E + 1) * blocks)
-        launch(sort_plan, (count_kernel, assignments, E), (experts, counts))
+        launch(count_plan, (assignments, E), (experts, counts))
         ends = counts.cumsum(0, dtype=torch.int32)
-        launch(sort_plan, (place_kernel, assignments, E), (experts, ends, order))
+        launch(place_plan, (assignments, E), (experts, ends, order))
     else:  # wrong counts must not lead beyond the rows
         blocks, ends = 1, counts.clamp(0, assignments).cumsum(0).clamp_(max=assignments).int()
         torch.arange(assignments, out=order)
@@ -135,16 +141,17 @@ def sort_by_expert(experts: Tensor, num_experts: int, counts: Tensor | None = No
     return Groups(order, offsets, tile_expert, tile_row)
 
 
-def block_for(E: int) -> int:
-    """Assignments per program of the sort."""
-    return max(16, min(1024, COMPARED // power_of_two(E)))
+def count_plan(assignments: int, E: int) -> Plan:
+    """The launch of `count_kernel`."""
+    blocks, width = -(-assignments // BLOCK), power_of_two(E + 1)
+    constexprs = dict(E=E, BLOCK_E=width, BLOCK=BLOCK, PART=max(1, min(BLOCK, COMPARED // width)))
+    return Plan(count_kernel, blocks, (assignments, blocks), constexprs, 8)
 
 
-def sort_plan(kernel: object, assignments: int, E: int) -> Plan:
-    """The launch of `count_kernel` or `place_kernel`."""
-    block = block_for(E)
-    blocks = -(-assignments // block)
-    return Plan(kernel, blocks, (assignments, blocks), dict(E=E, BLOCK_E=power_of_two(E), BLOCK=block), 8)
+def place_plan(assignments: int, E: int) -> Plan:
+    """The launch of `place_kernel`."""
+    blocks = -(-assignments // BLOCK)
+    return Plan(place_kernel, blocks, (assignments, blocks), dict(E=E, BLOCK=BLOCK), 8)
 
 
 def tile_plan(assignments: int, E: int, blocks: int) -> Plan:
