@@ -35,16 +35,34 @@ MOST_THREADS = 256
 LOGITS = 64  # per thread, at most
 SPANS = 8  # at least, per expert of a token, if a thread has no more than MOST_KEYS to sort
 MOST_KEYS, MOST_K = 16, 8
-NOT_A_NUMBER = tl.constexpr(0x7FFFFFFF)  # the upper half of the key of a value that is NaN
+LOWEST_KEY = tl.constexpr(-(2**31))
 
 
 @triton.jit
-def value_of(x, bias, inner, outer, SCORE: tl.constexpr, AFTER: tl.constexpr, SOFTCAP: tl.constexpr):
+def fast_sigmoid(z, PTX: tl.constexpr):
+    """`sigmoid`, with a third of the instructions if PTX: numbers of less than 2**-126 are rounded to 0."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .f32 x;
+            mul.ftz.f32 x, $1, 0fBFB8AA3B;
+            ex2.approx.ftz.f32 x, x;
+            add.ftz.f32 x, x, 0f3F800000;
+            rcp.approx.ftz.f32 $0, x;
+            }""", "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return sigmoid(z)
+
+
+@triton.jit
+def value_of(
+    x, bias, inner, outer, SCORE: tl.constexpr, AFTER: tl.constexpr, SOFTCAP: tl.constexpr, PTX: tl.constexpr
+):
     """What experts are selected by: NaN for a logit without a score, and LOWEST for -inf."""
     z = logit(x, inner, outer, SOFTCAP)
     score = z
     if not AFTER:
-        score = sigmoid(z) if SCORE == SIGMOID else sqrtsoftplus(z)
+        score = fast_sigmoid(z, PTX) if SCORE == SIGMOID else sqrtsoftplus(z)
     if SCORE != SIGMOID:
         score = tl.where(z == float("inf"), float("nan"), score)
     value = score + tl.maximum(bias.to(tl.float32), LOWEST)  # on a GPU, also if the bias is NaN
@@ -54,9 +72,26 @@ def value_of(x, bias, inner, outer, SCORE: tl.constexpr, AFTER: tl.constexpr, SO
 
 
 @triton.jit
-def key_of(value, low):
-    """The key of a value, with ``low`` in its lower half."""
-    return (ordered(value).to(tl.int64) << 32) | low
+def key_of(value, least, low, BITS: tl.constexpr):
+    """An integer that orders as values do, with ``low`` in its BITS lowest bits.
+
+    Values of at most ``least`` have equal upper bits, the lowest that there are.
+    """
+    upper = tl.maximum(ordered(value), least) - (least + (1 << (31 - BITS)))
+    return (upper << BITS) | low
+
+
+@triton.jit
+def least_of_keys(top, BITS: tl.constexpr):
+    """What `key_of` takes, if the largest value is ``top``, for keys with BITS bits for other things."""
+    MOST: tl.constexpr = (1 << (32 - BITS)) - 1
+    return tl.maximum(ordered(top), LOWEST_KEY + MOST) - MOST
+
+
+@triton.constexpr_function
+def bits_of(n):
+    """Of the numbers that are less than n."""
+    return (n - 1).bit_length()
 
 
 @triton.jit
@@ -77,9 +112,32 @@ def is_kept(of_group, g: tl.constexpr, KEPT: tl.constexpr):
     return better < KEPT
 
 
+@triton.jit
+def by_whole_values(
+    start, selection_bias, active, groups, k, inner, outer, E: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr,
+    STEP: tl.constexpr, SCORE: tl.constexpr, AFTER: tl.constexpr, SOFTCAP: tl.constexpr, PTX: tl.constexpr
+):  # fmt: skip
+    """The K experts with the largest values, in the groups whose bits are set, in as many passes over the logits."""
+    selected = tl.zeros([start.shape[0], k.shape[1]], tl.int32)
+    before = tl.full([start.shape[0]], 2**63 - 1, tl.int64)
+    for i in range(K):
+        largest = tl.full([start.shape[0]], least_of(tl.int64), tl.int64)
+        for r in range(E // STEP):
+            e = r * STEP + tl.arange(0, STEP)[None, :]
+            x = tl.load(start[:, None] + e, mask=active[:, None], other=0.0)
+            value = value_of(x, tl.load(selection_bias + e), inner, outer, SCORE, AFTER, SOFTCAP, PTX)
+            key = (ordered(value).to(tl.int64) << 32) | (LOW - e)
+            there = ((groups >> (r * STEP // SIZE)) & 1)[:, None] != 0
+            key = tl.where(there & (key < before[:, None]), key, least_of(tl.int64))
+            largest = tl.maximum(largest, tl.max(key, axis=1))
+        before = largest
+        selected = tl.where(k == i, LOW - (largest & LOW).to(tl.int32)[:, None], selected)
+    return selected
+
+
 @triton.jit(
     do_not_specialize=["T", "stride"],
-    do_not_specialize_on_alignment=["selection_bias", "token_mask", "given", "counts", "changed"],
+    do_not_specialize_on_alignment=["token_mask", "given", "counts", "changed"],
 )
 def biased_routing_kernel(
     logits: "Rows", selection_bias: "Flat", token_mask: "Flat", given: "Flat", weights: "Out", experts: "Out",
@@ -87,8 +145,8 @@ def biased_routing_kernel(
     T: tl.int32, stride: tl.int64, inner: tl.float32, outer: tl.float32, scale: tl.float32, eps: tl.float32,
     E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
     TOP2: tl.constexpr, RENORMALIZE: tl.constexpr, RELATIVE: tl.constexpr, AFTER: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALONE: tl.constexpr, VEC: tl.constexpr, SPAN: tl.constexpr, LANES: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BINS: tl.constexpr,
+    SOFTCAP: tl.constexpr, PTX: tl.constexpr, ALONE: tl.constexpr, VEC: tl.constexpr, SPAN: tl.constexpr,
+    LANES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Select K experts for every token, and compute their weights and the counts.
 
@@ -100,7 +158,10 @@ def biased_routing_kernel(
     """
     STEP: tl.constexpr = LANES * VEC  # divides the size of a group
     SIZE: tl.constexpr = E // GROUPS
+    SPANS: tl.constexpr = E // SPAN
+    SPAN_BITS: tl.constexpr = bits_of(SPANS)
     SLOTS: tl.constexpr = BLOCK_K // LANES if BLOCK_K > LANES else 1  # experts that a lane computes weights of
+    BITS: tl.constexpr = bits_of(LANES * SLOTS * SPAN)
     lane = tl.arange(0, LANES)[None, :]
     k = tl.arange(0, LANES * SLOTS)[None, :]
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -109,59 +170,82 @@ def biased_routing_kernel(
     if token_mask is not None:
         active = active & (tl.load(token_mask + t, mask=t < T, other=0) != 0)
 
-    keys, of_group = (), ()
+    bests, of_group = (), ()
+    top = tl.full([BLOCK_T], float("-inf"), tl.float32)
     for r in tl.static_range(E // STEP):
         e = r * STEP + tl.arange(0, STEP)[None, :]
         x = columns(tl.load(start[:, None] + e, mask=active[:, None], other=0.0), LANES, VEC)
         # For every token, so that it has the layout of the logits.
         bias = columns(tl.load(selection_bias + e + tl.zeros([BLOCK_T, 1], tl.int32)), LANES, VEC)
         for s in tl.static_range(VEC // SPAN):
-            best = value_of(x[s * SPAN], bias[s * SPAN], inner, outer, SCORE, AFTER, SOFTCAP)
+            best = value_of(x[s * SPAN], bias[s * SPAN], inner, outer, SCORE, AFTER, SOFTCAP, PTX)
             second = tl.full([BLOCK_T, LANES], float("-inf"), tl.float32)
             for i in tl.static_range(s * SPAN + 1, (s + 1) * SPAN):
-                value = value_of(x[i], bias[i], inner, outer, SCORE, AFTER, SOFTCAP)
+                value = value_of(x[i], bias[i], inner, outer, SCORE, AFTER, SOFTCAP, PTX)
                 second = tl.maximum(second, tl.minimum(best, value))
                 best = tl.maximum(best, value, propagate_nan=tl.PropagateNan.ALL)
-            keys = keys + (key_of(best, LOW - (LANES - 1) * VEC - r * STEP - s * SPAN),)
-            if GROUPS > 1:
-                if r * STEP % SIZE == 0 and s == 0:
-                    first_of_group, second_of_group = best, second
-                else:
-                    first_of_group, second_of_group = two_largest(first_of_group, second_of_group, best, second)
-        if GROUPS > 1 and (r + 1) * STEP % SIZE == 0:
+            bests = bests + (best,)
+            if r * STEP % SIZE == 0 and s == 0:
+                first_of_group, second_of_group = best, second
+            else:
+                first_of_group, second_of_group = two_largest(first_of_group, second_of_group, best, second)
+        if (r + 1) * STEP % SIZE == 0:
             one, two = tl.reduce((first_of_group, second_of_group), 1, two_largest)
+            top = tl.maximum(top, one, propagate_nan=tl.PropagateNan.ALL)
             if TOP2:
                 one = tl.maximum(one + two, LOWEST, propagate_nan=tl.PropagateNan.ALL)
             of_group = of_group + (ordered(one),)
-    if GROUPS > 1:
-        of_kept = ()
-        for i in tl.static_range(len(keys)):
-            kept = is_kept(of_group, i * SPAN * LANES // SIZE, KEPT)[:, None]
-            of_kept = of_kept + (tl.where(kept, keys[i], least_of(tl.int64)),)
-        keys = of_kept
+    kept = ()
+    for g in tl.static_range(GROUPS):
+        kept = kept + (is_kept(of_group, g, KEPT),)
+
+    # The K spans with the largest values, among groups that are kept.
+    least, keys = least_of_keys(top, SPAN_BITS)[:, None], ()
+    for i in tl.static_range(len(bests)):
+        low = SPANS - 1 - (LANES - 1) * (VEC // SPAN) - i // (VEC // SPAN) * (STEP // SPAN) - i % (VEC // SPAN)
+        key = key_of(bests[i], least, low, SPAN_BITS)
+        keys = keys + (only(kept[i * SPAN * LANES // SIZE][:, None], key, LOWEST_KEY, GROUPS == 1),)
     v = sorted_keys(keys, BLOCK_K)
     w = ()
     for i in tl.static_range(len(v)):
-        w = w + (v[i] + (LANES - 1 - lane) * VEC,)
+        w = w + (v[i] + (LANES - 1 - lane) * (VEC // SPAN),)
     v = largest_keys(w, K)
+    bad = top != top
+    unclear = v[K - 1] < LOWEST_KEY + (1 << SPAN_BITS)
 
-    bad = (v[0] >> 32) == NOT_A_NUMBER
-    spans, keys = slots(v, lane, LANES, SLOTS), ()
+    # The experts of these spans, in their order, which makes the keys of the first larger among equal values.
+    lows = ()
+    for i in tl.static_range(K):
+        lows = lows + (v[i] & ((1 << SPAN_BITS) - 1),)
+    spans = sorted_keys(lows, BLOCK_K)
+    first, keys = slots(spans, lane, LANES, SLOTS), ()
+    least = least_of_keys(top, BITS)[:, None]
     for j in tl.static_range(SLOTS):
-        low = (spans[j] & LOW).to(tl.int32)
-        first = (LOW - low) // SPAN * SPAN
-        e = tl.reshape(first[:, :, None] + tl.arange(0, SPAN)[None, None, :], [BLOCK_T, LANES * SPAN])
-        e = tl.multiple_of(tl.max_contiguous(e, [1, SPAN]), [1, SPAN])
+        e = (SPANS - 1 - first[j])[:, :, None] * SPAN + tl.arange(0, SPAN)[None, None, :]
+        e = tl.multiple_of(tl.max_contiguous(tl.reshape(e, [BLOCK_T, LANES * SPAN]), [1, SPAN]), [1, SPAN])
         x = columns(tl.load(start[:, None] + e, mask=active[:, None], other=0.0), LANES, SPAN)
         bias = columns(tl.load(selection_bias + e), LANES, SPAN)
         for i in tl.static_range(SPAN):
-            key = key_of(value_of(x[i], bias[i], inner, outer, SCORE, AFTER, SOFTCAP), low - i)
-            keys = keys + (only(lane * SLOTS + j < K, key, least_of(tl.int64), K == LANES * SLOTS),)
+            value = value_of(x[i], bias[i], inner, outer, SCORE, AFTER, SOFTCAP, PTX)
+            key = key_of(value, least, (1 << BITS) - 1 - (lane * SLOTS + j) * SPAN - i, BITS)
+            keys = keys + (only(lane * SLOTS + j < K, key, LOWEST_KEY, K == LANES * SLOTS),)
     v = largest_keys(sorted_keys(keys, BLOCK_K), K)
-    ids = ()
-    for i in tl.static_range(K):
-        ids = ids + ((v[i] & LOW).to(tl.int32) ^ LOW,)
-    selected = row(slots(ids, lane, LANES, SLOTS), SLOTS)
+    unclear = (unclear | (v[K - 1] < LOWEST_KEY + (1 << BITS))) & active & (bad == 0)
+    found, ids = slots(v, lane, LANES, SLOTS), ()
+    for j in tl.static_range(SLOTS):
+        place = (1 << BITS) - 1 - (found[j] & ((1 << BITS) - 1))
+        span = spans[0][:, None] + tl.zeros_like(lane)
+        for i in tl.static_range(1, K):
+            span = tl.where(place // SPAN == i, spans[i][:, None], span)
+        ids = ids + ((SPANS - 1 - span) * SPAN + place % SPAN,)
+    selected = row(ids, SLOTS)
+    if tl.max(unclear.to(tl.int32)) != 0:  # values that are further apart than keys of 32 bits tell
+        groups = tl.zeros([BLOCK_T], tl.int32)
+        for g in tl.static_range(GROUPS):
+            groups |= kept[g].to(tl.int32) << g
+        selected = by_whole_values(
+            start, selection_bias, active, groups, k, inner, outer, E, K, SIZE, STEP, SCORE, AFTER, SOFTCAP, PTX
+        )
     selected = tl.where((bad | (active == 0))[:, None], k, selected)
     if given is not None:
         selected, invalid, differ = replayed(given, selected, t, k, active, T, E, K)
@@ -229,7 +313,7 @@ def plan_for(shape: Shape, options: RouterOptions) -> Plan:
     constexprs = dict(
         E=E, K=o.k, SCORE=o.score, GROUPS=o.n_group, KEPT=o.topk_group, TOP2=o.group_score == "top2_sum",
         RENORMALIZE=o.renormalize, RELATIVE=is_relative(o), AFTER=o.score_after_topk, SOFTCAP=o.softcap is not None,
-        ALONE=BLOCK_T >= T, VEC=math.gcd(8, stride, E // o.n_group), SPAN=span_of(E, stride, o),
+        PTX=layout.compute_capability() > 0, ALONE=BLOCK_T >= T, VEC=math.gcd(8, stride, E // o.n_group), SPAN=span_of(E, stride, o),
         LANES=lanes_of(E, stride, o), BLOCK_T=BLOCK_T, BLOCK_K=power_of_two(o.k), BINS=max(64, power_of_two(E)),
     )  # fmt: skip
     numbers = (T, stride, *o.factors(), o.scale, o.eps)
