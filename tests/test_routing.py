@@ -216,6 +216,28 @@ def test_many_experts(device, E, biased):
     torch.testing.assert_close(routing.weights, expected[0], rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
+@pytest.mark.parametrize("E, k, groups, kept", [(256, 8, 8, 4), (128, 6, 4, 2), (256, 8, 1, 1), (192, 6, 3, 2)])
+@pytest.mark.parametrize("spread", [1.0, 40.0, 1e4])
+def test_biased_values_near_and_far_apart(device, E, k, groups, kept, spread):
+    """The kernel's keys have 32 bits; programs where these cannot tell all values apart compare whole values."""
+    g = torch.Generator().manual_seed(5)
+    logits = torch.randn(40, E, generator=g).mul(spread)
+    logits[::4] = -logits[::4].abs()
+    bias = torch.zeros(E) if spread == 40 else torch.rand(E, generator=g).sub(0.5).round(decimals=2)
+    logits, bias = logits.to(device, torch.bfloat16), bias.to(device)
+    for score, after in ("sigmoid", False), ("sqrtsoftplus", False), ("sigmoid", True):
+        options = dict(score=score, score_after_topk=after, n_group=groups, topk_group=kept)
+        expected = reference.route(logits, bias, None, None, RouterOptions(k, **options))
+        routing = route(logits, k, selection_bias=bias, **options)
+        x = logits.float()
+        scores = x if after else x.sigmoid() if score == "sigmoid" else torch.nn.functional.softplus(x).sqrt()
+        values = scores + bias
+        # Values that differ by rounding may change places.
+        chosen, best = values.gather(1, routing.experts), values.gather(1, expected[1])
+        torch.testing.assert_close(chosen, best, rtol=1e-5, atol=0 if spread == 40 else 1e-7)
+        assert (routing.experts == expected[1]).float().mean() > 0.99
+
+
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_experts_that_are_off(device, dtype, score, after):

@@ -1,7 +1,10 @@
 """The kernel of `moe.route` for selections by scores to which a bias is added, with or without groups of experts.
 
 It searches as `router_topk` does: the largest values of spans of adjacent experts first, and then only in the k spans
-where these are largest. Its keys have 64 bits, the value and the inverted id of the expert.
+where these are largest. A key of 32 bits holds the inverted place of a span or an expert, and the distance of the value
+to a bound: as float32 numbers are counted, so that different values have different keys. The bound is so far below the
+token's largest value as the bits reach, which is a factor of about 2**8. In a program with a token of which one of the
+k largest values is not above it, whole values are compared, in k passes.
 """
 
 # mypy: disable-error-code="assignment, var-annotated, misc"
@@ -40,7 +43,7 @@ LOWEST_KEY = tl.constexpr(-(2**31))
 
 @triton.jit
 def fast_sigmoid(z, PTX: tl.constexpr):
-    """`sigmoid`, with a third of the instructions if PTX: numbers of less than 2**-126 are rounded to 0."""
+    """`sigmoid`; by PTX with a third of the instructions, since it need not be exact below 2**-126."""
     if PTX:
         return tl.inline_asm_elementwise(
             """{
@@ -55,9 +58,7 @@ def fast_sigmoid(z, PTX: tl.constexpr):
 
 
 @triton.jit
-def value_of(
-    x, bias, inner, outer, SCORE: tl.constexpr, AFTER: tl.constexpr, SOFTCAP: tl.constexpr, PTX: tl.constexpr
-):
+def value_of(x, bias, inner, outer, SCORE: tl.constexpr, AFTER: tl.constexpr, SOFTCAP: tl.constexpr, PTX: tl.constexpr):
     """What experts are selected by: NaN for a logit without a score, and LOWEST for -inf."""
     z = logit(x, inner, outer, SOFTCAP)
     score = z
@@ -73,9 +74,9 @@ def value_of(
 
 @triton.jit
 def key_of(value, least, low, BITS: tl.constexpr):
-    """An integer that orders as values do, with ``low`` in its BITS lowest bits.
+    """An integer of the order of the values above ``least``, with ``low`` in its BITS lowest bits.
 
-    Values of at most ``least`` have equal upper bits, the lowest that there are.
+    Of all other values the upper bits are the lowest that there are.
     """
     upper = tl.maximum(ordered(value), least) - (least + (1 << (31 - BITS)))
     return (upper << BITS) | low
@@ -83,7 +84,7 @@ def key_of(value, least, low, BITS: tl.constexpr):
 
 @triton.jit
 def least_of_keys(top, BITS: tl.constexpr):
-    """What `key_of` takes, if the largest value is ``top``, for keys with BITS bits for other things."""
+    """The ``least`` of `key_of`, in the order of `ordered`, if no value is above ``top``."""
     MOST: tl.constexpr = (1 << (32 - BITS)) - 1
     return tl.maximum(ordered(top), LOWEST_KEY + MOST) - MOST
 
@@ -313,8 +314,9 @@ def plan_for(shape: Shape, options: RouterOptions) -> Plan:
     constexprs = dict(
         E=E, K=o.k, SCORE=o.score, GROUPS=o.n_group, KEPT=o.topk_group, TOP2=o.group_score == "top2_sum",
         RENORMALIZE=o.renormalize, RELATIVE=is_relative(o), AFTER=o.score_after_topk, SOFTCAP=o.softcap is not None,
-        PTX=layout.compute_capability() > 0, ALONE=BLOCK_T >= T, VEC=math.gcd(8, stride, E // o.n_group), SPAN=span_of(E, stride, o),
-        LANES=lanes_of(E, stride, o), BLOCK_T=BLOCK_T, BLOCK_K=power_of_two(o.k), BINS=max(64, power_of_two(E)),
+        PTX=layout.compute_capability() > 0, ALONE=BLOCK_T >= T, VEC=math.gcd(8, stride, E // o.n_group),
+        SPAN=span_of(E, stride, o), LANES=lanes_of(E, stride, o), BLOCK_T=BLOCK_T, BLOCK_K=power_of_two(o.k),
+        BINS=max(64, power_of_two(E)),
     )  # fmt: skip
     numbers = (T, stride, *o.factors(), o.scale, o.eps)
     return Plan(biased_routing_kernel, -(-T // BLOCK_T), numbers, constexprs, layout.warps(threads))
