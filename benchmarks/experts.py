@@ -20,7 +20,8 @@ from benchmarks.harness import (
 )
 from benchmarks.in_turns import Dtype, OfTurn, Rounds, compare, free, plot
 from benchmarks.operations_experts import OPERATIONS, QUANTIZED, dense, make_batch
-from benchmarks.peers_experts import DECODED, entrants_here
+from benchmarks.peers_experts import DECODED, ONEPASS, PEERS, entrants_here
+from benchmarks.peers_quantized import QUANTIZED_PEERS
 from onepass.cli.workloads import EXPERT_FORM, MIXTRAL, QWEN3_30B, parse_shape
 
 KINDS = ("uniform", "zipf")
@@ -50,14 +51,16 @@ def experts(
     sizes = [parse_shape(s, EXPERT_FORM, MIXTRAL) for s in shapes]
     console = new_console()
     report = new_report(console, device)
-    entrants, absent = entrants_here(peers)
+    quantized = not set(op or OPERATIONS).isdisjoint(QUANTIZED)
+    others, absent = entrants_here((PEERS | (QUANTIZED_PEERS if quantized else {})) if peers else {})
     report["not_run"] |= absent
     for operation, size, how in itertools.product(op or OPERATIONS, sizes, routing or KINDS):
         case = {"operation": operation, **dict(zip(SIZES, size)), "routing": how, "dtype": kind}
         free(device)
         batch = make_batch(operation, size, how, DTYPES[kind], device)
         bare = dense(batch, OPERATIONS.get(operation, OPERATIONS["experts_lora"]))
-        here = [*entrants, DECODED] if operation in QUANTIZED else entrants
+        here = [ONEPASS, DECODED] if operation in QUANTIZED else [ONEPASS]
+        here += [peer for peer in others if peer.name not in QUANTIZED_PEERS or operation == "experts_nf4"]
         compare(batch, case, title(case), BASELINE, bare, here, rounds, milliseconds, console, report)
         write(report, out / f"{name}.json")  # after every case, in case that a later one fails
     plot(report, title, BASELINE, out / f"{name}.png")

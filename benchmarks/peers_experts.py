@@ -92,10 +92,10 @@ PEERS: dict[str, tuple[str, Callable[[], Function]]] = {
 }
 
 
-def entrants_here(peers: bool) -> tuple[list[Entrant], dict[str, str]]:
+def entrants_here(peers: dict[str, tuple[str, Callable[[], Function]]]) -> tuple[list[Entrant], dict[str, str]]:
     """The implementations that can be run here, and why each of the other peers cannot."""
-    found, missing = [entrant("onepass", onepass.__version__, ours)], {}
-    for name, (package, load) in PEERS.items() if peers else ():
+    found, missing = [], {}
+    for name, (package, load) in peers.items():
         try:
             found.append(entrant(name, package_version(package), load()))
         except Exception as error:  # a peer may fail to import in any way; the table says so and goes on
@@ -107,5 +107,6 @@ def entrant(name: str, version: str | None, function: Function) -> Entrant:
     return Entrant(name, version, lambda batch: (function(batch),))
 
 
+ONEPASS = entrant("onepass", onepass.__version__, ours)
 # What quantized weights are compared with.
 DECODED = entrant("onepass, decoded weights", onepass.__version__, decoded)

@@ -217,7 +217,7 @@ def trainer_table(path: Path, report: Report) -> str:
         f"of {sizes['length']} tokens, vocabulary {sizes['vocab']}, bf16 autocast.\n\n"
         f"{marked(report, {r['trainer']: None for r in report['results']})}"
     )
-    columns = {"ms a step": "ms", "ms of kernels": "kernel_ms", "of the head": "head_ms"}
+    columns = {"ms a step": "ms", "ms of kernels": "kernel_ms", "of the head": "head_ms", "two GEMMs": "two_gemms_ms"}
     columns = {title: key for title, key in columns.items() if key in report["results"][0]}
     about_step = ["trainer", "adapter", "hidden", "kind"]
     about_step = [key for key in about_step if key in report["results"][0]]

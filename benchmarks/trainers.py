@@ -3,9 +3,9 @@
 All parameters are trained, or LoRA adapters of all linear layers of the decoder. A step is loss, backward and optimizer
 on one batch that is prepared before. Generation is the same either way, and is left out. The two kinds take turns.
 Because the decoder is tiny and the host may limit the speed, the time of all kernels of a step is reported too, and
-that of the head: the difference to TRL's step with a vocabulary of `SMALL` tokens, whose decoder is the same. Memory is
-counted without the model and the optimizer's state, once until the gradients are computed and once until the end of
-the step.
+that of the head: the difference to TRL's step with a vocabulary of `SMALL` tokens, whose decoder is the same. Beside it
+stands the time of two bare GEMMs of the head's size, the least that a frozen head takes. Memory is counted without the
+model and the optimizer's state, once until the gradients are computed and once until the end of the step.
 """
 
 import gc
@@ -61,6 +61,7 @@ def trainers(
         "ms a step",
         "ms of kernels",
         "of the head",
+        "of two GEMMs",
         "peak GiB",
         "of the step",
     )
@@ -74,20 +75,22 @@ def trainers(
             of = {"trainer": name, "adapter": kind, "hidden": width}
             try:
                 results = measure(partial(build, name, kind, sizes=sizes), models, rounds, report, name)
+                gemms = kernel_ms(two_gemms(length * batch, width, vocab))
             except Exception as error:  # a step may run out of memory
                 report["not_run"][f"{name} {kind} {width}"] = first_line(error)
                 results = []
             for m in results:
+                m["two_gemms_ms"] = gemms
                 report["results"].append(of | m)
                 peaks = ["" if m[k] is None else f"{m[k] / 2**30:.2f}" for k in ("peak_bytes", "step_peak_bytes")]
-                kernels = ["" if m[k] is None else f"{m[k]:.1f}" for k in ("kernel_ms", "head_ms")]
+                kernels = ["" if m[k] is None else f"{m[k]:.1f}" for k in ("kernel_ms", "head_ms", "two_gemms_ms")]
                 table.add_row(name, kind, str(width), m["kind"], f"{m['ms']:.1f}", *kernels, *peaks)
             gc.collect()
             write(report, out / "trainers.json")
     new_console().print(table)
 
 
-def kernel_ms(step: Step) -> float | None:
+def kernel_ms(step: Callable[[], Any]) -> float | None:
     """The time of all kernels of a step; None on a CPU."""
     if not torch.cuda.is_available():
         return None
@@ -95,6 +98,19 @@ def kernel_ms(step: Step) -> float | None:
         step()
         torch.cuda.synchronize()
     return sum(e.self_device_time_total for e in profile.key_averages()) / 1e3
+
+
+def two_gemms(tokens: int, width: int, vocab: int) -> Callable[[], None]:
+    """The logits of all completions and the gradient of their hidden states, 4096 tokens at a time."""
+    cuda = torch.cuda.is_available()
+    where: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16} if cuda else {}
+    hidden, weight = torch.randn(tokens, width, **where), torch.randn(vocab, width, **where)
+
+    def step() -> None:
+        for rows in hidden.split(4096):
+            torch.mm(torch.mm(rows, weight.t()), weight)
+
+    return step
 
 
 def measure(
