@@ -202,6 +202,11 @@ def distance(known: dict[str, Any], wanted: dict[str, Any]) -> float:
     for a, b in zip(known.values(), wanted.values()):
         if a == b and type(a) is type(b):
             continue
-        numbers = all(isinstance(v, int | float) and not isinstance(v, bool) and v > 0 for v in (a, b))
-        total += abs(math.log2(a / b)) if numbers and 1 / 4 <= a / b <= 4 else math.inf
+        if not (is_positive(a) and is_positive(b) and 1 / 4 <= a / b <= 4):
+            return math.inf
+        total += abs(math.log2(a / b))
     return total
+
+
+def is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

@@ -259,14 +259,14 @@ def biased_routing_kernel(
 
     valid = (t[:, None] < T) & (k < K)
     counted = valid & active[:, None]
+    if counts is not None:  # before the weights, which are computed while the sums are on their way
+        add_counts(counts, selected, counted, tl.sum(active.to(tl.int32)), E, K, BINS, ALONE)
     z = logit(tl.load(start[:, None] + selected, mask=counted, other=0.0), inner, outer, SOFTCAP)
     zero = tl.zeros([BLOCK_T], tl.float32)
     w = scale * weights_of(z, zero, zero + 1.0, k < K, eps, SCORE, RENORMALIZE, RELATIVE, AFTER)
     w = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), w), 0.0)
     tl.store(weights + t[:, None] * K + k, w, mask=valid)
     tl.store(experts + t[:, None] * K + k, selected.to(tl.int64), mask=valid)
-    if counts is not None:
-        add_counts(counts, selected, counted, tl.sum(active.to(tl.int32)), E, K, BINS, ALONE)
 
 
 def span_of(E: int, stride: int, options: RouterOptions) -> int:

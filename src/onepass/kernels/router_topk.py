@@ -190,6 +190,8 @@ def topk_routing_kernel(
                 tl.atomic_add(changed, tl.sum(differ), sem="relaxed")
     valid = (t[:, None] < T) & (k < K)
     counted = valid & active[:, None]
+    if counts is not None:  # before the weights, which are computed while the sums are on their way
+        add_counts(counts, selected, counted, tl.sum(active.to(tl.int32)), E, K, BINS, ALONE)
     if given is not None:
         x_selected = tl.load(start[:, None] + selected, mask=counted, other=0.0).to(tl.float32)
     else:
@@ -217,8 +219,6 @@ def topk_routing_kernel(
     w = tl.where(active[:, None], w, 0.0)
     tl.store(weights + t[:, None] * K + k, w, mask=valid)
     tl.store(experts + t[:, None] * K + k, selected.to(tl.int64), mask=valid)
-    if counts is not None:
-        add_counts(counts, selected, counted, tl.sum(active.to(tl.int32)), E, K, BINS, ALONE)
 
 
 Shape = tuple[int, int, int]  # tokens, experts, stride of the logits
