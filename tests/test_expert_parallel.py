@@ -25,7 +25,11 @@ def has_implementations():
 @pytest.mark.skipif(not has_implementations(), reason="transformers chooses an EPImplementation from 5.23 on")
 def test_as_one_process(tmp_path):
     """Losses and gradients of ten steps, and checkpoints; see the worker's layouts."""
-    names = {2: ["of_two", "without_rows", "unsupported", "mixed_precision"], 4: ["of_four"], 1: ["of_one"]}
+    names = {
+        2: ["of_two", "without_rows", "own_exchange", "unsupported", "mixed_precision"],
+        4: ["of_four"],
+        1: ["of_one"],
+    }
     jobs = [dict(ranks=n, variants=[], functions=[f"expert_parallel_worker.{f}" for f in names[n]]) for n in names]
     environment = os.environ | {"TRITON_INTERPRET": "", "OMP_NUM_THREADS": "1"}
     process = subprocess.run(
