@@ -25,6 +25,10 @@ class Sizes(NamedTuple):
     sent: list[int]
     received: list[int]
 
+    def back(self) -> "Sizes":
+        """Those of the exchange in the opposite direction."""
+        return Sizes(self.received, self.sent)
+
 
 class OnepassEP(EPImplementation):
     """The `EPImplementation` of transformers that is registered as ``"onepass"``. The experts may be any.
@@ -77,10 +81,10 @@ def experts_of_rows(counts: Tensor, rows: int) -> Tensor:
     return ids.repeat_interleave(counts.flatten(), output_size=rows).unsqueeze(1)
 
 
-def exchange(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+def exchange(rows: Tensor, sizes: Sizes, group: Any) -> Tensor:
     """Send these numbers of rows to the processes of the group, and return those that they send."""
-    out = rows.new_empty((sum(received), *rows.shape[1:]))
-    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    out = rows.new_empty((sum(sizes.received), *rows.shape[1:]))
+    dist.all_to_all_single(out, rows.contiguous(), sizes.received, sizes.sent, group=group)
     return out
 
 
@@ -88,14 +92,14 @@ class _Dispatch(torch.autograd.Function):
     """The rows and weights of the assignments to this process' experts, from those of this process' tokens."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, hidden: Tensor, weights: Tensor, order: Tensor, places: Tensor, sizes: Sizes, group: Any
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(order, places)
         ctx.sizes, ctx.group = sizes, group
         rows = backend_of(hidden).gather_rows(hidden, order, places.shape[1])
         of_rows = weights.reshape(-1, 1).index_select(0, order)
-        return exchange(rows, *sizes, group), exchange(of_rows, *sizes, group)
+        return exchange(rows, sizes, group), exchange(of_rows, sizes, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, of_weights: Tensor) -> tuple[Tensor | None, ...]:
@@ -103,9 +107,9 @@ class _Dispatch(torch.autograd.Function):
         order, places = ctx.saved_tensors
         hidden = weights = None
         if ctx.needs_input_grad[0]:
-            hidden = backend_of(grad).sum_rows(exchange(grad, *reversed(ctx.sizes), ctx.group), places)
+            hidden = backend_of(grad).sum_rows(exchange(grad, ctx.sizes.back(), ctx.group), places)
         if ctx.needs_input_grad[1]:
-            back = exchange(of_weights, *reversed(ctx.sizes), ctx.group).flatten()
+            back = exchange(of_weights, ctx.sizes.back(), ctx.group).flatten()
             weights = back.new_zeros(places.numel()).index_copy_(0, order.long(), back).view(places.shape)
         return hidden, weights, None, None, None, None
 
@@ -114,19 +118,17 @@ class _Combine(torch.autograd.Function):
     """The sum of what the experts of each token have returned."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, rows: Tensor, order: Tensor, places: Tensor, sizes: Sizes, group: Any
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor, sizes: Sizes, group: Any) -> Tensor:
         ctx.save_for_backward(order)
         ctx.sizes, ctx.group, ctx.share = sizes, group, places.shape[1]
-        out: Tensor = backend_of(rows).sum_rows(exchange(rows, *reversed(sizes), group), places)
+        out: Tensor = backend_of(rows).sum_rows(exchange(rows, sizes.back(), group), places)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         rows = backend_of(grad).gather_rows(grad, *ctx.saved_tensors, ctx.share)
-        return exchange(rows, *ctx.sizes, ctx.group), None, None, None, None
+        return exchange(rows, ctx.sizes, ctx.group), None, None, None, None
 
 
 def part_of_process(t: Tensor, mesh: Any) -> Tensor:
