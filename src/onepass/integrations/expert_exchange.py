@@ -1,9 +1,8 @@
 """`DistributedConfig(ep_implementation="onepass")`: the exchange of tokens under transformers' expert parallelism.
 
-Each token is sent to the processes of its experts, as in transformers' ``"all_to_all"``, a row for each assignment. The
-rows are copied in the order of experts. They take their routing weights along, so that an expert's output comes back
-multiplied by its weight, and its process computes the gradient of the weight. What is left on the sender's side is one
-sum. Apart from the exchange itself, each direction reads or writes the rows once.
+A token is sent once to each process that has any of its experts, with their ids and weights, and not once for each
+expert as in transformers' ``"all_to_all"``. The process that receives it copies it for each of its experts there, and
+returns the weighted sum of their outputs. The sender adds what the processes of a token return.
 """
 
 from typing import Any, NamedTuple
@@ -19,116 +18,138 @@ from onepass.core.dispatch import refuse_second_derivatives
 from onepass.moe.token_sort import group_by_expert
 
 
-class Sizes(NamedTuple):
-    """How many rows this process sends to each process of the group, and receives from it."""
+class Exchange(NamedTuple):
+    """How many rows this process sends to each process of a group, and receives from it."""
 
     sent: list[int]
     received: list[int]
+    group: Any
 
-    def back(self) -> "Sizes":
-        """Those of the exchange in the opposite direction."""
-        return Sizes(self.received, self.sent)
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Send the rows, which are in the order of the processes, and return those that are received."""
+        out = rows.new_empty((sum(self.received), *rows.shape[1:]))
+        dist.all_to_all_single(out, rows.contiguous(), self.received, self.sent, group=self.group)
+        return out
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Send rows to the processes that the others came from."""
+        return Exchange(self.received, self.sent, self.group)(rows)
 
 
 class OnepassEP(EPImplementation):
     """The `EPImplementation` of transformers that is registered as ``"onepass"``. The experts may be any.
 
-    Ids that are no expert's are dropped: nothing is sent for them. The numbers of rows are read by the host once for
-    each call, as in transformers' own exchange, so that a CUDA graph cannot capture it. A compiled model runs it as it
-    is.
+    Nothing is sent for ids that are no expert's. The host reads the numbers of rows once for each call, as in
+    transformers' own exchange, so that a CUDA graph cannot capture it. A compiled model runs it as it is.
     """
 
     @torch.compiler.disable
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        tokens, group = len(hidden_states), self.ep_mesh.get_group()
+        tokens = len(hidden_states)
         if self.tp_mesh.size() > 1:  # these processes have the same batch, of which each sends its part
             hidden_states, top_k_index, top_k_weights = (
                 part_of_process(t, self.tp_mesh) for t in (hidden_states, top_k_index, top_k_weights)
             )
-        order, places, counts = sort(top_k_index, hidden_states, self.num_local_experts, group)
-        sizes = Sizes(*counts.sum(2).tolist())
-        rows, weights = _Dispatch.apply(hidden_states, top_k_weights, order[: sum(sizes.sent)], places, sizes, group)
-        if len(rows):
-            output = self.experts_forward(rows, experts_of_rows(counts[1], len(rows)), weights)
-        else:  # not all experts take no rows; those of one row lead the backward to this exchange, too
-            none = top_k_index.new_zeros((1, 1))
-            output = self.experts_forward(rows.sum(0, keepdim=True), none, weights.sum(0, keepdim=True))[:0]
-        output = _Combine.apply(output, order[: sum(sizes.sent)], places, sizes, group)
+        own, group = self.num_local_experts, self.ep_mesh.get_group()
+        pairs, places, counts, ids = pair(top_k_index, own, self.ep_mesh.size(), hidden_states)
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=group)
+        sent, arrived, assigned = torch.stack([counts[:, 0], *received.unbind(1)]).tolist()
+        exchange, pairs = Exchange(sent, arrived, group), pairs[: sum(sent)]
+        there = exchange(ids.index_select(0, pairs // len(sent))) - own * self.ep_mesh.get_local_rank()
+        hidden, weights = _Copy.apply(pairs, places, exchange, hidden_states, top_k_weights)
+        partial = self.sum_of_experts(hidden, there, weights, sum(assigned))
+        output = _Sum.apply(pairs, places, exchange, partial)
         return whole_batch(output, tokens, self.tp_mesh) if self.tp_mesh.size() > 1 else output
 
+    def sum_of_experts(self, hidden: Tensor, ids: Tensor, weights: Tensor, assigned: int) -> Tensor:
+        """The weighted sum over the experts of this process. ``assigned`` of the ids ``(T, K)`` are in range."""
+        if not assigned:  # not all experts take no rows; one row leads the backward to the exchange, too
+            one = hidden.sum(0, keepdim=True), ids.new_zeros((1, 1), dtype=torch.int64)
+            return self.experts_forward(*one, weights.sum().view(1, 1))[:0]
+        order, places = sort(ids, self.num_local_experts, hidden)
+        order = order[:assigned]
+        (rows,) = _Copy.apply(order, places, None, hidden)
+        of_rows = (t.flatten().index_select(0, order).unsqueeze(1) for t in (ids.long(), weights))
+        return _Sum.apply(order, places, None, self.experts_forward(rows, *of_rows))
 
-def sort(experts: Tensor, like: Tensor, local_experts: int, group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the assignments ``(T, K)`` by expert, and exchange their counts.
+
+def pair(experts: Tensor, own: int, processes: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The processes that have any expert of each token, of which each process has ``own``.
 
     Returns:
-        The assignments in this order, int32. The place ``(T, K)`` of each in it, int32, where those to no expert come
-        last. The rows ``(2, P, E / P)`` that this process sends to each of P processes for each of its experts, and
-        those that it receives from each of them for each of its own experts.
+        The pairs of a token and a process, ``token * P + process``, sorted by process, and the places of all pairs in
+        this order: see `sort`. The numbers ``(P, 2)`` of tokens and of assignments of each process. The ids, int32,
+        where those of no expert are -1.
     """
-    processes = dist.get_world_size(group)
-    groups = group_by_expert(experts, processes * local_experts, like)
-    places = torch.empty_like(groups.order)
-    places.scatter_(0, groups.order.long(), torch.arange(len(places), dtype=torch.int32, device=places.device))
-    counts = torch.empty((2, processes, local_experts), dtype=torch.int32, device=experts.device)
-    torch.sub(groups.offsets[1:], groups.offsets[:-1], out=counts[0].view(-1))
-    dist.all_to_all_single(counts[1], counts[0], group=group)
-    return groups.order, places.view(experts.shape), counts
+    ids = experts.where((experts >= 0) & (experts < own * processes), -1)
+    process = torch.arange(processes, device=ids.device)
+    chosen = (ids // own).unsqueeze(-1) == process  # (T, K, P)
+    of_token = chosen.any(1)
+    pairs, places = sort(process.where(of_token, -1), processes, like)
+    return pairs, places, torch.stack([of_token.sum(0), chosen.sum((0, 1))], 1), ids.int()
 
 
-def experts_of_rows(counts: Tensor, rows: int) -> Tensor:
-    """The expert ``(rows, 1)`` of each row, from the numbers ``(P, E)`` of rows of each process for each expert."""
-    ids = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))
-    return ids.repeat_interleave(counts.flatten(), output_size=rows).unsqueeze(1)
+def sort(ids: Tensor, groups: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The assignments of ``ids`` ``(T, K)`` in the order of their groups, and the place ``(T, K)`` of each in it.
+
+    Both are int32. Assignments to ids that are out of range come last.
+    """
+    order = group_by_expert(ids, groups, like).order
+    places = torch.empty_like(order)
+    places.scatter_(0, order.long(), torch.arange(len(order), dtype=torch.int32, device=order.device))
+    return order, places.view(ids.shape)
 
 
-def exchange(rows: Tensor, sizes: Sizes, group: Any) -> Tensor:
-    """Send these numbers of rows to the processes of the group, and return those that they send."""
-    out = rows.new_empty((sum(sizes.received), *rows.shape[1:]))
-    dist.all_to_all_single(out, rows.contiguous(), sizes.received, sizes.sent, group=group)
-    return out
+class _Copy(torch.autograd.Function):
+    """The rows of tensors ``(T, ...)`` for these assignments ``(rows,)``, which are exchanged if there is an exchange.
 
-
-class _Dispatch(torch.autograd.Function):
-    """The rows and weights of the assignments to this process' experts, from those of this process' tokens."""
+    ``places`` ``(T, K)`` are those of all assignments; those beyond the rows are of assignments that are left out.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weights: Tensor, order: Tensor, places: Tensor, sizes: Sizes, group: Any
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(order, places)
-        ctx.sizes, ctx.group = sizes, group
-        rows = backend_of(hidden).gather_rows(hidden, order, places.shape[1])
-        of_rows = weights.reshape(-1, 1).index_select(0, order)
-        return exchange(rows, sizes, group), exchange(of_rows, sizes, group)
+        ctx: Any, order: Tensor, places: Tensor, exchange: Exchange | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(places)
+        ctx.exchange = exchange
+        return tuple(copied(t, order, places.shape[1], exchange) for t in tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, of_weights: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        order, places = ctx.saved_tensors
-        hidden = weights = None
-        if ctx.needs_input_grad[0]:
-            hidden = backend_of(grad).sum_rows(exchange(grad, ctx.sizes.back(), ctx.group), places)
-        if ctx.needs_input_grad[1]:
-            back = exchange(of_weights, ctx.sizes.back(), ctx.group).flatten()
-            weights = back.new_zeros(places.numel()).index_copy_(0, order.long(), back).view(places.shape)
-        return hidden, weights, None, None, None, None
+        (places,) = ctx.saved_tensors
+        needed = ctx.needs_input_grad[3:]
+        found = [summed(g, places, ctx.exchange) if n else None for g, n in zip(grads, needed)]
+        return None, None, None, *found
 
 
-class _Combine(torch.autograd.Function):
-    """The sum of what the experts of each token have returned."""
+class _Sum(torch.autograd.Function):
+    """The sum of the rows of each token: in both directions the opposite of `_Copy`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor, sizes: Sizes, group: Any) -> Tensor:
+    def forward(ctx: Any, order: Tensor, places: Tensor, exchange: Exchange | None, rows: Tensor) -> Tensor:
         ctx.save_for_backward(order)
-        ctx.sizes, ctx.group, ctx.share = sizes, group, places.shape[1]
-        out: Tensor = backend_of(rows).sum_rows(exchange(rows, sizes.back(), group), places)
-        return out
+        ctx.exchange, ctx.share = exchange, places.shape[1]
+        return summed(rows, places, exchange)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        rows = backend_of(grad).gather_rows(grad, *ctx.saved_tensors, ctx.share)
-        return exchange(rows, ctx.sizes, ctx.group), None, None, None, None
+        (order,) = ctx.saved_tensors
+        return None, None, None, copied(grad, order, ctx.share, ctx.exchange)
+
+
+def copied(t: Tensor, order: Tensor, share: int, exchange: Exchange | None) -> Tensor:
+    """The rows of these assignments, of which ``share`` consecutive ones have the same row, and their exchange."""
+    rows: Tensor = backend_of(t).gather_rows(t, order, share)
+    return rows if exchange is None else exchange(rows)
+
+
+def summed(rows: Tensor, places: Tensor, exchange: Exchange | None) -> Tensor:
+    """The opposite: the exchange back, and the sum of the rows at the places ``(T, K)`` over K."""
+    found: Tensor = backend_of(rows).sum_rows(rows if exchange is None else exchange.back(rows), places)
+    return found
 
 
 def part_of_process(t: Tensor, mesh: Any) -> Tensor:
