@@ -39,6 +39,17 @@ def test_as_one_process(tmp_path):
     assert not process.returncode, process.stdout
 
 
+@pytest.mark.parametrize("version, registered", [("5.22.1", False), ("5.23.0", True)])
+def test_the_exchange_is_registered_with_versions_that_have_others(version, registered, monkeypatch):
+    module = pytest.importorskip("transformers.distributed.expert_parallel", reason="of transformers 5.23")
+    interface = module.EPImplementationInterface
+    names = {name: of for name, of in interface._global_mapping.items() if name != "onepass"}
+    monkeypatch.setattr(interface, "_global_mapping", names)
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    integration.register()
+    assert ("onepass" in interface()) == registered
+
+
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_zero_3(family):
     """DeepSpeed's engine gathers parameters when they are read in its forward, and again for the backward."""
