@@ -1,8 +1,9 @@
 """`python -m benchmarks expert-parallel`: experts that are sharded over processes, onepass beside grouped_mm.
 
-Both run below the same expert parallelism of transformers, forward and backward. Each process has as many tokens as one
-has without expert parallelism: with "all_to_all" a batch of its own, with "all_reduce" its part of a batch that all of
-them share. A time is that of the slowest process, from a barrier on.
+Both run below the same expert parallelism of transformers, forward and backward, and onepass below its own exchange,
+too, beside grouped_mm below "all_to_all". Each process has as many tokens as one has without expert parallelism: with
+"all_reduce" its part of a batch that all of them share, else a batch of its own. A time is that of the slowest process,
+from a barrier on.
 """
 
 import random
@@ -37,6 +38,8 @@ from benchmarks.operations_expert_parallel import (
     EXCHANGES,
     IMPLEMENTATIONS,
     OPERATIONS,
+    OWN,
+    THEIRS,
     Place,
     Sharded,
     build,
@@ -76,6 +79,8 @@ def expert_parallel(
     processes = number_of_processes(processes, device)
     of_numbers = dtype or ("bf16" if on_gpu else "fp32")
     check_choices((op, OPERATIONS), (exchange, EXCHANGES), ([of_numbers], DTYPES))
+    if exchange and OWN in exchange and THEIRS not in exchange:
+        raise typer.BadParameter(f"expected {THEIRS} beside {OWN}, which is compared with it, got {exchange}")
     sizes = parse_shape(shape or (QWEN3_30B if on_gpu else ON_CPU), EXPERT_FORM, QWEN3_30B)
     if sizes[3] % processes:
         raise typer.BadParameter(f"expected a number of experts that {processes} processes share, got {sizes[3]}")
@@ -129,7 +134,7 @@ def measure(
     for exchange in request["exchanges"]:
         of_all = exchange != ALONE
         expected = exact(operation, batch, slice(None) if of_all else place.own(len(batch.hidden)))
-        for name in IMPLEMENTATIONS[operation]:
+        for name in IMPLEMENTATIONS[operation] if exchange != OWN else ("onepass",):
             free(device)
             about = case | {
                 "exchange": exchange, "processes": place.ranks if of_all else 1, "implementation": name,
@@ -159,7 +164,7 @@ def measure(
         m |= {"runs": of_run, "ms": statistics.median(of_run)}
     for m in measured:
         ms = {(r["exchange"], r["implementation"]): r["ms"] for r in measured}
-        m["baseline_ms"] = ms[m["exchange"], BASELINES[operation]]
+        m["baseline_ms"] = ms[THEIRS if m["exchange"] == OWN else m["exchange"], BASELINES[operation]]
         m["ratio"] = m["ms"] / m["baseline_ms"]
         alone = ms.get((ALONE, m["implementation"]))  # with as many tokens a process: 1 is the best
         m["scaling"] = None if alone is None else alone / m["ms"]

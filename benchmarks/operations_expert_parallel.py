@@ -1,6 +1,7 @@
 """The experts of Qwen3-MoE as transformers shards them over processes: what is run, and what is expected of it.
 
-The exchange of tokens is that of transformers for all implementations. They differ in ``experts_implementation`` alone.
+The exchange of tokens is that of transformers for all implementations, which differ in ``experts_implementation``
+alone. Those of onepass also run below the exchange of onepass (``ep_implementation="onepass"``).
 """
 
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from benchmarks.operations_experts import RANK, SCALING, ExpertsBatch, ours
 
 OPERATIONS = ("experts", "experts_lora")
 ALONE = "none"
-EXCHANGES = (ALONE, "all_to_all", "all_reduce")
+THEIRS, OWN = "all_to_all", "onepass"
+EXCHANGES = (ALONE, THEIRS, OWN, "all_reduce")
 PEER, MERGED, OF_PEFT = "grouped_mm", "grouped_mm, adapters multiplied out", "grouped_mm, PEFT"
 IMPLEMENTATIONS = {"experts": (PEER, "onepass"), "experts_lora": (MERGED, OF_PEFT, "onepass")}
 BASELINES = {"experts": PEER, "experts_lora": MERGED}
@@ -37,11 +39,12 @@ class Place:
 
 
 def join(place: str, rank: int, ranks: int) -> Place:
-    """The meshes: with "all_to_all" a process has a batch of its own, with "all_reduce" all of them have the same."""
+    """The meshes: with "all_reduce" all processes have the same batch, else each has a batch of its own."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh(place, (1, ranks), mesh_dim_names=("tp", "ep"))
-    return Place(rank, ranks, {"all_to_all": (mesh["ep"], mesh["tp"]), "all_reduce": (mesh["ep"], mesh["ep"])})
+    different = mesh["ep"], mesh["tp"]
+    return Place(rank, ranks, {THEIRS: different, OWN: different, "all_reduce": (mesh["ep"], mesh["ep"])})
 
 
 @dataclass

@@ -18,6 +18,7 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 from transformers.distributed import DistributedConfig, expert_parallel
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.mixtral import modeling_mixtral
@@ -156,11 +157,11 @@ def whole(t):
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
-def close(got, expected, about):
+def close(got, expected, about, tolerance=2e-4):
     assert got.shape == expected.shape, about
     if got.numel():
         error = (got - expected).abs().max().item() / max(expected.abs().max().item(), 1e-3)
-        assert error < 2e-4, f"{about}: {error}"
+        assert error < tolerance, f"{about}: {error}"
 
 
 def data_group(layout, rank):
@@ -235,6 +236,7 @@ def of_two(rank, ranks):
         Layout("gpt_oss", False, fsdp=2, accumulate=True),
         Layout("qwen3_moe", True, fsdp=2, factors=0, accumulate=True),
         Layout("mixtral", False, fsdp=2, ep=2),
+        Layout("gpt_oss", True, fsdp=2, ep=2, how="onepass", factors=0),
     ):
         if layout.family == "mixtral" and layout.lora:
             save_adapter(model, f"{FOLDER}/adapter of mixtral", rank)
@@ -250,6 +252,7 @@ def of_four(rank, ranks):
         Layout("gpt_oss", True, fsdp=4, ep=4, factors=1),
         Layout("mixtral", True, tp=2, fsdp=2, ep=4),
         Layout("gpt_oss", False, tp=4, ep=4),
+        Layout("qwen3_moe", True, tp=2, fsdp=2, ep=4, how="onepass"),
     ):
         if layout.family == "gpt_oss" and layout.lora:
             save_adapter(model, f"{FOLDER}/adapter of gpt_oss", rank)
@@ -298,10 +301,12 @@ def mixed_precision(rank, ranks):
             assert torch.cosine_similarity(found, expected, dim=0) > 0.98, name
 
 
-def sharded_experts(ranks, how):
-    """Experts of gpt-oss, whole and sharded, without the rest of the model."""
+def sharded_experts(ranks, how, family="gpt_oss", implementation="onepass", dtype=torch.float64):
+    """Experts, sharded and whole, without the rest of the model."""
     mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("tp", "ep"))
-    experts, expected = (load("gpt_oss", implementation=i).model.layers[0].mlp.experts for i in ("onepass", "eager"))
+    experts, expected = (
+        load(family, implementation=i).model.layers[0].mlp.experts.to(dtype) for i in (implementation, "eager")
+    )
     plan = {f"experts.{name}": "grouped_gemm" for name, _ in experts.named_parameters()}
     holder = torch.nn.ModuleDict({"experts": experts})
     of_batch = mesh["ep"] if how == "all_reduce" else mesh["tp"]
@@ -341,6 +346,51 @@ def without_rows(rank, ranks):
             (options["gate_up_bias"], "gate_up_proj_bias"), (options["down_bias"], "down_proj_bias"),
         ):  # fmt: skip
             assert tensor.data_ptr() == getattr(experts, name).to_local().data_ptr(), name
+
+
+def own_exchange(rank, ranks):
+    """The exchange of onepass, for different numbers of tokens, experts that nobody chooses, and ids of no expert."""
+    generator = torch.Generator().manual_seed(5)
+    for family, implementation, dtype, counts, recompute in (
+        ("gpt_oss", "onepass", torch.float64, (5, 9), None),
+        ("gpt_oss", "onepass", torch.float32, (5, 9), False),
+        ("mixtral", "onepass", torch.bfloat16, (11, 3), True),
+        ("mixtral", "onepass", torch.float32, (0, 6), False),
+        ("qwen3_moe", "eager", torch.float32, (0, 0), None),
+        ("qwen3_moe", "grouped_mm", torch.float32, (1, 0), None),
+    ):
+        about = f"{family}, {implementation}, {dtype}, {counts}, {recompute}"
+        tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-4
+        experts, expected = sharded_experts(ranks, "onepass", family, implementation, dtype)
+        expected.float() if dtype == torch.bfloat16 else expected.to(dtype)
+        all_rows, mine = sum(counts), slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        hidden = torch.randn(all_rows, 8, generator=generator).to(dtype)
+        weights = torch.rand(all_rows, K, generator=generator).to(dtype)
+        ids = torch.randint(NOBODYS.start, (all_rows, K), generator=generator)
+        if sum(counts) == 1:
+            ids.fill_(0)  # the other process has no row
+        dropped = torch.rand(all_rows, K, generator=generator) < 0.2
+        leaves = [t[mine].clone().requires_grad_() for t in (hidden, weights)]
+        given = (
+            leaves[0],
+            ids.masked_fill(dropped, -1).where(ids % 2 == 0, ids.masked_fill(dropped, EXPERTS))[mine],
+            leaves[1],
+        )
+        out = experts(*given) if recompute is None else checkpoint(experts, *given, use_reentrant=recompute)
+        assert out.dtype == dtype
+        out.float().square().sum().backward()
+        wide = torch.promote_types(dtype, torch.float32)
+        of_all = [t.to(wide).requires_grad_() for t in (hidden, weights)]
+        right = expected(of_all[0], ids, of_all[1].masked_fill(dropped, 0.0))
+        right.square().sum().backward() if all_rows else None
+        close(out.detach().to(wide), right.detach()[mine], about, tolerance)
+        for a, b in zip(leaves, of_all):
+            close(
+                a.grad.to(wide), torch.zeros_like(a, dtype=wide) if b.grad is None else b.grad[mine], about, tolerance
+            )
+        for (name, p), q in zip(experts.named_parameters(), expected.parameters(), strict=True):
+            of_expected = torch.zeros_like(q) if q.grad is None else q.grad
+            close(whole(p.grad).to(wide), of_expected, f"{about}, {name}", tolerance)
 
 
 def unsupported(rank, ranks):

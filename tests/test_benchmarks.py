@@ -178,13 +178,17 @@ def test_expert_parallel_writes_what_its_processes_measured(tmp_path, monkeypatc
         {r["exchange"]: r for r in report["results"] if r["implementation"] == name}
         for name in ("onepass", "grouped_mm, adapters multiplied out")
     )
-    assert list(ours) == list(peer) == ["none", "all_to_all", "all_reduce"]
-    assert [r["processes"] for r in ours.values()] == [1, 2, 2]
+    assert list(ours) == ["none", "all_to_all", "onepass", "all_reduce"]
+    assert list(peer) == ["none", "all_to_all", "all_reduce"]
+    assert [r["processes"] for r in ours.values()] == [1, 2, 2, 2]
     for r in (*ours.values(), *peer.values()):
         assert r["error"] < 1e-5 and r["ms"] == r["runs"][0] > 0
     assert ours["all_to_all"]["scaling"] == ours["none"]["ms"] / ours["all_to_all"]["ms"]
-    assert all(peer[e]["ratio"] == 1 and ours[e]["ratio"] == ours[e]["ms"] / peer[e]["ms"] for e in ours)
-    assert "integrations/expert_shards.py" in report["sources"]["experts_lora"]
+    assert all(peer[e]["ratio"] == 1 and ours[e]["ratio"] == ours[e]["ms"] / peer[e]["ms"] for e in peer)
+    assert ours["onepass"]["ratio"] == ours["onepass"]["ms"] / peer["all_to_all"]["ms"]
+    assert {f"integrations/expert_{name}.py" for name in ("shards", "exchange")} < report["sources"][
+        "experts_lora"
+    ].keys()
     why = list(report["not_run"].values())
     assert len(why) == 2 and all("mixed torch.Tensor and DTensor" in error for error in why), "of PEFT alone"
     assert table.kind_of(report) == "expert-parallel"

@@ -25,7 +25,11 @@ def has_implementations():
 @pytest.mark.skipif(not has_implementations(), reason="transformers chooses an EPImplementation from 5.23 on")
 def test_as_one_process(tmp_path):
     """Losses and gradients of ten steps, and checkpoints; see the worker's layouts."""
-    names = {2: ["of_two", "without_rows", "unsupported", "mixed_precision"], 4: ["of_four"], 1: ["of_one"]}
+    names = {
+        2: ["of_two", "without_rows", "own_exchange", "unsupported", "mixed_precision"],
+        4: ["of_four"],
+        1: ["of_one"],
+    }
     jobs = [dict(ranks=n, variants=[], functions=[f"expert_parallel_worker.{f}" for f in names[n]]) for n in names]
     environment = os.environ | {"TRITON_INTERPRET": "", "OMP_NUM_THREADS": "1"}
     process = subprocess.run(
@@ -33,6 +37,17 @@ def test_as_one_process(tmp_path):
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=400,
     )  # fmt: skip
     assert not process.returncode, process.stdout
+
+
+@pytest.mark.parametrize("version, registered", [("5.22.1", False), ("5.23.0", True)])
+def test_the_exchange_is_registered_with_versions_that_have_others(version, registered, monkeypatch):
+    module = pytest.importorskip("transformers.distributed.expert_parallel", reason="of transformers 5.23")
+    interface = module.EPImplementationInterface
+    names = {name: of for name, of in interface._global_mapping.items() if name != "onepass"}
+    monkeypatch.setattr(interface, "_global_mapping", names)
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    integration.register()
+    assert ("onepass" in interface()) == registered
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from onepass.core.moe_options import ACTIVATIONS, Activation, ExpertOptions
 from onepass.core.quantized import Weight
@@ -21,6 +21,7 @@ from onepass.reference.experts import activate
 NAME = "onepass"
 INTERFACE = "transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS"
 FP8 = "transformers.integrations.finegrained_fp8", "ALL_FP8_EXPERTS_FUNCTIONS"
+EXCHANGES = "transformers.distributed.expert_parallel", "EPImplementationInterface", "5.23"
 SINCE = "5.7"  # the first version of transformers whose models accept a registered name
 PEFT = "peft.tuners.lora.layer", "ParamWrapper._activate_lora"
 PEFT_PLAN = "peft.tuners.lora.model", "get_tp_plan_and_mesh"
@@ -212,9 +213,13 @@ def tp_plan_and_mesh(model: Any, current_key: str) -> tuple[str | None, Any]:
 
 def register() -> None:
     """Register the name with transformers, permanently, so that models can be set to it. Versions before 5.7 reject
-    names other than their own."""
+    names other than their own, and those before 5.23 know no exchange of tokens by its name."""
     if not unsupported(INTERFACE[0], SINCE):
         getattr(import_module(INTERFACE[0]), INTERFACE[1]).register(NAME, experts_forward)
         of_fp8 = getattr(import_module(FP8[0]), FP8[1], None)  # not in all versions
         if of_fp8 is not None:
             of_fp8.register(NAME, experts_forward)
+    module, registry, since = EXCHANGES
+    if not unsupported(module, since) and distributed.is_available():
+        exchange = import_module("onepass.integrations.expert_exchange")  # which imports torch's tensors of meshes
+        getattr(import_module(module), registry).register(NAME, exchange.OnepassEP)

@@ -7,6 +7,7 @@ between the two.
 from onepass.kernels.decode import decode
 from onepass.kernels.divergence import add_means, divergence, divergence_states
 from onepass.kernels.divergence_gradient import divergence_gradient
+from onepass.kernels.exchange_rows import gather_rows, sum_rows
 from onepass.kernels.expert_mlp import expert_mlp, expert_mlp_gradient
 from onepass.kernels.linear_statistics import linear_statistics, state_bytes, supports_linear_statistics
 from onepass.kernels.merge_shards import merge_divergences, merge_shards
@@ -32,6 +33,7 @@ __all__ = [
     "divergence_states",
     "expert_mlp",
     "expert_mlp_gradient",
+    "gather_rows",
     "linear_statistics",
     "merge_divergences",
     "merge_shards",
@@ -52,6 +54,7 @@ __all__ = [
     "softmax_statistics",
     "sort_by_expert",
     "state_bytes",
+    "sum_rows",
     "supports_early_gradient",
     "supports_fused_loss",
     "supports_linear_statistics",

@@ -5,6 +5,7 @@ They run on CPUs and for float64, and define the results that the kernels are te
 
 from onepass.reference.decode import decode
 from onepass.reference.divergence import add_means, divergence, divergence_gradient, divergence_states
+from onepass.reference.exchange_rows import gather_rows, sum_rows
 from onepass.reference.experts import (
     count_tiles,
     expert_mlp,
@@ -41,6 +42,7 @@ __all__ = [
     "divergence_states",
     "expert_mlp",
     "expert_mlp_gradient",
+    "gather_rows",
     "linear_statistics",
     "merge_divergences",
     "merge_shards",
@@ -61,6 +63,7 @@ __all__ = [
     "softmax_statistics",
     "sort_by_expert",
     "state_bytes",
+    "sum_rows",
     "supports_early_gradient",
     "supports_fused_loss",
     "supports_linear_statistics",

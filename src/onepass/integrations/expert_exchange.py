@@ -1,0 +1,165 @@
+"""`DistributedConfig(ep_implementation="onepass")`: the exchange of tokens under transformers' expert parallelism.
+
+A token is sent once to each process that has any of its experts, with their ids and weights, and not once for each
+expert as in transformers' ``"all_to_all"``. The process that receives it copies it for each of its experts there, and
+returns the weighted sum of their outputs. The sender adds what the processes of a token return.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers.distributed.expert_parallel import EPImplementation
+
+from onepass.backend import backend_of
+from onepass.core.dispatch import refuse_second_derivatives
+from onepass.moe.token_sort import group_by_expert
+
+
+class Exchange(NamedTuple):
+    """How many rows this process sends to each process of a group, and receives from it."""
+
+    sent: list[int]
+    received: list[int]
+    group: Any
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Send the rows, which are in the order of the processes, and return those that are received."""
+        out = rows.new_empty((sum(self.received), *rows.shape[1:]))
+        dist.all_to_all_single(out, rows.contiguous(), self.received, self.sent, group=self.group)
+        return out
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Send rows to the processes that the others came from."""
+        return Exchange(self.received, self.sent, self.group)(rows)
+
+
+class OnepassEP(EPImplementation):
+    """The `EPImplementation` of transformers that is registered as ``"onepass"``. The experts may be any.
+
+    Nothing is sent for ids that are no expert's. The host reads the numbers of rows once for each call, as in
+    transformers' own exchange, so that a CUDA graph cannot capture it. A compiled model runs it as it is.
+    """
+
+    @torch.compiler.disable
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        tokens = len(hidden_states)
+        if self.tp_mesh.size() > 1:  # these processes have the same batch, of which each sends its part
+            hidden_states, top_k_index, top_k_weights = (
+                part_of_process(t, self.tp_mesh) for t in (hidden_states, top_k_index, top_k_weights)
+            )
+        own, group = self.num_local_experts, self.ep_mesh.get_group()
+        pairs, places, counts, ids = pair(top_k_index, own, self.ep_mesh.size(), hidden_states)
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=group)
+        sent, arrived, assigned = torch.stack([counts[:, 0], *received.unbind(1)]).tolist()
+        exchange, pairs = Exchange(sent, arrived, group), pairs[: sum(sent)]
+        there = exchange(ids.index_select(0, pairs // len(sent))) - own * self.ep_mesh.get_local_rank()
+        hidden, weights = _Copy.apply(pairs, places, exchange, hidden_states, top_k_weights)
+        partial = self.sum_of_experts(hidden, there, weights, sum(assigned))
+        output = _Sum.apply(pairs, places, exchange, partial)
+        return whole_batch(output, tokens, self.tp_mesh) if self.tp_mesh.size() > 1 else output
+
+    def sum_of_experts(self, hidden: Tensor, ids: Tensor, weights: Tensor, assigned: int) -> Tensor:
+        """The weighted sum over the experts of this process. ``assigned`` of the ids ``(T, K)`` are in range."""
+        if not assigned:  # not all experts take no rows; one row leads the backward to the exchange, too
+            one = hidden.sum(0, keepdim=True), ids.new_zeros((1, 1), dtype=torch.int64)
+            return self.experts_forward(*one, weights.sum().view(1, 1))[:0]
+        order, places = sort(ids, self.num_local_experts, hidden)
+        order = order[:assigned]
+        (rows,) = _Copy.apply(order, places, None, hidden)
+        of_rows = (t.flatten().index_select(0, order).unsqueeze(1) for t in (ids.long(), weights))
+        return _Sum.apply(order, places, None, self.experts_forward(rows, *of_rows))
+
+
+def pair(experts: Tensor, own: int, processes: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The processes that have any expert of each token, of which each process has ``own``.
+
+    Returns:
+        The pairs of a token and a process, ``token * P + process``, sorted by process, and the places of all pairs in
+        this order: see `sort`. The numbers ``(P, 2)`` of tokens and of assignments of each process. The ids, int32,
+        where those of no expert are -1.
+    """
+    ids = experts.where((experts >= 0) & (experts < own * processes), -1)
+    process = torch.arange(processes, device=ids.device)
+    chosen = (ids // own).unsqueeze(-1) == process  # (T, K, P)
+    of_token = chosen.any(1)
+    pairs, places = sort(process.where(of_token, -1), processes, like)
+    return pairs, places, torch.stack([of_token.sum(0), chosen.sum((0, 1))], 1), ids.int()
+
+
+def sort(ids: Tensor, groups: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The assignments of ``ids`` ``(T, K)`` in the order of their groups, and the place ``(T, K)`` of each in it.
+
+    Both are int32. Assignments to ids that are out of range come last.
+    """
+    order = group_by_expert(ids, groups, like).order
+    places = torch.empty_like(order)
+    places.scatter_(0, order.long(), torch.arange(len(order), dtype=torch.int32, device=order.device))
+    return order, places.view(ids.shape)
+
+
+class _Copy(torch.autograd.Function):
+    """The rows of tensors ``(T, ...)`` for these assignments ``(rows,)``, which are exchanged if there is an exchange.
+
+    ``places`` ``(T, K)`` are those of all assignments; those beyond the rows are of assignments that are left out.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, order: Tensor, places: Tensor, exchange: Exchange | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(places)
+        ctx.exchange = exchange
+        return tuple(copied(t, order, places.shape[1], exchange) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        (places,) = ctx.saved_tensors
+        needed = ctx.needs_input_grad[3:]
+        found = [summed(g, places, ctx.exchange) if n else None for g, n in zip(grads, needed)]
+        return None, None, None, *found
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of the rows of each token: in both directions the opposite of `_Copy`."""
+
+    @staticmethod
+    def forward(ctx: Any, order: Tensor, places: Tensor, exchange: Exchange | None, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.exchange, ctx.share = exchange, places.shape[1]
+        return summed(rows, places, exchange)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        (order,) = ctx.saved_tensors
+        return None, None, None, copied(grad, order, ctx.share, ctx.exchange)
+
+
+def copied(t: Tensor, order: Tensor, share: int, exchange: Exchange | None) -> Tensor:
+    """The rows of these assignments, of which ``share`` consecutive ones have the same row, and their exchange."""
+    rows: Tensor = backend_of(t).gather_rows(t, order, share)
+    return rows if exchange is None else exchange(rows)
+
+
+def summed(rows: Tensor, places: Tensor, exchange: Exchange | None) -> Tensor:
+    """The opposite: the exchange back, and the sum of the rows at the places ``(T, K)`` over K."""
+    found: Tensor = backend_of(rows).sum_rows(rows if exchange is None else exchange.back(rows), places)
+    return found
+
+
+def part_of_process(t: Tensor, mesh: Any) -> Tensor:
+    """This process' part of what all processes of the mesh have. The gradients of all parts are gathered."""
+    own: Tensor = DTensor.from_local(t, mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(0)]).to_local()
+    return own
+
+
+def whole_batch(out: Tensor, tokens: int, mesh: Any) -> Tensor:
+    """The results of all tokens, from the parts of the processes of the mesh."""
+    width = out.shape[1]
+    found: Tensor = DTensor.from_local(out, mesh, [Shard(0)], shape=(tokens, width), stride=(width, 1)).full_tensor()  # type: ignore[arg-type]
+    return found
