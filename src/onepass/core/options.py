@@ -114,14 +114,14 @@ class Inputs(NamedTuple):
 
 
 class FieldGradients(NamedTuple):
-    """Upstream gradients of the fields. None means zero."""
+    """Upstream gradients of the fields. None means zero. A tensor without dimensions is that of all rows."""
 
     log_normalizer: Tensor | None = None
     expected_logit: Tensor | None = None  # that of `entropy` instead, if it is requested
     weighted_logit: Tensor | None = None
     tempered_log_normalizer: Tensor | None = None
     selected: Tensor | None = None  # that of `log_probs` instead, if they are requested
-    share: Tensor | None = None  # (2,): a number that multiplies that of `selected`, see `Average`
+    share: Tensor | None = None  # its first number multiplies that of `selected`, see `Average`
 
     @classmethod
     def of(cls, fields: str, grads: Sequence[Tensor | None]) -> "FieldGradients":

@@ -254,9 +254,10 @@ def softmax_gradient(
     index, row_mask, class_weights, temperature = inputs[:4]
     rows = logits.shape[:-1].numel()
     K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
-    n, e, w, t, s = [g if g is None or g.dim() == 1 else g.reshape(-1) for g in grads[:5]]
+    n, e, w, t, s = [g if g is None or g.dim() < 2 else g.reshape(-1) for g in grads[:5]]
     s = s if s is None or K == 1 else s.contiguous()
-    gradient_strides = (*[0 if g is None else g.stride(0) for g in (n, e, w, t)], 0 if s is None else s.stride(0) * K)
+    strides = [g.stride(0) if g is not None and g.dim() else 0 for g in (n, e, w, t, s)]
+    gradient_strides = (*strides[:4], strides[4] * K)
     if inputs.support is not None:
         s = s if s is None or grads.share is None else s * grads.share[0]
         support_gradient(logits, inputs, packed, FieldGradients(n, e, w, t, s), gradient_strides, options, out)

@@ -233,9 +233,10 @@ def softmax_loss(
     packed, selected, _ = results = empty_results(logits, index, options)
     if logits.numel():
         of_fields = [
-            g if g is None else g.reshape(-1) for g in (grads.log_normalizer, grads.weighted_logit, grads.selected)
+            g if g is None or g.dim() < 2 else g.reshape(-1)
+            for g in (grads.log_normalizer, grads.weighted_logit, grads.selected)
         ]
-        strides = tuple([0 if g is None else g.stride(0) for g in of_fields])
+        strides = tuple([g.stride(0) if g is not None and g.dim() else 0 for g in of_fields])
         x = logits if logits.dim() == 2 else logits.view(-1, logits.shape[-1])
         to = None if out is logits else out if out.dim() == 2 else out.view(x.shape)
         about = layout_of(x), 0 if to is None else to.stride(0), strides, options
