@@ -237,7 +237,7 @@ def plan_for(
     places = g.rows * g.pieces(LANES * tiles)
     return Plan(
         softmax_gradient_kernel, min(places, PROGRAMS_AGAIN) if several else places,
-        (rows, g.V, K, *g.strides, *gradient_strides, *options.transform.factors(), options.class_weight,
+        (rows, g.V, K, *g.strides, *gradient_strides[:-1], gradient_strides[-1] * K, *options.transform.factors(), options.class_weight,
          options.sharpness, places),
         constexprs, layout.warps(LANES),
     )  # fmt: skip
@@ -256,8 +256,7 @@ def softmax_gradient(
     K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
     n, e, w, t, s = [g if g is None or g.dim() < 2 else g.reshape(-1) for g in grads[:5]]
     s = s if s is None or K == 1 else s.contiguous()
-    strides = [g.stride(0) if g is not None and g.dim() else 0 for g in (n, e, w, t, s)]
-    gradient_strides = (*strides[:4], strides[4] * K)
+    gradient_strides = tuple([g.stride(0) if g is not None and g.dim() else 0 for g in (n, e, w, t, s)])
     if inputs.support is not None:
         s = s if s is None or grads.share is None else s * grads.share[0]
         support_gradient(logits, inputs, packed, FieldGradients(n, e, w, t, s), gradient_strides, options, out)

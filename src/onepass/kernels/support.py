@@ -290,8 +290,8 @@ def gradient_plan_for(
         SOFTCAP=options.transform.softcap is not None, LOG_PROBS=options.wants("log_probs"),
         ENTROPY=options.wants("entropy"), LANES=lanes_for(K), BLOCK_K=power_of_two(K),
     )  # fmt: skip
-    numbers = (rows, shape[-1], K, n, *row_strides(shape, strides), *row_strides(shape, out[1])[1:], *gradient_strides,
-               *options.transform.factors(), options.class_weight, options.sharpness)  # fmt: skip
+    numbers = (rows, shape[-1], K, n, *row_strides(shape, strides), *row_strides(shape, out[1])[1:],
+               *gradient_strides[:-1], gradient_strides[-1] * K, *options.transform.factors(), options.class_weight, options.sharpness)  # fmt: skip
     return Plan(support_gradient_kernel, shape[:-1].numel(), numbers, constexprs, 4)
 
 
