@@ -26,11 +26,11 @@ def part_of(count, divisor, factor, COUNTED: tl.constexpr):
     return part
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "masked"])
 def row_share_kernel(share: "Out", row_mask: "Flat", divisor: "Flat", guess: "Flat", rows: tl.int32,
-                     factor: tl.float32, COUNTED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """What a row counts for: ``part = factor / divisor``, also divided by the number of rows where the mask is not 0 if
-    COUNTED.
+                     factor: tl.float32, masked: tl.int64, COUNTED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """What a row counts for: ``part = factor / divisor``, also divided by the number of rows where the mask is not
+    ``masked`` if COUNTED.
 
     Inputs: ``row_mask``, ``(rows,)``; ``divisor`` and ``guess``, one number each, or None for 1.
     Output: ``share``, which are ``part`` and ``part·guess``.
@@ -40,7 +40,7 @@ def row_share_kernel(share: "Out", row_mask: "Flat", divisor: "Flat", guess: "Fl
     if COUNTED:
         for first in range(0, rows, BLOCK):
             row = first + tl.arange(0, BLOCK)
-            count += (tl.load(row_mask + row, mask=row < rows, other=0) != 0).to(tl.int32)
+            count += ((row < rows) & (tl.load(row_mask + row, mask=row < rows, other=0) != masked)).to(tl.int32)
     part = part_of(count, divisor, factor, COUNTED)
     upstream = 1.0
     if guess is not None:
@@ -49,10 +49,10 @@ def row_share_kernel(share: "Out", row_mask: "Flat", divisor: "Flat", guess: "Fl
     tl.store(share + 1, upstream * part)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "masked"])
 def row_average_kernel(values: "Flat", row_mask: "Flat", divisor: "Flat", share: "Out", total: "Out", rows: tl.int32,
-                       factor: tl.float32, COUNTED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """``total = part·Σ values``, over the rows where the mask is not 0, with the ``part`` of `row_share_kernel`.
+                       factor: tl.float32, masked: tl.int64, COUNTED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """``total = part·Σ values``, over the rows where the mask is not ``masked``, with the ``part`` of `row_share_kernel`.
 
     Inputs: ``values`` and ``row_mask``, ``(rows,)``, or no mask; ``divisor``, one number, or None for 1. Outputs:
     ``part``, which is the first number of ``share``, and ``total``.
@@ -64,7 +64,7 @@ def row_average_kernel(values: "Flat", row_mask: "Flat", divisor: "Flat", share:
         row = first + tl.arange(0, BLOCK)
         active = row < rows
         if row_mask is not None:
-            active = tl.load(row_mask + row, mask=active, other=0) != 0
+            active = active & (tl.load(row_mask + row, mask=active, other=0) != masked)
         sums += tl.load(values + row, mask=active, other=0.0)
         count += active.to(tl.int32)
     part = part_of(count, divisor, factor, COUNTED)
@@ -77,16 +77,16 @@ def block_for(rows: int) -> int:
     return FEW if rows <= FEW else MANY
 
 
-def plan_of_share(rows: int, factor: float, counted: bool) -> Plan:
+def plan_of_share(rows: int, factor: float, counted: bool, masked: int) -> Plan:
     """The launch of `row_share_kernel`."""
     block = block_for(rows if counted else 0)
-    return Plan(row_share_kernel, 1, (rows, factor), dict(COUNTED=counted, BLOCK=block), block // 256)
+    return Plan(row_share_kernel, 1, (rows, factor, masked), dict(COUNTED=counted, BLOCK=block), block // 256)
 
 
-def plan_of_average(rows: int, factor: float, counted: bool) -> Plan:
+def plan_of_average(rows: int, factor: float, counted: bool, masked: int) -> Plan:
     """The launch of `row_average_kernel`."""
     block = block_for(rows)
-    return Plan(row_average_kernel, 1, (rows, factor), dict(COUNTED=counted, BLOCK=block), block // 256)
+    return Plan(row_average_kernel, 1, (rows, factor, masked), dict(COUNTED=counted, BLOCK=block), block // 256)
 
 
 def row_share(
@@ -94,7 +94,7 @@ def row_share(
 ) -> torch.Tensor:
     """What every row of the logits counts for in an average, and that times ``guess``, ``(2,)``; see `Average`."""
     share = logits.new_empty(2, dtype=torch.float32)
-    about = logits.shape[:-1].numel(), average.factor, average.counted
+    about = logits.shape[:-1].numel(), average.factor, average.counted, average.masked
     launch(plan_of_share, about, (share, row_mask if average.counted else None, average.divisor, guess))
     return share
 
@@ -105,6 +105,6 @@ def row_average(
     """The average of ``values``, and what every row counts for: ``share`` if it is known, which is written again."""
     total = values.new_empty(())
     share = values.new_empty(1) if share is None else share
-    about = values.numel(), average.factor, average.counted
+    about = values.numel(), average.factor, average.counted, average.masked
     launch(plan_of_average, about, (values, row_mask, average.divisor, share, total))
     return total, share

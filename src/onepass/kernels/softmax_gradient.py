@@ -66,7 +66,7 @@ def write_piece(
     place, part, logits, class_weights, out, index, row_mask, temperature, packed, grad_log_normalizer,
     grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected, rows, V, K, inner_rows, outer_stride,
     inner_stride, out_outer_stride, out_inner_stride, n_stride, e_stride, w_stride, t_stride, s_stride, inner, outer,
-    class_weight, sharpness,
+    class_weight, sharpness, masked,
     SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, ALIGN: tl.constexpr,
     SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
     SOME_K: tl.constexpr,
@@ -94,7 +94,7 @@ def write_piece(
     a, b, d, h, tempered = 0.0, 0.0, 0.0, 0.0, 0.0
     active = True
     if row_mask is not None:
-        active = tl.load(row_mask + row) != 0
+        active = tl.load(row_mask + row) != masked
     k = tl.arange(0, BLOCK_K)
     w = tl.zeros([BLOCK_K], tl.float32)
     needed = False
@@ -164,7 +164,7 @@ def write_piece(
 @triton.jit(
     do_not_specialize=[
         "rows", "V", "K", "inner_rows", "outer_stride", "inner_stride", "out_outer_stride", "out_inner_stride",
-        "n_stride", "e_stride", "w_stride", "t_stride", "s_stride", "places",
+        "n_stride", "e_stride", "w_stride", "t_stride", "s_stride", "places", "masked",
     ],
     do_not_specialize_on_alignment=[
         "share", "index", "row_mask", "temperature", "packed",
@@ -180,7 +180,7 @@ def softmax_gradient_kernel(
     rows: tl.int32, V: tl.int32, K: tl.int32, inner_rows: tl.int32, outer_stride: tl.int64, inner_stride: tl.int64,
     out_outer_stride: tl.int64, out_inner_stride: tl.int64, n_stride: tl.int32, e_stride: tl.int32,
     w_stride: tl.int32, t_stride: tl.int32, s_stride: tl.int32, inner: tl.float32, outer: tl.float32,
-    class_weight: tl.float32, sharpness: tl.float32, places: tl.int32,
+    class_weight: tl.float32, sharpness: tl.float32, places: tl.int32, masked: tl.int64,
     SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, ALIGN: tl.constexpr,
     SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
     SOME_K: tl.constexpr, AGAIN: tl.constexpr, SEVERAL: tl.constexpr,
@@ -208,7 +208,7 @@ def softmax_gradient_kernel(
                 place, part, logits, class_weights, out, index, row_mask, temperature, packed, grad_log_normalizer,
                 grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected, rows, V, K, inner_rows,
                 outer_stride, inner_stride, out_outer_stride, out_inner_stride, n_stride, e_stride, w_stride, t_stride,
-                s_stride, inner, outer, class_weight, sharpness, SOFTCAP, LOG_PROBS, ENTROPY, ALIGN, SAME_PHASE, VEC,
+                s_stride, inner, outer, class_weight, sharpness, masked, SOFTCAP, LOG_PROBS, ENTROPY, ALIGN, SAME_PHASE, VEC,
                 LANES, TILES, BLOCK_K, SOME_K)  # fmt: skip
     else:
         place = tl.program_id(0)
@@ -216,7 +216,7 @@ def softmax_gradient_kernel(
             place, part, logits, class_weights, out, index, row_mask, temperature, packed, grad_log_normalizer,
             grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected, rows, V, K, inner_rows,
             outer_stride, inner_stride, out_outer_stride, out_inner_stride, n_stride, e_stride, w_stride, t_stride,
-            s_stride, inner, outer, class_weight, sharpness, SOFTCAP, LOG_PROBS, ENTROPY, ALIGN, SAME_PHASE, VEC,
+            s_stride, inner, outer, class_weight, sharpness, masked, SOFTCAP, LOG_PROBS, ENTROPY, ALIGN, SAME_PHASE, VEC,
             LANES, TILES, BLOCK_K, SOME_K)  # fmt: skip
 
 
@@ -237,8 +237,8 @@ def plan_for(
     places = g.rows * g.pieces(LANES * tiles)
     return Plan(
         softmax_gradient_kernel, min(places, PROGRAMS_AGAIN) if several else places,
-        (rows, g.V, K, *g.strides, *gradient_strides[:-1], gradient_strides[-1] * K, *options.transform.factors(), options.class_weight,
-         options.sharpness, places),
+        (rows, g.V, K, *g.strides, *gradient_strides[:-1], gradient_strides[-1] * K,
+         *options.transform.factors(), options.class_weight, options.sharpness, places, options.masked),
         constexprs, layout.warps(LANES),
     )  # fmt: skip
 

@@ -27,7 +27,7 @@ LEAST_LOGITS = 1 << 26  # of a tensor that is read once: below, the host is the 
 
 
 @triton.jit(
-    do_not_specialize=["rows", "V", "row_stride", "out_stride", "n_stride", "w_stride", "s_stride"],
+    do_not_specialize=["rows", "V", "row_stride", "out_stride", "n_stride", "w_stride", "s_stride", "masked"],
     do_not_specialize_on_alignment=[
         "index", "row_mask", "temperature", "packed", "selected",
         "grad_log_normalizer", "grad_weighted_logit", "grad_selected", "pieces",
@@ -39,7 +39,7 @@ def softmax_loss_kernel(
     grad_log_normalizer: "Strided", grad_weighted_logit: "Strided", grad_selected: "Strided", pieces: "Out",
     rows: tl.int32, V: tl.int32, row_stride: tl.int64, out_stride: tl.int64, n_stride: tl.int32, w_stride: tl.int32,
     s_stride: tl.int32,
-    inner: tl.float32, outer: tl.float32, class_weight: tl.float32,
+    inner: tl.float32, outer: tl.float32, class_weight: tl.float32, masked: tl.int64,
     SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, WEIGHTED: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
     UNROLL: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +69,7 @@ def softmax_loss_kernel(
         g = out + row * out_stride // VEC * VEC
     active = True
     if row_mask is not None:
-        active = tl.load(row_mask + row) != 0
+        active = tl.load(row_mask + row) != masked
     inner, outer = factors_of_row(inner, outer, temperature, row, SOFTCAP)
     shift, log_normalizer, weighted_logit, z_selected = 0.0, 0.0, 0.0, 0.0
     column = tl.load(index + row)
@@ -186,7 +186,8 @@ def plan_for(x: Layout, out_stride: int, gradient_strides: tuple[int, ...], opti
     words = SPLITS * (2 if options.wants("weighted_logit") else 1)
     return Plan(
         softmax_loss_kernel, rows * SPLITS,
-        (rows, V, row_stride, out_stride, *gradient_strides, *options.transform.factors(), options.class_weight),
+        (rows, V, row_stride, out_stride, *gradient_strides, *options.transform.factors(), options.class_weight,
+         options.masked),
         constexprs, layout.warps(lanes), 2 * rows * words + 1 if SPLITS > 1 else 0,
     )  # fmt: skip
 
@@ -219,7 +220,9 @@ def reads_once(logits: torch.Tensor, inputs: Inputs, options: Options) -> bool:
         return False
     if logits.dim() != 2 and not logits.is_contiguous():
         return False
-    return supports_fused_loss(logits.view(-1, vocab), index.reshape(-1), options)
+    if logits.dim() != 2:
+        logits, index = logits.view(-1, vocab), index.reshape(-1)
+    return supports_fused_loss(logits, index, options)
 
 
 def softmax_loss(

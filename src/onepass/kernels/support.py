@@ -58,13 +58,13 @@ def any_equal(ids, column, j, count):
     return tl.max(equal.to(tl.int32), axis=0) > 0
 
 
-@triton.jit(do_not_specialize=["rows", "V", "K", "n", "inner_rows", "outer_stride", "inner_stride"])
+@triton.jit(do_not_specialize=["rows", "V", "K", "n", "inner_rows", "outer_stride", "inner_stride", "masked"])
 def support_statistics_kernel(
     logits: "Rows", class_weights: "Flat", ids: "Flat", index: "Flat", row_mask: "Flat", temperature: "Flat",
     starts: "Flat", lengths: "Flat", packed: "Out", selected: "Out", is_top1: "Out",
     rows: tl.int32, V: tl.int64, K: tl.int32, n: tl.int64, inner_rows: tl.int32, outer_stride: tl.int64,
     inner_stride: tl.int64,
-    inner: tl.float32, outer: tl.float32, class_weight: tl.float32, sharpness: tl.float32,
+    inner: tl.float32, outer: tl.float32, class_weight: tl.float32, sharpness: tl.float32, masked: tl.int64,
     SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
     TEMPERED: tl.constexpr, LANES: tl.constexpr, BLOCK_K: tl.constexpr, TOP1: tl.constexpr, SHARD: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +78,7 @@ def support_statistics_kernel(
     k = tl.arange(0, BLOCK_K)
     active = True
     if row_mask is not None:
-        active = tl.load(row_mask + row) != 0
+        active = tl.load(row_mask + row) != masked
     shift, log_normalizer, expected_logit = 0.0, 0.0, 0.0
     weighted_logit, tempered_log_normalizer = 0.0, 0.0
     relative = tl.zeros([BLOCK_K], tl.float32)
@@ -145,7 +145,7 @@ def support_statistics_kernel(
 @triton.jit(
     do_not_specialize=[
         "rows", "V", "K", "n", "inner_rows", "outer_stride", "inner_stride", "out_outer_stride", "out_inner_stride",
-        "n_stride", "e_stride", "w_stride", "t_stride", "s_stride",
+        "n_stride", "e_stride", "w_stride", "t_stride", "s_stride", "masked",
     ]
 )  # fmt: skip
 def support_gradient_kernel(
@@ -156,7 +156,7 @@ def support_gradient_kernel(
     rows: tl.int32, V: tl.int64, K: tl.int32, n: tl.int64, inner_rows: tl.int32, outer_stride: tl.int64,
     inner_stride: tl.int64, out_outer_stride: tl.int64, out_inner_stride: tl.int64, n_stride: tl.int32,
     e_stride: tl.int32, w_stride: tl.int32, t_stride: tl.int32, s_stride: tl.int32, inner: tl.float32,
-    outer: tl.float32, class_weight: tl.float32, sharpness: tl.float32,
+    outer: tl.float32, class_weight: tl.float32, sharpness: tl.float32, masked: tl.int64,
     SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, LANES: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -175,7 +175,7 @@ def support_gradient_kernel(
     to = out + row_start(row, inner_rows, out_outer_stride, out_inner_stride)
     active = True
     if row_mask is not None:
-        active = tl.load(row_mask + row) != 0
+        active = tl.load(row_mask + row) != masked
     inner, outer = factors_of_row(inner, outer, temperature, row, SOFTCAP)
     first, count, full = support_of_row(starts, lengths, row, n, V)
     a, b, d, h, tempered = 0.0, 0.0, 0.0, 0.0, 0.0
@@ -254,7 +254,7 @@ def plan_for(x: Layout, n: int, rows: int, K: int, options: Options, top1: bool,
         LANES=lanes_for(K), BLOCK_K=power_of_two(K), TOP1=top1, SHARD=shard,
     )  # fmt: skip
     numbers = (rows, shape[-1], K, n, *row_strides(shape, strides), *options.transform.factors(), options.class_weight,
-               options.sharpness)  # fmt: skip
+               options.sharpness, options.masked)  # fmt: skip
     return Plan(support_statistics_kernel, shape[:-1].numel(), numbers, constexprs, 4)
 
 
@@ -291,7 +291,8 @@ def gradient_plan_for(
         ENTROPY=options.wants("entropy"), LANES=lanes_for(K), BLOCK_K=power_of_two(K),
     )  # fmt: skip
     numbers = (rows, shape[-1], K, n, *row_strides(shape, strides), *row_strides(shape, out[1])[1:],
-               *gradient_strides[:-1], gradient_strides[-1] * K, *options.transform.factors(), options.class_weight, options.sharpness)  # fmt: skip
+               *gradient_strides[:-1], gradient_strides[-1] * K, *options.transform.factors(), options.class_weight,
+               options.sharpness, options.masked)  # fmt: skip
     return Plan(support_gradient_kernel, shape[:-1].numel(), numbers, constexprs, 4)
 
 

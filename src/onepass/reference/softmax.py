@@ -98,9 +98,9 @@ def in_support(inputs: Inputs, index: Tensor) -> Tensor:
     return found
 
 
-def active_rows(row_mask: Tensor | None) -> Tensor | None:
+def active_rows(row_mask: Tensor | None, masked: int = 0) -> Tensor | None:
     """``(rows,)``, bool: False for masked rows. None if there is no mask or, on a CPU, no masked row."""
-    active = None if row_mask is None else row_mask.reshape(-1).bool()
+    active = None if row_mask is None else row_mask.reshape(-1) != masked
     return None if active is None or (active.is_cpu and active.all()) else active
 
 
@@ -149,7 +149,7 @@ def read_rows(
         return results
     field = dict(zip(PACKED, packed.view(len(PACKED), rows, 1)))
     shift, total = field["shift"], field["log_normalizer"]
-    active, bad = active_rows(row_mask), None
+    active, bad = active_rows(row_mask, options.masked), None
     if index is not None and per_index is not None:
         index = index.reshape(rows, index.numel() // rows)
         per_index = per_index.view(index.shape)
@@ -278,7 +278,7 @@ def softmax_gradient(
         if options.wants("log_probs"):
             a = a - w.sum(-1, keepdim=True)
         index, w = index.masked_fill(outside, 0), w.masked_fill(outside, 0.0)
-    idle = idle_rows(zero, active_rows(row_mask))
+    idle = idle_rows(zero, active_rows(row_mask, options.masked))
     factor = field["log_normalizer"].neg().exp_()  # the probability of the largest logit
     a, b = a * factor, b * factor
     for group, (x, to) in row_blocks(logits, out, alone=options.invariant):
@@ -392,7 +392,7 @@ def part_of(rows: Tensor, row_mask: Tensor | None, average: Average, dtype: torc
     """What every row counts for in an average."""
     part = torch.full((), average.factor, dtype=dtype, device=rows.device)
     if average.counted:
-        part = part / (rows.numel() if row_mask is None else (row_mask != 0).sum())
+        part = part / (rows.numel() if row_mask is None else (row_mask != average.masked).sum())
     return part if average.divisor is None else part / average.divisor.to(dtype)
 
 
@@ -401,7 +401,7 @@ def row_average(
 ) -> tuple[Tensor, Tensor]:
     """The average of ``values``, and what every row counts for: ``share`` if it is known."""
     share = part_of(values, row_mask, average, values.dtype).view(1) if share is None else share
-    return (values if row_mask is None else values.where(row_mask != 0, 0.0)).sum() * share[0], share
+    return (values if row_mask is None else values.where(row_mask != average.masked, 0.0)).sum() * share[0], share
 
 
 def scale(x: Tensor, factor: Tensor, out: Tensor) -> None:

@@ -186,7 +186,7 @@ def overlaps(tensor: Tensor) -> bool:
     return False
 
 
-def check_range(logits: Any, inputs: Inputs, name: str = "index") -> None:
+def check_range(logits: Any, inputs: Inputs, name: str = "index", masked: int = 0) -> None:
     """Raise for an index outside the vocabulary, if the check does not synchronize or in debug mode.
 
     Otherwise the results of its row are NaN.
@@ -195,7 +195,7 @@ def check_range(logits: Any, inputs: Inputs, name: str = "index") -> None:
     if index is None or not (is_debugging() or (logits.is_cpu and backend_of(logits) is reference)):
         return
     rows = index.reshape(logits.shape[:-1].numel(), index.shape[-1] if index.dim() == logits.dim() else 1)
-    bad = out_of_range(rows, active_rows(inputs.row_mask), logits.shape[-1])
+    bad = out_of_range(rows, active_rows(inputs.row_mask, masked), logits.shape[-1])
     if bad.any():
         row, k = bad.nonzero()[0].tolist()
         raise IndexError(f"{name}: expected values in [0, {logits.shape[-1]}), got {int(rows[row, k])} in row {row}")
@@ -312,7 +312,7 @@ def _like_forward(logits: Tensor, inputs: Inputs, options: Options) -> Results:
 
 @operation("onepass::softmax_statistics", _like_forward)
 def _forward(logits: Tensor, inputs: Inputs, options: Options) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    check_range(logits, inputs)
+    check_range(logits, inputs, masked=options.masked)
     results: Results = backend_of(logits).softmax_statistics(logits, inputs, options)
     return results
 
