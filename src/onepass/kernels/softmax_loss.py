@@ -6,6 +6,8 @@ kernels read the logits twice. Programs that share a row wait for its normalizer
 these are still in the cache of the device.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -148,6 +150,7 @@ def softmax_loss_kernel(
         write_zeros(g, low, high, 0, LANES, VEC)
 
 
+@lru_cache
 def programs_for(vocab: int, size: int) -> tuple[int, int]:
     """``(lanes, splits)`` for a row of ``vocab`` logits of ``size`` bytes: a program's width, and their number."""
     vec = 16 // size
