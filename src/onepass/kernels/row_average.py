@@ -52,7 +52,7 @@ def row_share_kernel(share: "Out", row_mask: "Flat", divisor: "Flat", guess: "Fl
 @triton.jit(do_not_specialize=["rows", "masked"])
 def row_average_kernel(values: "Flat", row_mask: "Flat", divisor: "Flat", share: "Out", total: "Out", rows: tl.int32,
                        factor: tl.float32, masked: tl.int64, COUNTED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """``total = part·Σ values``, over the rows where the mask is not ``masked``, with the ``part`` of `row_share_kernel`.
+    """``total = part·Σ values`` over the rows where the mask is not ``masked``, for the ``part`` of `row_share_kernel`.
 
     Inputs: ``values`` and ``row_mask``, ``(rows,)``, or no mask; ``divisor``, one number, or None for 1. Outputs:
     ``part``, which is the first number of ``share``, and ``total``.

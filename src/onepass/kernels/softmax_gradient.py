@@ -208,16 +208,16 @@ def softmax_gradient_kernel(
                 place, part, logits, class_weights, out, index, row_mask, temperature, packed, grad_log_normalizer,
                 grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected, rows, V, K, inner_rows,
                 outer_stride, inner_stride, out_outer_stride, out_inner_stride, n_stride, e_stride, w_stride, t_stride,
-                s_stride, inner, outer, class_weight, sharpness, masked, SOFTCAP, LOG_PROBS, ENTROPY, ALIGN, SAME_PHASE, VEC,
-                LANES, TILES, BLOCK_K, SOME_K)  # fmt: skip
+                s_stride, inner, outer, class_weight, sharpness, masked, SOFTCAP, LOG_PROBS, ENTROPY, ALIGN, SAME_PHASE,
+                VEC, LANES, TILES, BLOCK_K, SOME_K)  # fmt: skip
     else:
         place = tl.program_id(0)
         write_piece(
             place, part, logits, class_weights, out, index, row_mask, temperature, packed, grad_log_normalizer,
             grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected, rows, V, K, inner_rows,
             outer_stride, inner_stride, out_outer_stride, out_inner_stride, n_stride, e_stride, w_stride, t_stride,
-            s_stride, inner, outer, class_weight, sharpness, masked, SOFTCAP, LOG_PROBS, ENTROPY, ALIGN, SAME_PHASE, VEC,
-            LANES, TILES, BLOCK_K, SOME_K)  # fmt: skip
+            s_stride, inner, outer, class_weight, sharpness, masked, SOFTCAP, LOG_PROBS, ENTROPY, ALIGN, SAME_PHASE,
+            VEC, LANES, TILES, BLOCK_K, SOME_K)  # fmt: skip
 
 
 def plan_for(

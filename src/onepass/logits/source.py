@@ -268,7 +268,10 @@ def number_of(temperature: Tensor | float) -> Any:
 
 
 def temperature_of_rows(
-    temperature: Tensor | float | None, logits: LogitsSource, row_mask: Tensor | None, name: str = "temperature",
+    temperature: Tensor | float | None,
+    logits: LogitsSource,
+    row_mask: Tensor | None,
+    name: str = "temperature",
     masked: int = 0,
 ) -> Tensor | None:
     """The temperature of each row, checked and in the dtype of the fields; None if all rows have the same.
@@ -324,7 +327,7 @@ def inputs_for(
         temperature: a number is in the ``options`` already.
         support: see `onepass.softmax_statistics`.
     """
-    if row_mask is not None:
+    if row_mask is not None and row_mask is not index:
         check_row_mask(row_mask, logits)
     weights = None
     if class_weights is None:

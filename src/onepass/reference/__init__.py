@@ -18,8 +18,8 @@ from onepass.reference.router import route, route_gradient
 from onepass.reference.shards import merge_divergences, merge_shards, shard_statistics
 from onepass.reference.softmax import (
     reads_once,
-    row_gemm,
     row_average,
+    row_gemm,
     row_share,
     scale,
     selected_logits,
@@ -47,8 +47,8 @@ __all__ = [
     "reads_once",
     "route",
     "route_gradient",
-    "row_gemm",
     "row_average",
+    "row_gemm",
     "row_share",
     "scale",
     "scattered_linear",
