@@ -100,8 +100,8 @@ def statistics_of(
 
     Args:
         inplace_backward: whether the backward writes the gradient over the logits.
-        average: if given, the result is this average of the only field, the log-probs. It takes two launches, where
-            an equivalent of operations that autograd records takes six.
+        average: if given, the result is this average of the only field, the log-probs. It takes one launch
+            more, or two, where an equivalent of operations that autograd records takes six.
         early: whether the gradient of an average may be computed in the forward, see `early_gradient`.
     """
     if logits.stride()[-1] != 1 and logits.shape[-1] > 1 and not inplace_backward:
