@@ -113,6 +113,18 @@ def flat_rows(
     return [t if t is None or not t.dim() else t.reshape(-1)[first * n :] for t, n in zip(tensors, counts)]
 
 
+def flat_gradients(grads: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], tuple[int, ...]]:
+    """Upstream gradients, flattened, and their strides, which are 0 for None and for one number of all rows."""
+    flat: list[torch.Tensor | None] = []
+    strides = []
+    for g in grads:
+        if g is not None and g.dim() > 1:
+            g = g.reshape(-1)
+        flat.append(g)
+        strides.append(g.stride(0) if g is not None and g.dim() else 0)
+    return flat, tuple(strides)
+
+
 def lanes_for(vocab: int, vec: int, most: int = MAX_LANES) -> int:
     """Lanes of a program, one per thread. A row has at least two tiles of this width, if it is long enough."""
     return max(32, min(most, power_of_two(vocab // (4 * vec) + 1)))

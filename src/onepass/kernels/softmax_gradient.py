@@ -24,7 +24,7 @@ from onepass.autotune.own import choose
 from onepass.core.options import FieldGradients, Inputs, Options
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Plan, Rows, Strided, launch
-from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, power_of_two, row_groups
+from onepass.kernels.layout import Geometry, Layout, flat_gradients, flat_rows, layout_of, power_of_two, row_groups
 from onepass.kernels.online_softmax import factors_of_row, rounded
 from onepass.kernels.row_programs import row_start, write_zeros
 from onepass.kernels.softmax_fields import (
@@ -254,16 +254,17 @@ def softmax_gradient(
     index, row_mask, class_weights, temperature = inputs[:4]
     rows = logits.shape[:-1].numel()
     K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
-    n, e, w, t, s = [g if g is None or g.dim() < 2 else g.reshape(-1) for g in grads[:5]]
-    s = s if s is None or K == 1 else s.contiguous()
-    gradient_strides = tuple([g.stride(0) if g is not None and g.dim() else 0 for g in (n, e, w, t, s)])
+    if K > 1 and grads.selected is not None:
+        grads = grads._replace(selected=grads.selected.contiguous())
+    of_fields, strides = flat_gradients(grads[:5])
     if inputs.support is not None:
-        s = s if s is None or grads.share is None else s * grads.share[0]
-        support_gradient(logits, inputs, packed, FieldGradients(n, e, w, t, s), gradient_strides, options, out)
+        if grads.share is not None and grads.selected is not None:
+            of_fields[-1] = of_fields[-1] * grads.share[0]
+        support_gradient(logits, inputs, packed, of_fields, strides, options, out)
         return
     for first, (x, g) in row_groups(logits, out) if rows else ():
-        tensors = flat_rows(first, (index, row_mask, temperature, packed, n, e, w, t, s), (K, 1, 1, 1, 1, 1, 1, 1, K))
-        about = layout_of(x), layout_of(g), gradient_strides, rows, K, options, again
+        tensors = flat_rows(first, (index, row_mask, temperature, packed, *of_fields), (K, 1, 1, 1, 1, 1, 1, 1, K))
+        about = layout_of(x), layout_of(g), strides, rows, K, options, again
         launch(plan_for, about, (x, class_weights, grads.share, g, *tensors))
 
 

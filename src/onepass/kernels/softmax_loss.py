@@ -15,7 +15,7 @@ import triton.language as tl
 from onepass.core.options import FieldGradients, Inputs, Options, Results, empty_results
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
-from onepass.kernels.layout import Layout, layout_of, power_of_two
+from onepass.kernels.layout import Layout, flat_gradients, layout_of, power_of_two
 from onepass.kernels.online_softmax import LOWEST, factors_of_row, merge, rounded, transform
 from onepass.kernels.row_programs import collect, publish, take_turn, write_zeros
 from onepass.kernels.softmax_fields import LOG_NORMALIZER, SHIFT, WEIGHTED_LOGIT, gradient
@@ -238,11 +238,7 @@ def softmax_loss(
     index, row_mask, class_weights, temperature = inputs[:4]
     packed, selected, _ = results = empty_results(logits, index, options)
     if logits.numel():
-        of_fields = [
-            g if g is None or g.dim() < 2 else g.reshape(-1)
-            for g in (grads.log_normalizer, grads.weighted_logit, grads.selected)
-        ]
-        strides = tuple([g.stride(0) if g is not None and g.dim() else 0 for g in of_fields])
+        of_fields, strides = flat_gradients((grads.log_normalizer, grads.weighted_logit, grads.selected))
         x = logits if logits.dim() == 2 else logits.view(-1, logits.shape[-1])
         to = None if out is logits else out if out.dim() == 2 else out.view(x.shape)
         about = layout_of(x), 0 if to is None else to.stride(0), strides, options

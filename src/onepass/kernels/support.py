@@ -5,11 +5,13 @@ support. A program walks the support of one row. Bytes moved: of a row, its supp
 backward also the whole row of the gradient out, which is 0 outside of the support.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
-from onepass.core.options import FieldGradients, Inputs, Options
+from onepass.core.options import Inputs, Options
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Layout, flat_rows, layout_of, power_of_two, row_groups, row_strides
 from onepass.kernels.online_softmax import LOWEST, factors_of_row, merge, transform, update
@@ -297,7 +299,7 @@ def gradient_plan_for(
 
 
 def support_gradient(
-    logits: torch.Tensor, inputs: Inputs, packed: torch.Tensor, grads: FieldGradients,
+    logits: torch.Tensor, inputs: Inputs, packed: torch.Tensor, grads: Sequence[torch.Tensor | None],
     gradient_strides: tuple[int, ...], options: Options, out: torch.Tensor,
 ) -> None:  # fmt: skip
     """Write the gradient with respect to the logits into ``out``, which may be the logits themselves."""
@@ -307,7 +309,7 @@ def support_gradient(
     values = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)  # type: ignore[union-attr]
     n, S = sizes(ids, starts)
     for first, (x, g) in row_groups(logits, out) if rows else ():
-        of_rows = ids, index, row_mask, temperature, starts, lengths, packed, *grads[:5], values
+        of_rows = ids, index, row_mask, temperature, starts, lengths, packed, *grads, values
         tensors = flat_rows(first, of_rows, (S, K, 1, 1, 1, 1, 1, 1, 1, 1, 1, K, S))
         about = layout_of(x), layout_of(g), n, gradient_strides, rows, K, options
         launch(gradient_plan_for, about, (x, class_weights, g, *tensors))

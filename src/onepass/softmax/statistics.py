@@ -110,9 +110,8 @@ def statistics_of(
         check_inplace(logits)
     if torch.is_grad_enabled() and logits.requires_grad:
         early = early and average is not None and not inplace_backward
-        fields: tuple[Tensor, ...] = _Statistics.apply(
-            logits, *inputs.passed(), average, options, inplace_backward, early
-        )
+        how = average, options, inplace_backward, early  # one argument, of which each costs time
+        fields: tuple[Tensor, ...] = _Statistics.apply(logits, *inputs.passed(), how)
         return fields
     return averaged(pick(_forward(logits, inputs, options), options), inputs, average)[0]
 
@@ -265,7 +264,7 @@ class _Statistics(torch.autograd.Function):
         logits: Tensor,
         *arguments: Any,
     ) -> tuple[Tensor, ...]:
-        *tensors, average, options, inplace, early = arguments
+        *tensors, (average, options, inplace, early) = arguments
         inputs, backend, grad, share = Inputs(*tensors), backend_of(logits), None, None
         if early and backend.reads_once(logits, inputs, options):
             grad, share = empty_gradient(logits), share_of(logits, inputs, average)
@@ -303,7 +302,7 @@ class _Statistics(torch.autograd.Function):
             mark_overwritten(logits)
         else:
             grad = _gradient(logits, inputs, packed, upstream, ctx.options)
-        return grad, *[None] * (len(tensors) + 4)
+        return grad, *[None] * (len(tensors) + 1)
 
 
 def _like_forward(logits: Tensor, inputs: Inputs, options: Options) -> Results:
