@@ -275,6 +275,9 @@ def test_row_average(device, rows, dtype):
             total, again = backend.row_average(values, mask, average)
             assert_close(backend.row_average(values, mask, average, share)[0], total)
             assert again.tolist() == share[:1].tolist() or math.isnan(again)
+            targets, of_targets = torch.where(mask == 0, -100, 3), average._replace(masked=-100)
+            assert_close(backend.row_average(values, targets, of_targets)[0], total)
+            assert_close(backend.row_share(logits, targets, of_targets, guess), share)
             torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=1e-5, equal_nan=True)
             part = {-1.0: -1 / len(kept) if len(kept) else -math.inf, 2.0: 2.0, 1.0: 1 / 3}[average.factor]
             assert share.tolist() == pytest.approx([part, part if guess is None else 3 * part])

@@ -94,9 +94,9 @@ def cross_entropy(
         weights = weights.detach().to(torch.float64 if source.dtype == torch.float64 else torch.float32)
     check_index(target, source, "target", many=False)
     group = group_of_mean(source, reduction, num_items, mean_group)
-    if type(source) is TensorLogits and source.is_eager and row_mask is weights is group is None:
+    if type(source) is TensorLogits and row_mask is weights is group is None and not torch.compiler.is_compiling():
         valid, masked = target, ignore_index  # the kernels compare: for few rows, a launch takes long
-    else:
+    else:  # or the compiler traces, which takes no tensor twice
         valid, masked = target != ignore_index, 0
     if row_mask is not None:
         check_row_mask(row_mask, source)
