@@ -20,7 +20,7 @@ ELEMENTWISE = (
     "divergence_gradient_kernel",
     "scale_kernel",
     "row_share_kernel",
-    "row_sum_kernel",
+    "row_average_kernel",
 )
 DTYPES = (torch.float32, torch.bfloat16)
 FIELDS = {"metrics": ("is_top1", "log_sum_sq_probs", "mean_logit")}

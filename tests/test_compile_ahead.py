@@ -160,7 +160,7 @@ FIXED = {"TILES", "BLOCK", "GROUP", "NESTED"}
 OF_ONE_WIDTH = {
     "scale_kernel",
     "row_share_kernel",
-    "row_sum_kernel",
+    "row_average_kernel",
     "selected_logits_kernel",
     "support_gradient_kernel",
     "support_statistics_kernel",
@@ -253,8 +253,8 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     number, mean = empty((), dtype=torch.float32), Options("log_probs", options.transform)
     values, mask = empty((64,), dtype=torch.float32), empty((64,), dtype=torch.bool)
     for average in (Average(-1.0, True), Average(1.0, False, number)):
-        kernels.row_sum(values, mask, kernels.row_share(empty((64, 8)), mask, average, number))
-    of_mean = FieldGradients(selected=number.expand(logits.shape[:-1]), share=empty((2,), dtype=torch.float32))
+        kernels.row_average(values, mask, average, kernels.row_share(empty((64, 8)), mask, average, number))
+    of_mean = FieldGradients(selected=number, share=empty((2,), dtype=torch.float32))
     of_rows = Inputs(one, row_mask)
     kernels.softmax_gradient(logits, of_rows, packed, of_mean, mean, out, again=True)
     tokens = index.view(case.rows, -1)

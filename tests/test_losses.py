@@ -272,11 +272,16 @@ def test_row_average(device, rows, dtype):
     for average, expected in ((Average(-1.0, True), -kept.mean()), (Average(2.0), 2 * kept.sum()), third):
         for guess in (None, three.float()):
             share = backend.row_share(logits, mask, average, guess)
-            total = backend.row_sum(values, mask, share)
+            total, again = backend.row_average(values, mask, average)
+            assert_close(backend.row_average(values, mask, average, share)[0], total)
+            assert again.tolist() == share[:1].tolist() or math.isnan(again)
+            targets, of_targets = torch.where(mask == 0, -100, 3), average._replace(masked=-100)
+            assert_close(backend.row_average(values, targets, of_targets)[0], total)
+            assert_close(backend.row_share(logits, targets, of_targets, guess), share)
             torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=1e-5, equal_nan=True)
             part = {-1.0: -1 / len(kept) if len(kept) else -math.inf, 2.0: 2.0, 1.0: 1 / 3}[average.factor]
             assert share.tolist() == pytest.approx([part, part if guess is None else 3 * part])
-    assert_close(backend.row_sum(values.where(mask != 0, 0.0), None, share), total)
+    assert_close(backend.row_average(values.where(mask != 0, 0.0), None, average)[0], total)
 
 
 UPSTREAM = (1.0, 1.0, 2.0, 2.0, 1 / 3, 65536.0, 0.0, math.nan, 1.0)

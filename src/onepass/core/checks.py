@@ -208,7 +208,9 @@ def check_integer(value: Any, name: str, low: int = -(2**63), high: int = 2**63 
 
     Ints, NumPy integers and zero-dimensional integer CPU tensors are accepted.
     """
-    number: Any = value if type(value) is int else scalar(value, name, "an int")
+    if type(value) is int and low <= value <= high:
+        return value
+    number: Any = scalar(value, name, "an int")
     is_integer = isinstance(number, Integral) and not isinstance(number, bool)
     if not is_integer:
         raise TypeError(f"{name}: expected an int, got {described(value)}")

@@ -122,7 +122,6 @@ def operation(
                 return flops(**dict(zip(names, shapes)))
 
             FLOPS[getattr(torch.ops.onepass, name.partition("::")[2])] = counted
-        may_skip = is_untraced if composite else is_plain
 
         def all_plain(arguments: Sequence[Any]) -> bool:
             for n in tensors:  # loops, which are faster than `all` of a generator
@@ -135,7 +134,8 @@ def operation(
 
         @wraps(function)
         def call(*arguments: Any) -> Any:
-            if all_plain(arguments) and may_skip():
+            seen = torch.compiler.is_compiling() or (_len_torch_dispatch_stack() and not composite)
+            if not seen and all_plain(arguments):
                 if forward_ad._current_level >= 0:
                     refuse_forward_mode(*flatten_arguments(arguments))
                 return function(*arguments)

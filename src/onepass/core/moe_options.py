@@ -63,9 +63,10 @@ def empty_routing(logits: Tensor, options: RouterOptions, counts: Tensor | None 
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     T, E = logits.shape
+    weights = logits.new_empty((T, options.k), dtype=dtype)
     return (
-        logits.new_empty((T, options.k), dtype=dtype),
-        logits.new_empty((T, options.k), dtype=torch.int64),
+        weights,
+        torch.empty_like(weights, dtype=torch.int64),
         logits.new_empty(E, dtype=torch.int32) if counts is None and options.counts else counts,
         logits.new_empty(E, dtype=dtype) if options.sums else None,
         logits.new_empty(T, dtype=dtype) if options.sums else None,

@@ -66,6 +66,7 @@ class Options(NamedTuple):
     class_weight: float = 0.0  # the weight of every class if there is no tensor of class weights
     sharpness: float = 2.0  # the inverse of the second temperature; `log_sum_sq_probs` needs 2
     invariant: bool = False  # whether a row's results are the same whatever rows are with it; see `batch_invariant`
+    masked: int = 0  # what the row mask is at rows that are masked
 
     def names(self) -> tuple[str, ...]:
         """The names of the requested fields. A method: Dynamo of torch 2.9 and 2.10 traces no property of a tuple."""
@@ -80,7 +81,7 @@ class Inputs(NamedTuple):
     """Tensors that are read in addition to the logits."""
 
     index: Tensor | None = None  # type: ignore[assignment]  # (...) or (..., K): the selected classes
-    row_mask: Tensor | None = None  # (...): rows where it is 0 are masked and not read
+    row_mask: Tensor | None = None  # (...): rows where it is `Options.masked`, 0, are masked and not read
     class_weights: Tensor | None = None  # (V,)
     temperature: Tensor | None = None  # (...): of each row, above 0; it divides the transformed logits
     # The classes that the distribution of a row is restricted to: `lengths` of `support` from `starts` on. Negative ids
@@ -114,14 +115,14 @@ class Inputs(NamedTuple):
 
 
 class FieldGradients(NamedTuple):
-    """Upstream gradients of the fields. None means zero."""
+    """Upstream gradients of the fields. None means zero. A tensor without dimensions is that of all rows."""
 
     log_normalizer: Tensor | None = None
     expected_logit: Tensor | None = None  # that of `entropy` instead, if it is requested
     weighted_logit: Tensor | None = None
     tempered_log_normalizer: Tensor | None = None
     selected: Tensor | None = None  # that of `log_probs` instead, if they are requested
-    share: Tensor | None = None  # (2,): a number that multiplies that of `selected`, see `Average`
+    share: Tensor | None = None  # its first number multiplies that of `selected`, see `Average`
 
     @classmethod
     def of(cls, fields: str, grads: Sequence[Tensor | None]) -> "FieldGradients":
@@ -151,6 +152,7 @@ class Average(NamedTuple):
     factor: float
     counted: bool = False
     divisor: Tensor | None = None
+    masked: int = 0  # see `Options.masked`
 
 
 Results = tuple[Tensor, Tensor | None, Tensor | None]

@@ -13,7 +13,7 @@ from onepass.kernels.linear_statistics import linear_statistics, state_bytes, su
 from onepass.kernels.merge_shards import merge_divergences, merge_shards
 from onepass.kernels.router import route
 from onepass.kernels.router_gradient import route_gradient
-from onepass.kernels.row_average import row_share, row_sum
+from onepass.kernels.row_average import row_average, row_share
 from onepass.kernels.row_gemm import row_gemm
 from onepass.kernels.scale import scale
 from onepass.kernels.scattered_linear import scattered_linear, scattered_linear_gradient
@@ -40,9 +40,9 @@ __all__ = [
     "reads_once",
     "route",
     "route_gradient",
+    "row_average",
     "row_gemm",
     "row_share",
-    "row_sum",
     "scale",
     "scattered_linear",
     "scattered_linear_gradient",

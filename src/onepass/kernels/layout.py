@@ -103,11 +103,26 @@ def elements(size: int) -> dict[str, str]:
 def flat_rows(
     first: int, tensors: Sequence[torch.Tensor | None], per_row: Sequence[int] = ()
 ) -> Sequence[torch.Tensor | None]:
-    """The tensors, flattened, from row ``first`` on. They have ``per_row`` elements per row (default 1)."""
+    """The tensors, flattened, from row ``first`` on. They have ``per_row`` elements per row (default 1).
+
+    A tensor without dimensions is a number of all rows.
+    """
     if first == 0:
         return tensors
     counts = per_row or [1] * len(tensors)
-    return [None if t is None else t.reshape(-1)[first * n :] for t, n in zip(tensors, counts)]
+    return [t if t is None or not t.dim() else t.reshape(-1)[first * n :] for t, n in zip(tensors, counts)]
+
+
+def flat_gradients(grads: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], tuple[int, ...]]:
+    """Upstream gradients, flattened, and their strides, which are 0 for None and for one number of all rows."""
+    flat: list[torch.Tensor | None] = []
+    strides = []
+    for g in grads:
+        if g is not None and g.dim() > 1:
+            g = g.reshape(-1)
+        flat.append(g)
+        strides.append(g.stride(0) if g is not None and g.dim() else 0)
+    return flat, tuple(strides)
 
 
 def lanes_for(vocab: int, vec: int, most: int = MAX_LANES) -> int:

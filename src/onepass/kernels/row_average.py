@@ -1,6 +1,7 @@
-"""The reduction of one number per row to a mean or a sum: what each row counts for, and the sum. A launch each.
+"""The reduction of one number per row to a mean or a sum, in one launch.
 
-`softmax.statistics` reduces a loss with it. For few rows, each launch costs more than the reduction itself.
+`softmax.statistics` reduces a loss with it. For few rows, a launch costs more than the reduction itself. What a row
+counts for is known after it, unless the gradient is computed before: then a launch of its own.
 """
 
 import torch
@@ -14,24 +15,33 @@ from onepass.kernels.launch import Flat, Out, Plan, launch
 FEW, MANY = 1024, 8192
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def part_of(count, divisor, factor, COUNTED: tl.constexpr):
+    """What a row counts for."""
+    part = factor
+    if COUNTED:
+        part = factor / tl.sum(count, axis=0).to(tl.float32)
+    if divisor is not None:
+        part = part / tl.load(divisor).to(tl.float32)
+    return part
+
+
+@triton.jit(do_not_specialize=["rows", "masked"])
 def row_share_kernel(share: "Out", row_mask: "Flat", divisor: "Flat", guess: "Flat", rows: tl.int32,
-                     factor: tl.float32, COUNTED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """``part = factor / divisor``, also divided by the number of rows where the mask is not 0 if COUNTED.
+                     factor: tl.float32, masked: tl.int64, COUNTED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """What a row counts for: ``part = factor / divisor``, also divided by the number of rows where the mask is not
+    ``masked`` if COUNTED.
 
     Inputs: ``row_mask``, ``(rows,)``; ``divisor`` and ``guess``, one number each, or None for 1.
     Output: ``share``, which are ``part`` and ``part·guess``.
     Bytes moved: the mask. One program reads it.
     """
-    part = factor
+    count = tl.zeros([BLOCK], tl.int32)
     if COUNTED:
-        count = tl.zeros([BLOCK], tl.int32)
         for first in range(0, rows, BLOCK):
             row = first + tl.arange(0, BLOCK)
-            count += (tl.load(row_mask + row, mask=row < rows, other=0) != 0).to(tl.int32)
-        part = factor / tl.sum(count, axis=0).to(tl.float32)
-    if divisor is not None:
-        part = part / tl.load(divisor).to(tl.float32)
+            count += ((row < rows) & (tl.load(row_mask + row, mask=row < rows, other=0) != masked)).to(tl.int32)
+    part = part_of(count, divisor, factor, COUNTED)
     upstream = 1.0
     if guess is not None:
         upstream = tl.load(guess)
@@ -39,22 +49,27 @@ def row_share_kernel(share: "Out", row_mask: "Flat", divisor: "Flat", guess: "Fl
     tl.store(share + 1, upstream * part)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def row_sum_kernel(values: "Flat", row_mask: "Flat", share: "Flat", total: "Out", rows: tl.int32,
-                   BLOCK: tl.constexpr):  # fmt: skip
-    """``total = share[0]·Σ values``, over the rows where the mask is not 0.
+@triton.jit(do_not_specialize=["rows", "masked"])
+def row_average_kernel(values: "Flat", row_mask: "Flat", divisor: "Flat", share: "Out", total: "Out", rows: tl.int32,
+                       factor: tl.float32, masked: tl.int64, COUNTED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """``total = part·Σ values`` over the rows where the mask is not ``masked``, for the ``part`` of `row_share_kernel`.
 
-    Inputs: ``values`` and ``row_mask``, ``(rows,)``, or no mask; ``share`` ``(2,)``. Output: ``total``, one number.
+    Inputs: ``values`` and ``row_mask``, ``(rows,)``, or no mask; ``divisor``, one number, or None for 1. Outputs:
+    ``part``, which is the first number of ``share``, and ``total``.
     Bytes moved: the inputs. One program reads them, so that the order of the sum is fixed.
     """
     sums = tl.zeros([BLOCK], tl.float32)
+    count = tl.zeros([BLOCK], tl.int32)
     for first in range(0, rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
         active = row < rows
         if row_mask is not None:
-            active = tl.load(row_mask + row, mask=active, other=0) != 0
+            active = active & (tl.load(row_mask + row, mask=active, other=0) != masked)
         sums += tl.load(values + row, mask=active, other=0.0)
-    tl.store(total, tl.sum(sums, axis=0) * tl.load(share))
+        count += active.to(tl.int32)
+    part = part_of(count, divisor, factor, COUNTED)
+    tl.store(share, part)
+    tl.store(total, tl.sum(sums, axis=0) * part)
 
 
 def block_for(rows: int) -> int:
@@ -62,16 +77,16 @@ def block_for(rows: int) -> int:
     return FEW if rows <= FEW else MANY
 
 
-def plan_of_share(rows: int, factor: float, counted: bool) -> Plan:
+def plan_of_share(rows: int, factor: float, counted: bool, masked: int) -> Plan:
     """The launch of `row_share_kernel`."""
     block = block_for(rows if counted else 0)
-    return Plan(row_share_kernel, 1, (rows, factor), dict(COUNTED=counted, BLOCK=block), block // 256)
+    return Plan(row_share_kernel, 1, (rows, factor, masked), dict(COUNTED=counted, BLOCK=block), block // 256)
 
 
-def plan_of_sum(rows: int) -> Plan:
-    """The launch of `row_sum_kernel`."""
+def plan_of_average(rows: int, factor: float, counted: bool, masked: int) -> Plan:
+    """The launch of `row_average_kernel`."""
     block = block_for(rows)
-    return Plan(row_sum_kernel, 1, (rows,), dict(BLOCK=block), block // 256)
+    return Plan(row_average_kernel, 1, (rows, factor, masked), dict(COUNTED=counted, BLOCK=block), block // 256)
 
 
 def row_share(
@@ -79,13 +94,17 @@ def row_share(
 ) -> torch.Tensor:
     """What every row of the logits counts for in an average, and that times ``guess``, ``(2,)``; see `Average`."""
     share = logits.new_empty(2, dtype=torch.float32)
-    about = logits.shape[:-1].numel(), average.factor, average.counted
+    about = logits.shape[:-1].numel(), average.factor, average.counted, average.masked
     launch(plan_of_share, about, (share, row_mask if average.counted else None, average.divisor, guess))
     return share
 
 
-def row_sum(values: torch.Tensor, row_mask: torch.Tensor | None, share: torch.Tensor) -> torch.Tensor:
-    """The sum of ``values`` over the rows that are not masked, times the first number of ``share``."""
+def row_average(
+    values: torch.Tensor, row_mask: torch.Tensor | None, average: Average, share: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The average of ``values``, and what every row counts for: ``share`` if it is known, which is written again."""
     total = values.new_empty(())
-    launch(plan_of_sum, (values.numel(),), (values, row_mask, share, total))
-    return total
+    share = values.new_empty(1) if share is None else share
+    about = values.numel(), average.factor, average.counted, average.masked
+    launch(plan_of_average, about, (values, row_mask, average.divisor, share, total))
+    return total, share

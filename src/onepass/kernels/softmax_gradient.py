@@ -24,7 +24,7 @@ from onepass.autotune.own import choose
 from onepass.core.options import FieldGradients, Inputs, Options
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Plan, Rows, Strided, launch
-from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, power_of_two, row_groups
+from onepass.kernels.layout import Geometry, Layout, flat_gradients, flat_rows, layout_of, power_of_two, row_groups
 from onepass.kernels.online_softmax import factors_of_row, rounded
 from onepass.kernels.row_programs import row_start, write_zeros
 from onepass.kernels.softmax_fields import (
@@ -66,7 +66,7 @@ def write_piece(
     place, part, logits, class_weights, out, index, row_mask, temperature, packed, grad_log_normalizer,
     grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected, rows, V, K, inner_rows, outer_stride,
     inner_stride, out_outer_stride, out_inner_stride, n_stride, e_stride, w_stride, t_stride, s_stride, inner, outer,
-    class_weight, sharpness,
+    class_weight, sharpness, masked,
     SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, ALIGN: tl.constexpr,
     SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
     SOME_K: tl.constexpr,
@@ -94,7 +94,7 @@ def write_piece(
     a, b, d, h, tempered = 0.0, 0.0, 0.0, 0.0, 0.0
     active = True
     if row_mask is not None:
-        active = tl.load(row_mask + row) != 0
+        active = tl.load(row_mask + row) != masked
     k = tl.arange(0, BLOCK_K)
     w = tl.zeros([BLOCK_K], tl.float32)
     needed = False
@@ -164,7 +164,7 @@ def write_piece(
 @triton.jit(
     do_not_specialize=[
         "rows", "V", "K", "inner_rows", "outer_stride", "inner_stride", "out_outer_stride", "out_inner_stride",
-        "n_stride", "e_stride", "w_stride", "t_stride", "s_stride", "places",
+        "n_stride", "e_stride", "w_stride", "t_stride", "s_stride", "places", "masked",
     ],
     do_not_specialize_on_alignment=[
         "share", "index", "row_mask", "temperature", "packed",
@@ -180,7 +180,7 @@ def softmax_gradient_kernel(
     rows: tl.int32, V: tl.int32, K: tl.int32, inner_rows: tl.int32, outer_stride: tl.int64, inner_stride: tl.int64,
     out_outer_stride: tl.int64, out_inner_stride: tl.int64, n_stride: tl.int32, e_stride: tl.int32,
     w_stride: tl.int32, t_stride: tl.int32, s_stride: tl.int32, inner: tl.float32, outer: tl.float32,
-    class_weight: tl.float32, sharpness: tl.float32, places: tl.int32,
+    class_weight: tl.float32, sharpness: tl.float32, places: tl.int32, masked: tl.int64,
     SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, ALIGN: tl.constexpr,
     SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
     SOME_K: tl.constexpr, AGAIN: tl.constexpr, SEVERAL: tl.constexpr,
@@ -208,16 +208,16 @@ def softmax_gradient_kernel(
                 place, part, logits, class_weights, out, index, row_mask, temperature, packed, grad_log_normalizer,
                 grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected, rows, V, K, inner_rows,
                 outer_stride, inner_stride, out_outer_stride, out_inner_stride, n_stride, e_stride, w_stride, t_stride,
-                s_stride, inner, outer, class_weight, sharpness, SOFTCAP, LOG_PROBS, ENTROPY, ALIGN, SAME_PHASE, VEC,
-                LANES, TILES, BLOCK_K, SOME_K)  # fmt: skip
+                s_stride, inner, outer, class_weight, sharpness, masked, SOFTCAP, LOG_PROBS, ENTROPY, ALIGN, SAME_PHASE,
+                VEC, LANES, TILES, BLOCK_K, SOME_K)  # fmt: skip
     else:
         place = tl.program_id(0)
         write_piece(
             place, part, logits, class_weights, out, index, row_mask, temperature, packed, grad_log_normalizer,
             grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected, rows, V, K, inner_rows,
             outer_stride, inner_stride, out_outer_stride, out_inner_stride, n_stride, e_stride, w_stride, t_stride,
-            s_stride, inner, outer, class_weight, sharpness, SOFTCAP, LOG_PROBS, ENTROPY, ALIGN, SAME_PHASE, VEC,
-            LANES, TILES, BLOCK_K, SOME_K)  # fmt: skip
+            s_stride, inner, outer, class_weight, sharpness, masked, SOFTCAP, LOG_PROBS, ENTROPY, ALIGN, SAME_PHASE,
+            VEC, LANES, TILES, BLOCK_K, SOME_K)  # fmt: skip
 
 
 def plan_for(
@@ -237,8 +237,8 @@ def plan_for(
     places = g.rows * g.pieces(LANES * tiles)
     return Plan(
         softmax_gradient_kernel, min(places, PROGRAMS_AGAIN) if several else places,
-        (rows, g.V, K, *g.strides, *gradient_strides, *options.transform.factors(), options.class_weight,
-         options.sharpness, places),
+        (rows, g.V, K, *g.strides, *gradient_strides[:-1], gradient_strides[-1] * K,
+         *options.transform.factors(), options.class_weight, options.sharpness, places, options.masked),
         constexprs, layout.warps(LANES),
     )  # fmt: skip
 
@@ -254,16 +254,17 @@ def softmax_gradient(
     index, row_mask, class_weights, temperature = inputs[:4]
     rows = logits.shape[:-1].numel()
     K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
-    n, e, w, t, s = [g if g is None or g.dim() == 1 else g.reshape(-1) for g in grads[:5]]
-    s = s if s is None or K == 1 else s.contiguous()
-    gradient_strides = (*[0 if g is None else g.stride(0) for g in (n, e, w, t)], 0 if s is None else s.stride(0) * K)
+    if K > 1 and grads.selected is not None:
+        grads = grads._replace(selected=grads.selected.contiguous())
+    of_fields, strides = flat_gradients(grads[:5])
     if inputs.support is not None:
-        s = s if s is None or grads.share is None else s * grads.share[0]
-        support_gradient(logits, inputs, packed, FieldGradients(n, e, w, t, s), gradient_strides, options, out)
+        if grads.share is not None and grads.selected is not None:
+            of_fields[-1] = of_fields[-1] * grads.share[0]
+        support_gradient(logits, inputs, packed, of_fields, strides, options, out)
         return
     for first, (x, g) in row_groups(logits, out) if rows else ():
-        tensors = flat_rows(first, (index, row_mask, temperature, packed, n, e, w, t, s), (K, 1, 1, 1, 1, 1, 1, 1, K))
-        about = layout_of(x), layout_of(g), gradient_strides, rows, K, options, again
+        tensors = flat_rows(first, (index, row_mask, temperature, packed, *of_fields), (K, 1, 1, 1, 1, 1, 1, 1, K))
+        about = layout_of(x), layout_of(g), strides, rows, K, options, again
         launch(plan_for, about, (x, class_weights, grads.share, g, *tensors))
 
 

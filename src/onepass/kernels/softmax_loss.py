@@ -6,6 +6,8 @@ kernels read the logits twice. Programs that share a row wait for its normalizer
 these are still in the cache of the device.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +15,7 @@ import triton.language as tl
 from onepass.core.options import FieldGradients, Inputs, Options, Results, empty_results
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
-from onepass.kernels.layout import Layout, layout_of, power_of_two
+from onepass.kernels.layout import Layout, flat_gradients, layout_of, power_of_two
 from onepass.kernels.online_softmax import LOWEST, factors_of_row, merge, rounded, transform
 from onepass.kernels.row_programs import collect, publish, take_turn, write_zeros
 from onepass.kernels.softmax_fields import LOG_NORMALIZER, SHIFT, WEIGHTED_LOGIT, gradient
@@ -27,7 +29,7 @@ LEAST_LOGITS = 1 << 26  # of a tensor that is read once: below, the host is the 
 
 
 @triton.jit(
-    do_not_specialize=["rows", "V", "row_stride", "out_stride", "n_stride", "w_stride", "s_stride"],
+    do_not_specialize=["rows", "V", "row_stride", "out_stride", "n_stride", "w_stride", "s_stride", "masked"],
     do_not_specialize_on_alignment=[
         "index", "row_mask", "temperature", "packed", "selected",
         "grad_log_normalizer", "grad_weighted_logit", "grad_selected", "pieces",
@@ -39,7 +41,7 @@ def softmax_loss_kernel(
     grad_log_normalizer: "Strided", grad_weighted_logit: "Strided", grad_selected: "Strided", pieces: "Out",
     rows: tl.int32, V: tl.int32, row_stride: tl.int64, out_stride: tl.int64, n_stride: tl.int32, w_stride: tl.int32,
     s_stride: tl.int32,
-    inner: tl.float32, outer: tl.float32, class_weight: tl.float32,
+    inner: tl.float32, outer: tl.float32, class_weight: tl.float32, masked: tl.int64,
     SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, WEIGHTED: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
     UNROLL: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +71,7 @@ def softmax_loss_kernel(
         g = out + row * out_stride // VEC * VEC
     active = True
     if row_mask is not None:
-        active = tl.load(row_mask + row) != 0
+        active = tl.load(row_mask + row) != masked
     inner, outer = factors_of_row(inner, outer, temperature, row, SOFTCAP)
     shift, log_normalizer, weighted_logit, z_selected = 0.0, 0.0, 0.0, 0.0
     column = tl.load(index + row)
@@ -148,6 +150,7 @@ def softmax_loss_kernel(
         write_zeros(g, low, high, 0, LANES, VEC)
 
 
+@lru_cache
 def programs_for(vocab: int, size: int) -> tuple[int, int]:
     """``(lanes, splits)`` for a row of ``vocab`` logits of ``size`` bytes: a program's width, and their number."""
     vec = 16 // size
@@ -186,7 +189,8 @@ def plan_for(x: Layout, out_stride: int, gradient_strides: tuple[int, ...], opti
     words = SPLITS * (2 if options.wants("weighted_logit") else 1)
     return Plan(
         softmax_loss_kernel, rows * SPLITS,
-        (rows, V, row_stride, out_stride, *gradient_strides, *options.transform.factors(), options.class_weight),
+        (rows, V, row_stride, out_stride, *gradient_strides, *options.transform.factors(), options.class_weight,
+         options.masked),
         constexprs, layout.warps(lanes), 2 * rows * words + 1 if SPLITS > 1 else 0,
     )  # fmt: skip
 
@@ -219,7 +223,9 @@ def reads_once(logits: torch.Tensor, inputs: Inputs, options: Options) -> bool:
         return False
     if logits.dim() != 2 and not logits.is_contiguous():
         return False
-    return supports_fused_loss(logits.view(-1, vocab), index.reshape(-1), options)
+    if logits.dim() != 2:
+        logits, index = logits.view(-1, vocab), index.reshape(-1)
+    return supports_fused_loss(logits, index, options)
 
 
 def softmax_loss(
@@ -232,10 +238,7 @@ def softmax_loss(
     index, row_mask, class_weights, temperature = inputs[:4]
     packed, selected, _ = results = empty_results(logits, index, options)
     if logits.numel():
-        of_fields = [
-            g if g is None else g.reshape(-1) for g in (grads.log_normalizer, grads.weighted_logit, grads.selected)
-        ]
-        strides = tuple([0 if g is None else g.stride(0) for g in of_fields])
+        of_fields, strides = flat_gradients((grads.log_normalizer, grads.weighted_logit, grads.selected))
         x = logits if logits.dim() == 2 else logits.view(-1, logits.shape[-1])
         to = None if out is logits else out if out.dim() == 2 else out.view(x.shape)
         about = layout_of(x), 0 if to is None else to.stride(0), strides, options

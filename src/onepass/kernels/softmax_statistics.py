@@ -72,14 +72,14 @@ def first_vector(first, m_before, s_before, m, s, col0, LANES: tl.constexpr, VEC
 
 
 @triton.jit(
-    do_not_specialize=["rows", "V", "K", "inner_rows", "outer_stride", "inner_stride"],
+    do_not_specialize=["rows", "V", "K", "inner_rows", "outer_stride", "inner_stride", "masked"],
     do_not_specialize_on_alignment=["index", "row_mask", "temperature", "packed", "selected", "is_top1", "pieces"],
 )
 def softmax_statistics_kernel(
     logits: "Rows", class_weights: "Flat", index: "Flat", row_mask: "Flat", temperature: "Flat", packed: "Out",
     selected: "Out", is_top1: "Out", pieces: "Out",
     rows: tl.int32, V: tl.int32, K: tl.int32, inner_rows: tl.int32, outer_stride: tl.int64, inner_stride: tl.int64,
-    inner: tl.float32, outer: tl.float32, class_weight: tl.float32, sharpness: tl.float32,
+    inner: tl.float32, outer: tl.float32, class_weight: tl.float32, sharpness: tl.float32, masked: tl.int64,
     SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, EXPECTED: tl.constexpr,
     WEIGHTED: tl.constexpr, TEMPERED: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr,
     LANES: tl.constexpr, UNROLL: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr, TOP1: tl.constexpr,
@@ -103,7 +103,7 @@ def softmax_statistics_kernel(
     k = tl.arange(0, BLOCK_K)
     active = True
     if row_mask is not None:
-        active = tl.load(row_mask + row) != 0
+        active = tl.load(row_mask + row) != masked
     inner, outer = factors_of_row(inner, outer, temperature, row, SOFTCAP)
     last = split == SPLITS - 1
     shift, log_normalizer, expected_logit = 0.0, 0.0, 0.0
@@ -242,7 +242,8 @@ def plan_for(x: Layout, device: torch.device, rows: int, K: int, options: Option
     )  # fmt: skip
     return Plan(
         softmax_statistics_kernel, g.rows * SPLITS,
-        (rows, g.V, K, *g.strides, *options.transform.factors(), options.class_weight, options.sharpness),
+        (rows, g.V, K, *g.strides, *options.transform.factors(), options.class_weight, options.sharpness,
+         options.masked),
         constexprs, layout.warps(LANES), workspace(rows, STATE.value + top1, SPLITS),
     )  # fmt: skip
 

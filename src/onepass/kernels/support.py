@@ -5,11 +5,13 @@ support. A program walks the support of one row. Bytes moved: of a row, its supp
 backward also the whole row of the gradient out, which is 0 outside of the support.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
-from onepass.core.options import FieldGradients, Inputs, Options
+from onepass.core.options import Inputs, Options
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Layout, flat_rows, layout_of, power_of_two, row_groups, row_strides
 from onepass.kernels.online_softmax import LOWEST, factors_of_row, merge, transform, update
@@ -58,13 +60,13 @@ def any_equal(ids, column, j, count):
     return tl.max(equal.to(tl.int32), axis=0) > 0
 
 
-@triton.jit(do_not_specialize=["rows", "V", "K", "n", "inner_rows", "outer_stride", "inner_stride"])
+@triton.jit(do_not_specialize=["rows", "V", "K", "n", "inner_rows", "outer_stride", "inner_stride", "masked"])
 def support_statistics_kernel(
     logits: "Rows", class_weights: "Flat", ids: "Flat", index: "Flat", row_mask: "Flat", temperature: "Flat",
     starts: "Flat", lengths: "Flat", packed: "Out", selected: "Out", is_top1: "Out",
     rows: tl.int32, V: tl.int64, K: tl.int32, n: tl.int64, inner_rows: tl.int32, outer_stride: tl.int64,
     inner_stride: tl.int64,
-    inner: tl.float32, outer: tl.float32, class_weight: tl.float32, sharpness: tl.float32,
+    inner: tl.float32, outer: tl.float32, class_weight: tl.float32, sharpness: tl.float32, masked: tl.int64,
     SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
     TEMPERED: tl.constexpr, LANES: tl.constexpr, BLOCK_K: tl.constexpr, TOP1: tl.constexpr, SHARD: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +80,7 @@ def support_statistics_kernel(
     k = tl.arange(0, BLOCK_K)
     active = True
     if row_mask is not None:
-        active = tl.load(row_mask + row) != 0
+        active = tl.load(row_mask + row) != masked
     shift, log_normalizer, expected_logit = 0.0, 0.0, 0.0
     weighted_logit, tempered_log_normalizer = 0.0, 0.0
     relative = tl.zeros([BLOCK_K], tl.float32)
@@ -145,7 +147,7 @@ def support_statistics_kernel(
 @triton.jit(
     do_not_specialize=[
         "rows", "V", "K", "n", "inner_rows", "outer_stride", "inner_stride", "out_outer_stride", "out_inner_stride",
-        "n_stride", "e_stride", "w_stride", "t_stride", "s_stride",
+        "n_stride", "e_stride", "w_stride", "t_stride", "s_stride", "masked",
     ]
 )  # fmt: skip
 def support_gradient_kernel(
@@ -156,7 +158,7 @@ def support_gradient_kernel(
     rows: tl.int32, V: tl.int64, K: tl.int32, n: tl.int64, inner_rows: tl.int32, outer_stride: tl.int64,
     inner_stride: tl.int64, out_outer_stride: tl.int64, out_inner_stride: tl.int64, n_stride: tl.int32,
     e_stride: tl.int32, w_stride: tl.int32, t_stride: tl.int32, s_stride: tl.int32, inner: tl.float32,
-    outer: tl.float32, class_weight: tl.float32, sharpness: tl.float32,
+    outer: tl.float32, class_weight: tl.float32, sharpness: tl.float32, masked: tl.int64,
     SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, LANES: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -175,7 +177,7 @@ def support_gradient_kernel(
     to = out + row_start(row, inner_rows, out_outer_stride, out_inner_stride)
     active = True
     if row_mask is not None:
-        active = tl.load(row_mask + row) != 0
+        active = tl.load(row_mask + row) != masked
     inner, outer = factors_of_row(inner, outer, temperature, row, SOFTCAP)
     first, count, full = support_of_row(starts, lengths, row, n, V)
     a, b, d, h, tempered = 0.0, 0.0, 0.0, 0.0, 0.0
@@ -254,7 +256,7 @@ def plan_for(x: Layout, n: int, rows: int, K: int, options: Options, top1: bool,
         LANES=lanes_for(K), BLOCK_K=power_of_two(K), TOP1=top1, SHARD=shard,
     )  # fmt: skip
     numbers = (rows, shape[-1], K, n, *row_strides(shape, strides), *options.transform.factors(), options.class_weight,
-               options.sharpness)  # fmt: skip
+               options.sharpness, options.masked)  # fmt: skip
     return Plan(support_statistics_kernel, shape[:-1].numel(), numbers, constexprs, 4)
 
 
@@ -290,13 +292,14 @@ def gradient_plan_for(
         SOFTCAP=options.transform.softcap is not None, LOG_PROBS=options.wants("log_probs"),
         ENTROPY=options.wants("entropy"), LANES=lanes_for(K), BLOCK_K=power_of_two(K),
     )  # fmt: skip
-    numbers = (rows, shape[-1], K, n, *row_strides(shape, strides), *row_strides(shape, out[1])[1:], *gradient_strides,
-               *options.transform.factors(), options.class_weight, options.sharpness)  # fmt: skip
+    numbers = (rows, shape[-1], K, n, *row_strides(shape, strides), *row_strides(shape, out[1])[1:],
+               *gradient_strides[:-1], gradient_strides[-1] * K, *options.transform.factors(), options.class_weight,
+               options.sharpness, options.masked)  # fmt: skip
     return Plan(support_gradient_kernel, shape[:-1].numel(), numbers, constexprs, 4)
 
 
 def support_gradient(
-    logits: torch.Tensor, inputs: Inputs, packed: torch.Tensor, grads: FieldGradients,
+    logits: torch.Tensor, inputs: Inputs, packed: torch.Tensor, grads: Sequence[torch.Tensor | None],
     gradient_strides: tuple[int, ...], options: Options, out: torch.Tensor,
 ) -> None:  # fmt: skip
     """Write the gradient with respect to the logits into ``out``, which may be the logits themselves."""
@@ -306,7 +309,7 @@ def support_gradient(
     values = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)  # type: ignore[union-attr]
     n, S = sizes(ids, starts)
     for first, (x, g) in row_groups(logits, out) if rows else ():
-        of_rows = ids, index, row_mask, temperature, starts, lengths, packed, *grads[:5], values
+        of_rows = ids, index, row_mask, temperature, starts, lengths, packed, *grads, values
         tensors = flat_rows(first, of_rows, (S, K, 1, 1, 1, 1, 1, 1, 1, 1, 1, K, S))
         about = layout_of(x), layout_of(g), n, gradient_strides, rows, K, options
         launch(gradient_plan_for, about, (x, class_weights, g, *tensors))

@@ -36,13 +36,14 @@ LossFunction = Callable[..., Tensor]  # computes the loss of every row from (fie
 
 
 class Count(NamedTuple):
-    """A divisor: the number of ``rows`` that a mask leaves, times a factor."""
+    """A divisor: the number of rows where the mask ``rows`` is not ``masked``, times a factor."""
 
     rows: Tensor
     factor: float
+    masked: int = 0
 
     def number(self) -> Tensor:
-        return self.rows.sum() * self.factor
+        return (self.rows != self.masked).sum() * self.factor
 
 
 Divisor = Tensor | float | Count | None
@@ -118,7 +119,7 @@ class LogitsSource:
             row_inputs: ``(..., *)``, differentiable.
             linear: whether the loss is linear in the fields. Its gradient is then known before the logits are read.
         """
-        average = None if loss_fn is not None else average_of(divisor, inputs, self.device)
+        average = None if loss_fn is not None else average_of(divisor, inputs, options.masked, self.device)
         if average is not None and self.is_eager and self.shape[:-1].numel() <= MOST_ROWS_OF_MEAN:
             reduced = self.average_of_field(inputs, options, average)
             if reduced is not None:
@@ -225,14 +226,18 @@ def as_source(
     return logits
 
 
-def average_of(divisor: Divisor, inputs: Inputs, device: torch.device) -> Average | None:
-    """The average that a sum over rows and this divisor make; None if it is not an `Average`."""
+def average_of(divisor: Divisor, inputs: Inputs, masked: int, device: torch.device) -> Average | None:
+    """The average that a sum over rows and this divisor make; None if it is not an `Average`.
+
+    Args:
+        masked: see `Options`.
+    """
     if isinstance(divisor, Count):
-        return Average(1 / divisor.factor, True) if divisor.rows is inputs.row_mask else None
+        return Average(1 / divisor.factor, True, None, masked) if divisor.rows is inputs.row_mask else None
     if isinstance(divisor, Tensor):
         constant = divisor.numel() == 1 and not divisor.requires_grad and divisor.device == device
-        return Average(1.0, False, divisor.detach()) if constant and is_plain(divisor) else None
-    return Average(1 / divisor) if divisor else None
+        return Average(1.0, False, divisor.detach(), masked) if constant and is_plain(divisor) else None
+    return Average(1 / divisor, False, None, masked) if divisor else None
 
 
 def divided(loss: Tensor, divisor: Divisor, row_dims: int) -> Tensor:
@@ -263,7 +268,11 @@ def number_of(temperature: Tensor | float) -> Any:
 
 
 def temperature_of_rows(
-    temperature: Tensor | float | None, logits: LogitsSource, row_mask: Tensor | None, name: str = "temperature"
+    temperature: Tensor | float | None,
+    logits: LogitsSource,
+    row_mask: Tensor | None,
+    name: str = "temperature",
+    masked: int = 0,
 ) -> Tensor | None:
     """The temperature of each row, checked and in the dtype of the fields; None if all rows have the same.
 
@@ -277,7 +286,7 @@ def temperature_of_rows(
     given, temperature = temperature, temperature.detach().to(torch.promote_types(logits.dtype, torch.float32))
     if (is_debugging() or logits.is_cpu) and logits.is_eager and is_plain(temperature):
         good = (temperature > 0) & (temperature < INF) & (1 / temperature < INF)
-        good = good if row_mask is None else good | (row_mask == 0)
+        good = good if row_mask is None else good | (row_mask == masked)
         if not good.all():
             raise ValueError(f"{name}: expected finite numbers above 0, got {given[~good][0].item():g}")
     return temperature
@@ -289,6 +298,7 @@ def options_for(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     sharpness: float | None = None,
+    masked: int = 0,
 ) -> Options:
     """`Options` with numbers that are checked and converted.
 
@@ -296,7 +306,7 @@ def options_for(
     autograd function an input of that function's graph alone, and a second loss in the same graph would fail.
     """
     transform = Transform(*check_transform(number_of(temperature), softcap, logit_scale))
-    return Options(fields, transform, 0.0, 2.0 if sharpness is None else sharpness, is_batch_invariant())
+    return Options(fields, transform, 0.0, 2.0 if sharpness is None else sharpness, is_batch_invariant(), masked)
 
 
 def inputs_for(
@@ -317,7 +327,7 @@ def inputs_for(
         temperature: a number is in the ``options`` already.
         support: see `onepass.softmax_statistics`.
     """
-    if row_mask is not None:
+    if row_mask is not None and row_mask is not index:
         check_row_mask(row_mask, logits)
     weights = None
     if class_weights is None:
@@ -328,7 +338,7 @@ def inputs_for(
         weights = class_weights.detach()
     else:
         options = options._replace(class_weight=check_number(class_weights, "class_weights", -INF))
-    inputs = Inputs(index, row_mask, weights, temperature_of_rows(temperature, logits, row_mask))
+    inputs = Inputs(index, row_mask, weights, temperature_of_rows(temperature, logits, row_mask, masked=options.masked))
     look = (is_debugging() or logits.is_cpu) and logits.is_eager
     if support is not None:
         if options.wants("mean_logit"):
@@ -336,5 +346,5 @@ def inputs_for(
         ids, starts, lengths = check_support(support, logits, row_mask, look)
         inputs = inputs._replace(support=ids, starts=starts, lengths=lengths)
     if look:
-        check_range(logits, inputs, index_name)
+        check_range(logits, inputs, index_name, options.masked)
     return inputs, options

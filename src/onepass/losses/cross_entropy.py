@@ -16,7 +16,7 @@ from onepass.core.checks import (
 from onepass.core.deprecated import renamed
 from onepass.core.options import REDUCTIONS, Reduction
 from onepass.core.shard import Group
-from onepass.logits.source import Count, Divisor, Logits, as_source, inputs_for, options_for
+from onepass.logits.source import Count, Divisor, Logits, TensorLogits, as_source, inputs_for, options_for
 from onepass.logits.tensor_like import TORCH_FUNCTIONS
 from onepass.losses.reduction import divisor_of, group_of_mean, summed
 
@@ -93,7 +93,11 @@ def cross_entropy(
         check_class_weights(weights, source, "class_weights")
         weights = weights.detach().to(torch.float64 if source.dtype == torch.float64 else torch.float32)
     check_index(target, source, "target", many=False)
-    valid = target != ignore_index
+    group = group_of_mean(source, reduction, num_items, mean_group)
+    if type(source) is TensorLogits and row_mask is weights is group is None and not torch.compiler.is_compiling():
+        valid, masked = target, ignore_index  # the kernels compare: for few rows, a launch takes long
+    else:  # or the compiler traces, which takes no tensor twice
+        valid, masked = target != ignore_index, 0
     if row_mask is not None:
         check_row_mask(row_mask, source)
         valid &= row_mask != 0
@@ -103,7 +107,7 @@ def cross_entropy(
     if label_smoothing or z_loss_weight:
         fields += " shift log_normalizer"
     smoothed = None if not label_smoothing else 1.0 / source.shape[-1] if weights is None else weights
-    options = options_for(fields, temperature, softcap, logit_scale)
+    options = options_for(fields, temperature, softcap, logit_scale, masked=masked)
     inputs, options = inputs_for(source, options, target, valid, smoothed, "target", temperature)
 
     # A target outside the vocabulary makes its row NaN; the clamp only keeps the lookup of its weight in bounds.
@@ -113,9 +117,8 @@ def cross_entropy(
     of_z: float | Tensor = z_loss_weight
     divisor: Divisor = None
     # The divisor is negated, which is cheaper than negating the loss of every row.
-    group = group_of_mean(source, reduction, num_items, mean_group)
     if reduction == "mean" and num_items is None and weights is None and group is None:
-        divisor = Count(valid, -1.0)
+        divisor = Count(valid, -1.0, masked)
     elif reduction == "mean" and num_items is None:
         total_weight = summed(count, group)
         divisor = -total_weight

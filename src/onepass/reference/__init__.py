@@ -19,9 +19,9 @@ from onepass.reference.router import route, route_gradient
 from onepass.reference.shards import merge_divergences, merge_shards, shard_statistics
 from onepass.reference.softmax import (
     reads_once,
+    row_average,
     row_gemm,
     row_share,
-    row_sum,
     scale,
     selected_logits,
     selected_logits_gradient,
@@ -49,9 +49,9 @@ __all__ = [
     "reads_once",
     "route",
     "route_gradient",
+    "row_average",
     "row_gemm",
     "row_share",
-    "row_sum",
     "scale",
     "scattered_linear",
     "scattered_linear_gradient",

@@ -98,9 +98,9 @@ def in_support(inputs: Inputs, index: Tensor) -> Tensor:
     return found
 
 
-def active_rows(row_mask: Tensor | None) -> Tensor | None:
+def active_rows(row_mask: Tensor | None, masked: int = 0) -> Tensor | None:
     """``(rows,)``, bool: False for masked rows. None if there is no mask or, on a CPU, no masked row."""
-    active = None if row_mask is None else row_mask.reshape(-1).bool()
+    active = None if row_mask is None else row_mask.reshape(-1) != masked
     return None if active is None or (active.is_cpu and active.all()) else active
 
 
@@ -149,7 +149,7 @@ def read_rows(
         return results
     field = dict(zip(PACKED, packed.view(len(PACKED), rows, 1)))
     shift, total = field["shift"], field["log_normalizer"]
-    active, bad = active_rows(row_mask), None
+    active, bad = active_rows(row_mask, options.masked), None
     if index is not None and per_index is not None:
         index = index.reshape(rows, index.numel() // rows)
         per_index = per_index.view(index.shape)
@@ -160,7 +160,7 @@ def read_rows(
         index = index.long()
     w: Tensor | None = None
     if upstream is not None and index is not None:
-        w = upstream.reshape(index.shape)
+        w = of_rows(upstream, index)
         idle, minus = idle_rows((w == 0).all(-1, keepdim=True), active), -w.sum(-1, keepdim=True)
     of_sums = OF_SUMS.issuperset(options.names())
     room: Tensor | None = None  # memory of a block: that of the first, and no other is larger
@@ -230,6 +230,11 @@ def read_rows(
     return results
 
 
+def of_rows(grad: Tensor, index: Tensor) -> Tensor:
+    """The upstream gradients of the index; one number is that of all rows."""
+    return grad.reshape(index.shape) if grad.dim() else grad.expand(index.shape)
+
+
 def finish(g: Tensor, slope: Tensor | float, idle: Tensor | None, out: Tensor) -> None:
     """Write the gradient ``(n, V)`` of logits to ``out``, from that of their transform; 0 where ``idle``."""
     if isinstance(slope, Tensor) or slope != 1.0:
@@ -266,15 +271,14 @@ def softmax_gradient(
     if index is not None and grads.selected is not None:
         index = index.reshape(rows, index.numel() // rows).long()
         outside = (index < 0) | (index >= logits.shape[-1])
-        w = grads.selected.reshape(index.shape)
-        w = w if grads.share is None else w * grads.share[0]
+        w = of_rows(grads.selected if grads.share is None else grads.selected * grads.share[0], index)
         if inputs.support is not None:
             w = w.where(in_support(inputs, index), 0.0)
         zero &= (w == 0).all(-1, keepdim=True)
         if options.wants("log_probs"):
             a = a - w.sum(-1, keepdim=True)
         index, w = index.masked_fill(outside, 0), w.masked_fill(outside, 0.0)
-    idle = idle_rows(zero, active_rows(row_mask))
+    idle = idle_rows(zero, active_rows(row_mask, options.masked))
     factor = field["log_normalizer"].neg().exp_()  # the probability of the largest logit
     a, b = a * factor, b * factor
     for group, (x, to) in row_blocks(logits, out, alone=options.invariant):
@@ -380,17 +384,24 @@ def row_gemm(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
 def row_share(logits: Tensor, row_mask: Tensor | None, average: Average, guess: Tensor | None = None) -> Tensor:
     """What every row of the logits counts for in an average, and that times ``guess``, ``(2,)``; see `Average`."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    part = torch.full((), average.factor, dtype=dtype, device=logits.device)
-    if average.counted:
-        part = part / (logits.shape[:-1].numel() if row_mask is None else (row_mask != 0).sum())
-    if average.divisor is not None:
-        part = part / average.divisor.to(dtype)
+    part = part_of(logits[..., 0], row_mask, average, dtype)
     return torch.stack([part, part if guess is None else (part * guess).to(dtype)])
 
 
-def row_sum(values: Tensor, row_mask: Tensor | None, share: Tensor) -> Tensor:
-    """The sum of ``values`` over the rows that are not masked, times the first number of ``share``."""
-    return (values if row_mask is None else values.where(row_mask != 0, 0.0)).sum() * share[0]
+def part_of(rows: Tensor, row_mask: Tensor | None, average: Average, dtype: torch.dtype) -> Tensor:
+    """What every row counts for in an average."""
+    part = torch.full((), average.factor, dtype=dtype, device=rows.device)
+    if average.counted:
+        part = part / (rows.numel() if row_mask is None else (row_mask != average.masked).sum())
+    return part if average.divisor is None else part / average.divisor.to(dtype)
+
+
+def row_average(
+    values: Tensor, row_mask: Tensor | None, average: Average, share: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The average of ``values``, and what every row counts for: ``share`` if it is known."""
+    share = part_of(values, row_mask, average, values.dtype).view(1) if share is None else share
+    return (values if row_mask is None else values.where(row_mask != average.masked, 0.0)).sum() * share[0], share
 
 
 def scale(x: Tensor, factor: Tensor, out: Tensor) -> None:

@@ -47,12 +47,11 @@ def statistics_of_shards(
     refuse_forward_mode(logits)
     if logits.stride(-1) != 1 and logits.shape[-1] > 1:
         logits = logits.contiguous()
-    share = share_of(logits, inputs, average)
     if torch.is_grad_enabled() and logits.requires_grad:
-        fields: tuple[Tensor, ...] = _ShardStatistics.apply(logits, share, *inputs.passed(), shard, options, early)
+        fields: tuple[Tensor, ...] = _ShardStatistics.apply(logits, *inputs.passed(), average, shard, options, early)
         return fields
     results = merged(leading_columns(logits, shard.size), inputs, shard, options)
-    return averaged(pick(results, options), inputs, share)
+    return averaged(pick(results, options), inputs, average)[0]
 
 
 def leading_columns(logits: Tensor, count: int) -> Tensor:
@@ -214,13 +213,13 @@ class _ShardStatistics(torch.autograd.Function):
         logits: Tensor,
         *arguments: Any,
     ) -> tuple[Tensor, ...]:
-        share, *tensors, shard, options, early = arguments
-        inputs = Inputs(*tensors)
+        *tensors, average, shard, options, early = arguments
+        inputs, grad, share = Inputs(*tensors), None, None
         results = merged(leading_columns(logits, shard.size), inputs, shard, options)
-        fields = averaged(pick(results, options), inputs, share)
-        grad = None
-        if early and share is not None and backend_of(logits).supports_early_gradient(logits, inputs):
-            grad = gradient_of(logits, inputs, results[0], early_gradient(logits, share), shard.size, options)
+        if early and average is not None and backend_of(logits).supports_early_gradient(logits, inputs):
+            share = share_of(logits, inputs, average)
+            grad = gradient_of(logits, inputs, results[0], early_gradient(share), shard.size, options)
+        fields, share = averaged(pick(results, options), inputs, average, share)
         ctx.save_for_backward(logits, *tensors, share, results[0], grad)
         ctx.size, ctx.options, ctx.written = shard.size, options, False
         return returned(ctx, fields, options)

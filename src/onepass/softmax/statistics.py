@@ -100,22 +100,20 @@ def statistics_of(
 
     Args:
         inplace_backward: whether the backward writes the gradient over the logits.
-        average: if given, the result is this average of the only field, the log-probs. It takes two launches, where
-            an equivalent of operations that autograd records takes six.
+        average: if given, the result is this average of the only field, the log-probs. It takes one launch
+            more, or two, where an equivalent of operations that autograd records takes six.
         early: whether the gradient of an average may be computed in the forward, see `early_gradient`.
     """
     if logits.stride()[-1] != 1 and logits.shape[-1] > 1 and not inplace_backward:
         logits = logits.contiguous()
     if inplace_backward and not torch.compiler.is_compiling():
         check_inplace(logits)
-    share = share_of(logits, inputs, average)
     if torch.is_grad_enabled() and logits.requires_grad:
-        early = early and not inplace_backward
-        fields: tuple[Tensor, ...] = _Statistics.apply(
-            logits, share, *inputs.passed(), options, inplace_backward, early
-        )
+        early = early and average is not None and not inplace_backward
+        how = average, options, inplace_backward, early  # one argument, of which each costs time
+        fields: tuple[Tensor, ...] = _Statistics.apply(logits, *inputs.passed(), how)
         return fields
-    return averaged(pick(_forward(logits, inputs, options), options), inputs, share)
+    return averaged(pick(_forward(logits, inputs, options), options), inputs, average)[0]
 
 
 def gather_logits(logits: Tensor, index: Tensor, transform: Transform, index_name: str = "index") -> Tensor:
@@ -187,7 +185,7 @@ def overlaps(tensor: Tensor) -> bool:
     return False
 
 
-def check_range(logits: Any, inputs: Inputs, name: str = "index") -> None:
+def check_range(logits: Any, inputs: Inputs, name: str = "index", masked: int = 0) -> None:
     """Raise for an index outside the vocabulary, if the check does not synchronize or in debug mode.
 
     Otherwise the results of its row are NaN.
@@ -196,26 +194,29 @@ def check_range(logits: Any, inputs: Inputs, name: str = "index") -> None:
     if index is None or not (is_debugging() or (logits.is_cpu and backend_of(logits) is reference)):
         return
     rows = index.reshape(logits.shape[:-1].numel(), index.shape[-1] if index.dim() == logits.dim() else 1)
-    bad = out_of_range(rows, active_rows(inputs.row_mask), logits.shape[-1])
+    bad = out_of_range(rows, active_rows(inputs.row_mask, masked), logits.shape[-1])
     if bad.any():
         row, k = bad.nonzero()[0].tolist()
         raise IndexError(f"{name}: expected values in [0, {logits.shape[-1]}), got {int(rows[row, k])} in row {row}")
 
 
-def share_of(logits: Tensor, inputs: Inputs, average: Average | None) -> Tensor | None:
+def share_of(logits: Tensor, inputs: Inputs, average: Average) -> Tensor:
     """``(2,)``: the gradient of a row for an upstream gradient of 1, and for the one that the last backward of an
-    average had, which is a guess at the next. None without an average.
+    average had, which is a guess at the next.
     """
-    if average is None:
-        return None
     guess = None if is_capturing(logits) else _upstream.get(logits.device)
     share: Tensor = backend_of(logits).row_share(logits, inputs.row_mask, average, guess)
     return share
 
 
-def averaged(fields: tuple[Tensor, ...], inputs: Inputs, share: Tensor | None) -> tuple[Tensor, ...]:
-    """With a ``share``, the average of the only field that it belongs to."""
-    return fields if share is None else (backend_of(*fields).row_sum(*fields, inputs.row_mask, share),)
+def averaged(
+    fields: tuple[Tensor, ...], inputs: Inputs, average: Average | None, share: Tensor | None = None
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """The fields or, of an average, that of the only one; and the ``share`` of a row, if it is not known."""
+    if average is None:
+        return fields, None
+    total, share = backend_of(*fields).row_average(*fields, inputs.row_mask, average, share)
+    return (total,), share
 
 
 _upstream: dict[torch.device, Tensor] = {}  # of the last backward of an average
@@ -234,16 +235,16 @@ def upstream_of(
         return FieldGradients.of(options.fields, grads)
     if not is_capturing(logits):
         _upstream[logits.device] = grads[0]
-    return FieldGradients(selected=grads[0].expand(logits.shape[:-1]), share=share)
+    return FieldGradients(selected=grads[0], share=share)
 
 
-def early_gradient(logits: Tensor, share: Tensor) -> FieldGradients:
+def early_gradient(share: Tensor) -> FieldGradients:
     """The upstream gradients of an average as they probably will be, to compute its gradient in the forward.
 
     Statistics and gradient then take one read. The backward writes the gradient again if its upstream gradient is
     another one, which only the device compares.
     """
-    return FieldGradients(selected=share[1].expand(logits.shape[:-1]))
+    return FieldGradients(selected=share[1])
 
 
 def returned(ctx: Any, fields: tuple[Tensor, ...], options: Options) -> tuple[Tensor, ...]:
@@ -263,18 +264,18 @@ class _Statistics(torch.autograd.Function):
         logits: Tensor,
         *arguments: Any,
     ) -> tuple[Tensor, ...]:
-        share, *tensors, options, inplace, early = arguments
-        inputs, backend, grad = Inputs(*tensors), backend_of(logits), None
-        early = early and share is not None
+        *tensors, (average, options, inplace, early) = arguments
+        inputs, backend, grad, share = Inputs(*tensors), backend_of(logits), None, None
         if early and backend.reads_once(logits, inputs, options):
-            grad = empty_gradient(logits)
-            results = backend.softmax_loss(logits, inputs, early_gradient(logits, share), options, grad)
+            grad, share = empty_gradient(logits), share_of(logits, inputs, average)
+            results = backend.softmax_loss(logits, inputs, early_gradient(share), options, grad)
         else:
             results = _forward(logits, inputs, options)
             early = early and logits.shape[-1] >= LEAST_VOCABULARY
             if early and backend.supports_early_gradient(logits, inputs):  # else the device waits for the host
-                grad = _gradient(logits, inputs, results[0], early_gradient(logits, share), options)
-        fields = averaged(pick(results, options), inputs, share)
+                share = share_of(logits, inputs, average)
+                grad = _gradient(logits, inputs, results[0], early_gradient(share), options)
+        fields, share = averaged(pick(results, options), inputs, average, share)
         ctx.save_for_backward(logits, *tensors, share, results[0], grad)
         ctx.options, ctx.inplace, ctx.written = options, inplace, False
         return returned(ctx, fields, options)
@@ -301,7 +302,7 @@ class _Statistics(torch.autograd.Function):
             mark_overwritten(logits)
         else:
             grad = _gradient(logits, inputs, packed, upstream, ctx.options)
-        return grad, *[None] * (len(tensors) + 4)
+        return grad, *[None] * (len(tensors) + 1)
 
 
 def _like_forward(logits: Tensor, inputs: Inputs, options: Options) -> Results:
@@ -310,7 +311,7 @@ def _like_forward(logits: Tensor, inputs: Inputs, options: Options) -> Results:
 
 @operation("onepass::softmax_statistics", _like_forward)
 def _forward(logits: Tensor, inputs: Inputs, options: Options) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    check_range(logits, inputs)
+    check_range(logits, inputs, masked=options.masked)
     results: Results = backend_of(logits).softmax_statistics(logits, inputs, options)
     return results
 
