@@ -82,7 +82,8 @@ def cells(r: dict | None, few_rows: bool) -> list[str]:
     """Of one pass: time and share of the copy's bandwidth; for few rows, where the host is the limit, two times."""
     if r is None:
         return ["", ""]
-    return [f"{r['wall_ms']:.3f}", f"{r['kernel_us']:.1f}"] if few_rows else [f"{r['ms']:.3f}", share(r)]
+    kernels = "" if r["kernel_us"] is None else f"{r['kernel_us']:.1f}"  # None where the device is the limit
+    return [f"{r['wall_ms']:.3f}", kernels] if few_rows else [f"{r['ms']:.3f}", share(r)]
 
 
 def rank(runs: dict[str, dict], few_rows: bool) -> float:
