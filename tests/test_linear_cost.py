@@ -228,3 +228,32 @@ def test_a_forward_holds_no_logits():
             onepass.linear_selective_log_softmax_and_entropy(hidden, weight, target.abs() % vocab)
         whole = (torch.cuda.max_memory_allocated() - before) / (hidden.shape[0] * vocab * 2)
         assert whole < 0.05, whole
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["", "adapter"])
+def test_a_reduced_loss_keeps_its_gradients_alone(monkeypatch, adapter):
+    """Not the weight in the dtype of autocast, nor the gradient of the logits in that dtype."""
+    alive = set()
+    monkeypatch.setattr(Head, "__init__", noting(alive, Head.__init__))
+    hidden, weight = torch.randn(64, H), torch.randn(V, H)
+    lora = (torch.randn(4, H), torch.randn(V, 4), 2.0) if adapter else None
+    for t in (hidden, weight, *(lora or ())[:2]):
+        t.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = onepass.LinearLogits(hidden, weight, lora=lora, logits_dtype=torch.float32, max_memory=1 << 19)
+        loss = onepass.cross_entropy(logits, torch.arange(64) % V)
+    assert alive and all(head.held is None and head.rest is None for head in alive)
+    node = loss.grad_fn
+    while not hasattr(node, "gradients"):
+        node = node.next_functions[0][0]
+    assert node.gradients.batch is None
+    loss.backward()
+    assert weight.grad.isfinite().all() and weight.grad.any()
+
+
+def noting(found, function):
+    def call(self, *args):
+        found.add(self)
+        function(self, *args)
+
+    return call

@@ -99,6 +99,9 @@ class Gradients:
         if self.adapter is not None:
             self.adapter.left = self.left
             self.adapter.add_products(rows, columns, gradient, rows.take(self.adapter.head.hidden), False)
+        if self.left <= 0:  # the gradients may be kept until the backward, and these are as large as the weight
+            self.batch = None
+            self.head.release()
 
     def add_products(self, rows: Rows, columns: slice, gradient: Tensor, hidden: Tensor, has_hidden: bool) -> None:
         """Add the products of the gradient of some logits, whose rows have the states ``hidden``."""

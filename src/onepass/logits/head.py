@@ -79,6 +79,12 @@ class Head:
             self.held = columns, self.weight[columns].to(self.dtype), bias
         return self.held[1:]
 
+    def release(self) -> None:
+        """Free what is kept of the weight. It is computed again when it is needed."""
+        self.held = self.rest = None
+        if self.adapter is not None:
+            self.adapter.release()
+
     def product(self, hidden: Tensor, low: Tensor | None, columns: slice, out: Tensor) -> None:
         """Write the logits of these columns, for hidden states ``(n, H)`` in the dtype of the GEMMs, to ``out``.
 
