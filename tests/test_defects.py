@@ -847,3 +847,19 @@ def test_vmap_on_a_cpu(monkeypatch):
     logits = torch.randn(4, 3, 6)
     found = torch.func.vmap(lambda x: onepass.softmax_statistics(x).entropy)(logits)
     torch.testing.assert_close(found, onepass.entropy_from_logits(logits))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_ignore_index_that_int32_cannot_hold(device, masked):
+    """Torch would compare with 0, what is left of it in 32 bits."""
+    logits, target = torch.randn(3, 33, device=device), torch.tensor([0, 1, 2], device=device)
+    options = {"row_mask": torch.ones(3, device=device)} if masked else {}
+    loss = onepass.cross_entropy(logits, target.int(), ignore_index=2**40, **options)
+    torch.testing.assert_close(loss, F.cross_entropy(logits, target))
+
+
+def test_inplace_backward_of_empty_logits(device):
+    logits = torch.randn(16, 0, device=device).requires_grad_()
+    target = torch.zeros(0, dtype=torch.long, device=device)
+    onepass.cross_entropy((logits * 1).T, target, reduction="sum", inplace_backward=True).backward()
+    assert logits.grad.shape == (16, 0)

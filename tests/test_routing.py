@@ -238,6 +238,15 @@ def test_biased_values_near_and_far_apart(device, E, k, groups, kept, spread):
         assert (routing.experts == expected[1]).float().mean() > 0.99
 
 
+@pytest.mark.parametrize("logit, others", [(INF, 0.0), (1e38, -3e38)])
+def test_a_bias_of_minus_infinity_outweighs_every_logit(device, logit, others):
+    logits = torch.zeros(2, 64, device=device)
+    bias = torch.full((64,), others, device=device)
+    logits[0, 60], bias[60] = logit, -INF
+    routing = route(logits, 8, score="sigmoid", selection_bias=bias, score_after_topk=True)
+    assert routing.experts.tolist() == [[*range(8)]] * 2
+
+
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_experts_that_are_off(device, dtype, score, after):

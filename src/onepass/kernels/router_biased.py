@@ -66,9 +66,11 @@ def value_of(x, bias, inner, outer, SCORE: tl.constexpr, AFTER: tl.constexpr, SO
         score = fast_sigmoid(z, PTX) if SCORE == SIGMOID else sqrtsoftplus(z)
     if SCORE != SIGMOID:
         score = tl.where(z == float("inf"), float("nan"), score)
-    value = score + tl.maximum(bias.to(tl.float32), LOWEST)  # on a GPU, also if the bias is NaN
     if AFTER:
-        value = tl.maximum(value, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+        value = score + bias.to(tl.float32)
+        value = tl.where((value > LOWEST) | (score != score), value, LOWEST)
+    else:
+        value = score + tl.maximum(bias.to(tl.float32), LOWEST)  # on a GPU, also if the bias is NaN
     return tl.where(z == float("-inf"), LOWEST, value)
 
 

@@ -93,6 +93,8 @@ def cross_entropy(
         check_class_weights(weights, source, "class_weights")
         weights = weights.detach().to(torch.float64 if source.dtype == torch.float64 else torch.float32)
     check_index(target, source, "target", many=False)
+    if target.dtype == torch.int32 and not -(2**31) <= ignore_index < 2**31:
+        target = target.long()  # torch would compare with what is left of the number in 32 bits
     group = group_of_mean(source, reduction, num_items, mean_group)
     if type(source) is TensorLogits and row_mask is weights is group is None and not torch.compiler.is_compiling():
         valid, masked = target, ignore_index  # the kernels compare: for few rows, a launch takes long

@@ -171,7 +171,7 @@ def check_inplace(logits: Tensor) -> None:
             "inplace_backward: expected logits of which no two elements share memory, got overlapping (expanded?) "
             f"logits of shape {tuple(logits.shape)} and strides {logits.stride()}"
         )
-    if logits.stride(-1) != 1 and logits.shape[-1] > 1:
+    if logits.stride(-1) != 1 and logits.shape[-1] > 1 and logits.numel():
         raise ValueError(f"inplace_backward: expected a contiguous last dimension, got strides {logits.stride()}")
 
 
