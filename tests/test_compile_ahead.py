@@ -139,7 +139,6 @@ SELECTIONS = {
         (64, 256, False, RouterOptions(8, count_changed=True)),
         (4096, 128, False, RouterOptions(1, "sigmoid")),
         (4096, 32, False, RouterOptions(2)),
-        (65536, 256, True, RouterOptions(8, "sigmoid", 8, 4, scale=2.5)),
         (64, 128, True, RouterOptions(4, "sqrtsoftplus", eps=0.0, count_changed=True)),
         (16384, 512, True, RouterOptions(8, "sigmoid", 8, 4)),
     ),

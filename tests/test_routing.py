@@ -216,12 +216,12 @@ def test_many_experts(device, E, biased):
     torch.testing.assert_close(routing.weights, expected[0], rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
-@pytest.mark.parametrize("E, k, groups, kept", [(256, 8, 8, 4), (128, 6, 4, 2), (256, 8, 1, 1), (192, 6, 3, 2)])
+@pytest.mark.parametrize("E, k, groups, kept", [(128, 8, 4, 2), (192, 6, 3, 2)])
 @pytest.mark.parametrize("spread", [1.0, 40.0, 1e4])
 def test_biased_values_near_and_far_apart(device, E, k, groups, kept, spread):
     """The kernel's keys have 32 bits; programs where these cannot tell all values apart compare whole values."""
     g = torch.Generator().manual_seed(5)
-    logits = torch.randn(40, E, generator=g).mul(spread)
+    logits = torch.randn(20, E, generator=g).mul(spread)
     logits[::4] = -logits[::4].abs()
     bias = torch.zeros(E) if spread == 40 else torch.rand(E, generator=g).sub(0.5).round(decimals=2)
     logits, bias = logits.to(device, torch.bfloat16), bias.to(device)
