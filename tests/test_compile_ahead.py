@@ -140,12 +140,12 @@ SELECTIONS = {
         (4096, 128, False, RouterOptions(1, "sigmoid")),
         (4096, 32, False, RouterOptions(2)),
         (64, 128, True, RouterOptions(4, "sqrtsoftplus", eps=0.0, count_changed=True)),
-        (16384, 512, True, RouterOptions(8, "sigmoid", 8, 4)),
+        (65536, 256, True, RouterOptions(8, "sigmoid", 8, 4, scale=2.5)),
     ),
     CASES[LARGEST]: (
         (65536, 256, False, RouterOptions(8, eps=1e-6, softcap=30.0)),
         (65536, 256, False, RouterOptions(8, "sqrtsoftplus", eps=0.0)),
-        (8192, 128, True, RouterOptions(3, "sigmoid", 4, 2, "max", False, score_after_topk=True, softcap=30.0)),
+        (8192, 64, True, RouterOptions(8, "sigmoid", 2, 1, "max", False, score_after_topk=True, softcap=30.0)),
         (8192, 160, True, RouterOptions(10, "sigmoid", 4, 2, score_after_topk=True)),  # by the general kernel
     ),
 }

@@ -863,3 +863,15 @@ def test_inplace_backward_of_empty_logits(device):
     target = torch.zeros(0, dtype=torch.long, device=device)
     onepass.cross_entropy((logits * 1).T, target, reduction="sum", inplace_backward=True).backward()
     assert logits.grad.shape == (16, 0)
+
+
+def test_one_upstream_gradient_of_several_ids(device):
+    """A number is the gradient of all ids of all rows; the kernel must not read beyond it."""
+    logits, index = torch.randn(3, 7, device=device), torch.tensor([[0, 6], [3, 3], [5, 1]], device=device)
+    backend, inputs, options = backend_of(logits), Inputs(index), Options("log_probs")
+    packed, found, expected = backend.softmax_statistics(logits, inputs, options)[0], logits * 0, logits * 0
+    number = torch.full((1,), 0.5, device=device)[0]
+    backend.softmax_gradient(logits, inputs, packed, FieldGradients(selected=number), options, found)
+    every = FieldGradients(selected=number.expand(3, 2).contiguous())
+    backend.softmax_gradient(logits, inputs, packed, every, options, expected)
+    assert expected.any() and torch.equal(found, expected)

@@ -122,6 +122,7 @@ def operation(
                 return flops(**dict(zip(names, shapes)))
 
             FLOPS[getattr(torch.ops.onepass, name.partition("::")[2])] = counted
+        may_skip = is_untraced if composite else is_plain
 
         def all_plain(arguments: Sequence[Any]) -> bool:
             for n in tensors:  # loops, which are faster than `all` of a generator
@@ -134,8 +135,7 @@ def operation(
 
         @wraps(function)
         def call(*arguments: Any) -> Any:
-            seen = torch.compiler.is_compiling() or (_len_torch_dispatch_stack() and not composite)
-            if not seen and all_plain(arguments):
+            if may_skip() and all_plain(arguments):
                 if forward_ad._current_level >= 0:
                     refuse_forward_mode(*flatten_arguments(arguments))
                 return function(*arguments)

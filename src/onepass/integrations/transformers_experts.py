@@ -221,5 +221,5 @@ def register() -> None:
             of_fp8.register(NAME, experts_forward)
     module, registry, since = EXCHANGES
     if not unsupported(module, since) and distributed.is_available():
-        exchange = import_module("onepass.integrations.expert_exchange")  # which imports torch's tensors of meshes
+        exchange = import_module("onepass.integrations.expert_exchange")  # which imports DTensor
         getattr(import_module(module), registry).register(NAME, exchange.OnepassEP)

@@ -1,10 +1,10 @@
 """The kernel of `moe.route` for selections by scores to which a bias is added, with or without groups of experts.
 
 It searches as `router_topk` does: the largest values of spans of adjacent experts first, and then only in the k spans
-where these are largest. A key of 32 bits holds the inverted place of a span or an expert, and the distance of the value
-to a bound: as float32 numbers are counted, so that different values have different keys. The bound is so far below the
-token's largest value as the bits reach, which is a factor of about 2**8. In a program with a token of which one of the
-k largest values is not above it, whole values are compared, in k passes.
+where these are largest. A key of 32 bits holds the inverted position of a span or an expert, and the difference of its
+float32 value to a lower bound, in units in the last place. Different values above the bound therefore have different
+keys. The bound is as far below the token's largest value as the bits allow, a factor of about 2**8. If one of the k
+largest values of a token is not above it, the program compares whole values instead, in k passes over the logits.
 """
 
 # mypy: disable-error-code="assignment, var-annotated, misc"
@@ -38,7 +38,6 @@ MOST_THREADS = 256
 LOGITS = 64  # per thread, at most
 SPANS = 8  # at least, per expert of a token, if a thread has no more than MOST_KEYS to sort
 MOST_KEYS, MOST_K = 16, 8
-LOWEST_KEY = tl.constexpr(-(2**31))
 
 
 @triton.jit
@@ -88,7 +87,7 @@ def key_of(value, least, low, BITS: tl.constexpr):
 def least_of_keys(top, BITS: tl.constexpr):
     """The ``least`` of `key_of`, in the order of `ordered`, if no value is above ``top``."""
     MOST: tl.constexpr = (1 << (32 - BITS)) - 1
-    return tl.maximum(ordered(top), LOWEST_KEY + MOST) - MOST
+    return tl.maximum(ordered(top), least_of(tl.int32) + MOST) - MOST
 
 
 @triton.constexpr_function
@@ -207,14 +206,14 @@ def biased_routing_kernel(
     for i in tl.static_range(len(bests)):
         low = SPANS - 1 - (LANES - 1) * (VEC // SPAN) - i // (VEC // SPAN) * (STEP // SPAN) - i % (VEC // SPAN)
         key = key_of(bests[i], least, low, SPAN_BITS)
-        keys = keys + (only(kept[i * SPAN * LANES // SIZE][:, None], key, LOWEST_KEY, GROUPS == 1),)
+        keys = keys + (only(kept[i * SPAN * LANES // SIZE][:, None], key, least_of(tl.int32), GROUPS == 1),)
     v = sorted_keys(keys, BLOCK_K)
     w = ()
     for i in tl.static_range(len(v)):
         w = w + (v[i] + (LANES - 1 - lane) * (VEC // SPAN),)
     v = largest_keys(w, K)
     bad = top != top
-    unclear = v[K - 1] < LOWEST_KEY + (1 << SPAN_BITS)
+    unclear = v[K - 1] < least_of(tl.int32) + (1 << SPAN_BITS)
 
     # The experts of these spans, in their order, which makes the keys of the first larger among equal values.
     lows = ()
@@ -231,9 +230,9 @@ def biased_routing_kernel(
         for i in tl.static_range(SPAN):
             value = value_of(x[i], bias[i], inner, outer, SCORE, AFTER, SOFTCAP, PTX)
             key = key_of(value, least, (1 << BITS) - 1 - (lane * SLOTS + j) * SPAN - i, BITS)
-            keys = keys + (only(lane * SLOTS + j < K, key, LOWEST_KEY, K == LANES * SLOTS),)
+            keys = keys + (only(lane * SLOTS + j < K, key, least_of(tl.int32), K == LANES * SLOTS),)
     v = largest_keys(sorted_keys(keys, BLOCK_K), K)
-    unclear = (unclear | (v[K - 1] < LOWEST_KEY + (1 << BITS))) & active & (bad == 0)
+    unclear = (unclear | (v[K - 1] < least_of(tl.int32) + (1 << BITS))) & active & (bad == 0)
     found, ids = slots(v, lane, LANES, SLOTS), ()
     for j in tl.static_range(SLOTS):
         place = (1 << BITS) - 1 - (found[j] & ((1 << BITS) - 1))

@@ -254,8 +254,8 @@ def softmax_gradient(
     index, row_mask, class_weights, temperature = inputs[:4]
     rows = logits.shape[:-1].numel()
     K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
-    if K > 1 and grads.selected is not None:
-        grads = grads._replace(selected=grads.selected.contiguous())
+    if index is not None and K > 1 and grads.selected is not None:
+        grads = grads._replace(selected=grads.selected.expand_as(index).contiguous())
     of_fields, strides = flat_gradients(grads[:5])
     if inputs.support is not None:
         if grads.share is not None and grads.selected is not None:

@@ -86,6 +86,11 @@ class LogitsSource:
         """Whether nothing traces the call, so that values may be read."""
         return is_plain()
 
+    @property
+    def compares_mask(self) -> bool:
+        """Whether a row mask may hold any integers, of which `Options.masked` marks masked rows. Else it is 0 there."""
+        return False
+
     def materialize(self) -> Tensor:
         """The logits as a tensor, differentiable."""
         raise NotImplementedError
@@ -180,6 +185,10 @@ class TensorLogits(LogitsSource):
     @property
     def is_eager(self) -> bool:
         return is_plain(self.logits)
+
+    @property
+    def compares_mask(self) -> bool:
+        return not torch.compiler.is_compiling()  # a traced operation takes no tensor as index and mask at once
 
     def materialize(self) -> Tensor:
         return self.logits

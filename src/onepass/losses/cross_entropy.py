@@ -16,7 +16,7 @@ from onepass.core.checks import (
 from onepass.core.deprecated import renamed
 from onepass.core.options import REDUCTIONS, Reduction
 from onepass.core.shard import Group
-from onepass.logits.source import Count, Divisor, Logits, TensorLogits, as_source, inputs_for, options_for
+from onepass.logits.source import Count, Divisor, Logits, as_source, inputs_for, options_for
 from onepass.logits.tensor_like import TORCH_FUNCTIONS
 from onepass.losses.reduction import divisor_of, group_of_mean, summed
 
@@ -96,9 +96,9 @@ def cross_entropy(
     if target.dtype == torch.int32 and not -(2**31) <= ignore_index < 2**31:
         target = target.long()  # torch would compare with what is left of the number in 32 bits
     group = group_of_mean(source, reduction, num_items, mean_group)
-    if type(source) is TensorLogits and row_mask is weights is group is None and not torch.compiler.is_compiling():
-        valid, masked = target, ignore_index  # the kernels compare: for few rows, a launch takes long
-    else:  # or the compiler traces, which takes no tensor twice
+    if source.compares_mask and row_mask is weights is group is None:
+        valid, masked = target, ignore_index  # saves a launch, which takes long for few rows
+    else:
         valid, masked = target != ignore_index, 0
     if row_mask is not None:
         check_row_mask(row_mask, source)
