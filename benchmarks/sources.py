@@ -8,7 +8,7 @@ import io
 import sys
 import tokenize
 from collections.abc import Callable, Iterable
-from functools import _lru_cache_wrapper
+from functools import _lru_cache_wrapper, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,7 @@ def hash_of(path: Path) -> str:
     return hashlib.sha256(code_of(content) if path.suffix == ".py" else content).hexdigest()[:12]
 
 
+@lru_cache(maxsize=512)  # many results name the same files
 def code_of(source: bytes) -> bytes:
     """Python code without its comments and docstrings, which do not change what it computes."""
     lines, statement, removed = source.decode().splitlines(keepends=True), list[tokenize.TokenInfo](), []

@@ -176,16 +176,16 @@ def biased_routing_kernel(
     top = tl.full([BLOCK_T], float("-inf"), tl.float32)
     for r in tl.static_range(E // STEP):
         e = r * STEP + tl.arange(0, STEP)[None, :]
-        x = columns(tl.load(start[:, None] + e, mask=active[:, None], other=0.0), LANES, VEC)
+        x = tl.load(start[:, None] + e, mask=active[:, None], other=0.0)
         # For every token, so that it has the layout of the logits.
-        bias = columns(tl.load(selection_bias + e + tl.zeros([BLOCK_T, 1], tl.int32)), LANES, VEC)
+        bias = tl.load(selection_bias + e + tl.zeros([BLOCK_T, 1], tl.int32))
+        values = columns(value_of(x, bias, inner, outer, SCORE, AFTER, SOFTCAP, PTX), LANES, VEC)
         for s in tl.static_range(VEC // SPAN):
-            best = value_of(x[s * SPAN], bias[s * SPAN], inner, outer, SCORE, AFTER, SOFTCAP, PTX)
+            best = values[s * SPAN]
             second = tl.full([BLOCK_T, LANES], float("-inf"), tl.float32)
             for i in tl.static_range(s * SPAN + 1, (s + 1) * SPAN):
-                value = value_of(x[i], bias[i], inner, outer, SCORE, AFTER, SOFTCAP, PTX)
-                second = tl.maximum(second, tl.minimum(best, value))
-                best = tl.maximum(best, value, propagate_nan=tl.PropagateNan.ALL)
+                second = tl.maximum(second, tl.minimum(best, values[i]))
+                best = tl.maximum(best, values[i], propagate_nan=tl.PropagateNan.ALL)
             bests = bests + (best,)
             if r * STEP % SIZE == 0 and s == 0:
                 first_of_group, second_of_group = best, second
@@ -225,11 +225,11 @@ def biased_routing_kernel(
     for j in tl.static_range(SLOTS):
         e = (SPANS - 1 - first[j])[:, :, None] * SPAN + tl.arange(0, SPAN)[None, None, :]
         e = tl.multiple_of(tl.max_contiguous(tl.reshape(e, [BLOCK_T, LANES * SPAN]), [1, SPAN]), [1, SPAN])
-        x = columns(tl.load(start[:, None] + e, mask=active[:, None], other=0.0), LANES, SPAN)
-        bias = columns(tl.load(selection_bias + e), LANES, SPAN)
+        x = tl.load(start[:, None] + e, mask=active[:, None], other=0.0)
+        value = value_of(x, tl.load(selection_bias + e), inner, outer, SCORE, AFTER, SOFTCAP, PTX)
+        values = columns(value, LANES, SPAN)
         for i in tl.static_range(SPAN):
-            value = value_of(x[i], bias[i], inner, outer, SCORE, AFTER, SOFTCAP, PTX)
-            key = key_of(value, least, (1 << BITS) - 1 - (lane * SLOTS + j) * SPAN - i, BITS)
+            key = key_of(values[i], least, (1 << BITS) - 1 - (lane * SLOTS + j) * SPAN - i, BITS)
             keys = keys + (only(lane * SLOTS + j < K, key, least_of(tl.int32), K == LANES * SLOTS),)
     v = largest_keys(sorted_keys(keys, BLOCK_K), K)
     unclear = (unclear | (v[K - 1] < least_of(tl.int32) + (1 << BITS))) & active & (bad == 0)
