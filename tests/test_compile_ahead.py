@@ -150,7 +150,7 @@ SELECTIONS = {
     ),
 }
 OF_HALF = "topk_routing_kernel", "biased_routing_kernel"  # the second is launched for other dtypes too
-MODULES = "token_sort", "decode", "grouped_gemm", "grouped_weight_gradient", "expert_rows", "exchange_rows"
+MODULES = "token_sort", "decode", "grouped_gemm", "grouped_weight_gradient", "expert_rows"
 OF_EXPERTS = [import_module(f"onepass.kernels.{name}") for name in MODULES]
 EXPERTS = {name for name in KERNELS if any(name in vars(module) for module in OF_EXPERTS)}
 OF_HOPPER = {"linear_statistics_kernel", "merge_tiles_kernel"}
@@ -307,7 +307,7 @@ def launch_experts(options: ExpertOptions, trained: tuple[str, ...], empty: Any)
     many = kernels.sort_by_expert(empty(4096, 2, dtype=torch.int64), 8)  # rows of an expert, for which tiles are larger
     for rows, columns in ((width, H), (H, width)):
         weight_gradient(empty(8192, rows), empty(8192, columns), empty(8, rows, columns), many)
-    kernels.sum_rows(kernels.gather_rows(tensors.hidden, groups.order, K), ids.int())
+    kernels.sum_rows(tensors.hidden, ids.int())
     launch_decode(empty, *(1536, 2048) if options.transposed else (33, 71))
     # Weights that the grouped GEMM decodes, for many rows of an expert and for few, and one that it reads in chunks.
     quantized = (128, "nf4", False), (4, "fp8_block", True), (512, "nf4", False)

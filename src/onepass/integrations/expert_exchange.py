@@ -142,7 +142,7 @@ class _Sum(torch.autograd.Function):
 
 def copied(t: Tensor, order: Tensor, share: int, exchange: Exchange | None) -> Tensor:
     """The rows of these assignments, of which ``share`` consecutive ones have the same row, and their exchange."""
-    rows: Tensor = backend_of(t).gather_rows(t, order, share)
+    rows = t.index_select(0, order // share)
     return rows if exchange is None else exchange(rows)
 
 

@@ -7,8 +7,8 @@ between the two.
 from onepass.kernels.decode import decode
 from onepass.kernels.divergence import add_means, divergence, divergence_states
 from onepass.kernels.divergence_gradient import divergence_gradient
-from onepass.kernels.exchange_rows import gather_rows, sum_rows
 from onepass.kernels.expert_mlp import expert_mlp, expert_mlp_gradient
+from onepass.kernels.expert_rows import sum_rows
 from onepass.kernels.linear_statistics import linear_statistics, state_bytes, supports_linear_statistics
 from onepass.kernels.merge_shards import merge_divergences, merge_shards
 from onepass.kernels.router import route
@@ -33,7 +33,6 @@ __all__ = [
     "divergence_states",
     "expert_mlp",
     "expert_mlp_gradient",
-    "gather_rows",
     "linear_statistics",
     "merge_divergences",
     "merge_shards",

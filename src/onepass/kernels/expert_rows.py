@@ -1,5 +1,6 @@
 """Kernels for the rows of experts between and after the grouped GEMMs: the gradient of the activation, the gradients of
-biases, and the weighted sum over the experts of a token. `expert_mlp` and `scattered_linear` call them.
+biases, and the sum over the experts, or over the processes, of a token. `expert_mlp`, `scattered_linear` and
+`integrations.expert_exchange` call them.
 
 Bytes moved: each row of an input once, each row of a result once.
 """
@@ -164,42 +165,56 @@ def bias_plan(shape: tuple[int, ...], share: int, a_row: int) -> Plan:
     return Plan(bias_gradient_kernel, E * -(-N // 64), (), constexprs, 4)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["most"])
 def combine_kernel(
-    y: "Flat", weights: "Flat", experts: "Flat", out: "Out",
-    T: tl.int32,
-    E: tl.constexpr, N: tl.constexpr, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    y: "Flat", weights: "Flat", ids: "Flat", out: "Out",
+    most: tl.int32,
+    N: tl.constexpr, TOPK: tl.constexpr, PLACED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The sum over the assignments of each token, times their weights if there are any.
+    """The sum of the K rows of each token, times their weights if there are any, in float32.
 
-    Inputs: ``y`` ``(T·K, N)``, in the order of the assignments; ``weights`` ``(T, K)`` or None; ``experts`` ``(T, K)``.
-    Assignments to out-of-range ids are left out.
+    Inputs: ``y`` ``(rows, N)``; ``weights`` ``(T, K)`` or None; ``ids`` ``(T, K)``: the rows themselves if PLACED, else
+    the experts of rows in the order of the assignments. Ids that are not from 0 to ``most`` - 1 are left out.
     Output: ``out`` ``(T, N)``.
     Bytes moved: see the module docstring.
     """
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    t = (tl.program_id(0) // TILES).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    t = (tl.program_id(0) // TILES).to(tl.int64)
     n = tl.program_id(0) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (t < T)[:, None] & (n < N)[None, :]
-    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_N,), tl.float32)
     for k in tl.static_range(TOPK):
-        assignment = t * TOPK + k
-        expert = tl.load(experts + assignment, mask=t < T, other=-1)
-        valid = (expert >= 0) & (expert < E)
-        part = tl.load(y + assignment[:, None] * N + n[None, :], mask=mask & valid[:, None], other=0.0).to(tl.float32)
+        id = tl.load(ids + t * TOPK + k)
+        valid = (id >= 0) & (id < most)
+        row = id.to(tl.int64) if PLACED else t * TOPK + k
+        part = tl.load(y + row * N + n, mask=(n < N) & valid, other=0.0).to(tl.float32)
         if weights is not None:
-            part *= tl.load(weights + assignment, mask=(t < T) & valid, other=0.0)[:, None]
+            part *= tl.load(weights + t * TOPK + k, mask=valid, other=0.0)
         acc += part
-    tl.store(out + t[:, None] * N + n[None, :], acc.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + t * N + n, acc.to(out.dtype.element_ty), mask=n < N)
 
 
 def combine(y: Tensor, weights: Tensor | None, experts: Tensor, E: int, like: Tensor) -> Tensor:
-    """Launch `combine_kernel`, and return a tensor like ``like``, ``(T, N)``."""
+    """Launch `combine_kernel` for rows in the order of the assignments. Returns a tensor like ``like``, ``(T, N)``."""
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
-    T, N = out.shape
-    if T:
-        launch(combine_plan, (T, E, N, experts.shape[1]), (y, weights, experts, out))
+    if out.numel():
+        launch(combine_plan, (tuple(out.shape), experts.shape[1], E, False), (y, weights, experts, out))
     return out
+
+
+def sum_rows(y: Tensor, places: Tensor) -> Tensor:
+    """The sum of the rows ``y[places[t, k]]`` over k. Places beyond the rows are left out."""
+    out = y.new_empty((len(places), y.shape[1]))
+    if out.numel():
+        launch(combine_plan, (tuple(out.shape), places.shape[1], len(y), True), (y, None, places, out))
+    return out
+
+
+def combine_plan(shape: tuple[int, int], topk: int, most: int, placed: bool) -> Plan:
+    """The launch of `combine_kernel`."""
+    T, N = shape
+    block_n = min(1024, max(16, power_of_two(N)))
+    constexprs = dict(N=N, TOPK=topk, PLACED=placed, BLOCK_N=block_n)
+    return Plan(combine_kernel, T * -(-N // block_n), (most,), constexprs, 4)
 
 
 @triton.jit(do_not_specialize=["assignments"])
@@ -238,10 +253,3 @@ def clear_plan(shape: tuple[int, int], E: int) -> Plan:
     assignments, N = shape
     constexprs = dict(E=E, N=N, BLOCK_M=16, BLOCK_N=min(256, max(16, power_of_two(N))))
     return Plan(clear_dropped_kernel, -(-assignments // 16), (assignments,), constexprs, 4)
-
-
-def combine_plan(T: int, E: int, N: int, topk: int) -> Plan:
-    """The launch of `combine_kernel`."""
-    block_n = min(1024, max(16, power_of_two(N)))
-    constexprs = dict(E=E, N=N, TOPK=topk, BLOCK_T=1, BLOCK_N=block_n)
-    return Plan(combine_kernel, T * -(-N // block_n), (T,), constexprs, 4)

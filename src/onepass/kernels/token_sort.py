@@ -20,7 +20,6 @@ from onepass.kernels.layout import power_of_two
 
 MOST_ROWS = 128  # per tile
 BLOCK = 256  # assignments of a program of the sort
-COMPARED = 8192  # comparisons at once of a program that counts
 OTHERS = tl.constexpr(32)  # assignments with which a program that places compares its own at once
 
 
@@ -34,7 +33,7 @@ def bucket(expert, E: tl.constexpr):
 def count_kernel(
     experts: "Flat", counts: "Out",
     assignments: tl.int32, blocks: tl.int32,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Count the assignments of each block to each expert, and to out-of-range ids.
 
@@ -42,14 +41,11 @@ def count_kernel(
     Output: ``counts`` ``(E + 1, blocks)``.
     Bytes moved: see the module docstring.
     """
+    assignment = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    found = tl.histogram(bucket(tl.load(experts + assignment, mask=assignment < assignments, other=E), E), BLOCK_E)
     e = tl.arange(0, BLOCK_E)
-    acc = tl.zeros((PART, BLOCK_E), tl.int32)
-    for begin in range(0, BLOCK, PART):
-        assignment = tl.program_id(0) * BLOCK + begin + tl.arange(0, PART)
-        there = assignment < assignments
-        expert = bucket(tl.load(experts + assignment, mask=there, other=0), E)
-        acc += ((expert[:, None] == e[None, :]) & there[:, None]).to(tl.int32)
-    tl.store(counts + e * blocks + tl.program_id(0), tl.sum(acc, 0), mask=e <= E)
+    beyond = tl.maximum((tl.program_id(0) + 1) * BLOCK - assignments, 0)  # counted as out-of-range ids
+    tl.store(counts + e * blocks + tl.program_id(0), found - tl.where(e == E, beyond, 0), mask=e <= E)
 
 
 @triton.jit(do_not_specialize=["assignments", "blocks"])
@@ -143,8 +139,8 @@ def sort_by_expert(experts: Tensor, num_experts: int, counts: Tensor | None = No
 
 def count_plan(assignments: int, E: int) -> Plan:
     """The launch of `count_kernel`."""
-    blocks, width = -(-assignments // BLOCK), power_of_two(E + 1)
-    constexprs = dict(E=E, BLOCK_E=width, BLOCK=BLOCK, PART=max(1, min(BLOCK, COMPARED // width)))
+    blocks = -(-assignments // BLOCK)
+    constexprs = dict(E=E, BLOCK_E=power_of_two(E + 1), BLOCK=BLOCK)
     return Plan(count_kernel, blocks, (assignments, blocks), constexprs, 8)
 
 

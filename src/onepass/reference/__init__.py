@@ -5,7 +5,6 @@ They run on CPUs and for float64, and define the results that the kernels are te
 
 from onepass.reference.decode import decode
 from onepass.reference.divergence import add_means, divergence, divergence_gradient, divergence_states
-from onepass.reference.exchange_rows import gather_rows, sum_rows
 from onepass.reference.experts import (
     count_tiles,
     expert_mlp,
@@ -13,6 +12,7 @@ from onepass.reference.experts import (
     scattered_linear,
     scattered_linear_gradient,
     sort_by_expert,
+    sum_rows,
 )
 from onepass.reference.linear_statistics import linear_statistics, state_bytes, supports_linear_statistics
 from onepass.reference.router import route, route_gradient
@@ -42,7 +42,6 @@ __all__ = [
     "divergence_states",
     "expert_mlp",
     "expert_mlp_gradient",
-    "gather_rows",
     "linear_statistics",
     "merge_divergences",
     "merge_shards",

@@ -231,3 +231,9 @@ def scattered_linear_gradient(
         of_rows = total.index_add_(0, order // o.k, of_rows.to(total.dtype)).to(x.dtype)
     found = of_rows, *layer.results()[:2], of_weights
     return tuple(g if n else None for n, g in zip(needed, found))  # type: ignore[return-value]
+
+
+def sum_rows(y: Tensor, places: Tensor) -> Tensor:
+    """The sum of the rows ``y[places[t, k]]`` over k. Places beyond the rows are left out."""
+    rows = torch.cat([y, y.new_zeros((1, y.shape[1]))])[places.clamp(max=len(y)).long()]
+    return rows.sum(1, dtype=wide(y)).to(y.dtype)
