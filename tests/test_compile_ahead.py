@@ -220,14 +220,14 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     padded = inputs._replace(support=empty(case.rows, 64, dtype=torch.int64))
     kernels.softmax_statistics(logits, padded, restricted)
     kernels.softmax_gradient(logits, padded, packed, upstream, restricted, out)
-    fields = [n for n in options.names() if n in ("selected", "log_probs", "weighted_logit")]
+    fields = [n for n in options.names() if n not in ("log_sum_sq_probs", "tempered_log_normalizer", "mean_logit")]
     of_loss = options._replace(fields=" ".join(fields))
     whole_vectors, one = (
         empty(case.rows, -(-case.vocab // 8) * 8, dtype=dtype)[:, : case.vocab],
         index.view(-1)[: case.rows],
     )
     assert kernels.supports_fused_loss(whole_vectors, one, of_loss)
-    upstream = FieldGradients(grad, None, upstream.weighted_logit, None, grad)
+    upstream = FieldGradients(grad, upstream.expected_logit, upstream.weighted_logit, None, grad)
     for written in (whole_vectors, out.to(torch.bfloat16)) if dtype == torch.float32 else (whole_vectors,):
         kernels.softmax_loss(whole_vectors, inputs._replace(index=one), upstream, of_loss, written)
     kernels.scale(out, empty((), dtype=torch.float32), out)

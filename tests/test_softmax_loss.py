@@ -7,7 +7,7 @@ from definition import assert_close, assert_gradient_close, statistics
 from inputs import HARD
 from onepass import reference
 from onepass.backend import backend_of
-from onepass.core.options import FieldGradients, Inputs, Options, Transform, pick
+from onepass.core.options import NOT_DIFFERENTIABLE, FieldGradients, Inputs, Options, Transform, pick
 
 kernels = pytest.importorskip("onepass.kernels")
 ROWS, PLAIN = 7, Options("log_probs")
@@ -26,7 +26,7 @@ def check(logits, *, transforms=None, weights=None, row_mask=None, fields="log_p
     generator = torch.Generator().manual_seed(0)
     index = torch.randint(vocab, (ROWS,), generator=generator).to(device)
     options = Options(fields, Transform(**transforms))
-    names = [n for n in options.names() if n != "shift"]
+    names = [n for n in options.names() if n not in NOT_DIFFERENTIABLE and n != "shift"]
     upstream = {n: torch.randn(ROWS, generator=generator).to(device) for n in names}
     for value in upstream.values():
         value[-1] = 0.0
@@ -61,7 +61,21 @@ def sizes(device):
 @pytest.mark.parametrize("name", HARD)
 def test_hard_inputs(device, name):
     for vocab in sizes(device)[1:]:
-        check(HARD[name](random("cpu", vocab)).to(device))
+        logits = HARD[name](random("cpu", vocab)).to(device)
+        check(logits)
+        check(logits, fields="log_probs entropy is_top1")
+
+
+def test_the_first_of_equal_maxima(device):
+    for vocab in sizes(device):
+        first, second = 3, vocab - 5
+        logits = random(device, vocab).clamp(max=2.0)
+        logits[:, first] = logits[:, second] = 4.0
+        index = torch.tensor([first, second, 0, first, second, vocab - 1, first], device=device)
+        options = Options("log_probs is_top1")
+        grads = FieldGradients(selected=torch.ones(ROWS, device=device))
+        is_top1 = kernels.softmax_loss(logits, Inputs(index), grads, options, logits)[2]
+        assert is_top1.tolist() == (index == first).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -71,7 +85,7 @@ def test_dtypes(device, dtype):
 
 
 def test_options(device):
-    everything = "selected shift log_normalizer weighted_logit"
+    everything = "selected shift log_normalizer expected_logit weighted_logit is_top1"
     for vocab in sizes(device):
         logits = random(device, vocab)
         weights = torch.rand(vocab, generator=torch.Generator().manual_seed(2)).to(device)
@@ -79,6 +93,8 @@ def test_options(device):
         check(logits, transforms={"softcap": 5.0, "temperature": 0.7, "logit_scale": -0.5})
         check(logits, weights=weights, fields=everything, row_mask=mask)
         check(logits, weights=weights, fields=everything.replace("selected", "log_probs"), transforms={"softcap": 9.0})
+        check(logits, fields="log_probs entropy", row_mask=mask)
+        check(logits, fields="selected entropy is_top1", transforms={"temperature": 0.3, "softcap": 5.0})
 
 
 def test_rows_apart(device):
@@ -111,7 +127,7 @@ def test_what_it_does_not_take(device):
     assert not kernels.supports_fused_loss(random(device, 263), index, options)
     assert not kernels.supports_fused_loss(random(device, 264), None, options)
     assert not kernels.supports_fused_loss(random(device, 264), index.unsqueeze(-1), options)
-    assert not kernels.supports_fused_loss(random(device, 264), index, options._replace(fields="log_probs entropy"))
+    assert not kernels.supports_fused_loss(random(device, 264), index, options._replace(fields="log_probs mean_logit"))
 
 
 @pytest.mark.gpu

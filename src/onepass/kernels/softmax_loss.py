@@ -18,47 +18,56 @@ from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Layout, flat_gradients, layout_of, power_of_two
 from onepass.kernels.online_softmax import LOWEST, factors_of_row, merge, rounded, transform
 from onepass.kernels.row_programs import collect, publish, take_turn, write_zeros
-from onepass.kernels.softmax_fields import LOG_NORMALIZER, SHIFT, WEIGHTED_LOGIT, gradient
+from onepass.kernels.softmax_fields import NOWHERE, gradient, write_fields
 from onepass.kernels.softmax_gradient import write_tile
-from onepass.kernels.softmax_statistics import read_tile
+from onepass.kernels.softmax_statistics import first_vector, read_tile
 
-FIELDS = {"log_probs", "selected", "shift", "log_normalizer", "weighted_logit"}  # the fields that the kernel computes
+# The fields that the kernel computes.
+FIELDS = {
+    "log_probs", "selected", "shift", "log_normalizer", "expected_logit", "entropy", "weighted_logit", "is_top1",
+}  # fmt: skip
 # A piece is short enough for those of all running programs to stay in the cache, but long enough to hide the waiting.
 MOST_LANES, TILES, MOST_SPLITS = 256, 6, 32
 LEAST_LOGITS = 1 << 26  # of a tensor that is read once: below, the host is the limit, which has more to do for it
 
 
 @triton.jit(
-    do_not_specialize=["rows", "V", "row_stride", "out_stride", "n_stride", "w_stride", "s_stride", "masked"],
+    do_not_specialize=[
+        "rows", "V", "row_stride", "out_stride", "n_stride", "e_stride", "w_stride", "s_stride", "masked",
+    ],
     do_not_specialize_on_alignment=[
-        "index", "row_mask", "temperature", "packed", "selected",
-        "grad_log_normalizer", "grad_weighted_logit", "grad_selected", "pieces",
+        "index", "row_mask", "temperature", "packed", "selected", "is_top1",
+        "grad_log_normalizer", "grad_expected_logit", "grad_weighted_logit", "grad_selected", "pieces",
     ],
 )  # fmt: skip
 def softmax_loss_kernel(
     logits: "Rows", out: "Rows", class_weights: "Flat", index: "Flat", row_mask: "Flat", temperature: "Flat",
-    packed: "Out", selected: "Out",
-    grad_log_normalizer: "Strided", grad_weighted_logit: "Strided", grad_selected: "Strided", pieces: "Out",
-    rows: tl.int32, V: tl.int32, row_stride: tl.int64, out_stride: tl.int64, n_stride: tl.int32, w_stride: tl.int32,
-    s_stride: tl.int32,
+    packed: "Out", selected: "Out", is_top1: "Out",
+    grad_log_normalizer: "Strided", grad_expected_logit: "Strided", grad_weighted_logit: "Strided",
+    grad_selected: "Strided", pieces: "Out",
+    rows: tl.int32, V: tl.int32, row_stride: tl.int64, out_stride: tl.int64, n_stride: tl.int32, e_stride: tl.int32,
+    w_stride: tl.int32, s_stride: tl.int32,
     inner: tl.float32, outer: tl.float32, class_weight: tl.float32, masked: tl.int64,
-    SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, WEIGHTED: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
-    UNROLL: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, EXPECTED: tl.constexpr, ENTROPY: tl.constexpr,
+    WEIGHTED: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr, SPLITS: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The statistics of every row, and its gradient, which overwrites the logits if ``out`` is None.
 
     Inputs: ``logits`` ``(rows, V)``; ``class_weights`` ``(V,)``, ``row_mask`` and ``temperature`` ``(rows,)``, each or
     None; ``index`` ``(rows,)``; the upstream gradients ``(rows,)``, each or None.
     Outputs: the gradient in ``out`` ``(rows, V)`` or in ``logits``; ``packed`` ``(len(PACKED), rows)``; ``selected``
-    ``(rows,)``. ``pieces`` is the workspace of the SPLITS programs that share a row: two numbers of each in a word,
-    ``(rows, SPLITS)``, the same of two more if WEIGHTED, and how many programs have started. BLOCK is a power of two.
+    ``(rows,)``; ``is_top1`` ``(rows,)`` or None. ``pieces`` is the workspace of the SPLITS programs that share a row:
+    WORDS of each, of two numbers, ``(rows, WORDS, SPLITS)``, and how many programs have started. BLOCK is a power of
+    two.
     Bytes moved: see the module docstring.
     """
     TILE: tl.constexpr = LANES * VEC
+    OF_EXPECTED: tl.constexpr = grad_expected_logit is not None
+    TOP1: tl.constexpr = is_top1 is not None
     turn = tl.program_id(0)
     if SPLITS > 1:
-        WORDS: tl.constexpr = 2 * SPLITS if WEIGHTED else SPLITS
-        turn = take_turn(pieces + rows.to(tl.int64) * (2 * WORDS))
+        turn = take_turn(pieces + rows.to(tl.int64) * (2 * WORDS * SPLITS))
     row = (turn // SPLITS).to(tl.int64)
     split = turn % SPLITS
     piece = tl.cdiv(V, TILE * SPLITS) * TILE
@@ -73,77 +82,111 @@ def softmax_loss_kernel(
     if row_mask is not None:
         active = tl.load(row_mask + row) != masked
     inner, outer = factors_of_row(inner, outer, temperature, row, SOFTCAP)
-    shift, log_normalizer, weighted_logit, z_selected = 0.0, 0.0, 0.0, 0.0
+    shift, log_normalizer, expected_logit, weighted_logit, z_selected = 0.0, 0.0, 0.0, 0.0, 0.0
+    top1 = active & False
     column = tl.load(index + row)
     inside = (column >= 0) & (column < V)
     mine = (column >= low) & (column < high)  # of this program, which is the only one that reads and writes it
     x_selected = tl.load(x + column, mask=mine & active, other=0.0)
-    a, d, w = 0.0, 0.0, 0.0
+    a, b, d, w = 0.0, 0.0, 0.0, 0.0
     if active:
         if grad_log_normalizer is not None:
             a = tl.load(grad_log_normalizer + row * n_stride)
+        if OF_EXPECTED:
+            b = tl.load(grad_expected_logit + row * e_stride)
         if grad_weighted_logit is not None:
             d = tl.load(grad_weighted_logit + row * w_stride)
         if grad_selected is not None:
             w = tl.load(grad_selected + row * s_stride)
-    needed = (a != 0.0) | (d != 0.0) | (w != 0.0)
+    needed = (a != 0.0) | (b != 0.0) | (d != 0.0) | (w != 0.0)
     a -= w if LOG_PROBS else 0.0
     if active:
         zero = tl.zeros([LANES], tl.float32)
-        m, s, v, c = zero + LOWEST, zero, zero, zero
+        m, s, t, v, c = zero + LOWEST, zero, zero, zero, zero
+        first = tl.full([LANES], NOWHERE, tl.int32)
         # The first read keeps the piece in the cache for the second, after which it is not needed.
         for col in tl.range(low, full, TILE, loop_unroll_factor=UNROLL):
-            m, s, _, v, c, _, _ = read_tile(
-                m, s, zero, v, c, zero, zero, x, class_weights, col, 0, high, inner, outer, class_weight, 0.0, 0.0,
-                SOFTCAP, False, WEIGHTED, False, False, LANES, VEC, False, "evict_last")  # fmt: skip
+            m_before, s_before = m, s
+            m, s, t, v, c, _, _ = read_tile(
+                m, s, t, v, c, zero, zero, x, class_weights, col, 0, high, inner, outer, class_weight, 0.0, 0.0,
+                SOFTCAP, EXPECTED, WEIGHTED, False, False, LANES, VEC, False, "evict_last")  # fmt: skip
+            if TOP1:
+                first = first_vector(first, m_before, s_before, m, s, col, LANES, VEC)
         if full < high:
-            m, s, _, v, c, _, _ = read_tile(
-                m, s, zero, v, c, zero, zero, x, class_weights, full, 0, high, inner, outer, class_weight, 0.0, 0.0,
-                SOFTCAP, False, WEIGHTED, False, False, LANES, VEC, True, "evict_last")  # fmt: skip
-        m, s, _, v, c, _, _ = merge(m, s, s, v, c, s, s, 0.0, False, WEIGHTED, False, False)
+            m_before, s_before = m, s
+            m, s, t, v, c, _, _ = read_tile(
+                m, s, t, v, c, zero, zero, x, class_weights, full, 0, high, inner, outer, class_weight, 0.0, 0.0,
+                SOFTCAP, EXPECTED, WEIGHTED, False, False, LANES, VEC, True, "evict_last")  # fmt: skip
+            if TOP1:
+                first = first_vector(first, m_before, s_before, m, s, full, LANES, VEC)
+        lanes = m
+        m, s, t, v, c, _, _ = merge(m, s, t, v, c, s, s, 0.0, EXPECTED, WEIGHTED, False, False)
+        if TOP1:
+            first = tl.min(tl.where(lanes == m, first, NOWHERE), axis=0)
         if SPLITS > 1:
-            words = pieces.to(tl.pointer_type(tl.int64), bitcast=True) + row * WORDS
+            words = pieces.to(tl.pointer_type(tl.int64), bitcast=True) + row * (WORDS * SPLITS)
             publish(words + split, m, s)
-            vs, cs = v, c
+            if EXPECTED or TOP1:
+                published = t if EXPECTED else s
+                publish(words + SPLITS + split, published, first.to(tl.float32, bitcast=True) if TOP1 else published)
             if WEIGHTED:
-                publish(words + SPLITS + split, v, c)
-                vs, cs, _ = collect(words + SPLITS, SPLITS, BLOCK)
+                publish(words + (WORDS - 1) * SPLITS + split, v, c)
+                vs, cs, _ = collect(words + (WORDS - 1) * SPLITS, SPLITS, BLOCK)
+            if EXPECTED or TOP1:
+                ts, firsts, _ = collect(words + SPLITS, SPLITS, BLOCK)
             ms, ss, there = collect(words, SPLITS, BLOCK)
             ms, ss = tl.where(there, ms, LOWEST), tl.where(there, ss, 0.0)
             if WEIGHTED:
                 vs, cs = tl.where(there, vs, 0.0), tl.where(there, cs, 0.0)
             else:
                 vs, cs = ss, ss
-            m, s, _, v, c, _, _ = merge(ms, ss, ss, vs, cs, ss, ss, 0.0, False, WEIGHTED, False, False)
+            if EXPECTED:
+                ts = tl.where(there, ts, 0.0)
+            else:
+                ts = ss
+            m, s, t, v, c, _, _ = merge(ms, ss, ts, vs, cs, ss, ss, 0.0, EXPECTED, WEIGHTED, False, False)
+            if TOP1:
+                first = tl.min(tl.where(there & (ms == m), firsts.to(tl.int32, bitcast=True), NOWHERE), axis=0)
         # As in softmax_statistics, an index outside the vocabulary or a row without a distribution gives NaN.
         s = tl.where(inside & (s > 0), s, float("nan"))
         shift = m + (s - s)
         log_normalizer = tl.log(s)
         weighted_logit = v + (s - s)
-        z_selected = transform(x_selected, inner, outer, SOFTCAP) - shift - (log_normalizer if LOG_PROBS else 0.0)
+        z_selected = transform(x_selected, inner, outer, SOFTCAP)
+        if TOP1:  # the first of equal maxima, by the program that has the index
+            near = first + tl.arange(0, VEC)
+            valid = (near >= low) & (near < high) & mine
+            largest = valid & (transform(tl.load(x + near, mask=valid), inner, outer, SOFTCAP) >= m)
+            top1 = (z_selected >= shift) & (tl.min(tl.where(largest, near, NOWHERE), axis=0) == column)
+            tl.debug_barrier()  # before the gradient overwrites these logits
+        z_selected -= shift + (log_normalizer if LOG_PROBS else 0.0)
+        if EXPECTED:
+            expected_logit = t / s
+        if OF_EXPECTED:
+            a += b * (expected_logit if ENTROPY else 1.0 - expected_logit)
+            b = -b if ENTROPY else b
 
     if split == 0:
-        packed += row
-        tl.store(packed + SHIFT * rows, shift)
-        tl.store(packed + LOG_NORMALIZER * rows, log_normalizer)
-        if WEIGHTED:
-            tl.store(packed + WEIGHTED_LOGIT * rows, weighted_logit)
+        write_fields(packed, selected, is_top1, row, rows, 0, 1, shift, log_normalizer, expected_logit, weighted_logit,
+                     0.0, 0.0, z_selected, top1, EXPECTED, WEIGHTED, False, False, False, False, False)  # fmt: skip
     if mine | ((split == 0) & ~inside):
         tl.store(selected + row, z_selected)
+        if TOP1:
+            tl.store(is_top1 + row, top1)
     if needed:
         for col in tl.range(low, full, TILE):
-            write_tile(x, g, class_weights, col, 0, high, shift, log_normalizer, 0.0, a, 0.0, d, 0.0, inner, outer,
-                       0.0, class_weight, SOFTCAP, False, WEIGHTED, False, LANES, VEC, False,
+            write_tile(x, g, class_weights, col, 0, high, shift, log_normalizer, 0.0, a, b, d, 0.0, inner, outer,
+                       0.0, class_weight, SOFTCAP, OF_EXPECTED, WEIGHTED, False, LANES, VEC, False,
                        "evict_first")  # fmt: skip
         if full < high:
-            write_tile(x, g, class_weights, full, 0, high, shift, log_normalizer, 0.0, a, 0.0, d, 0.0, inner, outer,
-                       0.0, class_weight, SOFTCAP, False, WEIGHTED, False, LANES, VEC, True,
+            write_tile(x, g, class_weights, full, 0, high, shift, log_normalizer, 0.0, a, b, d, 0.0, inner, outer,
+                       0.0, class_weight, SOFTCAP, OF_EXPECTED, WEIGHTED, False, LANES, VEC, True,
                        "evict_first")  # fmt: skip
         weight = class_weight
         if class_weights is not None:
             weight = tl.load(class_weights + column, mask=mine, other=0.0).to(tl.float32)
-        of_selected, slope = gradient(x_selected, weight, shift, log_normalizer, 0.0, a, 0.0, d, 0.0, inner, outer, 0.0,
-                                      SOFTCAP, False, WEIGHTED, False)  # fmt: skip
+        of_selected, slope = gradient(x_selected, weight, shift, log_normalizer, 0.0, a, b, d, 0.0, inner, outer, 0.0,
+                                      SOFTCAP, OF_EXPECTED, WEIGHTED, False)  # fmt: skip
         tl.debug_barrier()
         tl.store(g + column, ((rounded(of_selected) + w) * slope).to(g.dtype.element_ty), mask=mine)
     else:
@@ -180,18 +223,19 @@ def plan_for(x: Layout, out_stride: int, gradient_strides: tuple[int, ...], opti
     (rows, V), (row_stride, _), size = x
     VEC = 16 // size
     lanes, SPLITS = programs_for(V, size)
-    plain = options.transform.softcap is None and not options.wants("weighted_logit")
+    weighted, expected = options.wants("weighted_logit"), options.wants("entropy") or options.wants("expected_logit")
+    words = 1 + weighted + (expected or options.wants("is_top1"))
     constexprs = dict(
-        SOFTCAP=options.transform.softcap is not None, LOG_PROBS=options.wants("log_probs"),
-        WEIGHTED=options.wants("weighted_logit"), VEC=VEC, LANES=lanes, UNROLL=2 if plain else 1, SPLITS=SPLITS,
+        SOFTCAP=options.transform.softcap is not None, LOG_PROBS=options.wants("log_probs"), EXPECTED=expected,
+        ENTROPY=options.wants("entropy"), WEIGHTED=weighted, VEC=VEC, LANES=lanes,
+        UNROLL=1 if weighted or options.transform.softcap is not None else 2, SPLITS=SPLITS, WORDS=words,
         BLOCK=power_of_two(SPLITS),
     )  # fmt: skip
-    words = SPLITS * (2 if options.wants("weighted_logit") else 1)
     return Plan(
         softmax_loss_kernel, rows * SPLITS,
         (rows, V, row_stride, out_stride, *gradient_strides, *options.transform.factors(), options.class_weight,
          options.masked),
-        constexprs, layout.warps(lanes), 2 * rows * words + 1 if SPLITS > 1 else 0,
+        constexprs, layout.warps(lanes), 2 * rows * words * SPLITS + 1 if SPLITS > 1 else 0,
     )  # fmt: skip
 
 
@@ -236,11 +280,13 @@ def softmax_loss(
     ``out`` may be the logits. `supports_fused_loss` says whether this is possible.
     """
     index, row_mask, class_weights, temperature = inputs[:4]
-    packed, selected, _ = results = empty_results(logits, index, options)
+    packed, selected, is_top1 = results = empty_results(logits, index, options)
     if logits.numel():
-        of_fields, strides = flat_gradients((grads.log_normalizer, grads.weighted_logit, grads.selected))
+        given = grads.log_normalizer, grads.expected_logit, grads.weighted_logit, grads.selected
+        of_fields, strides = flat_gradients(given)
         x = logits if logits.dim() == 2 else logits.view(-1, logits.shape[-1])
         to = None if out is logits else out if out.dim() == 2 else out.view(x.shape)
         about = layout_of(x), 0 if to is None else to.stride(0), strides, options
-        launch(plan_for, about, (x, to, class_weights, index, row_mask, temperature, packed, selected, *of_fields))
+        inputs_of_rows = class_weights, index, row_mask, temperature
+        launch(plan_for, about, (x, to, *inputs_of_rows, packed, selected, is_top1, *of_fields))
     return results

@@ -27,7 +27,7 @@ from onepass.logits.gradients import Gradients
 from onepass.logits.head import ALL, Head, HeadTensors, Settings
 from onepass.logits.partitioned import gathered
 from onepass.logits.tile_plan import INDEX, ROW, Use, plan
-from onepass.logits.tiles import tiles
+from onepass.logits.tiles import Tile, tiles
 from onepass.logits.valid_rows import defers
 from onepass.softmax.shards import (
     empty_states,
@@ -189,16 +189,30 @@ def read_tiles(
                 tensor.zero_()
         for tile in tiles([head], cut, logits):
             read = inputs._replace(row_mask=row_mask).rows(tile.rows.take)
-            parts = tile.statistics(read, options) if exchange else (tile.states(read, options),)
+            if gradients is None or field is None:
+                parts = tile.statistics(read, options) if exchange else (tile.states(read, options),)
+            else:
+                place = gradients.place(tile)
+                parts = statistics_and_derivative(tile, read, options, field[0], place)
+                gradients.add(tile, place)
             for (tensor, dim), part in zip(whole, [p for p in parts if p is not None]):
                 tile.rows.put(tensor, part, dim)
-            if gradients is not None and field is not None:
-                ones = torch.ones((), dtype=parts[0].dtype, device=hidden.device).expand(tile.rows.n)
-                upstream = FieldGradients.of(options.fields, [ones if n == field[0] else None for n in options.names()])
-                place = gradients.place(tile)
-                backend_of(place).softmax_gradient(tile.logits[0], read, parts[0], upstream, options, place)
-                gradients.add(tile, place)
         return () if gradients is None else gradients.derivatives()
+
+
+def statistics_and_derivative(tile: Tile, inputs: Inputs, options: Options, field: str, out: Tensor) -> Results:
+    """The statistics of a tile, whose derivative of a field is written to ``out``: in one read, where that can be."""
+    logits, shard = tile.logits[0], tile.heads[0].settings.shard
+    backend = backend_of(logits)
+    ones = torch.ones((), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+    grads = [ones.expand(tile.rows.n) if name == field else None for name in options.names()]
+    upstream = FieldGradients.of(options.fields, grads)
+    if not shard.sizes and inputs.support is None and backend.supports_fused_loss(logits, inputs.index, options):
+        found: Results = backend.softmax_loss(logits, inputs, upstream, options, out)
+        return found
+    found = tile.statistics(inputs, options)
+    backend_of(out).softmax_gradient(logits, inputs, found[0], upstream, options, out)
+    return found
 
 
 def gradient_use(inputs: Inputs, of_weight: bool) -> Use:
