@@ -875,3 +875,103 @@ def test_one_upstream_gradient_of_several_ids(device):
     every = FieldGradients(selected=number.expand(3, 2).contiguous())
     backend.softmax_gradient(logits, inputs, packed, every, options, expected)
     assert expected.any() and torch.equal(found, expected)
+
+
+def test_a_loss_of_rows_under_a_checkpoint(device):
+    """Which unpacks each saved tensor once."""
+    hidden, weight, target = head(device)
+
+    def loss(hidden, weight):
+        return onepass.linear_cross_entropy(hidden, weight, target, reduction="none")
+
+    same(checkpoint(loss, hidden, weight, use_reentrant=False), loss(hidden, weight), (hidden, weight))
+
+
+def test_a_linear_loss_of_top_1(device):
+    """Whose gradient is known before the tile is read, with a field that is bool."""
+    hidden, weight, target = head(device)
+    x, options, seen = onepass.LinearLogits(hidden, weight), Options("log_probs entropy is_top1"), {}
+
+    def log_probs_of(fields):
+        assert fields["is_top1"].dtype == torch.bool  # in every call
+        seen.update(fields)
+        return fields["log_probs"]
+
+    loss = x.loss(log_probs_of, Inputs(target), options, (), 1.0, linear=True)
+    same(loss, F.log_softmax(hidden @ weight.mT, -1).gather(1, target[:, None]).sum(), (hidden, weight))
+    logits = (hidden @ weight.mT).detach()
+    assert torch.equal(seen["is_top1"], logits.argmax(-1) == target)
+    torch.testing.assert_close(seen["entropy"].detach(), torch.distributions.Categorical(logits=logits).entropy())
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+def test_jsd_of_a_probability_that_underflows(device, beta):
+    z = torch.tensor([[0.0, -103.0, 0.3], [0.0, -200.0, 1.0]], device=device, requires_grad=True)
+    t = torch.tensor([[0.0, -200.0, 1.0], [0.0, -103.5, 0.3]], device=device)
+    loss = onepass.kl_div(z, t, direction="jsd", beta=beta, reduction="none")
+    exact = z.detach().double().requires_grad_()
+    p, q = exact.softmax(-1), t.double().softmax(-1)
+    m = beta * q + (1 - beta) * p
+    expected = beta * (q * (q.log() - m.log())).sum(-1) + (1 - beta) * (p * (p.log() - m.log())).sum(-1)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+    for a, b in zip(gradients(loss.sum(), (z,)), gradients(expected.sum(), (exact,))):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["mean", "none", "statistics", "kl_div"])
+def test_a_masked_row_of_nan_and_an_adapter(device, loss):
+    hidden, weight, target = head(device)
+    A, B = (torch.randn(shape, device=device).requires_grad_() for shape in ((2, 16), (40, 2)))
+    mask = torch.arange(len(target), device=device) != 2
+    target = target.where(mask, -100)
+
+    def of(hidden):
+        x = onepass.LinearLogits(hidden, weight, lora=(A, B, 2.0))
+        if loss == "kl_div":
+            return onepass.kl_div(x, torch.ones(12, 40, device=device), row_mask=mask)
+        if loss == "statistics":
+            return sum(onepass.selective_log_softmax_and_entropy(x, target.clamp(min=0), row_mask=mask)).sum()
+        return onepass.cross_entropy(x, target, reduction=loss).sum()
+
+    bad = hidden.detach().masked_fill(~mask[:, None], float("nan")).requires_grad_()
+    for value in (float("nan"), INF):
+        bad = hidden.detach().masked_fill(~mask[:, None], value).requires_grad_()
+        for got, expected in zip(
+            gradients(of(bad), (bad, weight, A, B)), gradients(of(hidden), (hidden, weight, A, B))
+        ):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_codes_under_autocast_are_no_weights(device):
+    codes = torch.ones(2, 16, 64, device=device)
+    hidden, down = torch.randn(4, 64, device=device), torch.randn(2, 64, 8, device=device)
+    ids = torch.zeros(4, 1, dtype=torch.int64, device=device)
+    routing = Routing(torch.ones(4, 1, device=device), ids, None)
+    for dtype in (torch.float8_e4m3fn, torch.uint8, torch.complex64):
+        of_dtype = codes.to(dtype)
+        with torch.autocast(device.type, torch.bfloat16):
+            with pytest.raises(TypeError, match="gate_up_weight: expected"):
+                onepass.moe.expert_mlp(hidden, routing, of_dtype, down)
+            with pytest.raises(TypeError, match="down_bias: expected"):
+                onepass.moe.expert_mlp(hidden, routing, codes, down, down_bias=of_dtype[:, 0])
+            with pytest.raises(TypeError, match="weight: expected"):
+                onepass.moe.scattered_linear(hidden, of_dtype, ids)
+
+
+def test_no_experts(device):
+    hidden, ids = torch.randn(4, 64, device=device), torch.zeros(4, 1, dtype=torch.int64, device=device)
+    weight, down = torch.empty(0, 16, 64, device=device), torch.empty(0, 64, 8, device=device)
+    with pytest.raises(ValueError, match=r"gate_up_weight: expected one expert or more, got shape \(0, 16, 64\)"):
+        onepass.moe.expert_mlp(hidden, Routing(torch.ones(4, 1, device=device), ids, None), weight, down)
+    with pytest.raises(ValueError, match=r"weight: expected one expert or more, got shape \(0, 16, 64\)"):
+        onepass.moe.scattered_linear(hidden, weight, ids)
+
+
+def test_a_gradient_of_nan_and_an_id_that_is_out_of_range(device):
+    ids = torch.tensor([[0, 5], [1, 0]], device=device)
+    weights = torch.rand(2, 2, device=device).requires_grad_()
+    out = onepass.moe.scattered_linear(
+        torch.randn(2, 4, device=device), torch.randn(2, 3, 4, device=device), ids, weights=weights
+    )
+    (grad,) = torch.autograd.grad(out, weights, torch.tensor([[float("nan")], [1.0]], device=device).expand(2, 3))
+    assert grad[0, 0].isnan() and grad[0, 1] == 0 and grad[1].isfinite().all()

@@ -200,6 +200,12 @@ def test_a_tile_that_is_decoded_fits_into_shared_memory():
             plan((2 * rows, 4, 2, 64, 64, 4096, 1), (False, False, 1.0), ExpertOptions(), *rest, of)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", [(0, 4, 8), (2, 0, 8), (2, 4, 0)])
+def test_empty_weights(format, shape):
+    assert quantize(torch.empty(shape), format).dequantize().shape == shape
+
+
 def test_float64_experts():
     of, ids, weights = inputs("cpu")
     of = {name: t.detach().double().requires_grad_() for name, t in of.items()}

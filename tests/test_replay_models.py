@@ -365,6 +365,20 @@ def test_errors():
             [torch.zeros(6, 1, 1).long()] * 2, mask, starts=2)),
         (ValueError, "starts: expected 2 numbers", lambda: RoutingRecord.from_array(
             [torch.zeros(6, 1, 1).long()] * 2, mask, starts=[2])),
+        (ValueError, "arrays: expected ids from -1 to 32767, got 0 to 70000",
+         lambda: RoutingRecord.from_array([[[0, 70000]]])),
+        (ValueError, "arrays: expected ids from -1 to 32767, got -2", lambda: RoutingRecord.from_array([[[-2]]])),
+        (TypeError, "arrays: expected integers", lambda: RoutingRecord.from_array(None)),
+        (TypeError, "arrays: expected integers", lambda: RoutingRecord.from_array(["x"], torch.ones(1, 2))),
+        (TypeError, "arrays: expected one for each sequence", lambda: RoutingRecord.from_array(3, torch.ones(1, 2))),
+        (TypeError, "starts: expected an int", lambda: RoutingRecord.from_array([[[1]]], starts=1.5)),
+        (TypeError, "starts: expected an int", lambda: RoutingRecord.from_array([[[1]]], starts=None)),
+        (TypeError, "starts: expected an int", lambda: RoutingRecord.from_array([[[1]]], starts=[True])),
+        (TypeError, "lengths: expected a sequence", lambda: RoutingRecord.from_array([[[[1]]]], lengths=3)),
+        (ValueError, "lengths: expected 0 or more, got -2", lambda: RoutingRecord.from_array([[[[1]]]], lengths=[-2])),
+        (TypeError, "lengths: expected an int", lambda: record.to_array(lengths=[1.5])),
+        (ValueError, "attention_mask: expected as many tokens in each of 5",
+         lambda: record.to_array(torch.ones(5, 2))),
         (ValueError, "arrays: expected the same layers", lambda: RoutingRecord.from_array(
             [torch.zeros(6, n, 1).long() for n in (1, 2)], mask)),
     ):  # fmt: skip

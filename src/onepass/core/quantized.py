@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from onepass.core.checks import FLOATS
+
 Self = TypeVar("Self", bound="Encoded")
 
 NF4 = (
@@ -132,6 +134,12 @@ class Encoded:
 
 
 Weight = Tensor | Encoded
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """A floating-point tensor or a quantized weight as autocast casts it. Other values are left to the checks."""
+    is_castable = isinstance(value, Encoded) or (isinstance(value, Tensor) and value.dtype in FLOATS)
+    return value.to(dtype) if is_castable else value
 
 
 def joined(data: Any, parts: WeightParts, format: WeightFormat, like: Tensor) -> Any:

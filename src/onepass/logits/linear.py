@@ -188,12 +188,11 @@ class LinearLogits(TensorLike):
     def is_eager(self) -> bool:
         return is_untraced(*self.parts())
 
-    @property
-    def tensors(self) -> HeadTensors:
+    def tensors(self, row_mask: Tensor | None = None) -> HeadTensors:
         """The tensors of the head, with hidden states ``(N, H)``."""
         self.check_unchanged()
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
-        low, up = self.low_rank(hidden)
+        low, up = self.low_rank(hidden, row_mask)
         if self.sums_hidden and torch.compiler.is_compiling():  # registered operations do not communicate
             hidden, low = self.replicated(hidden, low)
         return HeadTensors(hidden, self.weight, self.bias, low, up)
@@ -203,11 +202,13 @@ class LinearLogits(TensorLike):
         group = group_named(self.shard.group)
         return Replicated.apply(hidden, group), None if low is None else Replicated.apply(low, group)
 
-    def low_rank(self, hidden: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def low_rank(self, hidden: Tensor, row_mask: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Hidden states in the rank of the adapter, in the dtype of the GEMMs and times the scaling, and its B."""
         if self.lora is None:
             return None, None
         A, B, scaling = self.lora
+        if row_mask is not None:  # the product of a gradient of 0 and what a masked row holds may be NaN
+            hidden = hidden.where(row_mask.bool().unsqueeze(-1), 0.0)
         with gathered(A), without_autocast(hidden):
             return linear(hidden.to(self.gemm_dtype), (A * scaling).to(self.gemm_dtype)), B
 
@@ -313,7 +314,8 @@ class LinearLogits(TensorLike):
         composed = self.transformed_by(options)
         if composed is None:
             return super().statistics(inputs, options)
-        fields = tiled_statistics(self.tensors, self.flat(inputs), self.settings, composed)
+        inputs = self.flat(inputs)
+        fields = tiled_statistics(self.tensors(inputs.row_mask), inputs, self.settings, composed)
         rows = self.shape[:-1]
         return {name: f.reshape((*rows, *f.shape[1:])) for name, f in zip(options.names(), fields)}
 
@@ -385,7 +387,7 @@ class LinearLogits(TensorLike):
         if head is not None and of_head is not None:
             options = options._replace(teacher=of_head)
             of = TeacherDtypes(head.gemm_dtype, head.dtype_of_divergence)
-            of_teacher = TeacherTensors(*head.tensors)
+            of_teacher = TeacherTensors(*head.tensors())
         else:
             logits = (teacher.materialize() if shard is None else teacher.local_columns(shard)).detach()
             logits = logits.reshape(self.shape[:-1].numel(), logits.shape[-1])
@@ -397,7 +399,7 @@ class LinearLogits(TensorLike):
         read = read._replace(row_mask=None if read.row_mask is None else read.row_mask.bool())
         # Dynamo refuses a weight that student and teacher share.
         of_teacher = TeacherTensors(*[None if t is None else t.detach() for t in of_teacher])  # type: ignore[arg-type]
-        loss = tiled_divergence(self.tensors, of_teacher, read, of, settings, options)
+        loss = tiled_divergence(self.tensors(read.row_mask), of_teacher, read, of, settings, options)
         return divided(loss.reshape(self.shape[:-1]), divisor, self.dim() - 1)
 
     def local_columns(self, shard: Shard) -> Tensor:
@@ -430,5 +432,5 @@ class LinearLogits(TensorLike):
             return torch.full((), found, dtype=row_loss.dtype, device=self.device)  # type: ignore[arg-type]
 
         of_sum = None if divisor is None else number
-        loss = tiled_loss(self.tensors, row_mask, row_loss, of_sum, settings or self.settings)
+        loss = tiled_loss(self.tensors(row_mask), row_mask, row_loss, of_sum, settings or self.settings)
         return loss.reshape(self.shape[:-1]) if divisor is None else loss

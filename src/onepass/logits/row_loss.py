@@ -143,7 +143,8 @@ class StatisticsLoss:
         of_rows = None if scale is None else scale(rows)
         if results is None:
             x = tile.logits[0]
-            anywhere = {n: x.new_zeros(rows.n, dtype=self.dtype) for n in options.names()}
+            dtypes = {"is_top1": torch.bool}
+            anywhere = {n: x.new_zeros(rows.n, dtype=dtypes.get(n, self.dtype)) for n in options.names()}
             _, upstream, _ = self.differentiated(anywhere, inputs, rows, of_rows)
             results = backend.softmax_loss(x, read, upstream, options, out)
         fields = dict(zip(options.names(), pick(results, options)))

@@ -137,8 +137,8 @@ class _TiledLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         if not ctx.reduced:
-            count = len(HeadTensors._fields)
-            tensors, (row_mask, *saved) = HeadTensors(*ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
+            count, saved_tensors = len(HeadTensors._fields), ctx.saved_tensors  # which a checkpoint unpacks only once
+            tensors, (row_mask, *saved) = HeadTensors(*saved_tensors[:count]), saved_tensors[count:]
             row_loss = ctx.row_loss.holding(saved)
             of_inputs = [torch.zeros_like(i) if n else None for i, n in zip(row_loss.row_inputs, ctx.needed_inputs)]
             needed = ctx.needs_input_grad[:count]

@@ -21,7 +21,7 @@ from onepass.core.moe_options import (
     ExpertTensors,
     Groups,
 )
-from onepass.core.quantized import Encoded, Weight, WeightParts
+from onepass.core.quantized import Encoded, Weight, WeightParts, cast
 from onepass.moe.quantized import apart
 from onepass.moe.router import Routing
 from onepass.moe.token_sort import check_groups, group_by_expert
@@ -93,8 +93,7 @@ def expert_mlp(
     )  # fmt: skip
     dtype = autocast_dtype(hidden)
     if dtype is not None:
-        cast = ExpertTensors(*[t.to(dtype) if isinstance(t, Tensor | Encoded) else t for t in tensors])  # type: ignore[arg-type]
-        tensors = cast._replace(weights=routing.weights)
+        tensors = ExpertTensors(*[cast(t, dtype) for t in tensors])._replace(weights=routing.weights)
     check_experts(tensors, routing.experts, bool(transposed))
     gate_up, gate_up_parts, gate_up_format = apart(tensors.gate_up, "gate_up_weight", max_memory)
     down, down_parts, down_format = apart(tensors.down, "down_weight", max_memory)
@@ -139,6 +138,8 @@ def check_experts(tensors: ExpertTensors, experts: Tensor, transposed: bool) -> 
     for t, name in ((gate_up, "gate_up_weight"), (down, "down_weight")):
         if not isinstance(t, Tensor | Encoded) or t.dim() != 3:
             raise TypeError(f"{name}: expected a tensor of three dimensions, got {described(t)}")
+    if not len(gate_up):
+        raise ValueError(f"gate_up_weight: expected one expert or more, got shape {tuple(gate_up.shape)}")
     H = hidden.shape[-1]
     E, I = gate_up.shape[0], down.shape[1 if transposed else 2]  # noqa: E741
     shapes: dict[str, tuple[Tensor | None, tuple[Any, ...]]] = {

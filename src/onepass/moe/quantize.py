@@ -75,7 +75,7 @@ def quantize(
         values = (padded / decoded[:, None]).flatten()[: x.numel()]
         values = torch.nn.functional.pad(values, (0, x.numel() % 2))
     else:
-        values = (padded / decoded[:, :, None, :, None]).view(E, height * f.block_rows, -1)[:, :rows, : f.pitch]
+        values = (padded / decoded[:, :, None, :, None]).flatten(3).flatten(1, 2)[:, :rows, : f.pitch]
     if format == "int8":
         data = values.round().clamp(-127, 127).to(torch.int8)
     elif not spec.codes:

@@ -3,7 +3,8 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -53,8 +54,8 @@ class RoutingRecord:
 
         Args:
             attention_mask: ``(B, S)``, of B sequences that are padded on the left or right.
-            lengths: the number of tokens of each sequence, for sequences that follow each other in one row without
-                padding.
+            lengths: the number of tokens of each sequence, for sequences that follow each other in one row. Tokens
+                after the last one are padding.
             dtype: int16, or uint8 if there are at most 256 experts and no id is -1.
 
         Returns:
@@ -70,6 +71,11 @@ class RoutingRecord:
         if not self.passes:
             raise ValueError("record: expected at least one forward pass, got none")
         batch = _sequences(attention_mask)[0] if attention_mask is not None else 1
+        lengths = _numbers(lengths, "lengths")
+        for ids in (ids for layers in self.passes for ids in layers[:1]):
+            if len(ids) % max(batch, 1):
+                raise ValueError(f"attention_mask: expected as many tokens in each of {batch} sequences, got a forward "
+                                 f"pass of {len(ids)}")  # fmt: skip
         parts = [torch.stack([ids.cpu().view(batch, -1, ids.shape[-1]) for ids in p], 2) for p in self.passes]
         joined = torch.cat(parts, 1)  # (B, S, layers, K)
         found = joined.shape[1]
@@ -102,23 +108,27 @@ class RoutingRecord:
             starts: the number of tokens of each sequence before its first row, such as the length of the prompt.
 
         Raises:
-            TypeError, ValueError: an argument has the wrong type, dtype or shape, or a sequence is shorter than its
-                array.
+            TypeError, ValueError: an argument has the wrong type, dtype, shape or value, or a sequence is shorter than
+                its array.
         """
+        lengths = _numbers(lengths, "lengths")
         if attention_mask is None and lengths is None:
             arrays = [arrays]
+        if not isinstance(arrays, Iterable):
+            raise TypeError(f"arrays: expected one for each sequence, got {described(arrays)}")
         rows = [_rows(array) for array in arrays]
         if not rows:
             raise ValueError("arrays: expected at least one, got none")
         if len({r.shape[1:] for r in rows}) > 1:
             raise ValueError("arrays: expected the same layers and experts per token in all, got "
                              f"{sorted({tuple(r.shape[1:]) for r in rows})}")  # fmt: skip
-        first = [starts] * len(rows) if isinstance(starts, int) else list(starts)
-        if len(first) != len(rows) or min(first) < 0:
-            raise ValueError(f"starts: expected {len(rows)} numbers, 0 or above, got {starts}")
+        several = isinstance(starts, Sequence) or getattr(starts, "ndim", 0) > 0
+        first = (_numbers(starts, "starts") if several else [check_integer(starts, "starts", 0)] * len(rows)) or []
+        if len(first) != len(rows):
+            raise ValueError(f"starts: expected {len(rows)} numbers, got {starts}")
         batch, width = (1, 0) if attention_mask is None else _sequences(attention_mask)
         if lengths is not None:
-            width = sum(check_integer(n, "lengths", 0) for n in lengths)
+            width = sum(lengths)
         elif attention_mask is None:
             width = first[0] + len(rows[0]) + 1
         places = _places(width, batch, attention_mask, lengths)
@@ -135,12 +145,29 @@ class RoutingRecord:
 
 def _rows(array: Any) -> Tensor:
     """An array of an engine, as a tensor."""
-    rows = torch.as_tensor(array)
+    if getattr(getattr(array, "dtype", None), "kind", "") in ("i", "u"):
+        array = array.astype("int64")  # of NumPy, which may have an order of bytes or of rows that torch has not
+    try:
+        rows = torch.as_tensor(array)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"arrays: expected integers (tokens - 1, layers, K), got {described(array)}") from error
     if rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool:
         raise TypeError(f"arrays: expected integers, got {described(rows)}")
     if rows.dim() != 3:
         raise ValueError(f"arrays: expected shape (tokens - 1, layers, K), got {tuple(rows.shape)}")
-    return rows.cpu().to(torch.int16)
+    rows = rows.cpu().long()
+    if rows.numel() and not (rows.min() >= -1 and rows.max() < 2**15):
+        raise ValueError(f"arrays: expected ids from -1 to {2**15 - 1}, got {int(rows.min())} to {int(rows.max())}")
+    return rows.to(torch.int16)
+
+
+def _numbers(values: Any, name: str) -> list[int] | None:
+    """A sequence of numbers of tokens."""
+    if values is None:
+        return None
+    if isinstance(values, str) or not (isinstance(values, Sequence) or getattr(values, "ndim", 0) == 1):
+        raise TypeError(f"{name}: expected a sequence of ints, got {described(values)}")
+    return [check_integer(n, name, 0) for n in values]
 
 
 def _sequences(attention_mask: Any) -> tuple[int, int]:
@@ -161,5 +188,5 @@ def _places(width: int, batch: int, attention_mask: Tensor | None, lengths: Sequ
         return [at + b * width for b, at in enumerate(inside)]
     if lengths is None:
         return [torch.arange(width)]
-    ends = torch.tensor(list(lengths)).cumsum(0).tolist()
+    ends = accumulate(lengths)
     return [torch.arange(end - n, end) for n, end in zip(lengths, ends)]

@@ -11,7 +11,7 @@ from onepass.backend import backend_of
 from onepass.core.checks import FLOATS, check_device, described
 from onepass.core.dispatch import autocast_dtype, empty_gradients, operation, refuse_second_derivatives
 from onepass.core.moe_options import Activation, Groups, ScatterGradients, ScatterOptions, ScatterTensors
-from onepass.core.quantized import Encoded, Weight, WeightParts, joined
+from onepass.core.quantized import Encoded, Weight, WeightParts, cast, joined
 from onepass.moe.experts import expert_mlp
 from onepass.moe.quantized import apart
 from onepass.moe.router import Routing
@@ -63,7 +63,7 @@ def scattered_linear(
         raise TypeError(f"weight: expected a tensor of three dimensions, got {described(weight)}")
     dtype = autocast_dtype(x)
     if dtype is not None:
-        x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype) if isinstance(bias, Tensor) else bias
+        x, weight, bias = (cast(t, dtype) for t in (x, weight, bias))
     for of_type, name in ((weight, "weight"), (bias, "bias")):
         allowed = Tensor | Encoded if name == "weight" else Tensor
         if of_type is not None and (not isinstance(of_type, allowed) or of_type.dtype != x.dtype):
@@ -71,6 +71,8 @@ def scattered_linear(
     if weights is not None and (not isinstance(weights, Tensor) or weights.dtype not in FLOATS):
         raise TypeError(f"weights: expected a floating-point tensor, got {described(weights)}")
     check_assignments(experts)
+    if not len(weight):
+        raise ValueError(f"weight: expected one expert or more, got shape {tuple(weight.shape)}")
     (T, K), (E, N, inputs) = experts.shape, weight.mT.shape if transposed else weight.shape
     shapes = {
         "weight": (weight, tuple(weight.shape)), "experts": (experts, (T, K)),

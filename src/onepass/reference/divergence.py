@@ -1,5 +1,7 @@
 """Divergences between two rows of logits in plain PyTorch, by the formulas in `kernels.divergence`."""
 
+from math import log
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ def log_ratio(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
 def mixture(log_p: Tensor, log_q: Tensor, w_p: float, w_q: float) -> tuple[Tensor, ...]:
     """``P, log(P/M), Q, log(Q/M)`` for ``M = w_p·P + w_q·Q``."""
     p, q = log_p.exp(), log_q.exp()
-    log_m = (w_p * p + w_q * q).log()
+    log_m = torch.logaddexp(log_p + log(w_p), log_q + log(w_q))  # finite even if w_p·P underflows
     return p, log_ratio(p, log_p, log_m), q, log_ratio(q, log_q, log_m)
 
 

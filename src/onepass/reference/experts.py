@@ -219,6 +219,7 @@ def scattered_linear_gradient(
     of_weights = None
     if weights is not None:
         of_weights = (y.view(*weights.shape, y.shape[-1]) * grad.unsqueeze(1)).sum(-1, dtype=weights.dtype)  # type: ignore[union-attr]
+        of_weights = of_weights.where((experts >= 0) & (experts < len(weight)), 0.0)
         grad = (grad.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1)
     g = grad if o.grouped_out else grad[order]
     rows = x if o.grouped_in else x[order // o.k]
