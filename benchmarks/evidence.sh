@@ -32,8 +32,8 @@ if wants routers; then
   bench logits --op softmax_topk --op softmax_topk_uncounted --op sigmoid_topk --name routers
 fi
 if wants experts; then
-  bench experts --name experts
-  bench experts --op experts_forward --shape 4096x4096x14336x8x2 --routing uniform --name experts-mixtral
+  shapes=(--shape 8192x2048x768x128x8 --shape 8192x2048x512x512x10 --shape 8192x2880x2880x32x4 --shape 4096x4096x14336x8x2)
+  bench experts --op experts_forward --op experts --op experts_lora --routing uniform "${shapes[@]}" --name experts
   quantized=(--op experts_nf4 --op experts_mxfp4 --op experts_fp8 --op experts_int8 --routing uniform)
   few_rows=(--shape 64x2048x768x128x8 --shape 512x2048x768x128x8 --shape 2048x2048x768x128x8)
   bench experts "${quantized[@]}" "${few_rows[@]}" --shape 8192x2048x768x128x8 --name experts-quantized
