@@ -156,6 +156,17 @@ def test_heads_of_any_width(device):
         assert differences(f, (hidden, target), (weight,), 9, parts_of(9)) == 0
 
 
+def test_a_frozen_head_with_a_gradient_and_without(device):
+    """Where no kernel reads the products alone, its statistics are the same, bit for bit."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator).to(device) for n in (40, 264))
+    target = torch.arange(40, device=device) * 5
+    with torch.no_grad():
+        expected = onepass.linear_selective_log_softmax_and_entropy(hidden, weight, target)
+    found = onepass.linear_selective_log_softmax_and_entropy(hidden.requires_grad_(), weight, target)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_materialized_logits(device):
     total, width, vocab = 40 if device.type == "cuda" else 6, 24, 64
     g = torch.Generator().manual_seed(0)

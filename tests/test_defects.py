@@ -878,7 +878,7 @@ def test_one_upstream_gradient_of_several_ids(device):
 
 
 def test_a_loss_of_rows_under_a_checkpoint(device):
-    """Which unpacks each saved tensor once."""
+    """The checkpoint unpacks each saved tensor once."""
     hidden, weight, target = head(device)
 
     def loss(hidden, weight):
@@ -888,11 +888,12 @@ def test_a_loss_of_rows_under_a_checkpoint(device):
 
 
 def test_a_linear_loss_of_top_1(device):
-    """Whose gradient is known before the tile is read, with a field that is bool."""
+    """Its gradient is known before the tile is read, and one of its fields is bool."""
     hidden, weight, target = head(device)
-    x, options, seen = onepass.LinearLogits(hidden, weight), Options("log_probs entropy is_top1"), {}
+    x, options, seen, calls = onepass.LinearLogits(hidden, weight), Options("log_probs entropy is_top1"), {}, []
 
     def log_probs_of(fields):
+        calls.append(1)
         assert fields["is_top1"].dtype == torch.bool  # in every call
         seen.update(fields)
         return fields["log_probs"]
@@ -902,6 +903,7 @@ def test_a_linear_loss_of_top_1(device):
     logits = (hidden @ weight.mT).detach()
     assert torch.equal(seen["is_top1"], logits.argmax(-1) == target)
     torch.testing.assert_close(seen["entropy"].detach(), torch.distributions.Categorical(logits=logits).entropy())
+    assert len(calls) == (1 if backend_of(hidden) is reference else 2)  # once before the tile is read
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])

@@ -273,7 +273,9 @@ BAD = {
     "routing.weights: expected shape (9, 2)": dict(weights=torch.zeros(9, 3)),
     "gate_up_weight: expected a tensor of three dimensions": dict(gate_up=torch.zeros(48, 20)),
     "gate_up_weight: expected shape (5, 48, 20)": dict(gate_up=torch.zeros(5, 46, 20)),
-    "num_experts: expected 1 or more, got 0": dict(gate_up=torch.zeros(0, 48, 20), down=torch.zeros(0, 20, 24)),
+    "gate_up_weight: expected one expert or more, got shape (0, 48, 20)": dict(
+        gate_up=torch.zeros(0, 48, 20), down=torch.zeros(0, 20, 24)
+    ),
     "down_weight: expected shape (5, 20, 24)": dict(down=torch.zeros(5, 21, 24)),
     "down_weight: expected torch.float32, that of hidden, got torch.float16": dict(down=torch.zeros(5, 20, 24).half()),
     "gate_up_bias: expected shape (5, 48)": dict(gate_up_bias=torch.zeros(48)),

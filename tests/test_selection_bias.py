@@ -77,6 +77,16 @@ def test_two_processes(tmp_path):
 
 BAD = {
     "bias: expected a floating-point tensor, got torch.int64": (torch.zeros(3).long(), torch.ones(3).int(), 1.0),
+    "bias: expected a floating-point tensor, got torch.float8_e5m2": (
+        torch.zeros(3).to(torch.float8_e5m2),
+        torch.ones(3).int(),
+        1.0,
+    ),
+    "bias: expected a tensor that is not expanded, got strides (0,)": (
+        torch.zeros(1).expand(3),
+        torch.ones(3).int(),
+        1.0,
+    ),
     "counts: expected a tensor of integers, got torch.float32": (torch.zeros(3), torch.ones(3), 1.0),
     "counts: expected device cpu, that of the bias, got meta": (torch.zeros(3), torch.ones(3).int().to("meta"), 1.0),
     "counts: expected shape (3,), got (4,)": (torch.zeros(3), torch.ones(4).int(), 1.0),

@@ -113,11 +113,17 @@ def test_an_index_outside_is_nan(device):
     logits = random(device, sizes(device)[1])
     index = torch.tensor([0, -1, 2, logits.shape[-1], 4, 5, 6], device=device)
     grads = FieldGradients(selected=torch.ones(ROWS, device=device))
-    _, log_probs, _ = kernels.softmax_loss(logits, Inputs(index), grads, PLAIN, logits)
+    options, whole = Options("log_probs entropy is_top1"), logits.clone()
+    index[5] = -100
+    mask = torch.arange(ROWS, device=device) != 5
+    results = kernels.softmax_loss(logits, Inputs(index, mask), grads, options, logits)
+    log_probs, entropy, is_top1 = pick(results, options)
     bad = torch.tensor([1, 3], device=device)
-    good = torch.tensor([0, 2, 4, 5, 6], device=device)
-    assert log_probs[bad].isnan().all() and logits[bad].isnan().all()
-    assert log_probs[good].isfinite().all() and logits[good].isfinite().all()
+    good = torch.tensor([0, 2, 4, 6], device=device)
+    assert log_probs[bad].isnan().all() and entropy[bad].isnan().all() and logits[bad].isnan().all()
+    assert log_probs[good].isfinite().all() and entropy[good].isfinite().all() and logits[good].isfinite().all()
+    assert log_probs[5] == entropy[5] == 0 and not is_top1[5] and not logits[5].any()
+    assert torch.equal(is_top1[good], index[good] == whole.argmax(-1)[good]) and not is_top1[bad].any()
 
 
 def test_what_it_does_not_take(device):
@@ -131,17 +137,25 @@ def test_what_it_does_not_take(device):
 
 
 @pytest.mark.gpu
-def test_many_rows_are_the_same_every_time():
+@pytest.mark.parametrize("fields", ["log_probs", "log_probs entropy is_top1", "log_probs is_top1 weighted_logit"])
+def test_many_rows_are_the_same_every_time(fields):
     """More rows than run at once, so that programs wait for others that start later."""
     logits = torch.randn(3000, 50264, device="cuda", dtype=torch.bfloat16)
-    index = torch.randint(50264, (3000,), device="cuda")
-    ones = torch.ones(3000, device="cuda")
-    runs = []
+    index, largest = torch.randint(50264, (3000,), device="cuda"), logits.argmax(-1)
+    index[::2] = largest[::2]
+    weights, options = torch.rand(50264, device="cuda"), Options(fields)
+    inputs = Inputs(index, None, weights if options.wants("weighted_logit") else None)
+    ones, runs = torch.ones(3000, device="cuda"), []
     for _ in range(3):
         given = logits.clone()
-        results = kernels.softmax_loss(given, Inputs(index), FieldGradients(selected=ones), PLAIN, given)
-        runs.append((given, results[1]))
+        results = kernels.softmax_loss(given, inputs, FieldGradients(selected=ones), options, given)
+        runs.append((given, *pick(results, options)))
     for run in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(run, runs[0]))
-    expected = torch.log_softmax(logits.float(), -1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(runs[0][1], expected)
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+    got = dict(zip(options.names(), runs[0][1:], strict=True))
+    log_p = torch.log_softmax(logits.float(), -1)
+    torch.testing.assert_close(got["log_probs"], log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1))
+    if "is_top1" in got:
+        assert torch.equal(got["is_top1"], index == largest)
+    if "entropy" in got:
+        torch.testing.assert_close(got["entropy"], -(log_p.exp() * log_p).sum(-1))

@@ -1,9 +1,10 @@
 """Softmax statistics and gradient in one launch, for losses whose upstream gradients are known before a row is read.
 
-Cross-entropy is such a loss: its gradient with respect to the statistics does not depend on them. `logits.row_loss`
-calls this kernel on tiles of logits. Bytes moved: the logits in, the gradient out, usually over them; the two separate
-kernels read the logits twice. Programs that share a row wait for its normalizer, and read their pieces again while
-these are still in the cache of the device.
+Cross-entropy is such a loss: its gradient with respect to the statistics does not depend on them. With an upstream
+gradient of 1, the gradient of a field is its derivative. `logits.row_loss` and `logits.tiled_statistics` call this
+kernel on tiles of logits, `softmax.statistics` on all logits. Bytes moved: the logits in, the gradient out, usually
+over them; the two separate kernels read the logits twice. Programs that share a row wait for its normalizer, and read
+their pieces again while these are still in the cache of the device.
 """
 
 from functools import lru_cache
@@ -58,8 +59,8 @@ def softmax_loss_kernel(
     None; ``index`` ``(rows,)``; the upstream gradients ``(rows,)``, each or None.
     Outputs: the gradient in ``out`` ``(rows, V)`` or in ``logits``; ``packed`` ``(len(PACKED), rows)``; ``selected``
     ``(rows,)``; ``is_top1`` ``(rows,)`` or None. ``pieces`` is the workspace of the SPLITS programs that share a row:
-    WORDS of each, of two numbers, ``(rows, WORDS, SPLITS)``, and how many programs have started. BLOCK is a power of
-    two.
+    WORDS of each, of two numbers, ``(rows, WORDS, SPLITS)``, and how many programs have started. It is 0 before the
+    launch. BLOCK is a power of two.
     Bytes moved: see the module docstring.
     """
     TILE: tl.constexpr = LANES * VEC

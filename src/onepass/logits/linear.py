@@ -207,10 +207,12 @@ class LinearLogits(TensorLike):
         if self.lora is None:
             return None, None
         A, B, scaling = self.lora
-        if row_mask is not None:  # the product of a gradient of 0 and what a masked row holds may be NaN
-            hidden = hidden.where(row_mask.bool().unsqueeze(-1), 0.0)
         with gathered(A), without_autocast(hidden):
-            return linear(hidden.to(self.gemm_dtype), (A * scaling).to(self.gemm_dtype)), B
+            hidden = hidden.to(self.gemm_dtype)
+            # The gradient of A sums over all rows, and the product of 0 and what a masked row holds may be NaN.
+            if row_mask is not None and A.requires_grad and torch.is_grad_enabled():
+                hidden = hidden.where(row_mask.bool().unsqueeze(-1), 0.0)
+            return linear(hidden, (A * scaling).to(self.gemm_dtype)), B
 
     @property
     def dtype_of_divergence(self) -> torch.dtype:

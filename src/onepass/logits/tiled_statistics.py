@@ -201,13 +201,18 @@ def read_tiles(
 
 
 def statistics_and_derivative(tile: Tile, inputs: Inputs, options: Options, field: str, out: Tensor) -> Results:
-    """The statistics of a tile, whose derivative of a field is written to ``out``: in one read, where that can be."""
+    """The statistics of a tile, and the derivative of a field with respect to its logits, which is written to ``out``.
+
+    One launch computes both if `supports_fused_loss`. In the batch-invariant mode the statistics are those of a forward
+    without a gradient, bit for bit, so that the kernel is the same.
+    """
     logits, shard = tile.logits[0], tile.heads[0].settings.shard
     backend = backend_of(logits)
     ones = torch.ones((), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
     grads = [ones.expand(tile.rows.n) if name == field else None for name in options.names()]
     upstream = FieldGradients.of(options.fields, grads)
-    if not shard.sizes and inputs.support is None and backend.supports_fused_loss(logits, inputs.index, options):
+    fused = not (shard.sizes or options.invariant) and inputs.support is None
+    if fused and backend.supports_fused_loss(logits, inputs.index, options):
         found: Results = backend.softmax_loss(logits, inputs, upstream, options, out)
         return found
     found = tile.statistics(inputs, options)

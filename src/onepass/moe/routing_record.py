@@ -71,7 +71,7 @@ class RoutingRecord:
         if not self.passes:
             raise ValueError("record: expected at least one forward pass, got none")
         batch = _sequences(attention_mask)[0] if attention_mask is not None else 1
-        lengths = _numbers(lengths, "lengths")
+        lengths = None if lengths is None else _numbers(lengths, "lengths")
         for ids in (ids for layers in self.passes for ids in layers[:1]):
             if len(ids) % max(batch, 1):
                 raise ValueError(f"attention_mask: expected as many tokens in each of {batch} sequences, got a forward "
@@ -111,7 +111,7 @@ class RoutingRecord:
             TypeError, ValueError: an argument has the wrong type, dtype, shape or value, or a sequence is shorter than
                 its array.
         """
-        lengths = _numbers(lengths, "lengths")
+        lengths = None if lengths is None else _numbers(lengths, "lengths")
         if attention_mask is None and lengths is None:
             arrays = [arrays]
         if not isinstance(arrays, Iterable):
@@ -122,8 +122,10 @@ class RoutingRecord:
         if len({r.shape[1:] for r in rows}) > 1:
             raise ValueError("arrays: expected the same layers and experts per token in all, got "
                              f"{sorted({tuple(r.shape[1:]) for r in rows})}")  # fmt: skip
-        several = isinstance(starts, Sequence) or getattr(starts, "ndim", 0) > 0
-        first = (_numbers(starts, "starts") if several else [check_integer(starts, "starts", 0)] * len(rows)) or []
+        if isinstance(starts, Sequence) or getattr(starts, "ndim", 0) > 0:
+            first = _numbers(starts, "starts")
+        else:
+            first = [check_integer(starts, "starts", 0)] * len(rows)
         if len(first) != len(rows):
             raise ValueError(f"starts: expected {len(rows)} numbers, got {starts}")
         batch, width = (1, 0) if attention_mask is None else _sequences(attention_mask)
@@ -146,7 +148,9 @@ class RoutingRecord:
 def _rows(array: Any) -> Tensor:
     """An array of an engine, as a tensor."""
     if getattr(getattr(array, "dtype", None), "kind", "") in ("i", "u"):
-        array = array.astype("int64")  # of NumPy, which may have an order of bytes or of rows that torch has not
+        if array.size and array.max() >= 2**15:  # before the cast, which wraps ids of 64 bits without a sign
+            raise ValueError(f"arrays: expected ids from -1 to {2**15 - 1}, got {array.max()}")
+        array = array.astype("int64")  # torch takes no big-endian array of NumPy, and none with a negative stride
     try:
         rows = torch.as_tensor(array)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -161,10 +165,8 @@ def _rows(array: Any) -> Tensor:
     return rows.to(torch.int16)
 
 
-def _numbers(values: Any, name: str) -> list[int] | None:
+def _numbers(values: Any, name: str) -> list[int]:
     """A sequence of numbers of tokens."""
-    if values is None:
-        return None
     if isinstance(values, str) or not (isinstance(values, Sequence) or getattr(values, "ndim", 0) == 1):
         raise TypeError(f"{name}: expected a sequence of ints, got {described(values)}")
     return [check_integer(n, name, 0) for n in values]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onepass.core.checks import check_number, described
+from onepass.core.checks import FLOATS, check_number, described
 from onepass.moe.blocks import own_description, own_method
 from onepass.moe.family import Parts, selection_bias_of
 from onepass.moe.followers import Follower, follow, unfollow
@@ -39,8 +39,10 @@ def update_selection_bias(bias: Tensor, counts: Tensor, rate: float, group: dist
     Reference: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", arXiv:2408.15664,
     algorithm 1; DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
     """
-    if not isinstance(bias, Tensor) or not bias.is_floating_point():
+    if not isinstance(bias, Tensor) or bias.dtype not in FLOATS:
         raise TypeError(f"bias: expected a floating-point tensor, got {described(bias)}")
+    if any(stride == 0 and size > 1 for stride, size in zip(bias.stride(), bias.shape)):
+        raise ValueError(f"bias: expected a tensor that is not expanded, got strides {bias.stride()}")
     if not isinstance(counts, Tensor) or counts.dtype not in INTEGERS:
         raise TypeError(f"counts: expected a tensor of integers, got {described(counts)}")
     if counts.dim() != 1 or counts.numel() != bias.numel():
