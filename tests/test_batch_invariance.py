@@ -157,7 +157,7 @@ def test_heads_of_any_width(device):
 
 
 def test_a_frozen_head_with_a_gradient_and_without(device):
-    """Where no kernel reads the products alone, its statistics are the same, bit for bit."""
+    """The statistics of float32 logits are the same, bit for bit."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 16, generator=generator).to(device) for n in (40, 264))
     target = torch.arange(40, device=device) * 5

@@ -960,15 +960,6 @@ def test_codes_under_autocast_are_no_weights(device):
                 onepass.moe.scattered_linear(hidden, of_dtype, ids)
 
 
-def test_no_experts(device):
-    hidden, ids = torch.randn(4, 64, device=device), torch.zeros(4, 1, dtype=torch.int64, device=device)
-    weight, down = torch.empty(0, 16, 64, device=device), torch.empty(0, 64, 8, device=device)
-    with pytest.raises(ValueError, match=r"gate_up_weight: expected one expert or more, got shape \(0, 16, 64\)"):
-        onepass.moe.expert_mlp(hidden, Routing(torch.ones(4, 1, device=device), ids, None), weight, down)
-    with pytest.raises(ValueError, match=r"weight: expected one expert or more, got shape \(0, 16, 64\)"):
-        onepass.moe.scattered_linear(hidden, weight, ids)
-
-
 def test_a_gradient_of_nan_and_an_id_that_is_out_of_range(device):
     ids = torch.tensor([[0, 5], [1, 0]], device=device)
     weights = torch.rand(2, 2, device=device).requires_grad_()

@@ -22,7 +22,7 @@ def test_rows_are_summed(tokens, K, width, sent, dtype):
     found, expected = kernels.sum_rows(y, places), reference.sum_rows(y, places)
     torch.testing.assert_close(found, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-3, atol=1e-3)
     assert found.dtype == dtype
-    if dtype == torch.float32:  # the opposite of copying rows to these places
+    if dtype == torch.float32:  # the sum is the adjoint of the copy
         rows = x.index_select(0, order[:sent] // K)
         product = (rows * y).sum()
         torch.testing.assert_close(product, (x * found).sum(), rtol=1e-4, atol=1e-4)

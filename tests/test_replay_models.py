@@ -337,6 +337,14 @@ def test_under_a_patch_and_a_hook_of_accelerate():
     assert replay.changed == 0 and vars(router) == before
 
 
+def test_arrays_that_torch_does_not_take():
+    array = numpy.arange(24).reshape(4, 2, 3)
+    expected = RoutingRecord.from_array(torch.tensor(array)).passes[0]
+    for same in (array.astype(">i4"), array[::-1].copy()[::-1], array.astype("uint64"), numpy.asfortranarray(array)):
+        found = RoutingRecord.from_array(same).passes[0]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_errors():
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=11))  # fmt: skip
@@ -368,6 +376,8 @@ def test_errors():
         (ValueError, "arrays: expected ids from -1 to 32767, got 0 to 70000",
          lambda: RoutingRecord.from_array([[[0, 70000]]])),
         (ValueError, "arrays: expected ids from -1 to 32767, got -2", lambda: RoutingRecord.from_array([[[-2]]])),
+        (ValueError, "arrays: expected ids from -1 to 32767, got 18446744073709551615",
+         lambda: RoutingRecord.from_array(numpy.full((1, 1, 1), 2**64 - 1, dtype="uint64"))),
         (TypeError, "arrays: expected integers", lambda: RoutingRecord.from_array(None)),
         (TypeError, "arrays: expected integers", lambda: RoutingRecord.from_array(["x"], torch.ones(1, 2))),
         (TypeError, "arrays: expected one for each sequence", lambda: RoutingRecord.from_array(3, torch.ones(1, 2))),

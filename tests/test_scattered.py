@@ -144,6 +144,7 @@ GROUPS = group_by_expert(torch.zeros(T, K, dtype=torch.long), E, torch.zeros(1))
     (dict(x=torch.zeros(T + 1, INPUTS)), "x: expected shape"),
     (dict(weight=torch.zeros(E, OUTPUTS, INPUTS).half()), "weight: expected a tensor of torch.float32, that of x"),
     (dict(weight=torch.zeros(OUTPUTS, INPUTS)), "weight: expected a tensor of three dimensions"),
+    (dict(weight=torch.zeros(0, OUTPUTS, INPUTS)), "weight: expected one expert or more, got shape"),
     (dict(experts=torch.zeros(T, K)), "experts: expected an int32 or int64"),
     (dict(experts=torch.zeros(T, K), groups=GROUPS), "experts: expected an int32 or int64"),
     (dict(bias=torch.zeros(E, 3)), "bias: expected shape"),

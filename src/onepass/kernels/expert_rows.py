@@ -174,7 +174,8 @@ def combine_kernel(
     """The sum of the K rows of each token, times their weights if there are any, in float32.
 
     Inputs: ``y`` ``(rows, N)``; ``weights`` ``(T, K)`` or None; ``ids`` ``(T, K)``: the rows themselves if PLACED, else
-    the experts of rows in the order of the assignments. Ids that are not from 0 to ``most`` - 1 are left out.
+    the experts of rows in the order of the assignments. ``most`` is the number of rows or of experts; ids that are not
+    from 0 to ``most`` - 1 are left out.
     Output: ``out`` ``(T, N)``.
     Bytes moved: see the module docstring.
     """

@@ -21,6 +21,7 @@ from onepass.core.options import (
     Options,
     PairOptions,
     PairRows,
+    empty_results,
     pick,
 )
 from onepass.core.shard import Shard
@@ -143,8 +144,8 @@ class StatisticsLoss:
         of_rows = None if scale is None else scale(rows)
         if results is None:
             x = tile.logits[0]
-            dtypes = {"is_top1": torch.bool}
-            anywhere = {n: x.new_zeros(rows.n, dtype=dtypes.get(n, self.dtype)) for n in options.names()}
+            like = pick(empty_results(x, read.index, options), options)
+            anywhere = {n: torch.zeros_like(field) for n, field in zip(options.names(), like)}
             _, upstream, _ = self.differentiated(anywhere, inputs, rows, of_rows)
             results = backend.softmax_loss(x, read, upstream, options, out)
         fields = dict(zip(options.names(), pick(results, options)))

@@ -72,10 +72,10 @@ class RoutingRecord:
             raise ValueError("record: expected at least one forward pass, got none")
         batch = _sequences(attention_mask)[0] if attention_mask is not None else 1
         lengths = None if lengths is None else _numbers(lengths, "lengths")
-        for ids in (ids for layers in self.passes for ids in layers[:1]):
-            if len(ids) % max(batch, 1):
+        for layers in self.passes:
+            if layers and len(layers[0]) % max(batch, 1):
                 raise ValueError(f"attention_mask: expected as many tokens in each of {batch} sequences, got a forward "
-                                 f"pass of {len(ids)}")  # fmt: skip
+                                 f"pass of {len(layers[0])}")  # fmt: skip
         parts = [torch.stack([ids.cpu().view(batch, -1, ids.shape[-1]) for ids in p], 2) for p in self.passes]
         joined = torch.cat(parts, 1)  # (B, S, layers, K)
         found = joined.shape[1]
@@ -148,21 +148,23 @@ class RoutingRecord:
 def _rows(array: Any) -> Tensor:
     """An array of an engine, as a tensor."""
     if getattr(getattr(array, "dtype", None), "kind", "") in ("i", "u"):
-        if array.size and array.max() >= 2**15:  # before the cast, which wraps ids of 64 bits without a sign
-            raise ValueError(f"arrays: expected ids from -1 to {2**15 - 1}, got {array.max()}")
-        array = array.astype("int64")  # torch takes no big-endian array of NumPy, and none with a negative stride
-    try:
-        rows = torch.as_tensor(array)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"arrays: expected integers (tokens - 1, layers, K), got {described(array)}") from error
-    if rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool:
-        raise TypeError(f"arrays: expected integers, got {described(rows)}")
-    if rows.dim() != 3:
-        raise ValueError(f"arrays: expected shape (tokens - 1, layers, K), got {tuple(rows.shape)}")
-    rows = rows.cpu().long()
-    if rows.numel() and not (rows.min() >= -1 and rows.max() < 2**15):
-        raise ValueError(f"arrays: expected ids from -1 to {2**15 - 1}, got {int(rows.min())} to {int(rows.max())}")
-    return rows.to(torch.int16)
+        ids = array  # of NumPy
+    else:
+        try:
+            ids = torch.as_tensor(array)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"arrays: expected integers (tokens - 1, layers, K), got {described(array)}") from error
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise TypeError(f"arrays: expected integers, got {described(ids)}")
+        ids = ids.cpu().long()
+    if ids.ndim != 3:
+        raise ValueError(f"arrays: expected shape (tokens - 1, layers, K), got {tuple(ids.shape)}")
+    low, high = (int(ids.min()), int(ids.max())) if all(ids.shape) else (0, 0)
+    if low < -1 or high >= 2**15:
+        raise ValueError(f"arrays: expected ids from -1 to {2**15 - 1}, got {low} to {high}")
+    if not isinstance(ids, Tensor):  # torch takes no big-endian array, and none with a negative stride
+        ids = torch.from_numpy(ids.astype("int64"))
+    return ids.to(torch.int16)
 
 
 def _numbers(values: Any, name: str) -> list[int]:
