@@ -156,7 +156,8 @@ OF_EXPERTS = [import_module(f"onepass.kernels.{name}") for name in MODULES]
 EXPERTS = {name for name in KERNELS if any(name in vars(module) for module in OF_EXPERTS)}
 OF_HOPPER = {"linear_statistics_kernel", "merge_tiles_kernel"}
 # Constants that a launcher passes but does not choose by its arguments.
-FIXED = {"TILES", "BLOCK", "GROUP", "NESTED"}
+FIXED = {"TILES", "BLOCK", "GROUP", "NESTED", "maxnreg"}
+SPILLS = 3  # instructions of a kernel with a limit of registers
 OF_ONE_WIDTH = {
     "scale_kernel",
     "row_share_kernel",
@@ -445,7 +446,8 @@ def test_compiles_without_spills(reports: dict[str, Any], target: str, kernel: s
         pytest.skip("has no router that it takes")
     for report in reports[target][f"{kernel}-{dtype}-{case}"]:
         assert "error" not in report, report["error"]
-        assert not any(report["spills"].values()), report
+        few = SPILLS if report["constants"].get("maxnreg") else 0
+        assert max(report["spills"].values()) <= few, report
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -463,7 +465,7 @@ def test_cases_cover_the_launcher(reports: dict[str, Any], kernel: str) -> None:
         for report in found
         if name.startswith(kernel)
     ]
-    never_varied = {name for name in variants[0] if len({constants[name] for constants in variants}) == 1}
+    never_varied = {name for name in variants[0] if len({constants.get(name) for constants in variants}) == 1}
     fixed = FIXED | {"num_warps"} if kernel in OF_ONE_WIDTH else FIXED
     fixed = fixed | {"ROWS", "PRECISION", "PACKED"} if kernel in OF_HOPPER else fixed
     assert never_varied <= (fixed | TUNED if kernel in EXPERTS | OF_HOPPER else fixed)

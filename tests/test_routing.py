@@ -238,6 +238,33 @@ def test_biased_values_near_and_far_apart(device, E, k, groups, kept, spread):
         assert (routing.experts == expected[1]).float().mean() > 0.99
 
 
+@pytest.mark.parametrize("far", ["values", "negative", "sums", "biases", "logits", "off"])
+def test_groups_far_apart(device, dtype, far):
+    """Scores of groups whose keys of 32 bits cannot tell them apart, of both signs, and infinite ones."""
+    E, k, groups = 128, 8, 4
+    x = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(t)) for t in range(6)]) * 0.0625 - 4.0
+    bias = torch.zeros(E)
+    options = dict(score="sigmoid", n_group=groups, topk_group=2)
+    if far == "values":  # one group is as usual; sums of the others are 1e-24 to 1e-31
+        x.view(6, groups, -1)[:, 1:] -= torch.tensor([60.0, 68.0, 52.0]).view(3, 1)
+    elif far == "negative":
+        bias -= 1.5
+    elif far == "sums":  # the first is 0.002, those of the next two are -0.3 and -0.22
+        x, k, options = x - 8.0, 2, options | {"score_after_topk": True}
+        x[:, [5, 9, 40, 41, 70, 71]] = torch.tensor([0.5, -0.498046875, 0.45, -0.75, 0.48, -0.7])
+    elif far == "biases":
+        bias[[3, 40, 70, 100]] = torch.tensor([INF, -INF, INF, INF])
+    elif far == "logits":  # more than k scores of 1
+        bias = torch.randperm(E, generator=torch.Generator().manual_seed(9)) / E
+        x[2, ::2] = INF
+    else:
+        bias[70:72], x[:3, 71] = torch.tensor([1.0, 1.5]), -INF
+    routing = route(x.to(device, dtype), k, selection_bias=bias.to(device), **options)
+    exact = [definition(row.to(dtype).double(), k, selection_bias=bias.double(), **options) for row in x]
+    assert torch.equal(routing.experts.cpu(), torch.stack([experts for experts, _ in exact]))
+    torch.testing.assert_close(routing.weights.cpu().double(), torch.stack([w for _, w in exact]), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("logit, others", [(INF, 0.0), (1e38, -3e38)])
 def test_a_bias_of_minus_infinity_outweighs_every_logit(device, logit, others):
     logits = torch.zeros(2, 64, device=device)

@@ -58,6 +58,7 @@ class Plan(NamedTuple):
     constexprs: dict[str, Any]
     num_warps: int
     workspace: int | None = None  # its size; 0 if it is not needed, None if the kernel has no such argument
+    registers: int | None = None  # per thread, at most; only NVIDIA GPUs take a limit
 
 
 class Launch(NamedTuple):
@@ -113,11 +114,17 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
             _keep(key, copied)
             return launch(plan_for, about, passed)
         numbers = typed(plan.kernel, len(tensors) + (plan.workspace is not None), plan.numbers)
-        name = plan.kernel, plan.num_warps, *plan.constexprs.values(), variant
+        limit = {} if plan.registers is None else {"maxnreg": plan.registers}
+        name = plan.kernel, plan.num_warps, plan.registers, *plan.constexprs.values(), variant
         compiled = _compiled.get(name)
         if compiled is None:
             compiled = with_scratch(plan.kernel[(plan.programs,)])(
-                *tensors, *_zeros(plan.workspace, tensors), *numbers, **plan.constexprs, num_warps=plan.num_warps
+                *tensors,
+                *_zeros(plan.workspace, tensors),
+                *numbers,
+                **plan.constexprs,
+                num_warps=plan.num_warps,
+                **limit,
             )
             if isinstance(plan.kernel, JITFunction):  # not the interpreter's function
                 _compiled[name] = compiled

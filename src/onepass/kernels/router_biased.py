@@ -4,7 +4,11 @@ It searches as `router_topk` does: the largest values of spans of adjacent exper
 where these are largest. A key of 32 bits holds the inverted position of a span or an expert, and the difference of its
 float32 value to a lower bound, in units in the last place. Different values above the bound therefore have different
 keys. The bound is as far below the token's largest value as the bits allow, a factor of about 2**8. If one of the k
-largest values of a token is not above it, the program compares whole values instead, in k passes over the logits.
+largest values of a token is not above it, or the largest is infinite or NaN, the program starts again with whole
+values, in k passes over the logits.
+
+The time is that of comparisons, selections and logical operations, which a multiprocessor executes at half the rate of
+an addition of floats. What can be added is therefore not selected (`quick_value`, `key_of`).
 """
 
 # mypy: disable-error-code="assignment, var-annotated, misc"
@@ -27,6 +31,7 @@ from onepass.kernels.router_keys import (
     least_of,
     only,
     ordered,
+    ordered_number,
     row,
     slots,
     sorted_keys,
@@ -35,9 +40,11 @@ from onepass.kernels.router_scores import SIGMOID, add_counts, is_relative, repl
 from onepass.kernels.router_topk import logit, tokens_and_threads
 
 MOST_THREADS = 256
+REGISTERS = 64  # per thread; ptxas would take 100 to load all logits at once, and is 10% slower
 LOGITS = 64  # per thread, at most
 SPANS = 8  # at least, per expert of a token, if a thread has no more than MOST_KEYS to sort
-MOST_KEYS, MOST_K = 16, 8
+MOST_KEYS, MOST_K, MOST_GROUPS = 16, 8, 32
+SMALLEST = tl.constexpr(2.0**-149)  # of the positive numbers in float32
 
 
 @triton.jit
@@ -57,12 +64,16 @@ def fast_sigmoid(z, PTX: tl.constexpr):
 
 
 @triton.jit
+def score_of(z, SCORE: tl.constexpr, PTX: tl.constexpr):
+    """The score of a logit, before the k largest are selected."""
+    return fast_sigmoid(z, PTX) if SCORE == SIGMOID else sqrtsoftplus(z)
+
+
+@triton.jit
 def value_of(x, bias, inner, outer, SCORE: tl.constexpr, AFTER: tl.constexpr, SOFTCAP: tl.constexpr, PTX: tl.constexpr):
     """What experts are selected by: NaN for a logit without a score, and LOWEST for -inf."""
     z = logit(x, inner, outer, SOFTCAP)
-    score = z
-    if not AFTER:
-        score = fast_sigmoid(z, PTX) if SCORE == SIGMOID else sqrtsoftplus(z)
+    score = z if AFTER else score_of(z, SCORE, PTX)
     if SCORE != SIGMOID:
         score = tl.where(z == float("inf"), float("nan"), score)
     if AFTER:
@@ -74,26 +85,47 @@ def value_of(x, bias, inner, outer, SCORE: tl.constexpr, AFTER: tl.constexpr, SO
 
 
 @triton.jit
+def quick_value(
+    x, bias, inner, outer, SCORE: tl.constexpr, AFTER: tl.constexpr, SOFTCAP: tl.constexpr, PTX: tl.constexpr
+):
+    """`value_of` if that is finite, but -inf for LOWEST. Otherwise, or if the bias is NaN: NaN or inf."""
+    z = logit(x, inner, outer, SOFTCAP)
+    if AFTER:
+        value = z + bias.to(tl.float32)
+    else:
+        mask = z * SMALLEST * SMALLEST  # 0, or infinite as z is
+        value = score_of(z, SCORE, PTX) + (bias.to(tl.float32) + mask)
+    return value
+
+
+@triton.jit
 def key_of(value, least, low, BITS: tl.constexpr):
     """An integer of the order of the values above ``least``, with ``low`` in its BITS lowest bits.
 
-    Of all other values the upper bits are the lowest that there are.
+    Of all other values, but NaN, the upper bits are the lowest that there are.
     """
-    upper = tl.maximum(ordered(value), least) - (least + (1 << (31 - BITS)))
-    return (upper << BITS) | low
+    # The difference to the bound, shifted: as an addition to the shifted value, which wraps around.
+    start = least_of(tl.int32) - (least << BITS)
+    return (tl.maximum(ordered_number(value), least) << BITS) + (start + low)
 
 
 @triton.jit
 def least_of_keys(top, BITS: tl.constexpr):
     """The ``least`` of `key_of`, in the order of `ordered`, if no value is above ``top``."""
     MOST: tl.constexpr = (1 << (32 - BITS)) - 1
-    return tl.maximum(ordered(top), least_of(tl.int32) + MOST) - MOST
+    return tl.maximum(ordered_number(top), least_of(tl.int32) + MOST) - MOST
 
 
 @triton.constexpr_function
 def bits_of(n):
     """Of the numbers that are less than n."""
     return (n - 1).bit_length()
+
+
+@triton.constexpr_function
+def padded(n):
+    """The smallest power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
 
 
 @triton.jit
@@ -103,23 +135,44 @@ def two_largest(a, b, c, d):
 
 
 @triton.jit
-def is_kept(of_group, g: tl.constexpr, KEPT: tl.constexpr):
-    """Whether group ``g`` is among the KEPT best, where of equal scores the first group's is better."""
-    better = tl.zeros_like(of_group[0])
-    for other in tl.static_range(len(of_group)):
-        if other < g:
-            better += (of_group[other] >= of_group[g]).to(tl.int32)
-        elif other > g:
-            better += 1 - (of_group[g] >= of_group[other]).to(tl.int32)
-    return better < KEPT
+def larger(a, b):
+    """The larger of two values; NaN if one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def by_whole_values(
-    start, selection_bias, active, groups, k, inner, outer, E: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr,
-    STEP: tl.constexpr, SCORE: tl.constexpr, AFTER: tl.constexpr, SOFTCAP: tl.constexpr, PTX: tl.constexpr
+    start, selection_bias, active, k, inner, outer, E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr,
+    KEPT: tl.constexpr, TOP2: tl.constexpr, STEP: tl.constexpr, SCORE: tl.constexpr, AFTER: tl.constexpr,
+    SOFTCAP: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The K experts with the largest values, in the groups whose bits are set, in as many passes over the logits."""
+    """The K experts with the largest values among the KEPT best groups, in K + 1 passes over the logits.
+
+    Also returns a mask of the tokens with a logit that has no score.
+    """
+    SIZE: tl.constexpr = E // GROUPS
+    BLOCK_G: tl.constexpr = padded(GROUPS)
+    g = tl.arange(0, BLOCK_G)[None, :]
+    lowest = tl.full([start.shape[0]], float("-inf"), tl.float32)
+    top = lowest
+    keys = tl.full([start.shape[0], BLOCK_G], least_of(tl.int64), tl.int64)
+    for group in range(GROUPS):
+        one, two = lowest, lowest
+        for r in range(SIZE // STEP):
+            e = group * SIZE + r * STEP + tl.arange(0, STEP)[None, :]
+            x = tl.load(start[:, None] + e, mask=active[:, None], other=0.0)
+            value = value_of(x, tl.load(selection_bias + e), inner, outer, SCORE, AFTER, SOFTCAP, PTX)
+            best, second = tl.reduce((value, tl.full(value.shape, float("-inf"), tl.float32)), 1, two_largest)
+            one, two = two_largest(one, two, best, second)
+        top = larger(top, one)
+        score = larger(one + two, LOWEST) if TOP2 else one
+        keys = tl.where(g == group, ((ordered(score).to(tl.int64) << 32) | (LOW - group))[:, None], keys)
+    kept = tl.zeros([start.shape[0]], tl.int32)  # a bit for every group
+    for _ in range(KEPT):
+        best = tl.max(keys, axis=1)
+        keys = tl.where(keys == best[:, None], least_of(tl.int64), keys)
+        kept |= 1 << ((best & LOW) ^ LOW).to(tl.int32)
+
     selected = tl.zeros([start.shape[0], k.shape[1]], tl.int32)
     before = tl.full([start.shape[0]], 2**63 - 1, tl.int64)
     for i in range(K):
@@ -129,12 +182,12 @@ def by_whole_values(
             x = tl.load(start[:, None] + e, mask=active[:, None], other=0.0)
             value = value_of(x, tl.load(selection_bias + e), inner, outer, SCORE, AFTER, SOFTCAP, PTX)
             key = (ordered(value).to(tl.int64) << 32) | (LOW - e)
-            there = ((groups >> (r * STEP // SIZE)) & 1)[:, None] != 0
+            there = ((kept >> (r * STEP // SIZE)) & 1)[:, None] != 0
             key = tl.where(there & (key < before[:, None]), key, least_of(tl.int64))
             largest = tl.maximum(largest, tl.max(key, axis=1))
         before = largest
         selected = tl.where(k == i, LOW - (largest & LOW).to(tl.int32)[:, None], selected)
-    return selected
+    return selected, top != top
 
 
 @triton.jit(
@@ -164,6 +217,7 @@ def biased_routing_kernel(
     SPAN_BITS: tl.constexpr = bits_of(SPANS)
     SLOTS: tl.constexpr = BLOCK_K // LANES if BLOCK_K > LANES else 1  # experts that a lane computes weights of
     BITS: tl.constexpr = bits_of(LANES * SLOTS * SPAN)
+    GROUP_BITS: tl.constexpr = bits_of(GROUPS)
     lane = tl.arange(0, LANES)[None, :]
     k = tl.arange(0, LANES * SLOTS)[None, :]
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -174,18 +228,19 @@ def biased_routing_kernel(
 
     bests, of_group = (), ()
     top = tl.full([BLOCK_T], float("-inf"), tl.float32)
+    most = top  # of the scores of groups
     for r in tl.static_range(E // STEP):
         e = r * STEP + tl.arange(0, STEP)[None, :]
         x = tl.load(start[:, None] + e, mask=active[:, None], other=0.0)
         # For every token, so that it has the layout of the logits.
         bias = tl.load(selection_bias + e + tl.zeros([BLOCK_T, 1], tl.int32))
-        values = columns(value_of(x, bias, inner, outer, SCORE, AFTER, SOFTCAP, PTX), LANES, VEC)
+        values = columns(quick_value(x, bias, inner, outer, SCORE, AFTER, SOFTCAP, PTX), LANES, VEC)
         for s in tl.static_range(VEC // SPAN):
             best = values[s * SPAN]
             second = tl.full([BLOCK_T, LANES], float("-inf"), tl.float32)
             for i in tl.static_range(s * SPAN + 1, (s + 1) * SPAN):
                 second = tl.maximum(second, tl.minimum(best, values[i]))
-                best = tl.maximum(best, values[i], propagate_nan=tl.PropagateNan.ALL)
+                best = larger(best, values[i])
             bests = bests + (best,)
             if r * STEP % SIZE == 0 and s == 0:
                 first_of_group, second_of_group = best, second
@@ -193,27 +248,34 @@ def biased_routing_kernel(
                 first_of_group, second_of_group = two_largest(first_of_group, second_of_group, best, second)
         if (r + 1) * STEP % SIZE == 0:
             one, two = tl.reduce((first_of_group, second_of_group), 1, two_largest)
-            top = tl.maximum(top, one, propagate_nan=tl.PropagateNan.ALL)
-            if TOP2:
-                one = tl.maximum(one + two, LOWEST, propagate_nan=tl.PropagateNan.ALL)
-            of_group = of_group + (ordered(one),)
-    kept = ()
-    for g in tl.static_range(GROUPS):
-        kept = kept + (is_kept(of_group, g, KEPT),)
+            top = larger(top, one)
+            one = one + two if TOP2 else one
+            most = tl.maximum(most, one)
+            of_group = of_group + (one,)
+
+    # The bound of the values; for those of groups that are not kept, above all values.
+    least = least_of_keys(top, SPAN_BITS)
+    leasts, unclear = (least[:, None],), (tl.abs(top) < float("inf")) == 0
+    if GROUPS > 1:
+        least_of_group, keys, leasts = least_of_keys(most, GROUP_BITS), (), ()
+        for g in tl.static_range(GROUPS):
+            keys = keys + (key_of(of_group[g], least_of_group, GROUPS - 1 - g, GROUP_BITS),)
+        last = sorted_keys(keys, padded(GROUPS))[KEPT - 1]
+        for g in tl.static_range(GROUPS):
+            leasts = leasts + (tl.where(keys[g] >= last, least, 0x7FFFFFFF)[:, None],)
+        unclear = unclear | (last < least_of(tl.int32) + (1 << GROUP_BITS))
 
     # The K spans with the largest values, among groups that are kept.
-    least, keys = least_of_keys(top, SPAN_BITS)[:, None], ()
+    keys = ()
     for i in tl.static_range(len(bests)):
         low = SPANS - 1 - (LANES - 1) * (VEC // SPAN) - i // (VEC // SPAN) * (STEP // SPAN) - i % (VEC // SPAN)
-        key = key_of(bests[i], least, low, SPAN_BITS)
-        keys = keys + (only(kept[i * SPAN * LANES // SIZE][:, None], key, least_of(tl.int32), GROUPS == 1),)
+        keys = keys + (key_of(bests[i], leasts[i * SPAN * LANES // SIZE], low, SPAN_BITS),)
     v = sorted_keys(keys, BLOCK_K)
     w = ()
     for i in tl.static_range(len(v)):
         w = w + (v[i] + (LANES - 1 - lane) * (VEC // SPAN),)
     v = largest_keys(w, K)
-    bad = top != top
-    unclear = v[K - 1] < least_of(tl.int32) + (1 << SPAN_BITS)
+    unclear = unclear | (v[K - 1] < least_of(tl.int32) + (1 << SPAN_BITS))
 
     # The experts of these spans, in their order, which makes the keys of the first larger among equal values.
     lows = ()
@@ -226,13 +288,13 @@ def biased_routing_kernel(
         e = (SPANS - 1 - first[j])[:, :, None] * SPAN + tl.arange(0, SPAN)[None, None, :]
         e = tl.multiple_of(tl.max_contiguous(tl.reshape(e, [BLOCK_T, LANES * SPAN]), [1, SPAN]), [1, SPAN])
         x = tl.load(start[:, None] + e, mask=active[:, None], other=0.0)
-        value = value_of(x, tl.load(selection_bias + e), inner, outer, SCORE, AFTER, SOFTCAP, PTX)
+        value = quick_value(x, tl.load(selection_bias + e), inner, outer, SCORE, AFTER, SOFTCAP, PTX)
         values = columns(value, LANES, SPAN)
         for i in tl.static_range(SPAN):
             key = key_of(values[i], least, (1 << BITS) - 1 - (lane * SLOTS + j) * SPAN - i, BITS)
             keys = keys + (only(lane * SLOTS + j < K, key, least_of(tl.int32), K == LANES * SLOTS),)
     v = largest_keys(sorted_keys(keys, BLOCK_K), K)
-    unclear = (unclear | (v[K - 1] < least_of(tl.int32) + (1 << BITS))) & active & (bad == 0)
+    unclear = unclear | (v[K - 1] < least_of(tl.int32) + (1 << BITS))
     found, ids = slots(v, lane, LANES, SLOTS), ()
     for j in tl.static_range(SLOTS):
         place = (1 << BITS) - 1 - (found[j] & ((1 << BITS) - 1))
@@ -241,12 +303,10 @@ def biased_routing_kernel(
             span = tl.where(place // SPAN == i, spans[i][:, None], span)
         ids = ids + ((SPANS - 1 - span) * SPAN + place % SPAN,)
     selected = row(ids, SLOTS)
-    if tl.max(unclear.to(tl.int32)) != 0:  # values that are further apart than keys of 32 bits tell
-        groups = tl.zeros([BLOCK_T], tl.int32)
-        for g in tl.static_range(GROUPS):
-            groups |= kept[g].to(tl.int32) << g
-        selected = by_whole_values(
-            start, selection_bias, active, groups, k, inner, outer, E, K, SIZE, STEP, SCORE, AFTER, SOFTCAP, PTX
+    bad = t < 0
+    if tl.max((unclear & active).to(tl.int32)) != 0:
+        selected, bad = by_whole_values(
+            start, selection_bias, active, k, inner, outer, E, K, GROUPS, KEPT, TOP2, STEP, SCORE, AFTER, SOFTCAP, PTX
         )
     selected = tl.where((bad | (active == 0))[:, None], k, selected)
     if given is not None:
@@ -294,7 +354,7 @@ def takes(E: int, stride: int, options: RouterOptions) -> bool:
     A single thread per token would have so many keys, or of such sizes, that Triton compiles for minutes.
     """
     o = options
-    if o.sums or o.k > MOST_K or o.score == "softmax" or lanes_of(E, stride, o) < 2:
+    if o.sums or o.k > MOST_K or o.n_group > MOST_GROUPS or o.score == "softmax" or lanes_of(E, stride, o) < 2:
         return False
     return span_of(E, stride, o) > 0
 
@@ -312,12 +372,14 @@ def plan_for(shape: Shape, options: RouterOptions) -> Plan:
     T, E, stride = shape
     o = options
     BLOCK_T, threads = tile_of(T, E, stride, o)
+    nvidia = layout.compute_capability() > 0
     constexprs = dict(
         E=E, K=o.k, SCORE=o.score, GROUPS=o.n_group, KEPT=o.topk_group, TOP2=o.group_score == "top2_sum",
         RENORMALIZE=o.renormalize, RELATIVE=is_relative(o), AFTER=o.score_after_topk, SOFTCAP=o.softcap is not None,
-        PTX=layout.compute_capability() > 0, ALONE=BLOCK_T >= T, VEC=math.gcd(8, stride, E // o.n_group),
+        PTX=nvidia, ALONE=BLOCK_T >= T, VEC=math.gcd(8, stride, E // o.n_group),
         SPAN=span_of(E, stride, o), LANES=lanes_of(E, stride, o), BLOCK_T=BLOCK_T, BLOCK_K=power_of_two(o.k),
         BINS=max(64, power_of_two(E)),
     )  # fmt: skip
     numbers = (T, stride, *o.factors(), o.scale, o.eps)
-    return Plan(biased_routing_kernel, -(-T // BLOCK_T), numbers, constexprs, layout.warps(threads))
+    warps, registers = layout.warps(threads), REGISTERS if nvidia else None
+    return Plan(biased_routing_kernel, -(-T // BLOCK_T), numbers, constexprs, warps, registers=registers)

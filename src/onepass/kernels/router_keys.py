@@ -101,10 +101,16 @@ def only(there, x, least, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def ordered_number(x):
+    """A float32 that is not NaN as an integer of the same order, where -0 is 0."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
 def ordered(x):
     """A float32 as an integer of the same order, where -0 is 0 and NaN the largest."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    return tl.where(x == x, ordered_number(x), 0x7FFFFFFF)
 
 
 @triton.jit
