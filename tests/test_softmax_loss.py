@@ -54,8 +54,8 @@ def random(device, vocab, dtype=torch.float32):
 
 
 def sizes(device):
-    """One program a row and, where programs run side by side, several."""
-    return (264, 50264, 151936) if device.type == "cuda" else (8, 264, 1000)
+    """One program a row, also the widest, and where programs run side by side, several."""
+    return (264, 50264, 24576, 151936) if device.type == "cuda" else (8, 264, 1000)
 
 
 @pytest.mark.parametrize("name", HARD)
