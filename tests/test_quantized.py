@@ -127,6 +127,15 @@ def test_quantize_takes_the_nearest_value(device, format):
             assert (nested.to(device).dequantize().cpu() - w).norm() < bound * w.norm()
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_largest_numbers_stay_finite(device, format):
+    w = (torch.linspace(0.5, 1, 2 * 32 * 64).view(2, 32, 64) * torch.finfo(torch.float16).max).half()
+    w[0], w[1, 1] = w[0] / 8, -w[1, 1]
+    for nested in (False, True) if FORMATS[format].flat else (False,):
+        decoded = quantize(w, format, nested=nested).to(device).dequantize().cpu()
+        torch.testing.assert_close(decoded.double(), w.double(), rtol=0.5, atol=0)
+
+
 # Results and gradients
 
 

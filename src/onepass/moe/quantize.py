@@ -21,7 +21,7 @@ def quantize(
     """Quantize a weight ``(E, outputs, inputs)``: every value to the nearest code times the scale of its block.
 
     The scale makes the largest magnitude of a block the largest code: rounded up to a power of two in "mxfp4", and to
-    float8_e4m3fn in "nvfp4".
+    float8_e4m3fn in "nvfp4". A code that the dtype of the tensor has no number for is not used.
 
     Args:
         tensor: floating-point, finite.
@@ -71,11 +71,16 @@ def quantize(
     elif format == "int8":
         decoded = largest * spec.factor
     decoded = decoded.where(decoded != 0, 1.0)
+    decoded = decoded[:, None] if spec.flat else decoded[:, :, None, :, None]
+    values = padded / decoded
+    if spec.codes:  # the next larger code times the scale may be beyond the dtype
+        positive = torch.tensor(sorted(code for code in spec.codes if code >= 0), device=x.device)
+        bound = positive[torch.bucketize(torch.finfo(tensor.dtype).max / decoded, positive, right=True) - 1]
+        values = values.clamp(-bound, bound)
     if spec.flat:
-        values = (padded / decoded[:, None]).flatten()[: x.numel()]
-        values = torch.nn.functional.pad(values, (0, x.numel() % 2))
+        values = torch.nn.functional.pad(values.flatten()[: x.numel()], (0, x.numel() % 2))
     else:
-        values = (padded / decoded[:, :, None, :, None]).flatten(3).flatten(1, 2)[:, :rows, : f.pitch]
+        values = values.flatten(3).flatten(1, 2)[:, :rows, : f.pitch]
     if format == "int8":
         data = values.round().clamp(-127, 127).to(torch.int8)
     elif not spec.codes:
