@@ -125,4 +125,6 @@ def renamed(text: str, name: str, identifier: str) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m hub.build FOLDER")
     build(Path(sys.argv[1]))

@@ -2,7 +2,11 @@
 
 import io
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -183,6 +187,59 @@ def test_demo_refuses_processes(wrong, told):
     result = run("demo", "--device", "cpu", *wrong)
     printed = " ".join(result.output.replace("│", " ").split())
     assert result.exit_code == 2 and told in printed and "--processes" in printed, result.output
+
+
+@pytest.mark.parametrize("wrong, told", [
+    (("--out", "plot.xyz"), "expected a name that ends in .png or .svg or .pdf, got plot.xyz"),
+    (("--out", "text/plot.png"), "text/plot.png cannot be written"),
+    (("--seed", 2**32), "less than or equal to"),
+])  # fmt: skip
+def test_demo_refuses_before_it_trains(tmp_path, monkeypatch, wrong, told):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").touch()
+    result = run("demo", "--device", "cpu", *wrong)
+    assert result.exit_code == 2 and told in " ".join(result.output.replace("│", " ").split()), result.output
+
+
+STORE = '{"format": "onepass autotune store", "version": 1, "records": []}'
+
+
+@pytest.mark.parametrize("command", [
+    ("show", "foreign.json"), ("export", "foreign.json", "--out", "new.json"), ("show", "empty.json"),
+    ("merge", "foreign.json", "--out", "new.json"), ("merge", "store.json", "--out", "foreign.json"),
+    ("merge", "store.json", "--out", "."), ("merge", "store.json", "--out", "foreign.json/new.json"),
+    ("export", "store.json", "--out", "foreign.json/new.jsonl"),
+])  # fmt: skip
+def test_autotune_refuses_files_that_are_no_stores(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    before = {"store.json": STORE, "foreign.json": '{"a": 1}', "empty.json": ""}
+    for name, text in before.items():
+        (tmp_path / name).write_text(text)
+    result = run("autotune", *command)
+    assert result.exit_code == 2 and "Invalid value" in result.output, result.output
+    assert {f.name: f.read_text() for f in tmp_path.iterdir()} == before
+    written = run("autotune", "export", "store.json", "--out", "folder/new.jsonl")
+    assert written.exit_code == 0 and (tmp_path / "folder" / "new.jsonl").exists(), written.output
+
+
+def test_commands_without_triton():
+    """On macOS and Windows there is none. All but `autotune` run."""
+    script = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+from typer.testing import CliRunner
+from onepass.cli.app import app
+for command in ["--version"], ["demo", "--help"], ["doctor", "--help"], ["autotune", "show", "x"]:
+    result = CliRunner().invoke(app, command)
+    print(result.exit_code, "package triton" in result.output)
+"""
+    source = str(Path(onepass.__file__).parents[1])
+    done = subprocess.run([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": source}, capture_output=True)
+    assert done.stdout.decode().split() == ["0", "False"] * 3 + ["2", "True"], done.stderr.decode()
 
 
 def test_demo_takes_one_process_for_each_gpu(monkeypatch):

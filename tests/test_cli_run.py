@@ -2,6 +2,7 @@
 
 import json
 import os
+import py_compile
 import subprocess
 import sys
 import textwrap
@@ -180,6 +181,19 @@ def test_an_interrupted_script_ends_as_with_python(tmp_path, write, run):
     ours, theirs = (f("script.py", folder=tmp_path) for f in (run, python))
     assert ours.returncode == theirs.returncode != 0
     assert ours.stderr.endswith("KeyboardInterrupt\n")
+
+
+def test_a_compiled_script(tmp_path, write, run):
+    write("script.py", "import sys; print(__name__, sys.argv[1:])\n")
+    py_compile.compile(str(tmp_path / "script.py"), str(tmp_path / "compiled.pyc"))
+    ours, theirs = (f("compiled.pyc", "a", folder=tmp_path) for f in (run, python))
+    assert ours.stdout == theirs.stdout == "__main__ ['a']\n"
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file that root cannot read either")
+def test_a_script_that_cannot_be_read(tmp_path, run):
+    refused = run("/proc/self/mem", folder=tmp_path)
+    assert refused.returncode == 2 and "can't open file '/proc/self/mem': " in refused.stderr, refused.stderr
 
 
 def test_errors_before_a_script_runs(tmp_path, run):

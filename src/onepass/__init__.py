@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onepass import moe
 from onepass.core.invariance import batch_invariant
@@ -32,11 +32,14 @@ from onepass.losses.statistics import softmax_statistics
 from onepass.losses.topk_distillation import TopKKLDivLoss, distillation_loss, topk_kl_div
 from onepass.softmax.statistics import SoftmaxStatistics
 
+if TYPE_CHECKING:
+    from onepass import autotune as autotune
+else:
 
-def __getattr__(name: str) -> Any:
-    if name == "autotune":  # imports Triton, which is slow to import and available on Linux only
-        return importlib.import_module("onepass.autotune")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name == "autotune":  # imports Triton, which is slow to import and available on Linux only
+            return importlib.import_module("onepass.autotune")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 if os.environ.get("ONEPASS_AUTOTUNE_STORE"):

@@ -3,6 +3,7 @@
 Nothing here runs unless it is called, and nothing adds to the time of a kernel launch.
 """
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from onepass.autotune.collection import collect
@@ -10,9 +11,6 @@ from onepass.autotune.record import AutotuneRecord
 from onepass.autotune.session import session
 from onepass.autotune.sinks import JSONLSink, LogSink, OpenTelemetrySink
 from onepass.autotune.store import ConfigStore
-
-if TYPE_CHECKING:
-    from onepass.autotune.callback import AutotuneReportCallback
 
 __all__ = [
     "AutotuneRecord",
@@ -25,10 +23,22 @@ __all__ = [
     "session",
 ]
 
+if TYPE_CHECKING:
+    from onepass.autotune.callback import AutotuneReportCallback
+else:
+    try:
+        found = find_spec("transformers")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        __all__.remove("AutotuneReportCallback")
 
-def __getattr__(name: str) -> Any:
-    if name == "AutotuneReportCallback":  # its base class is in transformers
-        from onepass.autotune.callback import AutotuneReportCallback
-
-        return AutotuneReportCallback
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name == "AutotuneReportCallback":  # its base class is in transformers
+            try:
+                from onepass.autotune.callback import AutotuneReportCallback
+            except ModuleNotFoundError as error:
+                message = f"{name}: {error.name} is not installed; pip install 'onepass[transformers]'"
+                raise ModuleNotFoundError(message, name=error.name) from None
+            return AutotuneReportCallback
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -50,8 +50,11 @@ class OpenTelemetrySink:
     """
 
     def __init__(self, tracer: Any = None) -> None:
-        from opentelemetry import trace
-
+        try:
+            from opentelemetry import trace
+        except ModuleNotFoundError as error:
+            message = "OpenTelemetrySink: opentelemetry is not installed; pip install 'onepass[opentelemetry]'"
+            raise ModuleNotFoundError(message, name=error.name) from None
         self.tracer = tracer or trace.get_tracer("onepass")
 
     def __call__(self, records: Sequence[AutotuneRecord]) -> None:

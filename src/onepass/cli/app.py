@@ -5,7 +5,6 @@ from typing import Annotated
 import typer
 
 from onepass import __version__
-from onepass.cli import autotune
 from onepass.cli.demo import demo
 from onepass.cli.doctor import doctor
 from onepass.cli.run import run
@@ -30,4 +29,16 @@ app.callback(help=__doc__)(main)
 app.command()(demo)
 app.command()(doctor)
 app.command()(run)
-app.add_typer(autotune.app, name="autotune")
+try:
+    from onepass.cli import autotune
+except ModuleNotFoundError as error:  # everything else runs without Triton, in eager PyTorch
+    if (error.name or "").partition(".")[0] != "triton":
+        raise
+
+    @app.command("autotune", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def autotune_without_triton() -> None:
+        """Tune the kernels: needs the package triton."""
+        raise typer.BadParameter("expected the package triton, which compiles the kernels, got none")
+
+else:
+    app.add_typer(autotune.app, name="autotune")

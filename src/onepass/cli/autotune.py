@@ -1,6 +1,7 @@
 """`onepass autotune`: tune the kernels of onepass on this GPU, and show, merge and export stored selections."""
 
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -17,6 +18,7 @@ from triton.runtime.errors import OutOfResources
 
 from onepass.autotune import AutotuneRecord, ConfigStore, own
 from onepass.autotune.tuners import record_from
+from onepass.cli.outputs import check_writable
 from onepass.cli.timing import SMALL, kernel_us, median_ms
 from onepass.cli.workloads import (
     EXPERT_FORM,
@@ -67,8 +69,9 @@ def merge(
     out: Annotated[Path, typer.Option(help="The store to write; one that is there takes part.")],
 ) -> None:
     """Merge stores; of two records with the same key, the faster one is kept."""
-    store = ConfigStore(out)
-    store.merge(merged(stores))
+    given = merged(stores)
+    store = opened(out)
+    store.merge(given)
     store.save()
     Console().print(f"{len(store)} records in {out}")
 
@@ -84,6 +87,7 @@ def export(
     """Write selected records to a new store, or one line of JSON per record if the name ends in .jsonl."""
     if out.exists():
         raise typer.BadParameter(f"{out} is there already; `merge` adds to a store", param_hint="--out")
+    check_writable(out)
     found = [r for r in chosen(merged(stores), kernel) if gpu.lower() in r.gpu.lower()]
     if not candidates:
         found = [AutotuneRecord(**(r.to_json() | {"candidates": []})) for r in found]
@@ -112,7 +116,7 @@ def run(
     """Time the kernels of onepass with launch parameters around the defaults, and store the fastest."""
     if not torch.cuda.is_available():
         raise typer.BadParameter("expected a CUDA or ROCm GPU, got none")
-    device, console, store = torch.device("cuda"), Console(), ConfigStore(out)
+    device, console, store = torch.device("cuda"), Console(), opened(out)
     done: set[str] = set()
     for name in op or OPS:
         if name not in OPS:
@@ -208,8 +212,24 @@ def measure(
 def merged(paths: list[Path]) -> ConfigStore:
     store = ConfigStore()
     for path in paths:
-        store.merge(ConfigStore(path))
+        store.merge(read(path, "STORES"))
     return store
+
+
+def opened(out: Path) -> ConfigStore:
+    """The store that a command will write, with what is in it."""
+    check_writable(out)
+    return read(out, "--out")
+
+
+def read(path: Path, hint: str) -> ConfigStore:
+    """The store in a file. A warning that it is left out is an error here, since it is what the user asked for."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            return ConfigStore(path)
+    except RuntimeWarning as problem:
+        raise typer.BadParameter(str(problem), param_hint=hint) from None
 
 
 def chosen(store: ConfigStore, kernel: str) -> list[AutotuneRecord]:

@@ -18,11 +18,13 @@ from onepass.cli.demo_processes import train_sharded
 from onepass.cli.demo_report import Costs, agreement, losses_table, plot, summarize, tell_costs
 from onepass.cli.environment import environment
 from onepass.cli.measure import one_core_left
+from onepass.cli.outputs import check_writable
 
 SIZES = {
     "cpu": Size(vocab=4096, hidden=128, layers=2, batch=8, length=128),
     "cuda": Size(vocab=151936, hidden=512, layers=4, batch=8, length=512),
 }
+FORMATS = ".png", ".svg", ".pdf"
 OTHER_VOCABULARIES = 16384, 32768  # whose memory is measured, to show how it grows
 TEACHER = Size(vocab=2048, hidden=128, layers=2, batch=8, length=128)  # of --distill
 DISTILL_STEPS = 300
@@ -44,8 +46,12 @@ def demo(
             min=256, help="The vocabulary size.", show_default=f"{DEFAULT_VOCABS}, {TEACHER.vocab} with --distill"
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(dir_okay=False, help="Where the plot goes (PNG).")] = Path("demo.png"),
-    seed: Annotated[int, typer.Option(help="The random seed of the weights and of the data order.")] = 0,
+    out: Annotated[Path, typer.Option(dir_okay=False, help="Where the plot goes (PNG, SVG or PDF).")] = Path(
+        "demo.png"
+    ),
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="The random seed of the weights and of the data order.")
+    ] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")] = None,
     processes: Annotated[
         int, typer.Option(help="Shard the vocabulary of onepass's head over this many processes.")
@@ -79,7 +85,9 @@ def demo(
         expected = f"expected 1 to {most}, the number of {what}"
         raise typer.BadParameter(f"{expected}, got {processes}", param_hint="--processes")
     steps = steps or (DISTILL_STEPS if distill else HEADS[head].steps)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.suffix.lower() not in FORMATS:
+        raise typer.BadParameter(f"expected a name that ends in {' or '.join(FORMATS)}, got {out}", param_hint="--out")
+    check_writable(out)
     console = Console()
     here = environment()
     gpu = here["gpu"] if place == "cuda" else "CPU"

@@ -5,10 +5,10 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pkgutil import get_importer
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import onepass
 from onepass.integrations.patching import LIBRARIES, is_installed
@@ -36,8 +36,7 @@ def patch_and_run(arguments: Sequence[str]) -> None:
     """
     path, *rest = arguments
     if path != "-m" and not os.path.exists(path):
-        print(f"onepass: can't open file {path!r}: no such file or directory", file=sys.stderr)
-        sys.exit(2)  # as Python does
+        refuse(path, "no such file or directory")
     print(f"onepass: {patch_libraries()}", file=sys.stderr, flush=True)
     try:
         if path == "-m":
@@ -50,6 +49,12 @@ def patch_and_run(arguments: Sequence[str]) -> None:
         traceback = from_script(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         sys.exit(1)
+
+
+def refuse(path: str, why: str | None) -> NoReturn:
+    """End as Python does for a script that it cannot read."""
+    print(f"onepass: can't open file {path!r}: {why}", file=sys.stderr)
+    sys.exit(2)
 
 
 def patch_libraries() -> str:
@@ -68,14 +73,21 @@ def patch_libraries() -> str:
 
 
 def run_file(path: str, arguments: Sequence[str]) -> None:
-    """A file of source code."""
+    """A file of source code, or a compiled one."""
     whole = os.path.abspath(path)
-    loader = SourceFileLoader("__main__", whole)
+    loader = (SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader)("__main__", whole)
+    try:
+        data = loader.get_data(whole)
+    except OSError as error:
+        refuse(path, error.strerror)
     main = new_main(__file__=whole, __cached__=None, __loader__=loader)
     sys.argv = [path, *arguments]
     if not SAFE_PATH:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
-    exec(compile(loader.get_data(whole), whole, "exec", dont_inherit=True), main.__dict__)
+    code: Any = (
+        loader.get_code("__main__") if path.endswith(".pyc") else compile(data, whole, "exec", dont_inherit=True)
+    )
+    exec(code, main.__dict__)
 
 
 def run_container(path: str, arguments: Sequence[str]) -> None:
