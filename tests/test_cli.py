@@ -218,8 +218,12 @@ def test_autotune_refuses_files_that_are_no_stores(tmp_path, monkeypatch, comman
     result = run("autotune", *command)
     assert result.exit_code == 2 and "Invalid value" in result.output, result.output
     assert {f.name: f.read_text() for f in tmp_path.iterdir()} == before
-    written = run("autotune", "export", "store.json", "--out", "folder/new.jsonl")
-    assert written.exit_code == 0 and (tmp_path / "folder" / "new.jsonl").exists(), written.output
+
+
+def test_autotune_creates_the_folder_of_an_export(tmp_path):
+    (tmp_path / "store.json").write_text(STORE)
+    result = run("autotune", "export", tmp_path / "store.json", "--out", tmp_path / "folder" / "new.jsonl")
+    assert result.exit_code == 0 and (tmp_path / "folder" / "new.jsonl").exists(), result.output
 
 
 def test_commands_without_triton():

@@ -47,7 +47,7 @@ class Finder:
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        if name.partition(".")[0] in {allowed}:
+        if name.partition(".")[0] in {allowed} or name.startswith("_sysconfigdata"):  # the latter is of Python itself
             specs = (finder.find_spec(name, path, target) for finder in cls.finders if hasattr(finder, "find_spec"))
             return next((spec for spec in specs if spec is not None), None)
 
@@ -90,6 +90,23 @@ print(onepass.cross_entropy(torch.zeros(2, 4), torch.tensor([1, 3])).exp().item(
 """
     missing = "packaging numpy transformers trl libraries: trl is not installed; pip install 'onepass[trl]'"
     assert run_alone(code) == f"nothing to replace\n{missing}\n4.0\n"
+
+
+def test_autotune_with_torch_and_triton_alone():
+    code = """
+from onepass.autotune import *
+from onepass import autotune
+for name in "AutotuneReportCallback", "OpenTelemetrySink":
+    try:
+        getattr(autotune, name)()
+    except ModuleNotFoundError as error:
+        print(error)
+"""
+    expected = [
+        "AutotuneReportCallback: transformers is not installed; pip install 'onepass[transformers]'",
+        "OpenTelemetrySink: opentelemetry is not installed; pip install 'onepass[opentelemetry]'",
+    ]
+    assert run_alone(code).splitlines() == expected
 
 
 def imported() -> dict[str, str]:

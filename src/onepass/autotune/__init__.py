@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from onepass.autotune.collection import collect
+from onepass.autotune.extras import needed_by
 from onepass.autotune.record import AutotuneRecord
 from onepass.autotune.session import session
 from onepass.autotune.sinks import JSONLSink, LogSink, OpenTelemetrySink
@@ -26,19 +27,12 @@ __all__ = [
 if TYPE_CHECKING:
     from onepass.autotune.callback import AutotuneReportCallback
 else:
-    try:
-        found = find_spec("transformers")
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
+    if find_spec("transformers") is None:
         __all__.remove("AutotuneReportCallback")
 
     def __getattr__(name: str) -> Any:
         if name == "AutotuneReportCallback":  # its base class is in transformers
-            try:
+            with needed_by(name, "transformers"):
                 from onepass.autotune.callback import AutotuneReportCallback
-            except ModuleNotFoundError as error:
-                message = f"{name}: {error.name} is not installed; pip install 'onepass[transformers]'"
-                raise ModuleNotFoundError(message, name=error.name) from None
             return AutotuneReportCallback
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from onepass.autotune.extras import needed_by
 from onepass.autotune.record import AutotuneRecord
 
 Sink = Callable[[Sequence[AutotuneRecord]], Any]
@@ -50,11 +51,8 @@ class OpenTelemetrySink:
     """
 
     def __init__(self, tracer: Any = None) -> None:
-        try:
+        with needed_by("OpenTelemetrySink", "opentelemetry"):
             from opentelemetry import trace
-        except ModuleNotFoundError as error:
-            message = "OpenTelemetrySink: opentelemetry is not installed; pip install 'onepass[opentelemetry]'"
-            raise ModuleNotFoundError(message, name=error.name) from None
         self.tracer = tracer or trace.get_tracer("onepass")
 
     def __call__(self, records: Sequence[AutotuneRecord]) -> None:

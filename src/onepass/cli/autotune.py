@@ -66,7 +66,7 @@ def show(
 @app.command()
 def merge(
     stores: Stores,
-    out: Annotated[Path, typer.Option(help="The store to write; one that is there takes part.")],
+    out: Annotated[Path, typer.Option(dir_okay=False, help="The store to write; one that is there takes part.")],
 ) -> None:
     """Merge stores; of two records with the same key, the faster one is kept."""
     given = merged(stores)
@@ -102,7 +102,7 @@ def export(
 
 @app.command()
 def run(
-    out: Annotated[Path, typer.Option(help="The store to write; one that is there takes part.")],
+    out: Annotated[Path, typer.Option(dir_okay=False, help="The store to write; one that is there takes part.")],
     op: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(OPS)}.", show_default="all")] = None,
     shape: Annotated[
         list[str] | None,

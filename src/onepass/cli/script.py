@@ -75,19 +75,17 @@ def patch_libraries() -> str:
 def run_file(path: str, arguments: Sequence[str]) -> None:
     """A file of source code, or a compiled one."""
     whole = os.path.abspath(path)
-    loader = (SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader)("__main__", whole)
+    compiled = path.endswith(".pyc")
+    loader: Any = (SourcelessFileLoader if compiled else SourceFileLoader)("__main__", whole)
     try:
-        data = loader.get_data(whole)
+        code = loader.get_code("__main__") if compiled else loader.get_data(whole)
     except OSError as error:
         refuse(path, error.strerror)
     main = new_main(__file__=whole, __cached__=None, __loader__=loader)
     sys.argv = [path, *arguments]
     if not SAFE_PATH:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
-    code: Any = (
-        loader.get_code("__main__") if path.endswith(".pyc") else compile(data, whole, "exec", dont_inherit=True)
-    )
-    exec(code, main.__dict__)
+    exec(code if compiled else compile(code, whole, "exec", dont_inherit=True), main.__dict__)
 
 
 def run_container(path: str, arguments: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ where these are largest. A key of 32 bits holds the inverted position of a span 
 float32 value to a lower bound, in units in the last place. Different values above the bound therefore have different
 keys. The bound is as far below the token's largest value as the bits allow, a factor of about 2**8. If one of the k
 largest values of a token is not above it, or the largest is infinite or NaN, the program starts again with whole
-values, in k passes over the logits.
+values, in k + 1 passes over the logits.
 
 The time is that of comparisons, selections and logical operations, which a multiprocessor executes at half the rate of
 an addition of floats. What can be added is therefore not selected (`quick_value`, `key_of`).
@@ -122,12 +122,6 @@ def bits_of(n):
     return (n - 1).bit_length()
 
 
-@triton.constexpr_function
-def padded(n):
-    """The smallest power of two that is not below n."""
-    return 1 << (n - 1).bit_length()
-
-
 @triton.jit
 def two_largest(a, b, c, d):
     """The two largest of four values, of which the first two and the last two are sorted."""
@@ -144,14 +138,13 @@ def larger(a, b):
 def by_whole_values(
     start, selection_bias, active, k, inner, outer, E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr,
     KEPT: tl.constexpr, TOP2: tl.constexpr, STEP: tl.constexpr, SCORE: tl.constexpr, AFTER: tl.constexpr,
-    SOFTCAP: tl.constexpr, PTX: tl.constexpr,
+    SOFTCAP: tl.constexpr, PTX: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """The K experts with the largest values among the KEPT best groups, in K + 1 passes over the logits.
 
     Also returns a mask of the tokens with a logit that has no score.
     """
     SIZE: tl.constexpr = E // GROUPS
-    BLOCK_G: tl.constexpr = padded(GROUPS)
     g = tl.arange(0, BLOCK_G)[None, :]
     lowest = tl.full([start.shape[0]], float("-inf"), tl.float32)
     top = lowest
@@ -201,7 +194,7 @@ def biased_routing_kernel(
     E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
     TOP2: tl.constexpr, RENORMALIZE: tl.constexpr, RELATIVE: tl.constexpr, AFTER: tl.constexpr,
     SOFTCAP: tl.constexpr, PTX: tl.constexpr, ALONE: tl.constexpr, VEC: tl.constexpr, SPAN: tl.constexpr,
-    LANES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BINS: tl.constexpr,
+    LANES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Select K experts for every token, and compute their weights and the counts.
 
@@ -228,7 +221,7 @@ def biased_routing_kernel(
 
     bests, of_group = (), ()
     top = tl.full([BLOCK_T], float("-inf"), tl.float32)
-    most = top  # of the scores of groups
+    best_score = top  # of the groups
     for r in tl.static_range(E // STEP):
         e = r * STEP + tl.arange(0, STEP)[None, :]
         x = tl.load(start[:, None] + e, mask=active[:, None], other=0.0)
@@ -250,17 +243,17 @@ def biased_routing_kernel(
             one, two = tl.reduce((first_of_group, second_of_group), 1, two_largest)
             top = larger(top, one)
             one = one + two if TOP2 else one
-            most = tl.maximum(most, one)
+            best_score = tl.maximum(best_score, one)
             of_group = of_group + (one,)
 
     # The bound of the values; for those of groups that are not kept, above all values.
     least = least_of_keys(top, SPAN_BITS)
     leasts, unclear = (least[:, None],), (tl.abs(top) < float("inf")) == 0
     if GROUPS > 1:
-        least_of_group, keys, leasts = least_of_keys(most, GROUP_BITS), (), ()
+        least_of_group, keys, leasts = least_of_keys(best_score, GROUP_BITS), (), ()
         for g in tl.static_range(GROUPS):
             keys = keys + (key_of(of_group[g], least_of_group, GROUPS - 1 - g, GROUP_BITS),)
-        last = sorted_keys(keys, padded(GROUPS))[KEPT - 1]
+        last = sorted_keys(keys, BLOCK_G)[KEPT - 1]
         for g in tl.static_range(GROUPS):
             leasts = leasts + (tl.where(keys[g] >= last, least, 0x7FFFFFFF)[:, None],)
         unclear = unclear | (last < least_of(tl.int32) + (1 << GROUP_BITS))
@@ -306,8 +299,9 @@ def biased_routing_kernel(
     bad = t < 0
     if tl.max((unclear & active).to(tl.int32)) != 0:
         selected, bad = by_whole_values(
-            start, selection_bias, active, k, inner, outer, E, K, GROUPS, KEPT, TOP2, STEP, SCORE, AFTER, SOFTCAP, PTX
-        )
+            start, selection_bias, active, k, inner, outer, E, K, GROUPS, KEPT, TOP2, STEP, SCORE, AFTER, SOFTCAP, PTX,
+            BLOCK_G,
+        )  # fmt: skip
     selected = tl.where((bad | (active == 0))[:, None], k, selected)
     if given is not None:
         selected, invalid, differ = replayed(given, selected, t, k, active, T, E, K)
@@ -378,7 +372,7 @@ def plan_for(shape: Shape, options: RouterOptions) -> Plan:
         RENORMALIZE=o.renormalize, RELATIVE=is_relative(o), AFTER=o.score_after_topk, SOFTCAP=o.softcap is not None,
         PTX=nvidia, ALONE=BLOCK_T >= T, VEC=math.gcd(8, stride, E // o.n_group),
         SPAN=span_of(E, stride, o), LANES=lanes_of(E, stride, o), BLOCK_T=BLOCK_T, BLOCK_K=power_of_two(o.k),
-        BINS=max(64, power_of_two(E)),
+        BLOCK_G=power_of_two(o.n_group), BINS=max(64, power_of_two(E)),
     )  # fmt: skip
     numbers = (T, stride, *o.factors(), o.scale, o.eps)
     warps, registers = layout.warps(threads), REGISTERS if nvidia else None

@@ -208,7 +208,7 @@ def programs_for(vocab: int, size: int) -> tuple[int, int]:
     if FEWEST_TILES * tile <= vocab <= MOST_TILES * tile or vocab == (FEWEST_TILES - 1) * tile:
         return WIDEST, 1
     splits = -(-vocab // (lanes * vec * TILES))
-    if splits == 3 and vocab < 3 * lanes * vec * TILES:  # six that are nearly full
+    if splits == 3 and vocab < 3 * lanes * vec * TILES:  # twice as many of half the width
         return lanes // 2, -(-2 * vocab // (lanes * vec * TILES))
     if splits != 2 and splits <= MOST_SPLITS:
         return lanes, splits
