@@ -258,6 +258,9 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     values, mask = empty((64,), dtype=torch.float32), empty((64,), dtype=torch.bool)
     for average in (Average(-1.0, True), Average(1.0, False, number)):
         kernels.row_average(values, mask, average, kernels.row_share(empty((64, 8)), mask, average, number))
+        few = Inputs(one, one, None, inputs.temperature), average, number, mean
+        if kernels.supports_fused_loss(whole_vectors, one, mean):
+            kernels.softmax_average(whole_vectors, *few, whole_vectors)
     of_mean = FieldGradients(selected=number, share=empty((2,), dtype=torch.float32))
     of_rows = Inputs(one, row_mask)
     kernels.softmax_gradient(logits, of_rows, packed, of_mean, mean, out, again=True)

@@ -287,10 +287,11 @@ def test_row_average(device, rows, dtype):
 UPSTREAM = (1.0, 1.0, 2.0, 2.0, 1 / 3, 65536.0, 0.0, math.nan, 1.0)
 
 
-@pytest.fixture
-def early(monkeypatch):
-    """Gradients of few logits are computed in the forward too, as those of many are."""
+@pytest.fixture(params=(512, 4), ids=("few rows", "many rows"))
+def early(monkeypatch, request):
+    """Gradients of few logits are computed in the forward too, as those of many are, with the average or without."""
     monkeypatch.setattr(pytest.importorskip("onepass.kernels.softmax_gradient"), "LEAST_EARLY", 0)
+    monkeypatch.setattr(sys.modules["onepass.kernels.softmax_loss"], "FEW_ROWS", request.param)
     monkeypatch.setattr(sys.modules["onepass.kernels.softmax_loss"], "LEAST_LOGITS", 0)
     monkeypatch.setattr(primitive, "LEAST_VOCABULARY", 0)
 
@@ -327,7 +328,7 @@ def test_statistics_and_gradient_take_one_read(device, early, monkeypatch, optio
     if logits.get("temperature") == "rows":
         options["temperature"] = torch.rand(4, 6, device=device) + 0.5
     reads, backend = [], backend_of(x)
-    for name in ("softmax_loss", "softmax_statistics", "softmax_gradient"):
+    for name in ("softmax_average", "softmax_statistics", "softmax_gradient"):
         real = getattr(backend, name)
         monkeypatch.setattr(backend, name, lambda *a, n=name, f=real, **k: (reads.append(n), f(*a, **k))[1])
     for upstream in (1.0, 2.0, 1 / 3, torch.tensor(0.3, device=device)):
@@ -336,7 +337,7 @@ def test_statistics_and_gradient_take_one_read(device, early, monkeypatch, optio
             reads.clear()
             loss = onepass.cross_entropy(x, target, **options)
             found += torch.autograd.grad(loss * upstream, x)
-            assert reads == ["softmax_loss", "softmax_gradient"]  # the second only compares, if the guess was right
+            assert reads == ["softmax_average", "softmax_gradient"]  # the second only compares, if the guess was right
         reads.clear()
         late = onepass.cross_entropy(x, target, **options, gradient_in_forward=False)
         (expected,) = torch.autograd.grad(late * upstream, x)

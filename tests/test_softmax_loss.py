@@ -1,5 +1,7 @@
 """Statistics and gradient in one launch, against the definition: what a linear head's cross-entropy runs on."""
 
+import sys
+
 import pytest
 import torch
 
@@ -7,9 +9,10 @@ from definition import assert_close, assert_gradient_close, statistics
 from inputs import HARD
 from onepass import reference
 from onepass.backend import backend_of
-from onepass.core.options import NOT_DIFFERENTIABLE, FieldGradients, Inputs, Options, Transform, pick
+from onepass.core.options import NOT_DIFFERENTIABLE, Average, FieldGradients, Inputs, Options, Transform, pick
 
 kernels = pytest.importorskip("onepass.kernels")
+softmax_loss = sys.modules.get("onepass.kernels.softmax_loss")
 ROWS, PLAIN = 7, Options("log_probs")
 
 
@@ -95,6 +98,42 @@ def test_options(device):
         check(logits, weights=weights, fields=everything.replace("selected", "log_probs"), transforms={"softcap": 9.0})
         check(logits, fields="log_probs entropy", row_mask=mask)
         check(logits, fields="selected entropy is_top1", transforms={"temperature": 0.3, "softcap": 5.0})
+
+
+AVERAGES = {"mean": (-1.0, True), "sum": (0.5, False), "divisor": (1.0, False)}
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+@pytest.mark.parametrize("rows", (1, 5, 70, 512))
+def test_the_average_of_few_rows_takes_one_launch(device, monkeypatch, rows, name):
+    """Its gradient is bitwise that of three launches, for any guess; rows outside the vocabulary make both NaN."""
+    if rows == 512 and device.type != "cuda":
+        pytest.skip("takes long in the interpreter, which runs a program at a time")
+    divisor = torch.tensor(3, device=device) if name == "divisor" else None
+    for vocab in sizes(device):
+        generator = torch.Generator().manual_seed(rows)
+        logits = (torch.randn(rows, vocab, generator=generator) * 3).bfloat16().to(device)
+        index = torch.randint(vocab, (rows,), generator=generator).to(device)
+        index[2::3], inside = -100, index.clone()
+        outside = index.where(torch.arange(rows, device=device) != rows - 1, vocab)
+        for target, mask, masked in (
+            (index, index, -100), (inside, None, 0), (outside, outside, -100), (inside, index != -100, 0),
+            (index.fill_(-100).clone(), index, -100),
+        ):  # fmt: skip
+            average = Average(*AVERAGES[name], divisor, masked)
+            if mask is None and average.counted:
+                continue
+            options, inputs = PLAIN._replace(masked=masked), Inputs(target, mask)
+            for guess in (None, torch.tensor(2.0, device=device), torch.tensor(torch.nan, device=device)):
+                found = []
+                for few in (512, 0):
+                    monkeypatch.setattr(softmax_loss, "FEW_ROWS", few)
+                    out = torch.full_like(logits, 7.0)
+                    results, total, share = kernels.softmax_average(logits, inputs, average, guess, options, out)
+                    found.append((out, results[0][:2], results[1], share, total))
+                for one, several in zip(*found):
+                    assert torch.equal(one.nan_to_num(9.0), several.nan_to_num(9.0)) or one is found[0][-1]
+                assert_close(found[0][-1], found[1][-1])
 
 
 def test_rows_apart(device):

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from onepass.autotune.extras import needed_by
 from onepass.autotune.record import AutotuneRecord, NotPlain, here, label_of, minor
 from onepass.autotune.sources import identity_of
 from onepass.autotune.tuners import autotuners, cache_key, labelled, matching
@@ -129,8 +130,8 @@ class ConfigStore:
         """
         if self.path is None:
             raise ValueError("path: expected a store with a path, got None")
-        from filelock import FileLock
-
+        with needed_by("ConfigStore.save", "autotune"):
+            from filelock import FileLock
         path = Path(os.path.realpath(self.path))
         if path.exists() and not path.is_file():
             raise OSError(f"expected a file, got {path}")

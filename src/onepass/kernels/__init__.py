@@ -19,7 +19,7 @@ from onepass.kernels.scale import scale
 from onepass.kernels.scattered_linear import scattered_linear, scattered_linear_gradient
 from onepass.kernels.selected_logits import selected_logits, selected_logits_gradient
 from onepass.kernels.softmax_gradient import softmax_gradient, supports_early_gradient
-from onepass.kernels.softmax_loss import reads_once, softmax_loss, supports_fused_loss
+from onepass.kernels.softmax_loss import reads_once, softmax_average, softmax_loss, supports_fused_loss
 from onepass.kernels.softmax_statistics import shard_statistics, softmax_statistics
 from onepass.kernels.teacher_tokens import teacher_tokens
 from onepass.kernels.token_sort import count_tiles, sort_by_expert
@@ -48,6 +48,7 @@ __all__ = [
     "selected_logits",
     "selected_logits_gradient",
     "shard_statistics",
+    "softmax_average",
     "softmax_gradient",
     "softmax_loss",
     "softmax_statistics",

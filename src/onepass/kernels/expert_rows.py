@@ -165,17 +165,17 @@ def bias_plan(shape: tuple[int, ...], share: int, a_row: int) -> Plan:
     return Plan(bias_gradient_kernel, E * -(-N // 64), (), constexprs, 4)
 
 
-@triton.jit(do_not_specialize=["most"])
+@triton.jit(do_not_specialize=["count"])
 def combine_kernel(
     y: "Flat", weights: "Flat", ids: "Flat", out: "Out",
-    most: tl.int32,
+    count: tl.int32,
     N: tl.constexpr, TOPK: tl.constexpr, PLACED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The sum of the K rows of each token, times their weights if there are any, in float32.
 
     Inputs: ``y`` ``(rows, N)``; ``weights`` ``(T, K)`` or None; ``ids`` ``(T, K)``: the rows themselves if PLACED, else
-    the experts of rows in the order of the assignments. ``most`` is the number of rows or of experts; ids that are not
-    from 0 to ``most`` - 1 are left out.
+    the experts of rows in the order of the assignments. ``count`` is the number of rows or of experts; ids that are not
+    from 0 to ``count`` - 1 are left out.
     Output: ``out`` ``(T, N)``.
     Bytes moved: see the module docstring.
     """
@@ -185,7 +185,7 @@ def combine_kernel(
     acc = tl.zeros((BLOCK_N,), tl.float32)
     for k in tl.static_range(TOPK):
         id = tl.load(ids + t * TOPK + k)
-        valid = (id >= 0) & (id < most)
+        valid = (id >= 0) & (id < count)
         row = id.to(tl.int64) if PLACED else t * TOPK + k
         part = tl.load(y + row * N + n, mask=(n < N) & valid, other=0.0).to(tl.float32)
         if weights is not None:
@@ -210,12 +210,12 @@ def sum_rows(y: Tensor, places: Tensor) -> Tensor:
     return out
 
 
-def combine_plan(shape: tuple[int, int], topk: int, most: int, placed: bool) -> Plan:
+def combine_plan(shape: tuple[int, int], topk: int, count: int, placed: bool) -> Plan:
     """The launch of `combine_kernel`."""
     T, N = shape
     block_n = min(1024, max(16, power_of_two(N)))
     constexprs = dict(N=N, TOPK=topk, PLACED=placed, BLOCK_N=block_n)
-    return Plan(combine_kernel, T * -(-N // block_n), (most,), constexprs, 4)
+    return Plan(combine_kernel, T * -(-N // block_n), (count,), constexprs, 4)
 
 
 @triton.jit(do_not_specialize=["assignments"])

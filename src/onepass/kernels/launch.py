@@ -25,6 +25,8 @@ import triton.language as tl
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from onepass.kernels.zeros import LARGEST, zeros
+
 HIP = torch.version.hip is not None
 KNOBS = triton.knobs.runtime
 MOST = 4096  # size of the table of launches
@@ -57,7 +59,7 @@ class Plan(NamedTuple):
     numbers: tuple[float, ...]
     constexprs: dict[str, Any]
     num_warps: int
-    workspace: int | None = None  # its size; 0 if it is not needed, None if the kernel has no such argument
+    workspace: int | None = None  # its size in words; 0 if it is not needed, None if the kernel has no such argument
     registers: int | None = None  # per thread, at most; only NVIDIA GPUs take a limit
 
 
@@ -89,17 +91,21 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
         with torch.cuda.device(index):
             return launch(plan_for, about, tensors)
     pointers: list[int | None] = []
-    kinds: list[Any] = []  # what `guarded` checks of each tensor: dtype, device, alignment and layout
+    kinds: list[Any] = [index]  # what `guarded` checks of each tensor: device, dtype, alignment and layout
+    usual = True
     for t in tensors:
         if t is None:
             pointers.append(None)
             kinds.append(None)
         else:
-            pointer, place = t.data_ptr(), t.get_device()
+            pointer = t.data_ptr()
             pointers.append(pointer)
             kinds.append(t.dtype)
-            usual = not pointer & 15 and t.is_contiguous()
-            kinds.append(place if usual else (place, not pointer & 15, t.is_contiguous() or -t.stride(-1)))
+            if pointer & 15 or t.get_device() != index or not t.is_contiguous():
+                usual = False
+    if not usual:
+        given = [t for t in tensors if t is not None]
+        kinds += [(t.get_device(), t.data_ptr() & 15 == 0, t.is_contiguous() or -t.stride(-1)) for t in given]
     variant = tuple(kinds)
     if HIP:  # Triton compiles tensors below 2 GiB differently
         variant += tuple([t is not None and t.untyped_storage().nbytes() < 2**31 for t in tensors])
@@ -114,13 +120,16 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
             _keep(key, copied)
             return launch(plan_for, about, passed)
         numbers = typed(plan.kernel, len(tensors) + (plan.workspace is not None), plan.numbers)
-        limit = {} if plan.registers is None else {"maxnreg": plan.registers}
+        size = plan.workspace
+        if size and size <= LARGEST:  # of few sizes, for each of which many are cleared at once
+            size = 1 << (size - 1).bit_length()
         name = plan.kernel, plan.num_warps, plan.registers, *plan.constexprs.values(), variant
         compiled = _compiled.get(name)
         if compiled is None:
+            limit = {} if plan.registers is None else {"maxnreg": plan.registers}
             compiled = with_scratch(plan.kernel[(plan.programs,)])(
                 *tensors,
-                *_zeros(plan.workspace, tensors),
+                *_workspace(size, device),
                 *numbers,
                 **plan.constexprs,
                 num_warps=plan.num_warps,
@@ -132,14 +141,17 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
         run = compiled.run
         if getattr(compiled.metadata, "global_scratch_size", 0):  # for tensor descriptors
             run = with_scratch(run)
-        known = Launch(compiled, run, plan.programs, plan.workspace, (*numbers, *plan.constexprs.values()))
+        known = Launch(compiled, run, plan.programs, size, (*numbers, *plan.constexprs.values()))
         _keep(key, known)
     elif not isinstance(known, Launch):
         copies = [t.contiguous() if copied else t for t, copied in zip(tensors, known)]  # type: ignore[union-attr]
         return launch(plan_for, about, copies)
     compiled, run, programs, workspace, rest = known
+    if workspace is not None:
+        space = zeros(workspace, tensors[0].device) if workspace else None  # type: ignore[union-attr]
+        pointers.append(None if space is None else space.data_ptr())
     # Pointers, since Triton's launcher asks the driver about the memory of every tensor.
-    arguments = *pointers, *_zeros(workspace, tensors), *rest
+    arguments = *pointers, *rest
     stream, enter, leave = driver.active.get_current_stream(index), KNOBS.launch_enter_hook, KNOBS.launch_exit_hook
     hooks: tuple[Any, ...] = (None, None, None)  # what `compiled[grid]` prepares even if no profiler has set any
     if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
@@ -231,10 +243,8 @@ def forget() -> None:
     _launches.clear()
 
 
-def _zeros(size: int | None, tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+def _workspace(size: int | None, device: torch.device) -> tuple[torch.Tensor | None, ...]:
     """The workspace argument of a launch: zeros, None if its size is 0, or no argument if its size is None."""
-    if size is None:
-        return ()
-    if size == 0:
-        return (None,)
-    return (torch.zeros(size, dtype=torch.float32, device=tensors[0].device),)  # type: ignore[union-attr]
+    if size:
+        return (zeros(size, device).view(torch.float32),)
+    return () if size is None else (None,)

@@ -4,24 +4,27 @@ Cross-entropy is such a loss: its gradient with respect to the statistics does n
 gradient of 1, the gradient of a field is its derivative. `logits.row_loss` and `logits.tiled_statistics` call this
 kernel on tiles of logits, `softmax.statistics` on all logits. Bytes moved: the logits in, the gradient out, usually
 over them; the two separate kernels read the logits twice. Programs that share a row wait for its normalizer, and read
-their pieces again while these are still in the cache of the device.
+their pieces again while these are still in the cache of the device. Of few rows, the same launch also computes the
+average, since the host is then slower than the device.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from onepass.core.options import FieldGradients, Inputs, Options, Results, empty_results
+from onepass.core.options import Average, FieldGradients, Inputs, Options, Results, empty_results
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Layout, flat_gradients, layout_of, power_of_two
 from onepass.kernels.online_softmax import LOWEST, factors_of_row, merge, rounded, transform
+from onepass.kernels.row_average import part_of, row_average, row_share
 from onepass.kernels.row_programs import collect, publish, take_turn, write_zeros
 from onepass.kernels.softmax_fields import NOWHERE, gradient, write_fields
 from onepass.kernels.softmax_gradient import write_tile
-from onepass.kernels.softmax_statistics import first_vector, read_tile
+from onepass.kernels.softmax_statistics import read_tile
 
 # The fields that the kernel computes.
 FIELDS = {
@@ -31,7 +34,9 @@ FIELDS = {
 MOST_LANES, TILES, MOST_SPLITS = 256, 6, 32
 # The widest program is faster if a row has 5 to 7 of its tiles, or just 4 (H100; with 4.9, it takes 1.2 x as long).
 WIDEST, FEWEST_TILES, MOST_TILES = 1024, 5, 7
-LEAST_LOGITS = 1 << 26  # of a tensor that is read once: below, the host is the limit, which has more to do for it
+LEAST_LOGITS = 1 << 26  # of a tensor of many rows that is read once: below, the host is the limit, with more launches
+NONE, NO_STRIDES = (None,) * 4, (0,) * 4  # of four upstream gradients
+FEW_ROWS = 512  # whose average takes no other launch; each program reads all of their mask
 
 
 @triton.jit(
@@ -40,29 +45,33 @@ LEAST_LOGITS = 1 << 26  # of a tensor that is read once: below, the host is the 
     ],
     do_not_specialize_on_alignment=[
         "index", "row_mask", "temperature", "packed", "selected", "is_top1",
-        "grad_log_normalizer", "grad_expected_logit", "grad_weighted_logit", "grad_selected", "pieces",
+        "grad_log_normalizer", "grad_expected_logit", "grad_weighted_logit", "grad_selected", "divisor", "guess",
+        "share", "total", "pieces",
     ],
 )  # fmt: skip
 def softmax_loss_kernel(
     logits: "Rows", out: "Rows", class_weights: "Flat", index: "Flat", row_mask: "Flat", temperature: "Flat",
     packed: "Out", selected: "Out", is_top1: "Out",
     grad_log_normalizer: "Strided", grad_expected_logit: "Strided", grad_weighted_logit: "Strided",
-    grad_selected: "Strided", pieces: "Out",
+    grad_selected: "Strided", divisor: "Flat", guess: "Flat", share: "Out", total: "Out", pieces: "Out",
     rows: tl.int32, V: tl.int32, row_stride: tl.int64, out_stride: tl.int64, n_stride: tl.int32, e_stride: tl.int32,
     w_stride: tl.int32, s_stride: tl.int32,
-    inner: tl.float32, outer: tl.float32, class_weight: tl.float32, masked: tl.int64,
+    inner: tl.float32, outer: tl.float32, class_weight: tl.float32, factor: tl.float32, masked: tl.int64,
     SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, EXPECTED: tl.constexpr, ENTROPY: tl.constexpr,
     WEIGHTED: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr, SPLITS: tl.constexpr,
-    WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """The statistics of every row, and its gradient, which overwrites the logits if ``out`` is None.
 
     Inputs: ``logits`` ``(rows, V)``; ``class_weights`` ``(V,)``, ``row_mask`` and ``temperature`` ``(rows,)``, each or
-    None; ``index`` ``(rows,)``; the upstream gradients ``(rows,)``, each or None.
+    None; ``index`` ``(rows,)``; the upstream gradients ``(rows,)``, each or None; ``divisor`` and ``guess``, one number
+    each, or None for 1.
     Outputs: the gradient in ``out`` ``(rows, V)`` or in ``logits``; ``packed`` ``(len(PACKED), rows)``; ``selected``
-    ``(rows,)``; ``is_top1`` ``(rows,)`` or None. ``pieces`` is the workspace of the SPLITS programs that share a row:
-    WORDS of each, of two numbers, ``(rows, WORDS, SPLITS)``, and how many programs have started. It is 0 before the
-    launch. BLOCK is a power of two.
+    ``(rows,)``; ``is_top1`` ``(rows,)`` or None. With ``share``, also those of `row_average`: ``share`` and ``total``
+    are those of `row_share_kernel` and `row_average_kernel`, and the upstream gradient of every row is ``share[1]``.
+    ``pieces`` is the workspace: how many programs have started and how many rows are finished, and then, of the SPLITS
+    programs that share a row, WORDS of two numbers each, ``(rows, WORDS, SPLITS)``. It is 0 before the launch. BLOCK
+    and BLOCK_R, of at least ``rows`` rows, are powers of two.
     Bytes moved: see the module docstring.
     """
     TILE: tl.constexpr = LANES * VEC
@@ -70,7 +79,7 @@ def softmax_loss_kernel(
     TOP1: tl.constexpr = is_top1 is not None
     turn = tl.program_id(0)
     if SPLITS > 1:
-        turn = take_turn(pieces + rows.to(tl.int64) * (2 * WORDS * SPLITS))
+        turn = take_turn(pieces)
     row = (turn // SPLITS).to(tl.int64)
     split = turn % SPLITS
     piece = tl.cdiv(V, TILE * SPLITS) * TILE
@@ -101,6 +110,20 @@ def softmax_loss_kernel(
             d = tl.load(grad_weighted_logit + row * w_stride)
         if grad_selected is not None:
             w = tl.load(grad_selected + row * s_stride)
+    part = 1.0
+    if share is not None:
+        every = tl.arange(0, BLOCK_R)
+        count = tl.zeros([BLOCK_R], tl.int32)
+        if COUNTED:
+            count += ((every < rows) & (tl.load(row_mask + every, mask=every < rows, other=0) != masked)).to(tl.int32)
+        part = part_of(count, divisor, factor, COUNTED)
+        of_guess = part
+        if guess is not None:
+            of_guess = tl.load(guess) * part
+        w = tl.where(active, of_guess, 0.0)
+        if turn == 0:
+            tl.store(share, part)
+            tl.store(share + 1, of_guess)
     needed = (a != 0.0) | (b != 0.0) | (d != 0.0) | (w != 0.0)
     a -= w if LOG_PROBS else 0.0
     if active:
@@ -109,25 +132,19 @@ def softmax_loss_kernel(
         first = tl.full([LANES], NOWHERE, tl.int32)
         # The first read keeps the piece in the cache for the second, after which it is not needed.
         for col in tl.range(low, full, TILE, loop_unroll_factor=UNROLL):
-            m_before, s_before = m, s
-            m, s, t, v, c, _, _ = read_tile(
-                m, s, t, v, c, zero, zero, x, class_weights, col, 0, high, inner, outer, class_weight, 0.0, 0.0,
-                SOFTCAP, EXPECTED, WEIGHTED, False, False, LANES, VEC, False, "evict_last")  # fmt: skip
-            if TOP1:
-                first = first_vector(first, m_before, s_before, m, s, col, LANES, VEC)
+            m, s, t, v, c, _, _, first = read_tile(
+                m, s, t, v, c, zero, zero, first, x, class_weights, col, 0, high, inner, outer, class_weight, 0.0,
+                0.0, SOFTCAP, EXPECTED, WEIGHTED, False, False, TOP1, LANES, VEC, False, "evict_last")  # fmt: skip
         if full < high:
-            m_before, s_before = m, s
-            m, s, t, v, c, _, _ = read_tile(
-                m, s, t, v, c, zero, zero, x, class_weights, full, 0, high, inner, outer, class_weight, 0.0, 0.0,
-                SOFTCAP, EXPECTED, WEIGHTED, False, False, LANES, VEC, True, "evict_last")  # fmt: skip
-            if TOP1:
-                first = first_vector(first, m_before, s_before, m, s, full, LANES, VEC)
+            m, s, t, v, c, _, _, first = read_tile(
+                m, s, t, v, c, zero, zero, first, x, class_weights, full, 0, high, inner, outer, class_weight, 0.0,
+                0.0, SOFTCAP, EXPECTED, WEIGHTED, False, False, TOP1, LANES, VEC, True, "evict_last")  # fmt: skip
         lanes = m
         m, s, t, v, c, _, _ = merge(m, s, t, v, c, s, s, 0.0, EXPECTED, WEIGHTED, False, False)
         if TOP1:
             first = tl.min(tl.where(lanes == m, first, NOWHERE), axis=0)
         if SPLITS > 1:
-            words = pieces.to(tl.pointer_type(tl.int64), bitcast=True) + row * (WORDS * SPLITS)
+            words = pieces.to(tl.pointer_type(tl.int64), bitcast=True) + 1 + row * (WORDS * SPLITS)
             publish(words + split, m, s)
             if EXPECTED or TOP1:
                 published = t if EXPECTED else s
@@ -176,6 +193,13 @@ def softmax_loss_kernel(
         tl.store(selected + row, z_selected)
         if TOP1:
             tl.store(is_top1 + row, top1)
+        if share is not None:  # the program that finishes the last row adds up all of them, in a fixed order
+            tl.debug_barrier()
+            finished = tl.atomic_add(pieces.to(tl.pointer_type(tl.int32), bitcast=True) + 1, 1, sem="acq_rel")
+            if finished == rows - 1:
+                every = tl.arange(0, BLOCK_R)
+                values = tl.load(selected + every, mask=every < rows, other=0.0, volatile=True)
+                tl.store(total, tl.sum(values, axis=0) * part)
     if needed:
         for col in tl.range(low, full, TILE):
             write_tile(x, g, class_weights, col, 0, high, shift, log_normalizer, 0.0, a, b, d, 0.0, inner, outer,
@@ -226,8 +250,10 @@ def most_splits(device: torch.device) -> int:
     return layout.multiprocessors(device) // 4
 
 
-def plan_for(x: Layout, out_stride: int, gradient_strides: tuple[int, ...], options: Options) -> Plan:
-    """The launch of `softmax_loss_kernel`."""
+def plan_for(
+    x: Layout, out_stride: int, gradient_strides: tuple[int, ...], options: Options, average: tuple[float, bool] | None
+) -> Plan:
+    """The launch of `softmax_loss_kernel`. Of an average, the factor and whether the rows are counted."""
     (rows, V), (row_stride, _), size = x
     VEC = 16 // size
     lanes, SPLITS = programs_for(V, size)
@@ -237,13 +263,15 @@ def plan_for(x: Layout, out_stride: int, gradient_strides: tuple[int, ...], opti
         SOFTCAP=options.transform.softcap is not None, LOG_PROBS=options.wants("log_probs"), EXPECTED=expected,
         ENTROPY=options.wants("entropy"), WEIGHTED=weighted, VEC=VEC, LANES=lanes,
         UNROLL=1 if weighted or options.transform.softcap is not None else 2, SPLITS=SPLITS, WORDS=words,
-        BLOCK=power_of_two(SPLITS),
+        BLOCK=power_of_two(SPLITS), COUNTED=average is not None and average[1],
+        BLOCK_R=0 if average is None else max(power_of_two(rows), 32),
     )  # fmt: skip
+    waiting = 2 * rows * words * SPLITS if SPLITS > 1 else 0
     return Plan(
         softmax_loss_kernel, rows * SPLITS,
         (rows, V, row_stride, out_stride, *gradient_strides, *options.transform.factors(), options.class_weight,
-         options.masked),
-        constexprs, layout.warps(lanes), 2 * rows * words * SPLITS + 1 if SPLITS > 1 else 0,
+         1.0 if average is None else average[0], options.masked),
+        constexprs, layout.warps(lanes), waiting + 2 if waiting or average is not None else 0,
     )  # fmt: skip
 
 
@@ -262,16 +290,14 @@ def supports_fused_loss(logits: torch.Tensor, index: torch.Tensor | None, option
 
 
 def reads_once(logits: torch.Tensor, inputs: Inputs, options: Options) -> bool:
-    """Whether `softmax_loss` supports logits ``(..., V)`` and a new gradient, and is faster than two kernels."""
+    """Whether `softmax_average` supports logits ``(..., V)`` and a new gradient, and is faster than two kernels."""
     index, vocab = inputs.index, logits.shape[-1]
     if index is None or index.dim() != logits.dim() - 1 or inputs.support is not None or options.invariant:
         return False
     # A soft-cap is computed twice and is then the limit, to which waiting for other programs adds.
-    if (
-        options.transform.softcap is not None
-        or logits.numel() < max(LEAST_LOGITS, 1)
-        or vocab * logits.element_size() % 16
-    ):
+    if options.transform.softcap is not None or not logits.numel() or vocab * logits.element_size() % 16:
+        return False
+    if logits.numel() < LEAST_LOGITS and index.numel() > FEW_ROWS:
         return False
     if logits.dim() != 2 and not logits.is_contiguous():
         return False
@@ -287,14 +313,44 @@ def softmax_loss(
 
     ``out`` may be the logits. `supports_fused_loss` says whether this is possible.
     """
-    index, row_mask, class_weights, temperature = inputs[:4]
-    packed, selected, is_top1 = results = empty_results(logits, index, options)
+    results = empty_results(logits, inputs.index, options)
     if logits.numel():
         given = grads.log_normalizer, grads.expected_logit, grads.weighted_logit, grads.selected
         of_fields, strides = flat_gradients(given)
-        x = logits if logits.dim() == 2 else logits.view(-1, logits.shape[-1])
-        to = None if out is logits else out if out.dim() == 2 else out.view(x.shape)
-        about = layout_of(x), 0 if to is None else to.stride(0), strides, options
-        inputs_of_rows = class_weights, index, row_mask, temperature
-        launch(plan_for, about, (x, to, *inputs_of_rows, packed, selected, is_top1, *of_fields))
+        _launch(logits, inputs, of_fields, strides, options, out, results)
     return results
+
+
+def softmax_average(
+    logits: torch.Tensor, inputs: Inputs, average: Average, guess: torch.Tensor | None, options: Options,
+    out: torch.Tensor,
+) -> tuple[Results, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the `softmax_statistics`, the average of the only field, log-probs, and the `row_share` of every row.
+
+    The gradient of the average, for the upstream gradient ``guess`` (None: 1), is written to ``out``. `reads_once` says
+    whether this is possible.
+    """
+    rows = logits.shape[:-1].numel()
+    if rows > FEW_ROWS:
+        share = row_share(logits, inputs.row_mask, average, guess)
+        results = softmax_loss(logits, inputs, FieldGradients(selected=share[1]), options, out)
+        total, share = row_average(results[1], inputs.row_mask, average, share)  # type: ignore[arg-type]
+        return results, total, share
+    results = empty_results(logits, inputs.index, options)
+    total, share = results[0].new_empty(()), results[0].new_empty(2)
+    how = average.factor, average.counted
+    _launch(logits, inputs, NONE, NO_STRIDES, options, out, results, how, (average.divisor, guess, share, total))
+    return results, total, share
+
+
+def _launch(
+    logits: torch.Tensor, inputs: Inputs, grads: Sequence[torch.Tensor | None], strides: tuple[int, ...],
+    options: Options, out: torch.Tensor, results: Results, average: tuple[float, bool] | None = None,
+    of_average: Sequence[torch.Tensor | None] = NONE,
+) -> None:  # fmt: skip
+    """Launch the kernel for flat upstream gradients with these strides."""
+    index, row_mask, class_weights, temperature = inputs[:4]
+    x = logits if logits.dim() == 2 else logits.view(-1, logits.shape[-1])
+    to = None if out is logits else out if out.dim() == 2 else out.view(x.shape)
+    about = layout_of(x), 0 if to is None else to.stride(0), strides, options, average
+    launch(plan_for, about, (x, to, class_weights, index, row_mask, temperature, *results, *grads, *of_average))

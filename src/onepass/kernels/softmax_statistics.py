@@ -39,13 +39,14 @@ def read_selected(x, index, row, k, K, V):
 
 
 @triton.jit
-def read_tile(m, s, t, w, c, q, u, logits, class_weights, col0, low, high, inner, outer, class_weight, sharpness,
-              inverse_vocab, SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
-              TEMPERED: tl.constexpr, MEAN: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+def read_tile(m, s, t, w, c, q, u, first, logits, class_weights, col0, low, high, inner, outer, class_weight,
+              sharpness, inverse_vocab, SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
+              TEMPERED: tl.constexpr, MEAN: tl.constexpr, TOP1: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
               MASKED: tl.constexpr, CACHED: tl.constexpr):  # fmt: skip
     """Add columns ``[col0, col0 + LANES·VEC)`` to the state, only those within [low, high) if MASKED.
 
-    CACHED is the eviction policy of the logits.
+    If TOP1, ``first`` is the start of the first vector that contains a lane's maximum. CACHED is the eviction policy of
+    the logits.
     """
     col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     valid = (col >= low) & (col < high) if MASKED else None
@@ -61,14 +62,12 @@ def read_tile(m, s, t, w, c, q, u, logits, class_weights, col0, low, high, inner
         z = tl.where(valid, z, float("-inf"))
         if WEIGHTED:
             weight = tl.where(valid, weight, 0.0)
-    return update(m, s, t, w, c, q, u, z, weight, sharpness, EXPECTED, WEIGHTED, TEMPERED, MEAN)
-
-
-@triton.jit
-def first_vector(first, m_before, s_before, m, s, col0, LANES: tl.constexpr, VEC: tl.constexpr):
-    """The start of the first vector that contains a lane's maximum, updated after the tile at ``col0``."""
-    larger = (m > m_before) | ((s_before == 0.0) & (s > 0.0))
-    return tl.where(larger, col0 + tl.arange(0, LANES) * VEC, first)
+    m_before, s_before = m, s
+    m, s, t, w, c, q, u = update(m, s, t, w, c, q, u, z, weight, sharpness, EXPECTED, WEIGHTED, TEMPERED, MEAN)
+    if TOP1:
+        larger = (m > m_before) | ((s_before == 0.0) & (s > 0.0))
+        first = tl.where(larger, col0 + tl.arange(0, LANES) * VEC, first)
+    return m, s, t, w, c, q, u, first
 
 
 @triton.jit(
@@ -133,30 +132,21 @@ def softmax_statistics_kernel(
         if ALIGN:
             begin = low + tl.where(low < head, TILE, 0)
             if low < head:
-                m_before, s_before = m, s
-                m, s, t, w, c, q, u = read_tile(
-                    m, s, t, w, c, q, u, base, class_weights, low, head, high, inner, outer, class_weight,
-                    sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN,
-                    LANES, VEC, True, "")  # fmt: skip
-                if TOP1:
-                    first = first_vector(first, m_before, s_before, m, s, low, LANES, VEC)
+                m, s, t, w, c, q, u, first = read_tile(
+                    m, s, t, w, c, q, u, first, base, class_weights, low, head, high, inner, outer,
+                    class_weight, sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN,
+                    TOP1, LANES, VEC, True, "")  # fmt: skip
         full = begin + tl.maximum(high - begin, 0) // TILE * TILE
         for col in tl.range(begin, full, TILE, loop_unroll_factor=UNROLL):
-            m_before, s_before = m, s
-            m, s, t, w, c, q, u = read_tile(
-                m, s, t, w, c, q, u, base, class_weights, col, head, high, inner, outer, class_weight,
-                sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN, LANES, VEC, False,
-                "")  # fmt: skip
-            if TOP1:
-                first = first_vector(first, m_before, s_before, m, s, col, LANES, VEC)
+            m, s, t, w, c, q, u, first = read_tile(
+                m, s, t, w, c, q, u, first, base, class_weights, col, head, high, inner, outer, class_weight,
+                sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN, TOP1, LANES, VEC,
+                False, "")  # fmt: skip
         if full < high:
-            m_before, s_before = m, s
-            m, s, t, w, c, q, u = read_tile(
-                m, s, t, w, c, q, u, base, class_weights, full, head, high, inner, outer, class_weight,
-                sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN, LANES, VEC, True,
-                "")  # fmt: skip
-            if TOP1:
-                first = first_vector(first, m_before, s_before, m, s, full, LANES, VEC)
+            m, s, t, w, c, q, u, first = read_tile(
+                m, s, t, w, c, q, u, first, base, class_weights, full, head, high, inner, outer, class_weight,
+                sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN, TOP1, LANES, VEC,
+                True, "")  # fmt: skip
         lanes = m
         m, s, t, w, c, q, u = merge(m, s, t, w, c, q, u, sharpness, EXPECTED, WEIGHTED, TEMPERED, MEAN)
         if TOP1:

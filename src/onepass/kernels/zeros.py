@@ -5,7 +5,7 @@ import sys
 import torch
 from triton.runtime.driver import driver
 
-BLOCK = 64  # rows that are cleared at once
+ROWS, LARGEST = 64, 1 << 16  # rows that are cleared at once, but no more than four of the largest that are kept
 GRAPHS = "torch._inductor.cudagraph_trees"  # it lets nothing that was allocated in its memory outlive a call
 _rows: dict[tuple[int, int, int], list[torch.Tensor]] = {}  # for each device, stream and size, those still unused
 
@@ -16,16 +16,15 @@ def zeros(n: int, device: torch.device) -> torch.Tensor:
     On a GPU this is a row of a block that was cleared on the same stream. No row is handed out twice. A CUDA graph
     clears its own, each time that it is replayed.
     """
-    if device.type != "cuda" or GRAPHS in sys.modules or torch.cuda.is_current_stream_capturing():
+    if n > LARGEST or device.type != "cuda" or GRAPHS in sys.modules or torch.cuda.is_current_stream_capturing():
         return torch.zeros(n, dtype=torch.int32, device=device)
     index = torch.cuda.current_device() if device.index is None else device.index
     key = index, driver.active.get_current_stream(index), n
-    rows = _rows.setdefault(key, [])
-    try:
+    rows = _rows.get(key)
+    if rows:
         return rows.pop()
-    except IndexError:
-        with torch.inference_mode(False):  # rows may be needed for a backward later
-            block = torch.zeros((BLOCK, -(-n // 4) * 4), dtype=torch.int32, device=device)  # aligned to 16 bytes
-            first, *rest = [row.data for row in block[:, :n].unbind()]  # .data: each with its own version counter
-        rows += rest
-        return first
+    with torch.inference_mode(False):  # rows may be needed for a backward later
+        padded = -(-n // 4) * 4  # aligned to 16 bytes
+        block = torch.zeros((min(ROWS, 4 * LARGEST // padded), padded), dtype=torch.int32, device=device)
+        first, *_rows[key] = [row.data for row in block[:, :n].unbind()]  # .data: each with its own version counter
+    return first

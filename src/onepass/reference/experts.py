@@ -235,6 +235,7 @@ def scattered_linear_gradient(
 
 
 def sum_rows(y: Tensor, places: Tensor) -> Tensor:
-    """The sum of the rows ``y[places[t, k]]`` over k. Places beyond the rows are left out."""
-    rows = torch.cat([y, y.new_zeros((1, y.shape[1]))])[places.clamp(max=len(y)).long()]
+    """The sum of the rows ``y[places[t, k]]`` over k. Places that are no rows are left out."""
+    inside = places.where((places >= 0) & (places < len(y)), len(y)).long()
+    rows = torch.cat([y, y.new_zeros((1, y.shape[1]))])[inside]
     return rows.sum(1, dtype=wide(y)).to(y.dtype)

@@ -331,6 +331,19 @@ def softmax_loss(logits: Tensor, inputs: Inputs, grads: FieldGradients, options:
     return results
 
 
+def softmax_average(
+    logits: Tensor, inputs: Inputs, average: Average, guess: Tensor | None, options: Options, out: Tensor
+) -> tuple[Results, Tensor, Tensor]:
+    """Return the `softmax_statistics`, the average of the only field, log-probs, and the `row_share` of every row.
+
+    The gradient of the average, for the upstream gradient ``guess`` (None: 1), is written to ``out``.
+    """
+    share = row_share(logits, inputs.row_mask, average, guess)
+    results = softmax_loss(logits, inputs, FieldGradients(selected=share[1]), options, out)
+    total, share = row_average(results[1], inputs.row_mask, average, share)  # type: ignore[arg-type]
+    return results, total, share
+
+
 def selected_logits(logits: Tensor, index: Tensor, transform: Transform) -> Tensor:
     """The transformed logits of the classes ``index``, ``(..., K)``, in the dtype of the fields; NaN outside."""
     inside = index.clamp(0, logits.shape[-1] - 1)

@@ -201,12 +201,14 @@ def check_range(logits: Any, inputs: Inputs, name: str = "index", masked: int = 
 
 
 def share_of(logits: Tensor, inputs: Inputs, average: Average) -> Tensor:
-    """``(2,)``: the gradient of a row for an upstream gradient of 1, and for the one that the last backward of an
-    average had, which is a guess at the next.
-    """
-    guess = None if is_capturing(logits) else _upstream.get(logits.device)
-    share: Tensor = backend_of(logits).row_share(logits, inputs.row_mask, average, guess)
+    """``(2,)``: the gradient of a row for an upstream gradient of 1, and for the `guessed` one."""
+    share: Tensor = backend_of(logits).row_share(logits, inputs.row_mask, average, guessed(logits))
     return share
+
+
+def guessed(logits: Tensor) -> Tensor | None:
+    """The upstream gradient that the last backward of an average had, which is a guess at the next; None for 1."""
+    return None if is_capturing(logits) else _upstream.get(logits.device)
 
 
 def averaged(
@@ -267,15 +269,16 @@ class _Statistics(torch.autograd.Function):
         *tensors, (average, options, inplace, early) = arguments
         inputs, backend, grad, share = Inputs(*tensors), backend_of(logits), None, None
         if early and backend.reads_once(logits, inputs, options):
-            grad, share = empty_gradient(logits), share_of(logits, inputs, average)
-            results = backend.softmax_loss(logits, inputs, early_gradient(share), options, grad)
+            grad, guess = empty_gradient(logits), guessed(logits)
+            results, total, share = backend.softmax_average(logits, inputs, average, guess, options, grad)
+            fields: tuple[Tensor, ...] = (total,)
         else:
             results = _forward(logits, inputs, options)
             early = early and logits.shape[-1] >= LEAST_VOCABULARY
             if early and backend.supports_early_gradient(logits, inputs):  # else the device waits for the host
                 share = share_of(logits, inputs, average)
                 grad = _gradient(logits, inputs, results[0], early_gradient(share), options)
-        fields, share = averaged(pick(results, options), inputs, average, share)
+            fields, share = averaged(pick(results, options), inputs, average, share)
         ctx.save_for_backward(logits, *tensors, share, results[0], grad)
         ctx.options, ctx.inplace, ctx.written = options, inplace, False
         return returned(ctx, fields, options)
