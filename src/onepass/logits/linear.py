@@ -61,10 +61,10 @@ class LinearLogits(TensorLike):
             part of a tile is rounded to the dtype of the logits before the head's is added. The head is never merged
             with it. With ``vocab_group``, B has the rows of this process.
         max_memory: bytes of workspace, beyond inputs, results and gradients. The default follows from shapes alone, so
-            that results do not depend on what else is in memory. On a GPU it is 0.6 GiB. It is 2.5 GiB if this holds
+            that results do not depend on what else is in memory. On a GPU it is 0.65 GiB. It is 2.5 GiB if this holds
             all logits and either no gradient will be computed or the loss is per row, with a gradient of the weight.
             Such a loss with more logits takes this gradient in float32 and twice as much, from 1.2 to 2 GiB.
-            ``logits_dtype=torch.float32`` adds up to 0.6 GiB to the workspace.
+            ``logits_dtype=torch.float32`` adds up to 0.63 GiB to the workspace.
         vocab_group: a process group, or a `DeviceMesh` with one dimension, whose processes hold the rows of weight and
             bias: contiguous ranges in the order of their ranks, not necessarily of the same size. ``weight`` and
             ``bias`` are then those of this process (of a DTensor, its local part). All processes pass the same hidden
