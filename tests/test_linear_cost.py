@@ -69,7 +69,7 @@ def test_what_is_frozen_has_no_product(device, frozen, loss):
 
 
 def waves(count, rows, width):
-    """How often the programs of a GEMM with a result of ``width`` columns fill the device, over all tiles, and these."""
+    """How often the programs of a GEMM with ``width`` columns fill the device, over all tiles, and how many tiles."""
     programs = [-(-min(rows, count - n) // BLOCK[0]) * -(-width // BLOCK[1]) for n in range(0, count, rows)]
     return sum(-(-n // WAVE) for n in programs), len(programs)
 
