@@ -76,17 +76,16 @@ def waves(count, rows, width):
 
 def test_tiles_fill_the_device():
     """At most as many rows as fit and one tile more than of equal size, and no fewer rows at once for nothing."""
-    assert in_waves(16384, 2010, 2048) == 1536  # of 96 programs each, which are split; 1792 rows would be slower
     assert in_waves(16384, 2196, 2048) == 2048
     assert in_waves(32768, 6678, 2048) == 6144  # 16 waves, where equal tiles of 6656 rows take 19
-    assert in_waves(16384, 3866, 896) == 3072  # of a program each, no wave would be full
+    assert in_waves(16384, 3866, 896) == 3328  # 5 tiles of one wave each
     assert in_waves(100, 1000, 64) == 100 and in_waves(0, 5, 64) == 1 and in_waves(10, 3, 64) == 3
     for count in (1, 300, 4096, 5000, 16384, 40001):
         for most in (1, 100, 1024, 1800, 2300, 6678, 50000):
             for width in (64, 896, 1536, 2048, 2880, 4096):
                 rows, same = in_waves(count, most, width), equal(count, most)
                 assert 1 <= rows <= max(most, 1) and -(-count // rows) <= -(-count // same) + 1
-                if rows != same and same // BLOCK[0] * -(-width // BLOCK[1]) >= WAVE:
+                if rows != same:
                     assert waves(count, rows, width) < waves(count, same, width)
 
 

@@ -27,9 +27,9 @@ WIDE = int(0.63 * GIB)  # workspace for a tile of logits that are wider than the
 SLICES = int(0.3 * GIB)  # workspace for slices of the vocabulary, beyond the sum of the hidden states' gradient
 LEAST_COLUMNS = 128  # of a slice: GEMMs are slow below
 # The GEMM of the hidden states' gradient has few and long programs, of BLOCK rows and columns, of which WAVE run at
-# once: that of 1792 rows has 86% of the speed of 2048 (H = 2048, H100). If they fill no wave, each is split; multiples
-# of SPLIT rows are then fast. These numbers are the same for all GPUs, since processes must agree.
-BLOCK, WAVE, SPLIT = (256, 128), 132, 1536
+# once: that of 1792 rows has 86% of the speed of 2048 (H = 2048, H100). These numbers are the same for all GPUs, since
+# processes must agree.
+BLOCK, WAVE = (256, 128), 132
 # Memory of the blocks of rows in `onepass.reference`: its maximum, and bytes per logit.
 REFERENCE_BLOCKS, REFERENCE_BYTES = 1 << 26, 64
 ROW, INDEX = 1536, 64  # bytes per row, for its statistics and the programs that share it, and per index of a row
@@ -249,8 +249,6 @@ def in_waves(count: int, most: int, width: int) -> int:
 
     tiles = -(-count // rows)
     candidates = range(-(-count // ((tiles + 1) * BLOCK[0])) * BLOCK[0], most + 1, BLOCK[0])
-    if (most // BLOCK[0]) * -(-width // BLOCK[1]) < WAVE:
-        return max([n for n in candidates if n % SPLIT == 0], default=rows)
     of_all = {n: count // n * waves(n) + waves(count % n) for n in (rows, *candidates)}
     return min(of_all, key=lambda n: (of_all[n], -(-count // n), abs(n - rows)))
 
