@@ -20,9 +20,10 @@ def zeros(n: int, device: torch.device) -> torch.Tensor:
         return torch.zeros(n, dtype=torch.int32, device=device)
     index = torch.cuda.current_device() if device.index is None else device.index
     key = index, driver.active.get_current_stream(index), n
-    rows = _rows.get(key)
-    if rows:
-        return rows.pop()
+    try:
+        return _rows[key].pop()
+    except (KeyError, IndexError):  # as other threads may have left it
+        pass
     with torch.inference_mode(False):  # rows may be needed for a backward later
         padded = -(-n // 4) * 4  # aligned to 16 bytes
         block = torch.zeros((min(ROWS, 4 * LARGEST // padded), padded), dtype=torch.int32, device=device)
