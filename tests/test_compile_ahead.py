@@ -255,13 +255,17 @@ def launch(case: Case, dtype: torch.dtype) -> None:
         narrow = empty(case.rows, 256, dtype=dtype)
         kernels.linear_statistics(narrow, other, None, of_rows, unweighted, True, False, found)
     number, mean = empty((), dtype=torch.float32), Options("log_probs", options.transform)
-    values, mask = empty((64,), dtype=torch.float32), empty((64,), dtype=torch.bool)
+    values, of_average, mask = (
+        empty((64,), dtype=torch.float32),
+        empty((3,), dtype=torch.float32),
+        empty((64,), dtype=torch.bool),
+    )
     for average in (Average(-1.0, True), Average(1.0, False, number)):
-        kernels.row_average(values, mask, average, kernels.row_share(empty((64, 8)), mask, average, number))
-        few = Inputs(one, one, None, inputs.temperature), average, number, mean
+        kernels.row_average(values, mask, average, kernels.row_share(empty((64, 8)), mask, average, of_average))
+        few = Inputs(one, one, None, inputs.temperature), average, of_average, mean
         if kernels.supports_fused_loss(whole_vectors, one, mean):
             kernels.softmax_average(whole_vectors, *few, whole_vectors)
-    of_mean = FieldGradients(selected=number, share=empty((2,), dtype=torch.float32))
+    of_mean = FieldGradients(selected=number, share=of_average)
     of_rows = Inputs(one, row_mask)
     kernels.softmax_gradient(logits, of_rows, packed, of_mean, mean, out, again=True)
     tokens = index.view(case.rows, -1)

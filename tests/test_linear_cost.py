@@ -79,6 +79,7 @@ def test_tiles_fill_the_device():
     assert in_waves(16384, 2196, 2048) == 2048
     assert in_waves(32768, 6678, 2048) == 6144  # 16 waves, where equal tiles of 6656 rows take 19
     assert in_waves(16384, 3866, 896) == 3328  # 5 tiles of one wave each
+    assert in_waves(8192, 3072, 2048) == 2048  # 4 waves; 2 of the tiles of 2816 rows, and the last of 2560, take 6
     assert in_waves(100, 1000, 64) == 100 and in_waves(0, 5, 64) == 1 and in_waves(10, 3, 64) == 3
     for count in (1, 300, 4096, 5000, 16384, 40001):
         for most in (1, 100, 1024, 1800, 2300, 6678, 50000):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
 from definition import assert_close, assert_gradient_close, statistics, transform
@@ -270,17 +271,17 @@ def test_row_average(device, rows, dtype):
     three = torch.tensor(3, device=device)
     third = Average(1.0, False, three), kept.sum() / 3
     for average, expected in ((Average(-1.0, True), -kept.mean()), (Average(2.0), 2 * kept.sum()), third):
-        for guess in (None, three.float()):
-            share = backend.row_share(logits, mask, average, guess)
+        for last in (None, torch.tensor([5.0, 7.0, 3.0], device=device)):
+            share = backend.row_share(logits, mask, average, last)[:2]
             total, again = backend.row_average(values, mask, average)
             assert_close(backend.row_average(values, mask, average, share)[0], total)
             assert again.tolist() == share[:1].tolist() or math.isnan(again)
             targets, of_targets = torch.where(mask == 0, -100, 3), average._replace(masked=-100)
             assert_close(backend.row_average(values, targets, of_targets)[0], total)
-            assert_close(backend.row_share(logits, targets, of_targets, guess), share)
+            assert_close(backend.row_share(logits, targets, of_targets, last)[:2], share)
             torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=1e-5, equal_nan=True)
             part = {-1.0: -1 / len(kept) if len(kept) else -math.inf, 2.0: 2.0, 1.0: 1 / 3}[average.factor]
-            assert share.tolist() == pytest.approx([part, part if guess is None else 3 * part])
+            assert share.tolist() == pytest.approx([part, part if last is None else 3 * part])
     assert_close(backend.row_average(values.where(mask != 0, 0.0), None, average)[0], total)
 
 
@@ -333,10 +334,12 @@ def test_statistics_and_gradient_take_one_read(device, early, monkeypatch, optio
         monkeypatch.setattr(backend, name, lambda *a, n=name, f=real, **k: (reads.append(n), f(*a, **k))[1])
     for upstream in (1.0, 2.0, 1 / 3, torch.tensor(0.3, device=device)):
         found = []
-        for _ in range(2):  # a guess that is wrong, and then one that is right
+        for turn in range(2):  # a guess that is wrong, and then one that is right
             reads.clear()
             loss = onepass.cross_entropy(x, target, **options)
             found += torch.autograd.grad(loss * upstream, x)
+            part, guessed, last = primitive.last_share(x).tolist()
+            assert last == pytest.approx(float(upstream)) and (turn == 0 or guessed == pytest.approx(part * last))
             assert reads == ["softmax_average", "softmax_gradient"]  # the second only compares, if the guess was right
         reads.clear()
         late = onepass.cross_entropy(x, target, **options, gradient_in_forward=False)
@@ -364,6 +367,49 @@ def test_every_backward_of_a_mean_has_a_gradient_of_its_own(device, early):
         x.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int64, torch.float16])
+def test_num_items_of_any_dtype(device, dtype):
+    x, target, _ = batch(device)
+    items = torch.tensor(3, dtype=dtype, device=device)
+    expected = onepass.cross_entropy(x, target, num_items=3)
+    assert_close(onepass.cross_entropy(x, target, num_items=items), expected)
+    with FlopCounterMode(display=False):  # a number on a CPU is not read
+        assert_close(onepass.cross_entropy(x, target, num_items=items), expected)
+
+
+def test_the_guess_of_another_dtype_is_left_alone(device, early):
+    """A kernel would compute in float64."""
+    x, target, _ = batch(device)
+    x.requires_grad_()
+    first = torch.autograd.grad(onepass.cross_entropy(x, target) / 3, x)[0]
+    y = x.detach().double().requires_grad_()
+    (onepass.cross_entropy(y, target) / 3).backward()
+    assert torch.equal(torch.autograd.grad(onepass.cross_entropy(x, target) / 3, x)[0], first)
+
+
+def test_a_gradient_that_was_given_away_may_be_written_to(device, early):
+    x, target, _ = batch(device)
+    x.requires_grad_()
+    loss = onepass.cross_entropy(x, target)
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    kept = first.clone()
+    first.mul_(2)
+    assert torch.equal(torch.autograd.grad(loss, x)[0], kept)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_batched_gradients_are_refused(device, early, reduction):
+    """And leave no guess for the next loss."""
+    x, target, _ = batch(device)
+    x.requires_grad_()
+    loss = onepass.cross_entropy(x, target, reduction=reduction)
+    upstream = torch.ones(2, *loss.shape, device=device)
+    with pytest.raises(NotImplementedError, match="batched gradients"):
+        torch.autograd.grad(loss, x, upstream, is_grads_batched=True)
+    onepass.cross_entropy(x, target).backward()
+    assert x.grad.isfinite().all()
 
 
 def test_a_checkpoint_keeps_no_gradient_of_a_mean(device, early):

@@ -274,6 +274,11 @@ def test_the_default_adds_the_tile(monkeypatch):
         of.hidden = OnCuda(hidden)
         shapes[wide] = plan([of], None, Use(weight_gradient=True, gradient=True))
     assert shapes[F32].batch == shapes[torch.bfloat16].batch == 8192
+    with torch.device("meta"):
+        hidden, weight = (torch.empty(n, 2048, dtype=torch.bfloat16) for n in (32768, 151936))
+    of = Head(HeadTensors(hidden, weight), Settings(torch.bfloat16, torch.bfloat16))
+    of.hidden = OnCuda(hidden)
+    assert plan([of], None, Use(weight_gradient=True, gradient=True)).rows == 6144  # `in_waves`
     assert shapes[F32].rows * 151936 * 4 <= 0.63 * 2**30 and shapes[F32].rows == 1024
     assert H < 8192
 

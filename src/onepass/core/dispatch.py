@@ -56,6 +56,14 @@ def refuse_second_derivatives() -> None:
         raise RuntimeError("onepass: second derivatives are not implemented, got create_graph=True")
 
 
+def refuse_batched(grads: Iterable[Tensor | None]) -> None:
+    """Raise for upstream gradients of several backwards at once, of which no kernel could read the memory."""
+    if torch.compiler.is_compiling():
+        return
+    if any([g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grads]):
+        raise NotImplementedError("onepass: batched gradients (is_grads_batched, vmap) are not implemented")
+
+
 FLOPS: dict[Any, Callable[..., int]] = {}  # the FLOP formula of each operation
 
 

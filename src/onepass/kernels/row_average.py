@@ -26,14 +26,25 @@ def part_of(count, divisor, factor, COUNTED: tl.constexpr):
     return part
 
 
+@triton.jit
+def of_last(last, part):
+    """``part`` times the upstream gradient of the last average, whose ``share`` is given, or None for 1."""
+    upstream = 1.0
+    if last is not None:
+        upstream = tl.load(last + 2)
+    return upstream * part
+
+
 @triton.jit(do_not_specialize=["rows", "masked"])
-def row_share_kernel(share: "Out", row_mask: "Flat", divisor: "Flat", guess: "Flat", rows: tl.int32,
+def row_share_kernel(share: "Out", row_mask: "Flat", divisor: "Flat", last: "Flat", rows: tl.int32,
                      factor: tl.float32, masked: tl.int64, COUNTED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """What a row counts for: ``part = factor / divisor``, also divided by the number of rows where the mask is not
     ``masked`` if COUNTED.
 
-    Inputs: ``row_mask``, ``(rows,)``; ``divisor`` and ``guess``, one number each, or None for 1.
-    Output: ``share``, which are ``part`` and ``part·guess``.
+    Inputs: ``row_mask``, ``(rows,)``; ``divisor``, one number, or None for 1; ``last``, the ``share`` of an earlier
+    average, or None.
+    Output: ``share`` ``(3,)``: ``part``, and what it is for the upstream gradient of the earlier average, which is
+    ``last[2]`` (None: 1). The third is written in the backward.
     Bytes moved: the mask. One program reads it.
     """
     count = tl.zeros([BLOCK], tl.int32)
@@ -42,11 +53,8 @@ def row_share_kernel(share: "Out", row_mask: "Flat", divisor: "Flat", guess: "Fl
             row = first + tl.arange(0, BLOCK)
             count += ((row < rows) & (tl.load(row_mask + row, mask=row < rows, other=0) != masked)).to(tl.int32)
     part = part_of(count, divisor, factor, COUNTED)
-    upstream = 1.0
-    if guess is not None:
-        upstream = tl.load(guess)
     tl.store(share, part)
-    tl.store(share + 1, upstream * part)
+    tl.store(share + 1, of_last(last, part))
 
 
 @triton.jit(do_not_specialize=["rows", "masked"])
@@ -90,12 +98,12 @@ def plan_of_average(rows: int, factor: float, counted: bool, masked: int) -> Pla
 
 
 def row_share(
-    logits: torch.Tensor, row_mask: torch.Tensor | None, average: Average, guess: torch.Tensor | None = None
+    logits: torch.Tensor, row_mask: torch.Tensor | None, average: Average, last: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What every row of the logits counts for in an average, and that times ``guess``, ``(2,)``; see `Average`."""
-    share = logits.new_empty(2, dtype=torch.float32)
+    """What every row of the logits counts for in an average, see `row_share_kernel`."""
+    share = logits.new_empty(3, dtype=torch.float32)
     about = logits.shape[:-1].numel(), average.factor, average.counted, average.masked
-    launch(plan_of_share, about, (share, row_mask if average.counted else None, average.divisor, guess))
+    launch(plan_of_share, about, (share, row_mask if average.counted else None, average.divisor, last))
     return share
 
 

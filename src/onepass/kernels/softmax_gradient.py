@@ -23,7 +23,7 @@ import triton.language as tl
 from onepass.autotune.own import choose
 from onepass.core.options import FieldGradients, Inputs, Options
 from onepass.kernels import layout
-from onepass.kernels.launch import Flat, Plan, Rows, Strided, launch
+from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Geometry, Layout, flat_gradients, flat_rows, layout_of, power_of_two, row_groups
 from onepass.kernels.online_softmax import factors_of_row, rounded
 from onepass.kernels.row_programs import row_start, write_zeros
@@ -172,7 +172,7 @@ def write_piece(
     ],
 )  # fmt: skip
 def softmax_gradient_kernel(
-    logits: "Rows", class_weights: "Flat", share: "Flat", out: "Rows", index: "Flat", row_mask: "Flat",
+    logits: "Rows", class_weights: "Flat", share: "Out", out: "Rows", index: "Flat", row_mask: "Flat",
     temperature: "Flat", packed: "Flat",
     grad_log_normalizer: "Strided", grad_expected_logit: "Strided", grad_weighted_logit: "Strided",
     grad_tempered: "Strided",
@@ -189,18 +189,22 @@ def softmax_gradient_kernel(
 
     Inputs: ``logits`` ``(rows, V)``; ``class_weights`` ``(V,)``, ``index`` ``(rows, K)``, ``row_mask`` and
     ``temperature`` ``(rows,)``, each or None; ``packed`` ``(len(PACKED), rows)``, the statistics; the upstream
-    gradients ``(rows,)``, of the selected classes ``(rows, K)``, each or None; ``share`` ``(2,)`` or None, of which the
+    gradients ``(rows,)``, of the selected classes ``(rows, K)``, each or None; ``share`` ``(3,)`` or None, of which the
     first multiplies the gradients of the selected classes. With AGAIN, ``out`` was written for the second as that
-    product, the same in all rows: nothing is written if it is the product. If SEVERAL,
-    programs take several of the ``places``, since to start one for each takes longer than to find nothing to be done.
+    product, the same in all rows: nothing is written if it is the product. The third becomes the gradient of the
+    selected classes, a guess at that of the next average: nothing else writes to this memory. If SEVERAL, programs take
+    several of the ``places``, since to start one for each takes longer than to find nothing to be done.
     Output: ``out`` ``(rows, V)``, which may be ``logits``.
     Bytes moved: see the module docstring.
     """
     part = 1.0
     if share is not None:
         part = tl.load(share)
-    if AGAIN:  # noqa: SIM102 (the inner condition is no constant)
-        if tl.load(share + 1) == tl.load(grad_selected) * part:
+    if AGAIN:
+        upstream = tl.load(grad_selected)
+        if tl.program_id(0) == 0:
+            tl.store(share + 2, upstream)
+        if tl.load(share + 1) == upstream * part:
             return
     if SEVERAL:
         for place in range(tl.program_id(0), places, tl.num_programs(0)):
@@ -249,7 +253,8 @@ def softmax_gradient(
 ) -> None:  # fmt: skip
     """Write the gradient with respect to the logits into ``out``, which may be the logits themselves.
 
-    With ``again``, ``out`` was written for the second number of ``grads.share``, and may be right already.
+    With ``again``, ``out`` was written for the second number of ``grads.share``, and may be right already; the third
+    becomes the upstream gradient.
     """
     index, row_mask, class_weights, temperature = inputs[:4]
     rows = logits.shape[:-1].numel()

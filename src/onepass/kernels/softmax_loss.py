@@ -20,7 +20,7 @@ from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Layout, flat_gradients, layout_of, power_of_two
 from onepass.kernels.online_softmax import LOWEST, factors_of_row, merge, rounded, transform
-from onepass.kernels.row_average import part_of, row_average, row_share
+from onepass.kernels.row_average import of_last, part_of, row_average, row_share
 from onepass.kernels.row_programs import collect, publish, take_turn, write_zeros
 from onepass.kernels.softmax_fields import NOWHERE, gradient, write_fields
 from onepass.kernels.softmax_gradient import write_tile
@@ -45,7 +45,7 @@ FEW_ROWS = 512  # whose average takes no other launch; each program reads all of
     ],
     do_not_specialize_on_alignment=[
         "index", "row_mask", "temperature", "packed", "selected", "is_top1",
-        "grad_log_normalizer", "grad_expected_logit", "grad_weighted_logit", "grad_selected", "divisor", "guess",
+        "grad_log_normalizer", "grad_expected_logit", "grad_weighted_logit", "grad_selected", "divisor", "last",
         "share", "total", "pieces",
     ],
 )  # fmt: skip
@@ -53,7 +53,7 @@ def softmax_loss_kernel(
     logits: "Rows", out: "Rows", class_weights: "Flat", index: "Flat", row_mask: "Flat", temperature: "Flat",
     packed: "Out", selected: "Out", is_top1: "Out",
     grad_log_normalizer: "Strided", grad_expected_logit: "Strided", grad_weighted_logit: "Strided",
-    grad_selected: "Strided", divisor: "Flat", guess: "Flat", share: "Out", total: "Out", pieces: "Out",
+    grad_selected: "Strided", divisor: "Flat", last: "Flat", share: "Out", total: "Out", pieces: "Out",
     rows: tl.int32, V: tl.int32, row_stride: tl.int64, out_stride: tl.int64, n_stride: tl.int32, e_stride: tl.int32,
     w_stride: tl.int32, s_stride: tl.int32,
     inner: tl.float32, outer: tl.float32, class_weight: tl.float32, factor: tl.float32, masked: tl.int64,
@@ -64,8 +64,8 @@ def softmax_loss_kernel(
     """The statistics of every row, and its gradient, which overwrites the logits if ``out`` is None.
 
     Inputs: ``logits`` ``(rows, V)``; ``class_weights`` ``(V,)``, ``row_mask`` and ``temperature`` ``(rows,)``, each or
-    None; ``index`` ``(rows,)``; the upstream gradients ``(rows,)``, each or None; ``divisor`` and ``guess``, one number
-    each, or None for 1.
+    None; ``index`` ``(rows,)``; the upstream gradients ``(rows,)``, each or None; ``divisor`` and ``last``, those of
+    `row_share_kernel`.
     Outputs: the gradient in ``out`` ``(rows, V)`` or in ``logits``; ``packed`` ``(len(PACKED), rows)``; ``selected``
     ``(rows,)``; ``is_top1`` ``(rows,)`` or None. With ``share``, also those of `row_average`: ``share`` and ``total``
     are those of `row_share_kernel` and `row_average_kernel`, and the upstream gradient of every row is ``share[1]``.
@@ -117,9 +117,7 @@ def softmax_loss_kernel(
         if COUNTED:
             count += ((every < rows) & (tl.load(row_mask + every, mask=every < rows, other=0) != masked)).to(tl.int32)
         part = part_of(count, divisor, factor, COUNTED)
-        of_guess = part
-        if guess is not None:
-            of_guess = tl.load(guess) * part
+        of_guess = of_last(last, part)
         w = tl.where(active, of_guess, 0.0)
         if turn == 0:
             tl.store(share, part)
@@ -322,24 +320,24 @@ def softmax_loss(
 
 
 def softmax_average(
-    logits: torch.Tensor, inputs: Inputs, average: Average, guess: torch.Tensor | None, options: Options,
+    logits: torch.Tensor, inputs: Inputs, average: Average, last: torch.Tensor | None, options: Options,
     out: torch.Tensor,
 ) -> tuple[Results, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the `softmax_statistics`, the average of the only field, log-probs, and the `row_share` of every row.
 
-    The gradient of the average, for the upstream gradient ``guess`` (None: 1), is written to ``out``. `reads_once` says
-    whether this is possible.
+    The gradient of the average, for the upstream gradient that the ``last`` share was written for (None: 1), is written
+    to ``out``. `reads_once` says whether this is possible.
     """
     rows = logits.shape[:-1].numel()
     if rows > FEW_ROWS:
-        share = row_share(logits, inputs.row_mask, average, guess)
+        share = row_share(logits, inputs.row_mask, average, last)
         results = softmax_loss(logits, inputs, FieldGradients(selected=share[1]), options, out)
         total, share = row_average(results[1], inputs.row_mask, average, share)  # type: ignore[arg-type]
         return results, total, share
     results = empty_results(logits, inputs.index, options)
-    total, share = results[0].new_empty(()), results[0].new_empty(2)
+    total, share = results[0].new_empty(()), results[0].new_empty(3)
     how = average.factor, average.counted
-    _launch(logits, inputs, NONE, NO_STRIDES, options, out, results, how, (average.divisor, guess, share, total))
+    _launch(logits, inputs, NONE, NO_STRIDES, options, out, results, how, (average.divisor, last, share, total))
     return results, total, share
 
 

@@ -35,7 +35,8 @@ def divisor_of(
                 raise TypeError(f"num_items: expected a constant of one element, got {described(num_items)}")
             if num_items.is_cpu and is_plain(num_items):
                 return check_number(num_items.item(), "num_items", 0, open_low=False)
-            return num_items.reshape(())
+            number = num_items.reshape(())
+            return number if number.dtype.is_signed else number.long()  # losses negate it
         return check_number(num_items, "num_items", 0)
     if reduction == "mean":
         if rows is None:

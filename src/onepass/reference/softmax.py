@@ -251,15 +251,18 @@ def softmax_gradient(
 ) -> None:  # fmt: skip
     """Write the gradient with respect to the logits into ``out``, by the formula in `kernels.softmax_gradient`.
 
-    With ``again``, ``out`` was written for the second number of ``grads.share``, and may be right already.
+    With ``again``, ``out`` was written for the second number of ``grads.share``, and may be right already; the third
+    becomes the upstream gradient.
     """
     index, row_mask, class_weights, temperature = inputs[:4]
     rows = logits.shape[:-1].numel()
     if rows == 0:
         return
     if again and logits.is_cpu and grads.share is not None and grads.selected is not None:
-        first = grads.selected.reshape(-1)[:1]  # all are the same
-        if bool(first * grads.share[0] == grads.share[1]):
+        first = grads.selected.reshape(-1)[0]  # all are the same
+        share = grads.share.data  # saved for a second backward, which must not find it modified
+        share[2] = first
+        if bool(first * share[0] == share[1]):
             return
     field = dict(zip(PACKED, packed.view(len(PACKED), rows, 1)))
     a, b, d, h = (packed.new_zeros(rows, 1) if g is None else g.reshape(-1, 1) for g in grads[:4])
@@ -332,13 +335,14 @@ def softmax_loss(logits: Tensor, inputs: Inputs, grads: FieldGradients, options:
 
 
 def softmax_average(
-    logits: Tensor, inputs: Inputs, average: Average, guess: Tensor | None, options: Options, out: Tensor
+    logits: Tensor, inputs: Inputs, average: Average, last: Tensor | None, options: Options, out: Tensor
 ) -> tuple[Results, Tensor, Tensor]:
     """Return the `softmax_statistics`, the average of the only field, log-probs, and the `row_share` of every row.
 
-    The gradient of the average, for the upstream gradient ``guess`` (None: 1), is written to ``out``.
+    The gradient of the average, for the upstream gradient that the ``last`` share was written for (None: 1), is written
+    to ``out``.
     """
-    share = row_share(logits, inputs.row_mask, average, guess)
+    share = row_share(logits, inputs.row_mask, average, last)
     results = softmax_loss(logits, inputs, FieldGradients(selected=share[1]), options, out)
     total, share = row_average(results[1], inputs.row_mask, average, share)  # type: ignore[arg-type]
     return results, total, share
@@ -394,11 +398,13 @@ def row_gemm(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
         to.copy_(product if bias is None else product + bias)
 
 
-def row_share(logits: Tensor, row_mask: Tensor | None, average: Average, guess: Tensor | None = None) -> Tensor:
-    """What every row of the logits counts for in an average, and that times ``guess``, ``(2,)``; see `Average`."""
+def row_share(logits: Tensor, row_mask: Tensor | None, average: Average, last: Tensor | None = None) -> Tensor:
+    """``(3,)``: what every row of the logits counts for in an average; that times the upstream gradient of the ``last``
+    one; and what its own upstream gradient will be, which the backward writes.
+    """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     part = part_of(logits[..., 0], row_mask, average, dtype)
-    return torch.stack([part, part if guess is None else (part * guess).to(dtype)])
+    return torch.stack([part, part if last is None else part * last[2], part])
 
 
 def part_of(rows: Tensor, row_mask: Tensor | None, average: Average, dtype: torch.dtype) -> Tensor:

@@ -22,7 +22,7 @@ from onepass.backend import backend_of
 from onepass.core.dispatch import empty_gradient, operation, refuse_forward_mode, refuse_second_derivatives
 from onepass.core.options import Average, FieldGradients, Inputs, Options, Results, empty_results, pick
 from onepass.core.shard import Shard, per_row, state_fields
-from onepass.softmax.statistics import averaged, early_gradient, returned, share_of, upstream_of
+from onepass.softmax.statistics import averaged, early_gradient, keep_share, returned, share_of, upstream_of
 
 # Names since torch 2.13, which deprecates the earlier ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -229,12 +229,14 @@ class _ShardStatistics(torch.autograd.Function):
         refuse_second_derivatives()
         logits, *tensors, share, packed, early = ctx.saved_tensors
         inputs = Inputs(*tensors)
-        upstream = upstream_of(grads, share, logits, ctx.options)
+        upstream = upstream_of(grads, share, ctx.options)
         if early is None or upstream.share is None or ctx.written:
             grad = gradient_of(logits, inputs, packed, upstream, ctx.size, ctx.options)
         else:
-            ctx.written, grad = True, early  # given away: a second backward computes another gradient
+            ctx.written, grad = True, early.data  # given away: a second backward computes another gradient
             write_gradient(logits, inputs, packed, upstream, ctx.size, ctx.options, grad, again=True)
+            if ctx.size:  # else nothing was launched
+                keep_share(logits, share)
         return grad, *[None] * (len(tensors) + 4)
 
 

@@ -16,6 +16,7 @@ from onepass.core.dispatch import (
     empty_gradient,
     is_plain,
     operation,
+    refuse_batched,
     refuse_forward_mode,
     refuse_second_derivatives,
 )
@@ -201,14 +202,30 @@ def check_range(logits: Any, inputs: Inputs, name: str = "index", masked: int = 
 
 
 def share_of(logits: Tensor, inputs: Inputs, average: Average) -> Tensor:
-    """``(2,)``: the gradient of a row for an upstream gradient of 1, and for the `guessed` one."""
-    share: Tensor = backend_of(logits).row_share(logits, inputs.row_mask, average, guessed(logits))
+    """``(3,)``, see `reference.row_share`: the upstream gradient of the last average is a guess at that of this one."""
+    share: Tensor = backend_of(logits).row_share(logits, inputs.row_mask, average, last_share(logits))
     return share
 
 
-def guessed(logits: Tensor) -> Tensor | None:
-    """The upstream gradient that the last backward of an average had, which is a guess at the next; None for 1."""
-    return None if is_capturing(logits) else _upstream.get(logits.device)
+def last_share(logits: Tensor) -> Tensor | None:
+    """The share of the last average whose backward has written its upstream gradient there; None if there is none.
+
+    The backward of another stream may still be writing to its own.
+    """
+    return None if is_capturing(logits) else _last.get(kind_of(logits))
+
+
+def keep_share(logits: Tensor, share: Tensor) -> None:
+    """Make this the `last_share`, after its backward has been launched."""
+    if not is_capturing(logits):
+        _last[kind_of(logits)] = share
+
+
+def kind_of(logits: Tensor) -> tuple[int, int, bool]:
+    """Device and stream, and whether sums are float64."""
+    index = logits.get_device()
+    stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
+    return index, stream, logits.dtype == torch.float64
 
 
 def averaged(
@@ -221,7 +238,7 @@ def averaged(
     return (total,), share
 
 
-_upstream: dict[torch.device, Tensor] = {}  # of the last backward of an average
+_last: dict[tuple[int, int, bool], Tensor] = {}  # by `kind_of` the logits
 
 
 def is_capturing(tensor: Tensor) -> bool:
@@ -229,14 +246,15 @@ def is_capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def upstream_of(
-    grads: tuple[Tensor | None, ...], share: Tensor | None, logits: Tensor, options: Options
-) -> FieldGradients:
-    """The upstream gradients of the fields, from those of what `averaged` returned."""
+def upstream_of(grads: tuple[Tensor | None, ...], share: Tensor | None, options: Options) -> FieldGradients:
+    """The upstream gradients of the fields, from those of what `averaged` returned.
+
+    Raises:
+        NotImplementedError: they are those of several backwards at once (``is_grads_batched``).
+    """
+    refuse_batched(grads)
     if share is None or grads[0] is None:
         return FieldGradients.of(options.fields, grads)
-    if not is_capturing(logits):
-        _upstream[logits.device] = grads[0]
     return FieldGradients(selected=grads[0], share=share)
 
 
@@ -269,8 +287,8 @@ class _Statistics(torch.autograd.Function):
         *tensors, (average, options, inplace, early) = arguments
         inputs, backend, grad, share = Inputs(*tensors), backend_of(logits), None, None
         if early and backend.reads_once(logits, inputs, options):
-            grad, guess = empty_gradient(logits), guessed(logits)
-            results, total, share = backend.softmax_average(logits, inputs, average, guess, options, grad)
+            grad, last = empty_gradient(logits), last_share(logits)
+            results, total, share = backend.softmax_average(logits, inputs, average, last, options, grad)
             fields: tuple[Tensor, ...] = (total,)
         else:
             results = _forward(logits, inputs, options)
@@ -288,12 +306,12 @@ class _Statistics(torch.autograd.Function):
         refuse_second_derivatives()
         logits, *tensors, share, packed, early = ctx.saved_tensors
         inputs = Inputs(*tensors)
-        upstream = upstream_of(grads, share, logits, ctx.options)
+        upstream = upstream_of(grads, share, ctx.options)
         if early is not None and upstream.share is not None and not ctx.written:
             ctx.written = True  # and given away: a second backward computes another gradient
-            grad = early
-            to = grad.data  # a second backward unpacks the saved tensor again, which must not seem to be modified
-            backend_of(logits).softmax_gradient(logits, inputs, packed, upstream, ctx.options, to, again=True)
+            grad = early.data  # a second backward unpacks the saved tensor again, which must not seem to be modified
+            backend_of(logits).softmax_gradient(logits, inputs, packed, upstream, ctx.options, grad, again=True)
+            keep_share(logits, share)
         elif ctx.inplace and not torch.compiler.is_compiling():
             if ctx.written:  # autograd does not detect this if hooks have packed the logits
                 raise RuntimeError(
