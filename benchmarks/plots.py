@@ -12,7 +12,7 @@ from benchmarks.implementations import OF_TORCH
 
 HERE = Path(__file__).resolve().parent
 LOSSES = {  # title: the operation, and the files of results; of what two of them have, the later one counts
-    "cross-entropy\n8192 × 151,936": ("cross_entropy", "cross-entropy-eager", "cross-entropy"),
+    "cross-entropy\n8192 × 151,936": ("cross_entropy", "cross-entropy"),
     "log-probs and entropy\n8192 × 151,936": ("log_probs_and_entropy", "log-probs-entropy", "parity-logits"),
     "KL divergence\n4096 × 151,936": ("kl_div", "kl-div"),
 }
