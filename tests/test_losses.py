@@ -2,20 +2,15 @@
 
 import itertools
 import math
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
 from definition import assert_close, assert_gradient_close, statistics, transform
-from onepass.backend import backend_of
-from onepass.core.options import IDENTITY, Average, Transform
-from onepass.logits import source
-from onepass.softmax import statistics as primitive
+from onepass.core.options import IDENTITY, Transform
 from onepass.softmax.statistics import gather_logits
 from paths import interpreted
 
@@ -259,116 +254,6 @@ def test_no_second_derivative(device):
         onepass.cross_entropy(logits, target).backward(create_graph=True)
 
 
-@pytest.mark.parametrize("dtype", (torch.bool, torch.int64, torch.float32))
-@pytest.mark.parametrize("rows", (0, 1, 5, 1024, 2500))
-def test_row_average(device, rows, dtype):
-    """The kernels, which plain losses are reduced with, against their definition."""
-    values = torch.randn(rows, generator=torch.Generator().manual_seed(rows)).to(device)
-    mask = (torch.arange(rows, device=device) % 3 != 1).to(dtype)
-    values[mask == 0] = float("nan")  # a masked row is not read
-    kept = values[mask != 0].double()
-    logits, backend = values.new_empty(rows, 2), backend_of(values)
-    three = torch.tensor(3, device=device)
-    third = Average(1.0, False, three), kept.sum() / 3
-    for average, expected in ((Average(-1.0, True), -kept.mean()), (Average(2.0), 2 * kept.sum()), third):
-        for last in (None, torch.tensor([5.0, 7.0, 3.0], device=device)):
-            share = backend.row_share(logits, mask, average, last)[:2]
-            total, again = backend.row_average(values, mask, average)
-            assert_close(backend.row_average(values, mask, average, share)[0], total)
-            assert again.tolist() == share[:1].tolist() or math.isnan(again)
-            targets, of_targets = torch.where(mask == 0, -100, 3), average._replace(masked=-100)
-            assert_close(backend.row_average(values, targets, of_targets)[0], total)
-            assert_close(backend.row_share(logits, targets, of_targets, last)[:2], share)
-            torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=1e-5, equal_nan=True)
-            part = {-1.0: -1 / len(kept) if len(kept) else -math.inf, 2.0: 2.0, 1.0: 1 / 3}[average.factor]
-            assert share.tolist() == pytest.approx([part, part if last is None else 3 * part])
-    assert_close(backend.row_average(values.where(mask != 0, 0.0), None, average)[0], total)
-
-
-UPSTREAM = (1.0, 1.0, 2.0, 2.0, 1 / 3, 65536.0, 0.0, math.nan, 1.0)
-
-
-@pytest.fixture(params=(512, 4), ids=("few rows", "many rows"))
-def early(monkeypatch, request):
-    """Gradients of few logits are computed in the forward too, as those of many are, with the average or without."""
-    monkeypatch.setattr(pytest.importorskip("onepass.kernels.softmax_gradient"), "LEAST_EARLY", 0)
-    monkeypatch.setattr(sys.modules["onepass.kernels.softmax_loss"], "FEW_ROWS", request.param)
-    monkeypatch.setattr(sys.modules["onepass.kernels.softmax_loss"], "LEAST_LOGITS", 0)
-    monkeypatch.setattr(primitive, "LEAST_VOCABULARY", 0)
-
-
-@pytest.mark.parametrize("shape", [(5, 70), (5, 72), (2, 3, 129), (2, 3, 128)])
-def test_the_gradient_of_a_mean_is_that_of_its_upstream_gradient(device, early, shape):
-    """Whatever that of the last call was, from which the forward computes a gradient that the backward may correct."""
-    generator = torch.Generator(device).manual_seed(5)
-    for n, upstream in enumerate(UPSTREAM):
-        x = torch.randn(shape, device=device, generator=generator).bfloat16().requires_grad_()
-        target = torch.randint(shape[-1], shape[:-1], device=device, generator=generator)
-        target.view(-1)[1] = -100
-        (found,) = torch.autograd.grad(onepass.cross_entropy(x, target) * upstream, x)
-        part = backend_of(x).row_share(x, target != -100, Average(-1.0, True))[0]  # -1 / rows, as the device rounds it
-        scaled = torch.tensor(upstream, device=device) * part
-        rows = -onepass.cross_entropy(x, target, reduction="none")
-        (expected,) = torch.autograd.grad(rows, x, scaled.expand(target.shape))
-        assert torch.equal(found.nan_to_num(), expected.nan_to_num()), (n, upstream)
-        assert torch.equal(found.isnan(), expected.isnan())
-
-
-REDUCED = ({"reduction": "mean"}, {"reduction": "sum"}, {"num_items": 3}, {"num_items": 2.5}, {"num_items": "tensor"})
-
-
-@pytest.mark.parametrize("options", REDUCED, ids=str)
-@pytest.mark.parametrize("logits", [{"temperature": 0.7, "logit_scale": -2.0}, {"temperature": "rows"}], ids=str)
-def test_statistics_and_gradient_take_one_read(device, early, monkeypatch, options, logits):
-    """The gradient is bitwise that of the backward, for a right guess of its upstream gradient and for wrong ones."""
-    x = torch.randn(4, 6, 72, device=device).requires_grad_()
-    target = torch.randint(72, (4, 6), device=device)
-    target[1, 2], target[3, 3] = -100, 71
-    items = torch.tensor(3, device=device)
-    options = options | logits | ({"num_items": items} if options.get("num_items") == "tensor" else {})
-    if logits.get("temperature") == "rows":
-        options["temperature"] = torch.rand(4, 6, device=device) + 0.5
-    reads, backend = [], backend_of(x)
-    for name in ("softmax_average", "softmax_statistics", "softmax_gradient"):
-        real = getattr(backend, name)
-        monkeypatch.setattr(backend, name, lambda *a, n=name, f=real, **k: (reads.append(n), f(*a, **k))[1])
-    for upstream in (1.0, 2.0, 1 / 3, torch.tensor(0.3, device=device)):
-        found = []
-        for turn in range(2):  # a guess that is wrong, and then one that is right
-            reads.clear()
-            loss = onepass.cross_entropy(x, target, **options)
-            found += torch.autograd.grad(loss * upstream, x)
-            part, guessed, last = primitive.last_share(x).tolist()
-            assert last == pytest.approx(float(upstream)) and (turn == 0 or guessed == pytest.approx(part * last))
-            assert reads == ["softmax_average", "softmax_gradient"]  # the second only compares, if the guess was right
-        reads.clear()
-        late = onepass.cross_entropy(x, target, **options, gradient_in_forward=False)
-        (expected,) = torch.autograd.grad(late * upstream, x)
-        assert reads == ["softmax_statistics", "softmax_gradient"]
-        assert torch.equal(*found)
-        assert_close(found[0], expected)
-        assert_close(loss, late)
-    onepass.cross_entropy(x, target).backward()  # the next test guesses 1
-
-
-def test_every_backward_of_a_mean_has_a_gradient_of_its_own(device, early):
-    x, target, _ = batch(device)
-    x.requires_grad_()
-    loss = onepass.cross_entropy(x, target)
-    grads = [torch.autograd.grad(loss * n, x, retain_graph=True)[0] for n in (1, 2, 1)]
-    kept = [g.clone() for g in grads]
-    loss.backward()
-    assert len({g.data_ptr() for g in (*grads, x.grad)}) == 4
-    assert torch.equal(grads[0], grads[2]) and torch.equal(grads[0], x.grad)
-    assert_close(grads[1], 2 * grads[0])
-    assert all(torch.equal(a, b) for a, b in zip(grads, kept))
-    loss = onepass.cross_entropy(x, target)
-    with torch.no_grad():
-        x.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int64, torch.float16])
 def test_num_items_of_any_dtype(device, dtype):
     x, target, _ = batch(device)
@@ -377,64 +262,6 @@ def test_num_items_of_any_dtype(device, dtype):
     assert_close(onepass.cross_entropy(x, target, num_items=items), expected)
     with FlopCounterMode(display=False):  # a number on a CPU is not read
         assert_close(onepass.cross_entropy(x, target, num_items=items), expected)
-
-
-def test_the_guess_of_another_dtype_is_left_alone(device, early):
-    """A kernel would compute in float64."""
-    x, target, _ = batch(device)
-    x.requires_grad_()
-    first = torch.autograd.grad(onepass.cross_entropy(x, target) / 3, x)[0]
-    y = x.detach().double().requires_grad_()
-    (onepass.cross_entropy(y, target) / 3).backward()
-    assert torch.equal(torch.autograd.grad(onepass.cross_entropy(x, target) / 3, x)[0], first)
-
-
-def test_a_gradient_that_was_given_away_may_be_written_to(device, early):
-    x, target, _ = batch(device)
-    x.requires_grad_()
-    loss = onepass.cross_entropy(x, target)
-    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
-    kept = first.clone()
-    first.mul_(2)
-    assert torch.equal(torch.autograd.grad(loss, x)[0], kept)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_batched_gradients_are_refused(device, early, reduction):
-    """And leave no guess for the next loss."""
-    x, target, _ = batch(device)
-    x.requires_grad_()
-    loss = onepass.cross_entropy(x, target, reduction=reduction)
-    upstream = torch.ones(2, *loss.shape, device=device)
-    with pytest.raises(NotImplementedError, match="batched gradients"):
-        torch.autograd.grad(loss, x, upstream, is_grads_batched=True)
-    onepass.cross_entropy(x, target).backward()
-    assert x.grad.isfinite().all()
-
-
-def test_a_checkpoint_keeps_no_gradient_of_a_mean(device, early):
-    """Nor anything else that the forward has computed."""
-    x, target, _ = batch(device)
-    x.requires_grad_()
-    seen = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.shape) or t, lambda t: t):
-        loss = onepass.cross_entropy(x, target)
-    assert seen.count(x.shape) == 2
-    (expected,) = torch.autograd.grad(loss, x)
-    loss = checkpoint(lambda x: onepass.cross_entropy(x, target), x, use_reentrant=False)
-    assert_close(torch.autograd.grad(loss, x)[0], expected)
-
-
-def test_the_mean_of_more_rows_than_one_program_reduces(device, monkeypatch):
-    x, t = torch.randn(6, 9, device=device, requires_grad=True), torch.tensor([1, -100, 3, 8, 0, 2], device=device)
-    losses, grads = [], []
-    for most in (6, 5):
-        monkeypatch.setattr(source, "MOST_ROWS_OF_MEAN", most)
-        losses.append(onepass.cross_entropy(x, t))
-        grads += torch.autograd.grad(losses[-1], x)
-    assert_close(*losses)
-    assert_close(*grads)
-    losses[0] /= 2  # a loss may be written to
 
 
 SELECTED = {

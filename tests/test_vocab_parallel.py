@@ -83,7 +83,9 @@ def test_the_kernels(tmp_path):
     pairs = ["kl_div sharded 3", "kl_div sharded 4", "kl_div head 6"]
     failed, printed = run(
         tmp_path,
-        job(2, [HARD], cases=[*cases, "cross_entropy 0"], functions=["odd_shards", "unlike_operands"]),
+        job(
+            2, [HARD], cases=[*cases, "cross_entropy 0"], functions=["odd_shards", "unlike_operands", "second_backward"]
+        ),
         job(2, [HALF], cases=cases[:1]),
         job(2, linear=[TILED], cases=[*cases[2:], "log_probs of a support", pairs[2]]),
         job(2, [HARD], cases=pairs[:2], functions=["hard_pairs"]),

@@ -503,6 +503,16 @@ def few_columns(rank, ranks):
     close(mine.grad, whole.grad[6 * rank : 6 * rank + 6], 4e-6, "few columns, gradient")
 
 
+def second_backward(rank, ranks):
+    """A gradient may be written to before another backward through the same loss."""
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    loss = onepass.cross_entropy(VocabParallelLogits(x, dist.group.WORLD), torch.tensor([1, 7, 3]))
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    kept = first.clone()
+    first.mul_(2)
+    close(torch.autograd.grad(loss, x)[0], kept, 1e-12, "second backward")
+
+
 def odd_shards(rank, ranks):
     """A process with padding alone, no class per row, class weights with padding or without, and a mesh in disorder."""
     from torch.distributed.device_mesh import DeviceMesh

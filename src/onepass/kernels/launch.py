@@ -121,7 +121,7 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
             return launch(plan_for, about, passed)
         numbers = typed(plan.kernel, len(tensors) + (plan.workspace is not None), plan.numbers)
         size = plan.workspace
-        if size and size <= LARGEST:  # of few sizes, for each of which many are cleared at once
+        if size and size <= LARGEST:  # a power of two: `zeros` keeps cleared rows for each size
             size = 1 << (size - 1).bit_length()
         name = plan.kernel, plan.num_warps, plan.registers, *plan.constexprs.values(), variant
         compiled = _compiled.get(name)

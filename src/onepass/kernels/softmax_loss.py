@@ -36,7 +36,7 @@ MOST_LANES, TILES, MOST_SPLITS = 256, 6, 32
 WIDEST, FEWEST_TILES, MOST_TILES = 1024, 5, 7
 LEAST_LOGITS = 1 << 26  # of a tensor of many rows that is read once: below, the host is the limit, with more launches
 NONE, NO_STRIDES = (None,) * 4, (0,) * 4  # of four upstream gradients
-FEW_ROWS = 512  # whose average takes no other launch; each program reads all of their mask
+FEW_ROWS = 512  # up to so many, the same launch computes their average: each program reads the whole row mask
 
 
 @triton.jit(
@@ -191,7 +191,7 @@ def softmax_loss_kernel(
         tl.store(selected + row, z_selected)
         if TOP1:
             tl.store(is_top1 + row, top1)
-        if share is not None:  # the program that finishes the last row adds up all of them, in a fixed order
+        if share is not None:  # the program that finishes the last row sums all rows, in a fixed order
             tl.debug_barrier()
             finished = tl.atomic_add(pieces.to(tl.pointer_type(tl.int32), bitcast=True) + 1, 1, sem="acq_rel")
             if finished == rows - 1:

@@ -236,9 +236,10 @@ def equal(count: int, most: int) -> int:
 
 
 def in_waves(count: int, most: int, width: int) -> int:
-    """Rows per tile, at most ``most``: about equal tiles, whose GEMMs with ``width`` columns take the fewest waves.
+    """Rows per tile, at most ``most``, for which the GEMMs of all tiles, with ``width`` columns, take the fewest waves.
 
-    There may be one tile more than there are of the largest.
+    A wave is as many programs of a GEMM as run at once. There is at most one tile more than `equal` has: each is a pass
+    over the float32 sum of the weight's gradient. Tiles of fewer than 1024 rows are left as `equal` has them.
     """
     rows = equal(count, most)
     if rows == count or rows < 4 * BLOCK[0]:

@@ -208,9 +208,10 @@ def share_of(logits: Tensor, inputs: Inputs, average: Average) -> Tensor:
 
 
 def last_share(logits: Tensor) -> Tensor | None:
-    """The share of the last average whose backward has written its upstream gradient there; None if there is none.
+    """The share of the last average on this stream, to which its backward has written its upstream gradient, or None.
 
-    The backward of another stream may still be writing to its own.
+    Each stream has its own: the programs of a forward that read a number while another stream writes it would compute
+    rows with different gradients.
     """
     return None if is_capturing(logits) else _last.get(kind_of(logits))
 
@@ -222,7 +223,7 @@ def keep_share(logits: Tensor, share: Tensor) -> None:
 
 
 def kind_of(logits: Tensor) -> tuple[int, int, bool]:
-    """Device and stream, and whether sums are float64."""
+    """What a kept share is for: the device, its current stream, and whether the share is float64."""
     index = logits.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
     return index, stream, logits.dtype == torch.float64
