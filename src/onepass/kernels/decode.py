@@ -8,7 +8,7 @@ once, their values once.
 from collections.abc import Iterator
 from functools import lru_cache
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,6 +27,33 @@ SEGMENT = 8  # values that a thread of `decode_kernel` writes at once
 TILE = 4096  # values of its programs
 
 
+class Code(NamedTuple):
+    """How a weight is encoded, known when a kernel is compiled; see `WeightFormat`."""
+
+    ROWS: int
+    COLUMNS: int
+    PITCH: int
+    FORMAT: str
+    SCALES: str
+    FLAT: bool
+    BLOCK_ROWS: int
+    BLOCK_COLUMNS: int
+    LENGTH: int  # of a segment: values of one row and one block that are read at once
+    FLIPPED: bool = False  # of a grouped GEMM: whether the columns of its result are those of the weight
+
+
+class Encoding(NamedTuple):
+    """Pointers to the codes of a weight and to `WeightParts`."""
+
+    data: Any
+    scales: Any
+    outer_scales: Any
+    table: Any
+    offset: Any
+    codes: Any  # the values of 4-bit codes, or None
+    in_registers: Any = None  # the same, or None
+
+
 @triton.jit
 def e4m3(code):
     """The float32 values of e4m3 codes in uint8, also on cards that do not have the type."""
@@ -37,55 +64,53 @@ def e4m3(code):
 
 
 @triton.jit
-def scale_of(scales, outer_scales, table, offset, block, expert, there, SCALES: tl.constexpr):
+def scale_of(of, block, expert, there, SCALES: tl.constexpr):
     """The float32 scales of blocks."""
-    scale = tl.load(scales + block, mask=there, other=0)
-    if table is not None:
+    scale = tl.load(of.scales + block, mask=there, other=0)
+    if of.table is not None:
         # The sum with zero rounds the product, which a compiler would otherwise fuse with the sum that follows.
-        outer = tl.load(outer_scales + block // NESTED, mask=there, other=0.0)
-        return tl.fma(tl.load(table + scale.to(tl.int32)), outer, 0.0) + tl.load(offset)
+        outer = tl.load(of.outer_scales + block // NESTED, mask=there, other=0.0)
+        return tl.fma(tl.load(of.table + scale.to(tl.int32)), outer, 0.0) + tl.load(of.offset)
     elif SCALES == "e8m0":
         bits = scale.to(tl.int32)
         return tl.where(bits > 0, bits << 23, 0x400000).to(tl.float32, bitcast=True)
     elif SCALES == "e4m3":
-        return e4m3(scale) * tl.load(outer_scales + expert)
+        return e4m3(scale) * tl.load(of.outer_scales + expert)
     else:
         return scale.to(tl.float32)
 
 
 @triton.jit
-def value_of(code, codes, values, FORMAT: tl.constexpr):
-    """The float32 values of 4-bit codes. ``codes`` points to a table of them, which ``values`` holds if it is given."""
+def value_of(code, of, FORMAT: tl.constexpr):
+    """The float32 values of 4-bit codes, which ``of`` has in registers or in memory."""
     if FORMAT == "e2m1":
         bits = ((code & 7) << 22) | ((code & 8) << 28)
         return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126; exact for subnormals
-    elif values is not None:
-        return tl.reshape(tl.gather(values, tl.reshape(code, (code.numel,)), 0), code.shape)
+    elif of.in_registers is not None:
+        return tl.reshape(tl.gather(of.in_registers, tl.reshape(code, (code.numel,)), 0), code.shape)
     else:
-        return tl.load(codes + code)
+        return tl.load(of.codes + code)
 
 
 @triton.jit
-def decode_segments(
-    data, scales, outer_scales, table, offset, codes, values, expert, row, column, there,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PITCH: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
-    FLAT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, LENGTH: tl.constexpr,
-):  # fmt: skip
+def decode_segments(of, expert, row, column, there, CODE: tl.constexpr):
     """The float32 values ``[segments, LENGTH]`` of an expert, from ``column`` of ``row`` on.
 
     A segment lies in one row and one block. With a LENGTH of 1, bytes of two codes are read twice.
     """
-    GRID_COLUMNS: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
-    GRID: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS * GRID_COLUMNS
-    source = expert * (ROWS * PITCH) + row * PITCH + column
-    if FLAT:
-        block = source // BLOCK_COLUMNS
+    FORMAT: tl.constexpr = CODE.FORMAT
+    LENGTH: tl.constexpr = CODE.LENGTH
+    GRID_COLUMNS: tl.constexpr = (CODE.COLUMNS + CODE.BLOCK_COLUMNS - 1) // CODE.BLOCK_COLUMNS
+    GRID: tl.constexpr = (CODE.ROWS + CODE.BLOCK_ROWS - 1) // CODE.BLOCK_ROWS * GRID_COLUMNS
+    source = expert * (CODE.ROWS * CODE.PITCH) + row * CODE.PITCH + column
+    if CODE.FLAT:
+        block = source // CODE.BLOCK_COLUMNS
     else:
-        block = expert * GRID + row // BLOCK_ROWS * GRID_COLUMNS + column // BLOCK_COLUMNS
-    scale = scale_of(scales, outer_scales, table, offset, block, expert, there, SCALES)[:, None]
+        block = expert * GRID + row // CODE.BLOCK_ROWS * GRID_COLUMNS + column // CODE.BLOCK_COLUMNS
+    scale = scale_of(of, block, expert, there, CODE.SCALES)[:, None]
     mask = there[:, None]
     if FORMAT == "int8" or FORMAT == "e4m3" or FORMAT == "native e4m3":
-        code = tl.load(data + source[:, None] + tl.arange(0, LENGTH)[None, :], mask=mask, other=0)
+        code = tl.load(of.data + source[:, None] + tl.arange(0, LENGTH)[None, :], mask=mask, other=0)
         if FORMAT == "int8":
             return code.to(tl.float32) * scale * FACTOR
         elif FORMAT == "e4m3":
@@ -93,34 +118,32 @@ def decode_segments(
         else:
             return code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
     elif LENGTH == 1:
-        pair = tl.load(data + source[:, None] // 2, mask=mask, other=0).to(tl.int32)
+        pair = tl.load(of.data + source[:, None] // 2, mask=mask, other=0).to(tl.int32)
         first_of_pair = source[:, None] % 2 == 0
-        code = tl.where(first_of_pair == FLAT, pair >> 4, pair & 15)
-        return value_of(code, codes, values, FORMAT) * scale
+        code = tl.where(first_of_pair == CODE.FLAT, pair >> 4, pair & 15)
+        return value_of(code, of, FORMAT) * scale
     else:
         within = tl.arange(0, LENGTH // 2)[None, :]
-        pair = tl.load(data + source[:, None] // 2 + within, mask=mask, other=0).to(tl.int32)
-        high = value_of(pair >> 4, codes, values, FORMAT)
-        low = value_of(pair & 15, codes, values, FORMAT)
-        both = tl.join(high, low) if FLAT else tl.join(low, high)
+        pair = tl.load(of.data + source[:, None] // 2 + within, mask=mask, other=0).to(tl.int32)
+        high = value_of(pair >> 4, of, FORMAT)
+        low = value_of(pair & 15, of, FORMAT)
+        both = tl.join(high, low) if CODE.FLAT else tl.join(low, high)
         return tl.reshape(both, (both.shape[0], LENGTH)) * scale
 
 
 @triton.jit
-def decode_tile(
-    data, scales, outer_scales, table, offset, codes, values, expert, k0, n0,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PITCH: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
-    FLAT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, LENGTH: tl.constexpr,
-    FLIPPED: tl.constexpr, HALVES: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def decode_tile(of, expert, k0, n0, CODE: tl.constexpr, HALVES: tl.constexpr, BLOCK_K: tl.constexpr,
+                WIDTH: tl.constexpr):  # fmt: skip
     """The float32 values ``[BLOCK_K, WIDTH]`` of a tile of a grouped GEMM, from k0 and n0 on; finite beyond the weight.
 
     The rows of the weight are the columns of the GEMM's result, in as many ranges as there are HALVES; if FLIPPED, its
     columns are.
     """
+    FLIPPED: tl.constexpr = CODE.FLIPPED
+    LENGTH: tl.constexpr = CODE.LENGTH
     OF_ROW: tl.constexpr = (WIDTH if FLIPPED else BLOCK_K) // LENGTH
     PART: tl.constexpr = WIDTH // HALVES
-    HALF: tl.constexpr = (COLUMNS if FLIPPED else ROWS) // HALVES
+    HALF: tl.constexpr = (CODE.COLUMNS if FLIPPED else CODE.ROWS) // HALVES
     segment = tl.arange(0, BLOCK_K * WIDTH // LENGTH)
     if FLIPPED:
         k = segment // OF_ROW
@@ -128,13 +151,10 @@ def decode_tile(
     else:
         n = segment // OF_ROW
         k = segment % OF_ROW * LENGTH
-    there = (n0 + n % PART < HALF) & (k0 + k < (ROWS if FLIPPED else COLUMNS))
+    there = (n0 + n % PART < HALF) & (k0 + k < (CODE.ROWS if FLIPPED else CODE.COLUMNS))
     n = n0 + n % PART + n // PART * HALF
     k += k0
-    value = decode_segments(
-        data, scales, outer_scales, table, offset, codes, values, expert, k if FLIPPED else n, n if FLIPPED else k,
-        there, ROWS, COLUMNS, PITCH, FORMAT, SCALES, FLAT, BLOCK_ROWS, BLOCK_COLUMNS, LENGTH,
-    )  # fmt: skip
+    value = decode_segments(of, expert, k if FLIPPED else n, n if FLIPPED else k, there, CODE)
     return tl.reshape(value, (BLOCK_K, WIDTH)) if FLIPPED else tl.reshape(value, (WIDTH, BLOCK_K)).T
 
 
@@ -143,9 +163,7 @@ def decode_kernel(
     data: "Flat", scales: "Flat", outer_scales: "Flat", table: "Flat", offset: "Flat", codes: "Flat", offsets: "Flat",
     out: "Out",
     first: tl.int32,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PITCH: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
-    FLAT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, LENGTH: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    CODE: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """``out[e - first]`` are the values of expert e, from ``first`` on. Experts without rows are left out.
 
@@ -157,7 +175,8 @@ def decode_kernel(
 
     A program has SEGMENTS segments of LENGTH values.
     """
-    SIZE: tl.constexpr = ROWS * COLUMNS
+    LENGTH: tl.constexpr = CODE.LENGTH
+    SIZE: tl.constexpr = CODE.ROWS * CODE.COLUMNS
     TILES: tl.constexpr = (SIZE + SEGMENTS * LENGTH - 1) // (SEGMENTS * LENGTH)
     local = (tl.program_id(0) // TILES).to(tl.int64)
     expert = first + local
@@ -166,10 +185,8 @@ def decode_kernel(
             return
     at = (tl.program_id(0) % TILES * SEGMENTS + tl.arange(0, SEGMENTS)) * LENGTH
     there = at < SIZE
-    value = decode_segments(
-        data, scales, outer_scales, table, offset, codes, None, expert, at // COLUMNS, at % COLUMNS, there,
-        ROWS, COLUMNS, PITCH, FORMAT, SCALES, FLAT, BLOCK_ROWS, BLOCK_COLUMNS, LENGTH,
-    )  # fmt: skip
+    of = Encoding(data, scales, outer_scales, table, offset, codes)
+    value = decode_segments(of, expert, at // CODE.COLUMNS, at % CODE.COLUMNS, there, CODE)
     place = local * SIZE + at[:, None] + tl.arange(0, LENGTH)[None, :]
     tl.store(out + place, value.to(out.dtype.element_ty), mask=there[:, None])
 
@@ -197,20 +214,21 @@ def kind_of(name: str) -> str:
     return "int8" if name == "int8" else "native e4m3" if layout.compute_capability() >= 89 else "e4m3"
 
 
-def constexprs_of(f: WeightFormat, most: int) -> dict[str, Any]:
+def code_of(f: WeightFormat, most: int, flipped: bool = False) -> Code:
     """What the kernels are told of a format. Segments have ``most`` values, a power of two, if a row allows it."""
     format, width = FORMATS[f.name], max(f.block_columns, 1)
     one = width >= f.columns and not format.flat  # block in a row, which need not be complete
-    return dict(
+    return Code(
         ROWS=f.rows, COLUMNS=f.columns, PITCH=f.pitch, FORMAT=kind_of(f.name), SCALES=format.scales, FLAT=format.flat,
         BLOCK_ROWS=f.block_rows, BLOCK_COLUMNS=width, LENGTH=gcd(f.columns, most if one else gcd(width, most)),
+        FLIPPED=flipped,
     )  # fmt: skip
 
 
 def decode_plan(f: WeightFormat, count: int, first: int) -> Plan:
     """The launch of `decode_kernel`."""
-    constexprs = constexprs_of(f, SEGMENT)
-    constexprs["SEGMENTS"] = TILE // constexprs["LENGTH"]
+    code = code_of(f, SEGMENT)
+    constexprs = dict(CODE=code, SEGMENTS=TILE // code.LENGTH)
     return Plan(decode_kernel, count * -(-f.rows * f.columns // TILE), (first,), constexprs, 4)
 
 

@@ -15,6 +15,8 @@ first term. `softmax_statistics` computes them in a first read, and this kernel 
 Terms of probability 0 are 0. Bytes moved: both tensors in, twice for JSD.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -34,6 +36,35 @@ SHIFT, LOG_NORMALIZER, MEAN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2) 
 LANES_OF_MANY_ROWS = 512  # twice that of kernels of one tensor: a tile has two loads, and the state is larger
 
 
+class How(NamedTuple):
+    """Which divergence a kernel computes, and of which logits, known when it is compiled."""
+
+    MIXTURE: bool  # JSD; else KL(P ‖ Q)
+    P_SOFTCAP: bool
+    Q_SOFTCAP: bool
+
+
+class PairState(NamedTuple):
+    """The online state, of each lane or of a row."""
+
+    mp: Any
+    sp: Any
+    mq: Any
+    sq: Any
+    d: Any
+
+
+class Side(NamedTuple):
+    """One of the two rows of logits. The weight of its distribution and its normalizer are those of JSD."""
+
+    logits: Any
+    inner: Any  # the factors of `transform`
+    outer: Any
+    weight: Any
+    shift: Any = 0.0
+    log_normalizer: Any = 0.0
+
+
 @triton.jit
 def read_normalizer(numbers, rows, row):
     """Load the shift and the log-normalizer of a row."""
@@ -41,17 +72,9 @@ def read_normalizer(numbers, rows, row):
 
 
 @triton.jit
-def load_pair(p, q, col0, low, high, p_inner, p_outer, q_inner, q_outer, P_SOFTCAP: tl.constexpr,
-              Q_SOFTCAP: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Load a tile ``[LANES, VEC]`` of transformed logits of both rows, -inf outside [low, high) if MASKED."""
-    col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
-    valid = (col >= low) & (col < high) if MASKED else None
-    zp = transform(tl.load(p + col, mask=valid), p_inner, p_outer, P_SOFTCAP)
-    zq = transform(tl.load(q + col, mask=valid), q_inner, q_outer, Q_SOFTCAP)
-    if MASKED:
-        zp = tl.where(valid, zp, float("-inf"))
-        zq = tl.where(valid, zq, float("-inf"))
-    return zp, zq
+def load_transformed(side, col, valid, SOFTCAP: tl.constexpr):
+    """Load some transformed logits."""
+    return transform(tl.load(side.logits + col, mask=valid), side.inner, side.outer, SOFTCAP)
 
 
 @triton.jit
@@ -61,8 +84,9 @@ def move(d, s, back_p, back_q, alpha):
 
 
 @triton.jit
-def update_kl(mp, sp, mq, sq, d, zp, zq):
+def update_kl(state, zp, zq):
     """Add a tile ``[LANES, VEC]`` of both rows to one state per lane."""
+    mp, sp, mq, sq, d = state
     new_p = tl.maximum(mp, tl.max(zp, axis=1))
     new_q = tl.maximum(mq, tl.max(zq, axis=1))
     back_p = tl.maximum(mp - new_p, LOWEST)
@@ -74,19 +98,21 @@ def update_kl(mp, sp, mq, sq, d, zp, zq):
     d = move(d, sp, back_p, back_q, alpha) + tl.sum(ep * tl.where(ep > 0, dp - dq, 0.0), axis=1)
     sp = alpha * sp + tl.sum(ep, axis=1)
     sq = tl.exp2(back_q * LOG2E) * sq + tl.sum(tl.exp2(dq * LOG2E), axis=1)
-    return new_p, sp, new_q, sq, d
+    return PairState(new_p, sp, new_q, sq, d)
 
 
 @triton.jit
-def merge_kl(mp, sp, mq, sq, d):
+def merge_kl(state):
     """Reduce a vector of states to one."""
+    mp, sp, mq, sq, d = state
     new_p = tl.max(mp, axis=0)
     new_q = tl.max(mq, axis=0)
     back_p = tl.maximum(mp - new_p, LOWEST)
     back_q = tl.maximum(mq - new_q, LOWEST)
     alpha = tl.exp2(back_p * LOG2E)
     d = tl.sum(move(d, sp, back_p, back_q, alpha), axis=0)
-    return new_p, tl.sum(alpha * sp, axis=0), new_q, tl.sum(tl.exp2(back_q * LOG2E) * sq, axis=0), d
+    sq = tl.sum(tl.exp2(back_q * LOG2E) * sq, axis=0)
+    return PairState(new_p, tl.sum(alpha * sp, axis=0), new_q, sq, d)
 
 
 @triton.jit
@@ -115,27 +141,49 @@ def log_ratios(log_p, log_q, w_p, w_q):
 
 
 @triton.jit
-def update(mp, sp, mq, sq, d, p, q, col0, low, high, p_shift, p_norm, q_shift, q_norm, w_p, w_q,
-           p_inner, p_outer, q_inner, q_outer, MIXTURE: tl.constexpr, P_SOFTCAP: tl.constexpr,
-           Q_SOFTCAP: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Add a tile to the state of either divergence. If MIXTURE, only ``sp`` and ``sq`` are used, for the means."""
-    zp, zq = load_pair(p, q, col0, low, high, p_inner, p_outer, q_inner, q_outer, P_SOFTCAP, Q_SOFTCAP, LANES, VEC,
-                       MASKED)  # fmt: skip
-    if MIXTURE:
-        probs_p, ratio_p, probs_q, ratio_q = log_ratios((zp - p_shift) - p_norm, (zq - q_shift) - q_norm, w_p, w_q)
+def update(state, p, q, col0, low, high, HOW: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+           MASKED: tl.constexpr):  # fmt: skip
+    """Add columns ``[col0, col0 + LANES·VEC)`` to the state, only those within [low, high) if MASKED.
+
+    ``p`` and ``q`` are each a `Side`. Of JSD, only ``sp`` and ``sq`` are used, for the means.
+    """
+    col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+    valid = (col >= low) & (col < high) if MASKED else None
+    zp = load_transformed(p, col, valid, HOW.P_SOFTCAP)
+    zq = load_transformed(q, col, valid, HOW.Q_SOFTCAP)
+    if MASKED:
+        zp = tl.where(valid, zp, float("-inf"))
+        zq = tl.where(valid, zq, float("-inf"))
+    if HOW.MIXTURE:
+        log_p, log_q = (zp - p.shift) - p.log_normalizer, (zq - q.shift) - q.log_normalizer
+        probs_p, ratio_p, probs_q, ratio_q = log_ratios(log_p, log_q, p.weight, q.weight)
+        mp, sp, mq, sq, d = state
         sp += tl.sum(probs_p * ratio_p, axis=1)
         sq += tl.sum(probs_q * ratio_q, axis=1)
+        state = PairState(mp, sp, mq, sq, d)
     else:
-        mp, sp, mq, sq, d = update_kl(mp, sp, mq, sq, d, zp, zq)
-    return mp, sp, mq, sq, d
+        state = update_kl(state, zp, zq)
+    return state
 
 
 @triton.jit
-def merge(mp, sp, mq, sq, d, MIXTURE: tl.constexpr):
+def merge(state, MIXTURE: tl.constexpr):
     """Reduce a vector of states of either divergence to one."""
     if MIXTURE:
-        return tl.max(mp, axis=0), tl.sum(sp, axis=0), tl.max(mq, axis=0), tl.sum(sq, axis=0), tl.sum(d, axis=0)
-    return merge_kl(mp, sp, mq, sq, d)
+        mp, sp, mq, sq, d = state
+        return PairState(tl.max(mp, axis=0), tl.sum(sp, axis=0), tl.max(mq, axis=0), tl.sum(sq, axis=0),
+                         tl.sum(d, axis=0))  # fmt: skip
+    return merge_kl(state)
+
+
+@triton.jit
+def load_records(records, SPLITS: tl.constexpr):
+    """The states that programs have published, of each program one."""
+    return PairState(
+        tl.load(records, volatile=True), tl.load(records + SPLITS, volatile=True),
+        tl.load(records + SPLITS * 2, volatile=True), tl.load(records + SPLITS * 3, volatile=True),
+        tl.load(records + SPLITS * 4, volatile=True),
+    )  # fmt: skip
 
 
 @triton.jit(
@@ -151,16 +199,15 @@ def divergence_kernel(
     rows: tl.int32, V: tl.int32, inner_rows: tl.int32, p_outer_stride: tl.int64, p_inner_stride: tl.int64,
     q_outer_stride: tl.int64, q_inner_stride: tl.int64, p_inner: tl.float32, p_outer: tl.float32,
     q_inner: tl.float32, q_outer: tl.float32, w_p: tl.float32, w_q: tl.float32,
-    MIXTURE: tl.constexpr, P_SOFTCAP: tl.constexpr, Q_SOFTCAP: tl.constexpr, ALIGN: tl.constexpr,
-    SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr, SHARD: tl.constexpr,
-    FIXED: tl.constexpr,
+    HOW: tl.constexpr, ALIGN: tl.constexpr, SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
+    SPLITS: tl.constexpr, SHARD: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
-    """The divergence between each row of ``p`` and the same row of ``q``: KL(P ‖ Q), or JSD if MIXTURE.
+    """The divergence between each row of ``p`` and the same row of ``q``: KL(P ‖ Q), or JSD.
 
     Inputs: logits ``p`` and ``q`` ``(rows, V)``; ``row_mask``, ``p_temperature`` and ``q_temperature`` ``(rows,)``,
-    each or None. If MIXTURE, also the shifts and log-normalizers in ``p_numbers`` and ``q_numbers``.
+    each or None. For JSD, also the shifts and log-normalizers in ``p_numbers`` and ``q_numbers``.
     Outputs: ``loss`` ``(rows,)``; ``p_numbers`` and ``q_numbers`` ``(3, rows)``: shift, log-normalizer and mean of each
-    row (only the mean if MIXTURE). All are 0 for masked rows. ``pieces`` is the `layout.workspace`.
+    row (only the mean for JSD). All are 0 for masked rows. ``pieces`` is the `layout.workspace`.
     If SHARD, the logits are some columns of the vocabulary, and ``p_numbers`` ``(5, rows)`` is the only output: the
     state of every row, see `core.shard.PAIR_STATE`. `merge_divergences` merges the states.
     Bytes moved: see the module docstring.
@@ -171,27 +218,26 @@ def divergence_kernel(
     active = True
     if row_mask is not None:
         active = tl.load(row_mask + row) != 0
-    p_inner, p_outer = factors_of_row(p_inner, p_outer, p_temperature, row, P_SOFTCAP)
-    q_inner, q_outer = factors_of_row(q_inner, q_outer, q_temperature, row, Q_SOFTCAP)
+    p_inner, p_outer = factors_of_row(p_inner, p_outer, p_temperature, row, HOW.P_SOFTCAP)
+    q_inner, q_outer = factors_of_row(q_inner, q_outer, q_temperature, row, HOW.Q_SOFTCAP)
     last = split == SPLITS - 1
     mp, sp, mq, sq, d = 0.0, 0.0, 0.0, 0.0, 0.0
     kl, p_mean, q_mean = 0.0, 0.0, 0.0
     if active:
-        mp = tl.full([LANES], LOWEST, tl.float32)
-        sp = tl.zeros([LANES], tl.float32)
-        mq = tl.full([LANES], LOWEST, tl.float32)
-        sq = tl.zeros([LANES], tl.float32)
-        d = tl.zeros([LANES], tl.float32)
+        zero = tl.zeros([LANES], tl.float32)
+        state = PairState(zero + LOWEST, zero, zero + LOWEST, zero, zero)
         # As in softmax_statistics, columns are counted from an aligned address at or before the row of p.
         start = row_start(row, inner_rows, p_outer_stride, p_inner_stride)
         q_start = row_start(row, inner_rows, q_outer_stride, q_inner_stride)
         head = (start % VEC).to(tl.int32) if ALIGN else 0
         p_base = p + (start // VEC * VEC if not FIXED else start)
         q_base = q + (q_start // VEC * VEC if SAME_PHASE else q_start - head)
-        p_shift, p_norm, q_shift, q_norm = 0.0, 0.0, 0.0, 0.0
-        if MIXTURE:
+        of_p, of_q = Side(p_base, p_inner, p_outer, w_p), Side(q_base, q_inner, q_outer, w_q)
+        if HOW.MIXTURE:
             p_shift, p_norm = read_normalizer(p_numbers, rows, row)
             q_shift, q_norm = read_normalizer(q_numbers, rows, row)
+            of_p = Side(p_base, p_inner, p_outer, w_p, p_shift, p_norm)
+            of_q = Side(q_base, q_inner, q_outer, w_q, q_shift, q_norm)
         piece = tl.cdiv(head + V, TILE * SPLITS) * TILE
         low = split * piece
         high = tl.minimum(head + V, low + piece)
@@ -199,46 +245,28 @@ def divergence_kernel(
         if ALIGN:
             begin = low + tl.where(low < head, TILE, 0)
             if low < head:
-                mp, sp, mq, sq, d = update(
-                    mp, sp, mq, sq, d, p_base, q_base, low, head, high, p_shift, p_norm, q_shift, q_norm,
-                    w_p, w_q, p_inner, p_outer, q_inner, q_outer, MIXTURE, P_SOFTCAP, Q_SOFTCAP,
-                    LANES, VEC, True)  # fmt: skip
+                state = update(state, of_p, of_q, low, head, high, HOW, LANES, VEC, True)
         full = begin + tl.maximum(high - begin, 0) // TILE * TILE
         for col in range(begin, full, TILE):
-            mp, sp, mq, sq, d = update(
-                mp, sp, mq, sq, d, p_base, q_base, col, head, high, p_shift, p_norm, q_shift, q_norm,
-                w_p, w_q, p_inner, p_outer, q_inner, q_outer, MIXTURE, P_SOFTCAP, Q_SOFTCAP, LANES, VEC,
-                False)  # fmt: skip
+            state = update(state, of_p, of_q, col, head, high, HOW, LANES, VEC, False)
         if full < high:
-            mp, sp, mq, sq, d = update(
-                mp, sp, mq, sq, d, p_base, q_base, full, head, high, p_shift, p_norm, q_shift, q_norm,
-                w_p, w_q, p_inner, p_outer, q_inner, q_outer, MIXTURE, P_SOFTCAP, Q_SOFTCAP,
-                LANES, VEC, True)  # fmt: skip
-        mp, sp, mq, sq, d = merge(mp, sp, mq, sq, d, MIXTURE)
+            state = update(state, of_p, of_q, full, head, high, HOW, LANES, VEC, True)
+        state = merge(state, HOW.MIXTURE)
         if SPLITS > 1:
             record = pieces + row * (STATE * SPLITS) + split
-            tl.store(record, mp)
-            tl.store(record + SPLITS, sp)
-            tl.store(record + SPLITS * 2, mq)
-            tl.store(record + SPLITS * 3, sq)
-            tl.store(record + SPLITS * 4, d)
+            for i in tl.static_range(STATE):
+                tl.store(record + SPLITS * i, state[i])
             last = arrives_last(pieces, rows, row, STATE, SPLITS)
             if last:
                 others = pieces + row * (STATE * SPLITS) + tl.arange(0, SPLITS)
-                mp, sp, mq, sq, d = merge(
-                    tl.load(others, volatile=True), tl.load(others + SPLITS, volatile=True),
-                    tl.load(others + SPLITS * 2, volatile=True), tl.load(others + SPLITS * 3, volatile=True),
-                    tl.load(others + SPLITS * 4, volatile=True), MIXTURE)  # fmt: skip
-        if MIXTURE:
+                state = merge(load_records(others, SPLITS), HOW.MIXTURE)
+        mp, sp, mq, sq, d = state
+        if HOW.MIXTURE:
             p_mean, q_mean, kl = sp, sq, w_p * sp + w_q * sq
         elif SHARD:
             if last:
-                state = p_numbers + row
-                tl.store(state, mp)
-                tl.store(state + rows, sp)
-                tl.store(state + 2 * rows, mq)
-                tl.store(state + 3 * rows, sq)
-                tl.store(state + 4 * rows, d)
+                for i in tl.static_range(STATE):
+                    tl.store(p_numbers + row + i * rows, state[i])
         else:
             # As in softmax_statistics, a sum of 0 or NaN means that the row defines no distribution.
             sp = tl.where(sp > 0, sp, float("nan"))
@@ -248,7 +276,7 @@ def divergence_kernel(
     else:
         sp, sq = 1.0, 1.0
     if last and not SHARD:
-        if not MIXTURE:
+        if not HOW.MIXTURE:
             tl.store(p_numbers + SHIFT * rows + row, mp)
             tl.store(p_numbers + LOG_NORMALIZER * rows + row, tl.log(sp))
             tl.store(q_numbers + SHIFT * rows + row, mq)
@@ -266,8 +294,8 @@ def plan_for(p: Layout, q: Layout, device: torch.device, rows: int, options: Pai
     LANES, SPLITS = (rule if g.fixed else choose(divergence_kernel, g.key(options.direction), rule)).values()
     of_p, of_q = options.ordered(options.student, options.teacher)
     constexprs = dict(
-        MIXTURE=options.direction == "jsd", P_SOFTCAP=of_p.softcap is not None, Q_SOFTCAP=of_q.softcap is not None,
-        **g.constexprs, LANES=LANES, SPLITS=SPLITS, SHARD=shard, FIXED=g.fixed and g.unaligned,
+        HOW=How(options.direction == "jsd", of_p.softcap is not None, of_q.softcap is not None), **g.constexprs,
+        LANES=LANES, SPLITS=SPLITS, SHARD=shard, FIXED=g.fixed and g.unaligned,
     )  # fmt: skip
     numbers = (rows, g.V, *g.strides, *of_p.factors(), *of_q.factors(), *options.weights)
     return Plan(

@@ -12,32 +12,30 @@ import triton.language as tl
 from onepass.autotune.own import choose
 from onepass.core.options import PairOptions, PairRows
 from onepass.kernels import layout
-from onepass.kernels.divergence import MEAN, log_ratios, read_normalizer
+from onepass.kernels.divergence import MEAN, How, Side, load_transformed, log_ratios, read_normalizer
 from onepass.kernels.launch import Flat, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, row_groups
-from onepass.kernels.online_softmax import LOG2E, factors_of_row, transform, transform_and_slope
+from onepass.kernels.online_softmax import LOG2E, factors_of_row, transform_and_slope
 from onepass.kernels.row_programs import row_start, write_zeros
 
 TILES = 4  # tiles that a program writes
 
 
 @triton.jit
-def write_tile(x, y, out, col0, low, high, x_shift, x_norm, y_shift, y_norm, mean, g, w_x, w_y,
-               x_inner, x_outer, y_inner, y_outer, MIXTURE: tl.constexpr, FIRST: tl.constexpr,
-               X_SOFTCAP: tl.constexpr, Y_SOFTCAP: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
-               MASKED: tl.constexpr):  # fmt: skip
-    """Write one tile of the gradient with respect to ``x``.
+def write_tile(x, y, out, mean, g, col0, low, high, HOW: tl.constexpr, FIRST: tl.constexpr, LANES: tl.constexpr,
+               VEC: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Write one tile of the gradient with respect to ``x``; ``x`` and ``y`` are each a `Side`.
 
-    ``x`` defines a distribution of the mixture (MIXTURE), or P (FIRST) or Q of KL(P ‖ Q).
+    ``x`` defines a distribution of the mixture, or P (FIRST) or Q of KL(P ‖ Q). HOW has P for ``x`` and Q for ``y``.
     """
     col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     valid = (col >= low) & (col < high) if MASKED else None
-    zx, slope = transform_and_slope(tl.load(x + col, mask=valid), x_inner, x_outer, X_SOFTCAP)
-    log_x = (zx - x_shift) - x_norm
-    log_y = (transform(tl.load(y + col, mask=valid), y_inner, y_outer, Y_SOFTCAP) - y_shift) - y_norm
-    if MIXTURE:
-        px, ratio, _, _ = log_ratios(log_x, log_y, w_x, w_y)
-        dz = w_x * px * (ratio - mean)
+    zx, slope = transform_and_slope(tl.load(x.logits + col, mask=valid), x.inner, x.outer, HOW.P_SOFTCAP)
+    log_x = (zx - x.shift) - x.log_normalizer
+    log_y = (load_transformed(y, col, valid, HOW.Q_SOFTCAP) - y.shift) - y.log_normalizer
+    if HOW.MIXTURE:
+        px, ratio, _, _ = log_ratios(log_x, log_y, x.weight, y.weight)
+        dz = x.weight * px * (ratio - mean)
     elif FIRST:
         px = tl.exp2(log_x * LOG2E)
         dz = px * (tl.where(px > 0, log_x - log_y, 0.0) - mean)
@@ -58,8 +56,8 @@ def divergence_gradient_kernel(
     y_outer_stride: tl.int64, y_inner_stride: tl.int64, out_outer_stride: tl.int64, out_inner_stride: tl.int64,
     g_stride: tl.int32, x_inner: tl.float32, x_outer: tl.float32, y_inner: tl.float32, y_outer: tl.float32,
     w_x: tl.float32, w_y: tl.float32,
-    MIXTURE: tl.constexpr, FIRST: tl.constexpr, X_SOFTCAP: tl.constexpr, Y_SOFTCAP: tl.constexpr,
-    ALIGN: tl.constexpr, SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr,
+    HOW: tl.constexpr, FIRST: tl.constexpr, ALIGN: tl.constexpr, SAME_PHASE: tl.constexpr, VEC: tl.constexpr,
+    LANES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the divergence with respect to one of the two tensors.
 
@@ -83,8 +81,8 @@ def divergence_gradient_kernel(
     out_base = out + (out_start // VEC * VEC if SAME_PHASE else out_start - head)
     high = tl.minimum(head + V, low + TILE * TILES)
 
-    x_inner, x_outer = factors_of_row(x_inner, x_outer, x_temperature, row, X_SOFTCAP)
-    y_inner, y_outer = factors_of_row(y_inner, y_outer, y_temperature, row, Y_SOFTCAP)
+    x_inner, x_outer = factors_of_row(x_inner, x_outer, x_temperature, row, HOW.P_SOFTCAP)
+    y_inner, y_outer = factors_of_row(y_inner, y_outer, y_temperature, row, HOW.Q_SOFTCAP)
     g = 0.0
     active = True
     if row_mask is not None:
@@ -95,15 +93,13 @@ def divergence_gradient_kernel(
         x_shift, x_norm = read_normalizer(x_numbers, rows, row)
         y_shift, y_norm = read_normalizer(y_numbers, rows, row)
         mean = tl.load(x_numbers + MEAN * rows + row)
+        of_x = Side(x_base, x_inner, x_outer, w_x, x_shift, x_norm)
+        of_y = Side(y_base, y_inner, y_outer, w_y, y_shift, y_norm)
         for col in range(low, high, TILE):
             if (col >= head) & (col + TILE <= high):
-                write_tile(x_base, y_base, out_base, col, head, high, x_shift, x_norm, y_shift, y_norm, mean, g,
-                           w_x, w_y, x_inner, x_outer, y_inner, y_outer, MIXTURE, FIRST, X_SOFTCAP, Y_SOFTCAP,
-                           LANES, VEC, False)  # fmt: skip
+                write_tile(of_x, of_y, out_base, mean, g, col, head, high, HOW, FIRST, LANES, VEC, False)
             else:
-                write_tile(x_base, y_base, out_base, col, head, high, x_shift, x_norm, y_shift, y_norm, mean, g,
-                           w_x, w_y, x_inner, x_outer, y_inner, y_outer, MIXTURE, FIRST, X_SOFTCAP, Y_SOFTCAP,
-                           LANES, VEC, True)  # fmt: skip
+                write_tile(of_x, of_y, out_base, mean, g, col, head, high, HOW, FIRST, LANES, VEC, True)
     else:
         write_zeros(out_base, low, high, head, LANES, VEC)
 
@@ -118,9 +114,8 @@ def gradient_plan_for(
     of_x, of_y = (options.teacher, options.student) if of_teacher else (options.student, options.teacher)
     w_x, w_y = options.weights if of_teacher else options.weights[::-1]
     constexprs = dict(
-        MIXTURE=options.direction == "jsd", FIRST=of_teacher == (options.direction == "forward"),
-        X_SOFTCAP=of_x.softcap is not None, Y_SOFTCAP=of_y.softcap is not None, **g.constexprs,
-        LANES=LANES, TILES=tiles,
+        HOW=How(options.direction == "jsd", of_x.softcap is not None, of_y.softcap is not None),
+        FIRST=of_teacher == (options.direction == "forward"), **g.constexprs, LANES=LANES, TILES=tiles,
     )  # fmt: skip
     numbers = (rows, g.V, *g.strides, g_stride, *of_x.factors(), *of_y.factors(), w_x, w_y)
     programs = g.rows * g.pieces(LANES * tiles)

@@ -10,7 +10,7 @@ the codes of a quantized weight and decodes them itself.
 """
 
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,7 +21,7 @@ from onepass.autotune.own import choose
 from onepass.core.moe_options import ExpertOptions, Groups
 from onepass.core.quantized import Weight, WeightFormat
 from onepass.kernels import layout
-from onepass.kernels.decode import SEGMENT, codes_of, constexprs_of, decode_tile, decoded_chunks
+from onepass.kernels.decode import SEGMENT, Encoding, code_of, codes_of, decode_tile, decoded_chunks
 from onepass.kernels.expert_rows import activate
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import power_of_two
@@ -33,16 +33,20 @@ PLAIN = ExpertOptions()
 # Measured on an H100, as is that beyond these rows an expert a decoded copy is faster.
 DECODING = {16: (64, 128, 3, 4, 8), 32: (128, 64, 4, 4, 8), 64: (128, 64, 3, 4, 4), 128: (256, 64, 3, 8, 1)}
 MOST_OF_SEGMENT = 64  # codes that are read at once
-NOT_ENCODED = dict(
-    ROWS=0, PITCH=0, FORMAT="", SCALES="", FLAT=False, BLOCK_ROWS=1, BLOCK_COLUMNS=1, LENGTH=1, FLIPPED=False
-)
+
+
+class OfWeight(NamedTuple):
+    """The strides of a weight ``(E, N, K)``."""
+
+    E: int
+    N: int
+    K: int
 
 
 @triton.jit
 def load_weight(
-    w, descriptor, e, k0, n0, column, inside, K: tl.constexpr,
-    W_E: tl.constexpr, W_N: tl.constexpr, W_K: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
-    TMA: tl.constexpr,
+    w, descriptor, e, k0, n0, column, inside, K: tl.constexpr, STRIDES: tl.constexpr, BLOCK_K: tl.constexpr,
+    WIDTH: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """``w[e, column, k0 : k0 + BLOCK_K]``, transposed to ``[BLOCK_K, WIDTH]``; zeros beyond K."""
     if TMA == "K":
@@ -54,7 +58,8 @@ def load_weight(
         mask = inside[None, :]
         if K % BLOCK_K != 0:
             mask = mask & (k[:, None] < K)
-        return tl.load(w + e.to(tl.int64) * W_E + k[:, None] * W_K + column[None, :] * W_N, mask=mask, other=0.0)
+        place = e.to(tl.int64) * STRIDES.E + k[:, None] * STRIDES.K + column[None, :] * STRIDES.N
+        return tl.load(w + place, mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["tiles", "group", "first", "chunk"])
@@ -66,12 +71,9 @@ def grouped_gemm_kernel(
     tiles: tl.int32, group: tl.int32, first: tl.int32, chunk: tl.int32, scale: tl.float32, alpha: tl.float32,
     limit: tl.float32,
     E: tl.constexpr, BLOCK_E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, ACTIVATION: tl.constexpr,
-    INTERLEAVED: tl.constexpr, SHARE: tl.constexpr, SCATTER: tl.constexpr, X_ROW: tl.constexpr, W_E: tl.constexpr,
-    W_N: tl.constexpr, W_K: tl.constexpr, L_E: tl.constexpr, L_N: tl.constexpr, L_R: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS: tl.constexpr, PITCH: tl.constexpr, FORMAT: tl.constexpr,
-    SCALES: tl.constexpr, FLAT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    LENGTH: tl.constexpr, FLIPPED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, SHARE: tl.constexpr, SCATTER: tl.constexpr, X_ROW: tl.constexpr, OF_W: tl.constexpr,
+    OF_LORA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
     """``y = x @ w[e]ᵀ + low @ lora[e]ᵀ + bias[e]`` for the rows of every expert e, and ``out = scale·y``,
     times the routing weight of each row if there are any.
@@ -82,7 +84,8 @@ def grouped_gemm_kernel(
     are computed (all E of them if BLOCK_E is 0); the rows ``low`` ``(assignments, R)``, sorted by expert, and weights
     ``lora`` ``(E, COLUMNS, R)`` of a LoRA adapter, or None; ``bias`` ``(E, COLUMNS)`` or None; ``weights``, one of each
     assignment, or None; the fields of `Groups`.
-    With a FORMAT, ``w`` are the codes of a quantized weight, and the arguments after these are as in `decode_kernel`.
+    With a CODE, ``w`` are the codes of a quantized weight, and the arguments after these are as in `decode_kernel`.
+    OF_W and OF_LORA are strides, see `OfWeight`.
     Outputs: ``out`` ``(assignments, N)``, in the order of the assignments if SCATTER, else sorted by expert. With an
     ACTIVATION, ``h`` ``(assignments, COLUMNS)``, sorted by expert, is y, unless it is None.
     Bytes moved: see the module docstring.
@@ -97,15 +100,17 @@ def grouped_gemm_kernel(
     PART: tl.constexpr = WIDTH // HALVES
     if TMA == "K":
         descriptor = tl.make_tensor_descriptor(
-            w, [chunk, HALVES, COLUMNS // HALVES, K], [W_E, COLUMNS // HALVES * W_N, W_N, 1], [1, HALVES, PART, BLOCK_K]
-        )
+            w, [chunk, HALVES, COLUMNS // HALVES, K], [OF_W.E, COLUMNS // HALVES * OF_W.N, OF_W.N, 1],
+            [1, HALVES, PART, BLOCK_K],
+        )  # fmt: skip
     elif TMA == "N":
-        descriptor = tl.make_tensor_descriptor(w, [chunk, K, COLUMNS], [W_E, W_K, 1], [1, BLOCK_K, WIDTH])
+        descriptor = tl.make_tensor_descriptor(w, [chunk, K, COLUMNS], [OF_W.E, OF_W.K, 1], [1, BLOCK_K, WIDTH])
     else:
         descriptor = w
-    values = None
-    if FORMAT == "table":
-        values = tl.load(codes + tl.arange(0, 16))
+    encoding = Encoding(w, scales, outer_scales, table, offset, codes)
+    if CODE is not None:  # noqa: SIM102  (the first is known when the kernel is compiled)
+        if CODE.FORMAT == "table":
+            encoding = Encoding(w, scales, outer_scales, table, offset, codes, tl.load(codes + tl.arange(0, 16)))
     tile0 = 0
     if BLOCK_E > 0:  # the tiles of these experts, counted as `token_sort` does
         e = tl.arange(0, BLOCK_E)
@@ -138,22 +143,17 @@ def grouped_gemm_kernel(
             if R > 0:
                 r = tl.arange(0, BLOCK_R)[None, :]
                 adapted = tl.load(low + at_row * R + r, mask=there[:, None] & (r < R), other=0.0)
-                adapter = load_weight(lora, lora, expert, 0, n0, column, inside, R, L_E, L_N, L_R, BLOCK_R, WIDTH, "")
+                adapter = load_weight(lora, lora, expert, 0, n0, column, inside, R, OF_LORA, BLOCK_R, WIDTH, "")
                 acc = tl.dot(adapted, adapter, acc, input_precision=PRECISION)
             for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
                 k = (k0 + tl.arange(0, BLOCK_K))[None, :]
                 mask = there[:, None] if K % BLOCK_K == 0 else there[:, None] & (k < K)
                 a = tl.load(x + source[:, None] * X_ROW + k, mask=mask, other=0.0)
-                if FORMAT == "":
-                    b = load_weight(
-                        w, descriptor, expert - first, k0, n0, column, inside, K, W_E, W_N, W_K, BLOCK_K, WIDTH, TMA
-                    )
+                if CODE is None:
+                    b = load_weight(w, descriptor, expert - first, k0, n0, column, inside, K, OF_W, BLOCK_K, WIDTH, TMA)
                 else:
-                    b = decode_tile(
-                        w, scales, outer_scales, table, offset, codes, values, expert.to(tl.int64), k0, n0,
-                        ROWS, COLUMNS if FLIPPED else K, PITCH, FORMAT, SCALES, FLAT, BLOCK_ROWS, BLOCK_COLUMNS, LENGTH,
-                        FLIPPED, HALVES, BLOCK_K, WIDTH,
-                    ).to(x.dtype.element_ty)  # fmt: skip
+                    b = decode_tile(encoding, expert.to(tl.int64), k0, n0, CODE, HALVES, BLOCK_K, WIDTH)
+                    b = b.to(x.dtype.element_ty)
                 acc = tl.dot(a, b, acc, input_precision=PRECISION)
 
             if ACTIVATION == "":
@@ -227,7 +227,7 @@ def grouped_gemm(
 
 def is_decoded_in_loop(f: WeightFormat, assignments: int, halves: int) -> bool:
     """Whether the kernel decodes a weight itself: few rows an expert, and enough codes that can be read at once."""
-    segment = gcd(constexprs_of(f, SEGMENT)["LENGTH"], f.columns // (halves if f.flipped else 1))
+    segment = gcd(code_of(f, SEGMENT).LENGTH, f.columns // (halves if f.flipped else 1))
     return assignments <= max(DECODING) * f.experts and f.columns > 0 and segment == SEGMENT
 
 
@@ -273,9 +273,9 @@ def gemm_plan(
     key = {"rows": assignments, "experts": E, "columns": N, "inner": K, "read": "glu" if glu else "plain"}
     numbers = choose(grouped_gemm_kernel, key | layout.elements(element), rule)
     stages = min(numbers["STAGES"], most)
-    constexprs = same | NOT_ENCODED | dict(
-        BLOCK_E=power_of_two(E) if chunk[1] < E else 0, W_E=w_strides[0], W_N=w_strides[1], W_K=w_strides[2],
-        BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, TMA=tma,
+    constexprs = same | dict(
+        BLOCK_E=power_of_two(E) if chunk[1] < E else 0, OF_W=OfWeight(*w_strides), BLOCK_N=block_n, BLOCK_K=block_k,
+        STAGES=stages, TMA=tma, CODE=None,
     )  # fmt: skip
     at_once = max(1, min(4, layout.shared_memory() // (of_stage * stages)))
     programs = min(tiles * -(-N // block_n), at_once * layout.multiprocessors(device))
@@ -322,11 +322,10 @@ def decoding_plan(
     if needed() > layout.shared_memory():
         raise ValueError(f"adapters: expected a rank that fits into shared memory, got {R}")
     most = gcd(MOST_OF_SEGMENT, width // halves, f.columns // halves) if f.flipped else min(MOST_OF_SEGMENT, block_k)
-    constexprs = same | constexprs_of(f, most) | dict(
-        BLOCK_E=0, W_E=0, W_N=0, W_K=0, BLOCK_N=width // products, BLOCK_K=block_k, STAGES=stages, TMA="",
-        FLIPPED=f.flipped,
+    constexprs = same | dict(
+        BLOCK_E=0, OF_W=None, BLOCK_N=width // products, BLOCK_K=block_k, STAGES=stages, TMA="",
+        CODE=code_of(f, most, f.flipped),
     )  # fmt: skip
-    del constexprs["COLUMNS"]  # of the result; those of the weight are known by FLIPPED
     programs = min(tiles * -(-N * products // width), at_once * layout.multiprocessors(device))
     given = tiles, 1, 0, E, how[2], o.alpha, o.limit
     return Plan(grouped_gemm_kernel, programs, given, constexprs, warps)
@@ -339,7 +338,7 @@ def same_constexprs(
     assignments, _, E, N, K, R, share = sizes
     return dict(
         E=E, N=N, K=K, R=R, ACTIVATION=o.activation if how[0] else "", INTERLEAVED=o.interleaved, SHARE=share,
-        SCATTER=how[1], X_ROW=x_row, **dict(zip(("L_E", "L_N", "L_R"), lora_strides or (0, 0, 0))),
+        SCATTER=how[1], X_ROW=x_row, OF_LORA=OfWeight(*lora_strides) if lora_strides else None,
         BLOCK_M=rows_of_tile(assignments, E), BLOCK_R=max(16, power_of_two(R)), PRECISION=layout.precision(),
     )  # fmt: skip
 

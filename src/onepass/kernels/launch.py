@@ -25,6 +25,7 @@ import triton.language as tl
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from onepass.kernels.layout import power_of_two
 from onepass.kernels.zeros import LARGEST, zeros
 
 HIP = torch.version.hip is not None
@@ -122,7 +123,7 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
         numbers = typed(plan.kernel, len(tensors) + (plan.workspace is not None), plan.numbers)
         size = plan.workspace
         if size and size <= LARGEST:  # a power of two: `zeros` keeps cleared rows for each size
-            size = 1 << (size - 1).bit_length()
+            size = power_of_two(size)
         name = plan.kernel, plan.num_warps, plan.registers, *plan.constexprs.values(), variant
         compiled = _compiled.get(name)
         if compiled is None:

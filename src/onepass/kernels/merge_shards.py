@@ -9,19 +9,15 @@ import triton.language as tl
 
 from onepass.core.options import Inputs, Options, PairOptions, PairRows, Results, empty_pair_numbers, empty_results
 from onepass.core.shard import Shard, per_row, state_fields
-from onepass.kernels.divergence import MEAN, STATE, merge_kl
+from onepass.kernels.divergence import MEAN, STATE, PairState, merge_kl
 from onepass.kernels.launch import Flat, Out, Plan, launch
 from onepass.kernels.layout import power_of_two
-from onepass.kernels.online_softmax import LOWEST, merge
+from onepass.kernels.online_softmax import LOWEST, State, merge, wanted
 from onepass.kernels.softmax_fields import (
-    ENTROPY,
-    EXPECTED_LOGIT,
     LOG_NORMALIZER,
-    LOG_SUM_SQ_PROBS,
-    MEAN_LOGIT,
     SHIFT,
-    TEMPERED_LOG_NORMALIZER,
-    WEIGHTED_LOGIT,
+    statistics_of,
+    write_statistics,
 )
 
 BLOCK = 128
@@ -46,36 +42,11 @@ def load_state(states, numbers, rows, rank, row, inside, number, other):
     return tl.load(states + place, mask=inside, other=other)
 
 
-@triton.jit
-def store_fields(packed, row, rows, present, active, m, s, t, w, q, mean, EXPECTED: tl.constexpr,
-                 WEIGHTED: tl.constexpr, TEMPERED: tl.constexpr, MEAN: tl.constexpr):  # fmt: skip
-    """Write the statistics of some rows from their states. Returns ``s``, what makes a number NaN, and ``log s``."""
-    s = tl.where(s > 0, s, float("nan"))
-    void = s - s
-    log_normalizer = tl.log(s)
-    tl.store(packed + SHIFT * rows + row, tl.where(active, m + void, 0.0), mask=present)
-    tl.store(packed + LOG_NORMALIZER * rows + row, tl.where(active, log_normalizer, 0.0), mask=present)
-    if EXPECTED:
-        tl.store(packed + EXPECTED_LOGIT * rows + row, tl.where(active, t / s, 0.0), mask=present)
-        tl.store(packed + ENTROPY * rows + row, tl.where(active, log_normalizer - t / s, 0.0), mask=present)
-    if WEIGHTED:
-        tl.store(packed + WEIGHTED_LOGIT * rows + row, tl.where(active, w + void, 0.0), mask=present)
-    if TEMPERED:
-        tempered = tl.log(q) + void
-        tl.store(packed + TEMPERED_LOG_NORMALIZER * rows + row, tl.where(active, tempered, 0.0), mask=present)
-        of_squares = tempered - 2.0 * log_normalizer
-        tl.store(packed + LOG_SUM_SQ_PROBS * rows + row, tl.where(active, of_squares, 0.0), mask=present)
-    if MEAN:
-        tl.store(packed + MEAN_LOGIT * rows + row, tl.where(active, mean + void, 0.0), mask=present)
-    return s, void, log_normalizer
-
-
 @triton.jit(do_not_specialize=["rows", "K", "ranks", "numbers"])
 def merge_shards_kernel(
     states: "Flat", row_mask: "Flat", packed: "Out", selected: "Out", is_top1: "Out",
     rows: tl.int32, K: tl.int32, ranks: tl.int32, numbers: tl.int32, sharpness: tl.float32, vocab: tl.float32,
-    LOG_PROBS: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr, TEMPERED: tl.constexpr,
-    MEAN: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    WANTED: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The statistics of every row.
 
@@ -86,33 +57,35 @@ def merge_shards_kernel(
     m = load_state(states, numbers, rows, rank, row, inside, 0, LOWEST)
     s = load_state(states, numbers, rows, rank, row, inside, 1, 0.0)
     t, w, c, q, u = s * 0.0, s * 0.0, s * 0.0, s * 0.0, s * 0.0
-    if EXPECTED:
+    if WANTED.EXPECTED:
         t = load_state(states, numbers, rows, rank, row, inside, 2, 0.0)
-    if WEIGHTED:
-        w = load_state(states, numbers, rows, rank, row, inside, 2 + EXPECTED, 0.0)
-        c = load_state(states, numbers, rows, rank, row, inside, 3 + EXPECTED, 0.0)
-    AFTER: tl.constexpr = 2 + EXPECTED + 2 * WEIGHTED
-    if TEMPERED:
+    if WANTED.WEIGHTED:
+        w = load_state(states, numbers, rows, rank, row, inside, 2 + WANTED.EXPECTED, 0.0)
+        c = load_state(states, numbers, rows, rank, row, inside, 3 + WANTED.EXPECTED, 0.0)
+    AFTER: tl.constexpr = 2 + WANTED.EXPECTED + 2 * WANTED.WEIGHTED
+    if WANTED.TEMPERED:
         q = load_state(states, numbers, rows, rank, row, inside, AFTER, 0.0)
-    if MEAN:
-        u = load_state(states, numbers, rows, rank, row, inside, AFTER + TEMPERED, 0.0)
-    SELECTED: tl.constexpr = AFTER + TEMPERED + MEAN
+    if WANTED.MEAN:
+        u = load_state(states, numbers, rows, rank, row, inside, AFTER + WANTED.TEMPERED, 0.0)
+    SELECTED: tl.constexpr = AFTER + WANTED.TEMPERED + WANTED.MEAN
     first = tl.min(tl.where((m == tl.max(m, axis=0)[None, :]) & (s > 0), rank[:, None], RANKS), axis=0)
     move = m - tl.max(m, axis=0)[None, :]
-    m, s, t, w, c, q, u = merge(m, s, t, w, c, q, u, sharpness, EXPECTED, WEIGHTED, TEMPERED, MEAN)
+    m, s, t, w, c, q, u = merge(State(m, s, t, w, c, q, u), sharpness, WANTED)
     if selected is not None:
         # An index that no rank holds makes all results of the row NaN.
         for k in range(0, K):
             x = load_state(states, numbers, rows, rank, row, inside, SELECTED + k, float("inf"))
             s = tl.where(tl.min(x, axis=0) == float("inf"), float("nan"), s)
-    s, void, log_normalizer = store_fields(packed, row, rows, present, active, m, s, t, w, q, u / vocab, EXPECTED,
-                                           WEIGHTED, TEMPERED, MEAN)  # fmt: skip
+    s = tl.where(s > 0, s, float("nan"))
+    void = s - s  # 0, or NaN
+    of_row = statistics_of(State(m, s, t, w, c, q, u / vocab))
+    write_statistics(packed, row, rows, of_row, active, present, WANTED)
     if selected is not None:
         for k in range(0, K):
             x = load_state(states, numbers, rows, rank, row, inside, SELECTED + k, float("inf"))
             relative = tl.sum(tl.where(x == float("inf"), 0.0, x + move), axis=0) + void
-            if LOG_PROBS:
-                relative -= log_normalizer
+            if WANTED.LOG_PROBS:
+                relative -= of_row.log_normalizer
             place = row.to(tl.int64) * K + k
             tl.store(selected + place, tl.where(active, relative, 0.0), mask=present)
             if is_top1 is not None:
@@ -125,10 +98,7 @@ def merge_shards_kernel(
 def plan_for(rows: int, K: int, shard: Shard, options: Options) -> Plan:
     """The launch of `merge_shards_kernel`."""
     fields = state_fields(options, K)
-    constexprs = dict(
-        LOG_PROBS=options.wants("log_probs"), EXPECTED="expected" in fields, WEIGHTED="weighted" in fields,
-        TEMPERED="tempered" in fields, MEAN="total" in fields, RANKS=power_of_two(shard.ranks), BLOCK=BLOCK,
-    )  # fmt: skip
+    constexprs = dict(WANTED=wanted(options), RANKS=power_of_two(shard.ranks), BLOCK=BLOCK)
     numbers = (rows, K, shard.ranks, len(fields), options.sharpness, shard.vocab)
     return Plan(merge_shards_kernel, triton.cdiv(rows, BLOCK), numbers, constexprs, 4)
 
@@ -160,7 +130,7 @@ def merge_divergences_kernel(
     mq = load_state(states, STATE, rows, rank, row, inside, 2, LOWEST)
     sq = load_state(states, STATE, rows, rank, row, inside, 3, 0.0)
     d = load_state(states, STATE, rows, rank, row, inside, 4, 0.0)
-    mp, sp, mq, sq, d = merge_kl(mp, sp, mq, sq, d)
+    mp, sp, mq, sq, d = merge_kl(PairState(mp, sp, mq, sq, d))
     log_p = tl.log(tl.where(sp > 0, sp, float("nan")))
     log_q = tl.log(tl.where(sq > 0, sq, float("nan")))
     kl = tl.where(active, d / sp - log_p + log_q, 0.0)

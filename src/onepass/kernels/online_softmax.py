@@ -18,8 +18,12 @@ name    value                          needed for
 Reference: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+from onepass.core.options import Options
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # The maximum of an empty set. It is finite, so that a difference of two maxima is never inf - inf.
@@ -27,6 +31,56 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 # Differences are clamped to this before they are multiplied by their exp(): exp(FLOOR)·FLOOR is 0, but 0·(-inf) is NaN.
 # A product with a large upstream gradient must be finite, too.
 FLOOR = tl.constexpr(-1e18)
+
+
+class Wanted(NamedTuple):
+    """What a kernel computes, known when it is compiled: each says whether it does."""
+
+    SOFTCAP: bool
+    LOG_PROBS: bool = False  # log-probs instead of selected logits
+    ENTROPY: bool = False  # the gradient of ``expected_logit`` is given as that of the entropy
+    EXPECTED: bool = False
+    WEIGHTED: bool = False
+    TEMPERED: bool = False
+    MEAN: bool = False
+    TOP1: bool = False
+
+
+class State(NamedTuple):
+    """The numbers of the table above, of each lane or of a row. Those that are not wanted are 0."""
+
+    m: Any
+    s: Any
+    t: Any
+    w: Any
+    c: Any
+    q: Any
+    u: Any
+
+
+class Reading(NamedTuple):
+    """What is the same for all logits of a row before any is read."""
+
+    inner: Any  # the factors of `transform`
+    outer: Any
+    sharpness: Any
+    class_weights: Any  # a pointer to those of all classes, or None
+    class_weight: Any  # that of every class, if there is no pointer
+    inverse_vocab: Any = 0.0
+
+
+def wanted(options: Options, top1: bool = False) -> Wanted:
+    """What a kernel of the softmax statistics computes for these options."""
+    return Wanted(
+        SOFTCAP=options.transform.softcap is not None,
+        LOG_PROBS=options.wants("log_probs"),
+        ENTROPY=options.wants("entropy"),
+        EXPECTED=options.wants("expected_logit") or options.wants("entropy"),
+        WEIGHTED=options.wants("weighted_logit"),
+        TEMPERED=options.wants("log_sum_sq_probs") or options.wants("tempered_log_normalizer"),
+        MEAN=options.wants("mean_logit"),
+        TOP1=top1,
+    )
 
 
 @triton.jit
@@ -88,30 +142,36 @@ def move(w, c, back):
 
 
 @triton.jit
-def update(m, s, t, w, c, q, u, z, weight, sharpness, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
-           TEMPERED: tl.constexpr, MEAN: tl.constexpr):  # fmt: skip
+def empty_state(zero):
+    """The state of no logits, in the shape of ``zero``."""
+    return State(zero + LOWEST, zero, zero, zero, zero, zero, zero)
+
+
+@triton.jit
+def update(state, z, weight, sharpness, WANTED: tl.constexpr):
     """Add a tile of logits ``z[lanes, vec]`` to one state per lane, without traffic between lanes.
 
     Padding has ``z = -inf`` and ``weight = 0``. The caller adds to ``u``, since -inf is not neutral in a sum.
     """
+    m, s, t, w, c, q, u = state
     new = tl.maximum(m, tl.max(z, axis=1))
     # max() ignores NaN, but d propagates it: s, and with it every result of the row, becomes NaN.
     back = tl.maximum(m - new, FLOOR)
     alpha = tl.exp2(back * LOG2E)
     d = z - new[:, None]
     e = tl.exp2(d * LOG2E)
-    if EXPECTED:
+    if WANTED.EXPECTED:
         t = alpha * (t + s * back) + tl.sum(e * tl.maximum(d, FLOOR), axis=1)
     s = alpha * s + tl.sum(e, axis=1)
-    if TEMPERED:
+    if WANTED.TEMPERED:
         q = tl.exp2(back * (sharpness * LOG2E)) * q + tl.sum(tl.exp2(d * (sharpness * LOG2E)), axis=1)
-    if WEIGHTED:
+    if WANTED.WEIGHTED:
         # A class of weight 0 is left out even if its logit is -inf. (The where() also avoids a bug of Triton 3.6's
         # thread-locality pass, which a sum of weights that were just loaded triggers.)
         used = weight != 0.0
         w = move(w, c, m - new) + tl.sum(tl.where(used, weight * d, 0.0), axis=1)
         c = c + tl.sum(tl.where(used, weight, 0.0), axis=1)
-    return new, s, t, w, c, q, u
+    return State(new, s, t, w, c, q, u)
 
 
 @triton.jit
@@ -121,24 +181,24 @@ def rounded(product):
 
 
 @triton.jit
-def merge(m, s, t, w, c, q, u, sharpness, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
-          TEMPERED: tl.constexpr, MEAN: tl.constexpr):  # fmt: skip
+def merge(state, sharpness, WANTED: tl.constexpr):
     """Reduce a vector of states to one, always in the same order.
 
     Products are rounded before they are added. Else each lane would round all of them but its own, and lanes would
     disagree about the sum.
     """
+    m, s, t, w, c, q, u = state
     new = tl.max(m, axis=0)
     back = tl.maximum(m - new, FLOOR)
     alpha = tl.exp2(back * LOG2E)
     t_out, w_out, c_out, q_out, u_out = 0.0, 0.0, 0.0, 0.0, 0.0
-    if EXPECTED:
+    if WANTED.EXPECTED:
         t_out = tl.sum(rounded(alpha * (t + s * back)), axis=0)
-    if WEIGHTED:
+    if WANTED.WEIGHTED:
         w_out = tl.sum(move(w, c, m - new), axis=0)
         c_out = tl.sum(c, axis=0)
-    if TEMPERED:
+    if WANTED.TEMPERED:
         q_out = tl.sum(rounded(tl.exp2(back * (sharpness * LOG2E)) * q), axis=0)
-    if MEAN:
+    if WANTED.MEAN:
         u_out = tl.sum(u, axis=0)
-    return new, tl.sum(rounded(alpha * s), axis=0), t_out, w_out, c_out, q_out, u_out
+    return State(new, tl.sum(rounded(alpha * s), axis=0), t_out, w_out, c_out, q_out, u_out)

@@ -25,15 +25,17 @@ from onepass.kernels.online_softmax import LOG2E, LOWEST, transform
 from onepass.kernels.router_scores import (
     SIGMOID,
     SOFTMAX,
+    add_changed,
     add_counts,
     has_no_score,
-    is_relative,
     replayed,
+    scoring,
     sigmoid,
     sqrtsoftplus,
     undefined,
     warps_of,
     weights_of,
+    write_routing,
 )
 from onepass.kernels.zeros import zeros
 
@@ -116,9 +118,8 @@ def routing_kernel(
     logits: "Rows", selection_bias: "Flat", token_mask: "Flat", given: "Flat", weights: "Out", experts: "Out",
     counts: "Out", prob_sums: "Out", logsumexp: "Out", changed: "Out",
     T: tl.int32, stride: tl.int64, inner: tl.float32, outer: tl.float32, scale: tl.float32, eps: tl.float32,
-    E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
-    TOP2: tl.constexpr, RENORMALIZE: tl.constexpr, RELATIVE: tl.constexpr, AFTER: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALONE: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, STEP: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, SCORING: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
+    TOP2: tl.constexpr, ALONE: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, STEP: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Select K experts for every token, and compute their weights, the counts and the sums for auxiliary losses.
@@ -130,6 +131,8 @@ def routing_kernel(
     ``changed`` ``()``, the number of replayed choices that differ, to which the program adds as to ``counts``.
     Bytes moved: see the module docstring.
     """
+    SCORE: tl.constexpr = SCORING.SCORE
+    SOFTCAP: tl.constexpr = SCORING.SOFTCAP
     GROUPS_OF_CHUNK: tl.constexpr = BLOCK_G // CHUNKS
     W: tl.constexpr = GROUPS_OF_CHUNK * BLOCK_J
     WHOLE: tl.constexpr = E == BLOCK_G * BLOCK_J  # every column has an expert
@@ -183,7 +186,7 @@ def routing_kernel(
         value = x[c].to(tl.float32) if SOFTCAP else z[c]
         score = z[c]
         if SCORED:
-            if not AFTER:
+            if not SCORING.AFTER:
                 if SCORE == SOFTMAX:
                     score = p[c] * inverse
                 elif SCORE == SIGMOID:
@@ -231,19 +234,14 @@ def routing_kernel(
     if given is not None:
         selected, invalid, differ = replayed(given, selected, t, k, active, T, E, K)
         bad = bad | invalid
-        if changed is not None:
-            if ALONE:
-                tl.store(changed, tl.sum(differ))
-            else:
-                tl.atomic_add(changed, tl.sum(differ), sem="relaxed")
+        add_changed(changed, differ, ALONE)
 
     valid = (t[:, None] < T) & (k < K)
     counted = valid & active[:, None]
     z_selected = transform(tl.load(start[:, None] + selected, mask=counted, other=0.0), inner, outer, SOFTCAP)
-    s = weights_of(z_selected, m, total, k < K, eps, SCORE, RENORMALIZE, RELATIVE, AFTER)
+    s = weights_of(z_selected, m, total, k < K, eps, SCORING)
     w = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), s * scale), 0.0)
-    tl.store(weights + t[:, None] * K + k, w, mask=valid)
-    tl.store(experts + t[:, None] * K + k, selected.to(tl.int64), mask=valid)
+    write_routing(weights, experts, t, k, w, selected, valid, K)
     if counts is not None:
         add_counts(counts, selected, counted, tl.sum(active.to(tl.int32)), E, K, BINS, ALONE)
 
@@ -278,8 +276,7 @@ def plan_for(shape: Shape, options: RouterOptions) -> Plan:
     BLOCK_G, STEP, CHUNKS = groups_of(E, o.n_group)
     BLOCK_T, BLOCK_J = tokens_of_tile(T, E, o), power_of_two(STEP)
     constexprs = dict(
-        E=E, K=o.k, SCORE=o.score, GROUPS=o.n_group, TOPK_GROUP=o.topk_group, TOP2=o.group_score == "top2_sum",
-        RENORMALIZE=o.renormalize, RELATIVE=is_relative(o), AFTER=o.score_after_topk, SOFTCAP=o.softcap is not None,
+        E=E, K=o.k, SCORING=scoring(o), GROUPS=o.n_group, TOPK_GROUP=o.topk_group, TOP2=o.group_score == "top2_sum",
         ALONE=BLOCK_T >= T, VEC=math.gcd(VALUES, stride), CHUNKS=CHUNKS, STEP=STEP, BLOCK_T=BLOCK_T, BLOCK_G=BLOCK_G,
         BLOCK_J=BLOCK_J, BLOCK_K=power_of_two(o.k), BINS=max(64, power_of_two(E)),
     )  # fmt: skip

@@ -36,7 +36,17 @@ from onepass.kernels.router_keys import (
     slots,
     sorted_keys,
 )
-from onepass.kernels.router_scores import SIGMOID, add_counts, is_relative, replayed, sigmoid, sqrtsoftplus, weights_of
+from onepass.kernels.router_scores import (
+    SIGMOID,
+    add_changed,
+    add_counts,
+    replayed,
+    scoring,
+    sigmoid,
+    sqrtsoftplus,
+    weights_of,
+    write_routing,
+)
 from onepass.kernels.router_topk import logit, tokens_and_threads
 
 MOST_THREADS = 256
@@ -70,13 +80,13 @@ def score_of(z, SCORE: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def value_of(x, bias, inner, outer, SCORE: tl.constexpr, AFTER: tl.constexpr, SOFTCAP: tl.constexpr, PTX: tl.constexpr):
+def value_of(x, bias, inner, outer, SCORING: tl.constexpr, PTX: tl.constexpr):
     """What experts are selected by: NaN for a logit without a score, and LOWEST for -inf."""
-    z = logit(x, inner, outer, SOFTCAP)
-    score = z if AFTER else score_of(z, SCORE, PTX)
-    if SCORE != SIGMOID:
+    z = logit(x, inner, outer, SCORING.SOFTCAP)
+    score = z if SCORING.AFTER else score_of(z, SCORING.SCORE, PTX)
+    if SCORING.SCORE != SIGMOID:
         score = tl.where(z == float("inf"), float("nan"), score)
-    if AFTER:
+    if SCORING.AFTER:
         value = score + bias.to(tl.float32)
         value = tl.where((value > LOWEST) | (score != score), value, LOWEST)
     else:
@@ -85,16 +95,14 @@ def value_of(x, bias, inner, outer, SCORE: tl.constexpr, AFTER: tl.constexpr, SO
 
 
 @triton.jit
-def quick_value(
-    x, bias, inner, outer, SCORE: tl.constexpr, AFTER: tl.constexpr, SOFTCAP: tl.constexpr, PTX: tl.constexpr
-):
+def quick_value(x, bias, inner, outer, SCORING: tl.constexpr, PTX: tl.constexpr):
     """`value_of` if that is finite, but -inf for LOWEST. Otherwise, or if the bias is NaN: NaN or inf."""
-    z = logit(x, inner, outer, SOFTCAP)
-    if AFTER:
+    z = logit(x, inner, outer, SCORING.SOFTCAP)
+    if SCORING.AFTER:
         value = z + bias.to(tl.float32)
     else:
         mask = z * SMALLEST * SMALLEST  # 0, or infinite as z is
-        value = score_of(z, SCORE, PTX) + (bias.to(tl.float32) + mask)
+        value = score_of(z, SCORING.SCORE, PTX) + (bias.to(tl.float32) + mask)
     return value
 
 
@@ -137,8 +145,8 @@ def larger(a, b):
 @triton.jit
 def by_whole_values(
     start, selection_bias, active, k, inner, outer, E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr,
-    KEPT: tl.constexpr, TOP2: tl.constexpr, STEP: tl.constexpr, SCORE: tl.constexpr, AFTER: tl.constexpr,
-    SOFTCAP: tl.constexpr, PTX: tl.constexpr, BLOCK_G: tl.constexpr,
+    KEPT: tl.constexpr, TOP2: tl.constexpr, STEP: tl.constexpr, SCORING: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """The K experts with the largest values among the KEPT best groups, in K + 1 passes over the logits.
 
@@ -154,7 +162,7 @@ def by_whole_values(
         for r in range(SIZE // STEP):
             e = group * SIZE + r * STEP + tl.arange(0, STEP)[None, :]
             x = tl.load(start[:, None] + e, mask=active[:, None], other=0.0)
-            value = value_of(x, tl.load(selection_bias + e), inner, outer, SCORE, AFTER, SOFTCAP, PTX)
+            value = value_of(x, tl.load(selection_bias + e), inner, outer, SCORING, PTX)
             best, second = tl.reduce((value, tl.full(value.shape, float("-inf"), tl.float32)), 1, two_largest)
             one, two = two_largest(one, two, best, second)
         top = larger(top, one)
@@ -173,7 +181,7 @@ def by_whole_values(
         for r in range(E // STEP):
             e = r * STEP + tl.arange(0, STEP)[None, :]
             x = tl.load(start[:, None] + e, mask=active[:, None], other=0.0)
-            value = value_of(x, tl.load(selection_bias + e), inner, outer, SCORE, AFTER, SOFTCAP, PTX)
+            value = value_of(x, tl.load(selection_bias + e), inner, outer, SCORING, PTX)
             key = (ordered(value).to(tl.int64) << 32) | (LOW - e)
             there = ((kept >> (r * STEP // SIZE)) & 1)[:, None] != 0
             key = tl.where(there & (key < before[:, None]), key, least_of(tl.int64))
@@ -191,9 +199,8 @@ def biased_routing_kernel(
     logits: "Rows", selection_bias: "Flat", token_mask: "Flat", given: "Flat", weights: "Out", experts: "Out",
     counts: "Out", changed: "Out",
     T: tl.int32, stride: tl.int64, inner: tl.float32, outer: tl.float32, scale: tl.float32, eps: tl.float32,
-    E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
-    TOP2: tl.constexpr, RENORMALIZE: tl.constexpr, RELATIVE: tl.constexpr, AFTER: tl.constexpr,
-    SOFTCAP: tl.constexpr, PTX: tl.constexpr, ALONE: tl.constexpr, VEC: tl.constexpr, SPAN: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, SCORING: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    TOP2: tl.constexpr, PTX: tl.constexpr, ALONE: tl.constexpr, VEC: tl.constexpr, SPAN: tl.constexpr,
     LANES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Select K experts for every token, and compute their weights and the counts.
@@ -227,7 +234,7 @@ def biased_routing_kernel(
         x = tl.load(start[:, None] + e, mask=active[:, None], other=0.0)
         # For every token, so that it has the layout of the logits.
         bias = tl.load(selection_bias + e + tl.zeros([BLOCK_T, 1], tl.int32))
-        values = columns(quick_value(x, bias, inner, outer, SCORE, AFTER, SOFTCAP, PTX), LANES, VEC)
+        values = columns(quick_value(x, bias, inner, outer, SCORING, PTX), LANES, VEC)
         for s in tl.static_range(VEC // SPAN):
             best = values[s * SPAN]
             second = tl.full([BLOCK_T, LANES], float("-inf"), tl.float32)
@@ -281,7 +288,7 @@ def biased_routing_kernel(
         e = (SPANS - 1 - first[j])[:, :, None] * SPAN + tl.arange(0, SPAN)[None, None, :]
         e = tl.multiple_of(tl.max_contiguous(tl.reshape(e, [BLOCK_T, LANES * SPAN]), [1, SPAN]), [1, SPAN])
         x = tl.load(start[:, None] + e, mask=active[:, None], other=0.0)
-        value = quick_value(x, tl.load(selection_bias + e), inner, outer, SCORE, AFTER, SOFTCAP, PTX)
+        value = quick_value(x, tl.load(selection_bias + e), inner, outer, SCORING, PTX)
         values = columns(value, LANES, SPAN)
         for i in tl.static_range(SPAN):
             key = key_of(values[i], least, (1 << BITS) - 1 - (lane * SLOTS + j) * SPAN - i, BITS)
@@ -299,29 +306,23 @@ def biased_routing_kernel(
     bad = t < 0
     if tl.max((unclear & active).to(tl.int32)) != 0:
         selected, bad = by_whole_values(
-            start, selection_bias, active, k, inner, outer, E, K, GROUPS, KEPT, TOP2, STEP, SCORE, AFTER, SOFTCAP, PTX,
-            BLOCK_G,
-        )  # fmt: skip
+            start, selection_bias, active, k, inner, outer, E, K, GROUPS, KEPT, TOP2, STEP, SCORING, PTX, BLOCK_G
+        )
     selected = tl.where((bad | (active == 0))[:, None], k, selected)
     if given is not None:
         selected, invalid, differ = replayed(given, selected, t, k, active, T, E, K)
         bad = bad | invalid
-        if changed is not None:
-            if ALONE:
-                tl.store(changed, tl.sum(differ))
-            else:
-                tl.atomic_add(changed, tl.sum(differ), sem="relaxed")
+        add_changed(changed, differ, ALONE)
 
     valid = (t[:, None] < T) & (k < K)
     counted = valid & active[:, None]
     if counts is not None:  # before the weights, which are computed while the sums are on their way
         add_counts(counts, selected, counted, tl.sum(active.to(tl.int32)), E, K, BINS, ALONE)
-    z = logit(tl.load(start[:, None] + selected, mask=counted, other=0.0), inner, outer, SOFTCAP)
+    z = logit(tl.load(start[:, None] + selected, mask=counted, other=0.0), inner, outer, SCORING.SOFTCAP)
     zero = tl.zeros([BLOCK_T], tl.float32)
-    w = scale * weights_of(z, zero, zero + 1.0, k < K, eps, SCORE, RENORMALIZE, RELATIVE, AFTER)
+    w = scale * weights_of(z, zero, zero + 1.0, k < K, eps, SCORING)
     w = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), w), 0.0)
-    tl.store(weights + t[:, None] * K + k, w, mask=valid)
-    tl.store(experts + t[:, None] * K + k, selected.to(tl.int64), mask=valid)
+    write_routing(weights, experts, t, k, w, selected, valid, K)
 
 
 def span_of(E: int, stride: int, options: RouterOptions) -> int:
@@ -368,8 +369,7 @@ def plan_for(shape: Shape, options: RouterOptions) -> Plan:
     BLOCK_T, threads = tile_of(T, E, stride, o)
     nvidia = layout.compute_capability() > 0
     constexprs = dict(
-        E=E, K=o.k, SCORE=o.score, GROUPS=o.n_group, KEPT=o.topk_group, TOP2=o.group_score == "top2_sum",
-        RENORMALIZE=o.renormalize, RELATIVE=is_relative(o), AFTER=o.score_after_topk, SOFTCAP=o.softcap is not None,
+        E=E, K=o.k, SCORING=scoring(o), GROUPS=o.n_group, KEPT=o.topk_group, TOP2=o.group_score == "top2_sum",
         PTX=nvidia, ALONE=BLOCK_T >= T, VEC=math.gcd(8, stride, E // o.n_group),
         SPAN=span_of(E, stride, o), LANES=lanes_of(E, stride, o), BLOCK_T=BLOCK_T, BLOCK_K=power_of_two(o.k),
         BLOCK_G=power_of_two(o.n_group), BINS=max(64, power_of_two(E)),

@@ -19,10 +19,10 @@ from onepass.kernels.router_scores import (
     SOFTMAX,
     has_no_score,
     is_of_selected,
-    is_relative,
     raw_scores,
     relative,
     replayed,
+    scoring,
     sigmoid,
     undefined,
     warps_of,
@@ -55,9 +55,8 @@ def routing_gradient_kernel(
     grad_prob_sums: "Strided", grad_logsumexp: "Strided",
     T: tl.int32, stride: tl.int64, w_stride: tl.int32, p_stride: tl.int32, l_stride: tl.int32, inner: tl.float32,
     outer: tl.float32, scale: tl.float32, eps: tl.float32,
-    E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, RELATIVE: tl.constexpr,
-    AFTER: tl.constexpr, SOFTCAP: tl.constexpr, DENSE: tl.constexpr, VEC: tl.constexpr, OUT_VEC: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, SCORING: tl.constexpr, DENSE: tl.constexpr, VEC: tl.constexpr,
+    OUT_VEC: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the logits.
 
@@ -68,6 +67,8 @@ def routing_gradient_kernel(
     DENSE: whether all logits are read. Otherwise the gradient of those that are not selected is 0.
     Bytes moved: the logits in, if it is DENSE; their gradient out.
     """
+    SCORE: tl.constexpr = SCORING.SCORE
+    SOFTCAP: tl.constexpr = SCORING.SOFTCAP
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E)[None, :]
     k = tl.arange(0, BLOCK_K)[None, :]
@@ -95,18 +96,18 @@ def routing_gradient_kernel(
     g = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     if grad_weights is not None:
         g = tl.load(grad_weights + t[:, None] * w_stride + k * (w_stride != 0), mask=valid, other=0.0) * scale
-    s = raw_scores(z_selected, m, total, k < K, SCORE, AFTER)
+    s = raw_scores(z_selected, m, total, k < K, SCORING)
     r, tiny = s, m != m
-    if RENORMALIZE:
+    if SCORING.RENORMALIZE:
         n = eps
-        if RELATIVE:
+        if SCORING.RELATIVE:
             r, n, tiny = relative(s, z_selected, m, total, k < K, eps, SCORE)
         n = tl.sum(r, axis=1) + n
         g = (g - (tl.sum(g * r, axis=1) / n)[:, None]) / n[:, None]
     a = tl.zeros([BLOCK_T], tl.float32)  # the gradient is p·(a + G), plus g at the selected experts
     if SCORE == SOFTMAX:
         g = g * r
-        if AFTER:
+        if SCORING.AFTER:
             g -= r * tl.sum(g, axis=1)[:, None]
         else:
             a -= tl.sum(g, axis=1)
@@ -128,7 +129,7 @@ def routing_gradient_kernel(
             a -= tl.sum(tl.where(there, G * p, 0.0), axis=1)
             dense += G
             of_selected += tl.load(grad_prob_sums + selected * p_stride, mask=valid, other=0.0)
-        if (SCORE == SOFTMAX and not AFTER) or grad_logsumexp is not None or grad_prob_sums is not None:
+        if (SCORE == SOFTMAX and not SCORING.AFTER) or grad_logsumexp is not None or grad_prob_sums is not None:
             dense = p * (dense + a[:, None]) * slope
             g += tl.exp2((z_selected - m[:, None]) * LOG2E) * inverse * (of_selected + a[:, None])
     g = g * slope_selected
@@ -148,14 +149,14 @@ def gradient_plan_for(shape: Shape, strides: tuple[int, ...], options: RouterOpt
     T, E, stride = shape
     o, width = options, power_of_two(E)
     of_selected = is_of_selected(o) and not (o.sums or replays)
-    after = o.score_after_topk or of_selected
-    dense = o.sums or replays or (o.score == "softmax" and not after)
+    how = scoring(o)
+    if of_selected:
+        how = how._replace(RENORMALIZE=False, RELATIVE=False, AFTER=True)
+    dense = o.sums or replays or (o.score == "softmax" and not how.AFTER)
     rows = min(power_of_two(MANY if o.invariant else T), max(1, TILE // width))
     constexprs = dict(
-        E=E, K=o.k, SCORE=o.score, RENORMALIZE=o.renormalize and not of_selected,
-        RELATIVE=is_relative(o) and not of_selected, AFTER=after, SOFTCAP=o.softcap is not None, DENSE=dense,
-        VEC=math.gcd(VALUES, stride), OUT_VEC=math.gcd(VALUES, E), BLOCK_T=rows, BLOCK_E=width,
-        BLOCK_K=power_of_two(o.k),
+        E=E, K=o.k, SCORING=how, DENSE=dense, VEC=math.gcd(VALUES, stride), OUT_VEC=math.gcd(VALUES, E), BLOCK_T=rows,
+        BLOCK_E=width, BLOCK_K=power_of_two(o.k),
     )  # fmt: skip
     numbers = (T, stride, *strides, *o.factors(), o.scale, o.eps)
     warps = warps_of(rows * width, VECTORS * math.gcd(VALUES, stride, E))

@@ -1,5 +1,7 @@
 """Device functions for the scores of experts, shared by the forward and the backward kernel of a router."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -12,6 +14,16 @@ TINY = tl.constexpr(LOG_TINY)
 MOST_THREADS = 1024
 LEAST_EPS = 1e-28  # float32 loses scores below 1e-38
 LOST_EPS = 1e-12  # changes no weight of the k largest scores of a softmax, whose sum is at least k / E
+
+
+class Scoring(NamedTuple):
+    """How weights follow from logits, known when a kernel is compiled."""
+
+    SCORE: str
+    RENORMALIZE: bool
+    RELATIVE: bool  # whether scores that underflow change the weights
+    AFTER: bool  # whether the scores are those of the selected logits alone
+    SOFTCAP: bool
 
 
 @triton.jit
@@ -63,16 +75,16 @@ def ordered_sum(x):
 
 
 @triton.jit
-def raw_scores(z, m, total, valid, SCORE: tl.constexpr, AFTER: tl.constexpr):
+def raw_scores(z, m, total, valid, SCORING: tl.constexpr):
     """The scores ``(T, K)`` of the selected logits ``z``; ``m`` and ``total``: maximum and normalizer of all logits."""
-    if SCORE == SOFTMAX:
-        if AFTER:
+    if SCORING.SCORE == SOFTMAX:
+        if SCORING.AFTER:
             top = tl.max(tl.where(valid, z, float("-inf")), axis=1)
             e = tl.where(valid, tl.exp2((z - top[:, None]) * LOG2E), 0.0)
             s = e / ordered_sum(e)[:, None]
         else:
             s = tl.exp2((z - m[:, None]) * LOG2E) / total[:, None]
-    elif SCORE == SIGMOID:
+    elif SCORING.SCORE == SIGMOID:
         s = sigmoid(z)
     else:
         s = sqrtsoftplus(z)
@@ -95,15 +107,13 @@ def relative(s, z, m, total, valid, eps, SCORE: tl.constexpr):
 
 
 @triton.jit
-def weights_of(
-    z, m, total, valid, eps, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, RELATIVE: tl.constexpr, AFTER: tl.constexpr
-):
+def weights_of(z, m, total, valid, eps, SCORING: tl.constexpr):
     """The weights ``(T, K)`` of the selected logits ``z``, not scaled yet; see `raw_scores`."""
-    s = raw_scores(z, m, total, valid, SCORE, AFTER)
-    if RENORMALIZE:
+    s = raw_scores(z, m, total, valid, SCORING)
+    if SCORING.RENORMALIZE:
         n = eps
-        if RELATIVE:
-            s, n, _ = relative(s, z, m, total, valid, eps, SCORE)
+        if SCORING.RELATIVE:
+            s, n, _ = relative(s, z, m, total, valid, eps, SCORING.SCORE)
         s = s / (ordered_sum(s) + n)[:, None]
     return s
 
@@ -128,6 +138,23 @@ def replayed(given, natural, t, k, active, T, E: tl.constexpr, K: tl.constexpr):
     invalid = (tl.max(wrong.to(tl.int32), axis=1) > 0) & (free == 0)
     experts = tl.where(free[:, None], natural, tl.where(invalid[:, None], k, ids.to(tl.int32)))
     return experts, invalid, tl.where(free, 0, tl.sum(differ, axis=1))
+
+
+@triton.jit
+def add_changed(changed, differ, ALONE: tl.constexpr):
+    """Add how many replayed choices of the program's tokens ``differ``. They are stored instead if it is ALONE."""
+    if changed is not None:
+        if ALONE:
+            tl.store(changed, tl.sum(differ))
+        else:
+            tl.atomic_add(changed, tl.sum(differ), sem="relaxed")
+
+
+@triton.jit
+def write_routing(weights, experts, t, k, w, selected, valid, K: tl.constexpr):
+    """Write the weights and the experts of some tokens."""
+    tl.store(weights + t[:, None] * K + k, w, mask=valid)
+    tl.store(experts + t[:, None] * K + k, selected.to(tl.int64), mask=valid)
 
 
 @triton.jit
@@ -165,3 +192,9 @@ def is_of_selected(options: RouterOptions) -> bool:
     o = options
     natural = o.score == "softmax" and not o.biased and o.n_group == 1
     return natural and o.renormalize and o.eps <= LOST_EPS and not o.score_after_topk
+
+
+def scoring(options: RouterOptions) -> Scoring:
+    """The `Scoring` of the options."""
+    o = options
+    return Scoring(o.score, o.renormalize, is_relative(o), o.score_after_topk, o.softcap is not None)

@@ -26,12 +26,14 @@ from onepass.kernels.router_keys import LOW, columns, largest_keys, only, ordere
 from onepass.kernels.router_scores import (
     SOFTMAX,
     SQRTSOFTPLUS,
+    add_changed,
     add_counts,
     is_of_selected,
-    is_relative,
     ordered_sum,
     replayed,
+    scoring,
     weights_of,
+    write_routing,
 )
 
 LEAST = tl.constexpr(-(2**31))  # the key of no expert
@@ -102,10 +104,9 @@ def key_of_span(words, first, low, E, dtype: tl.constexpr, WHOLE: tl.constexpr):
 def topk_routing_kernel(
     logits: "Rows", token_mask: "Flat", given: "Flat", weights: "Out", experts: "Out", counts: "Out", changed: "Out",
     T: tl.int32, stride: tl.int64, inner: tl.float32, outer: tl.float32, scale: tl.float32, eps: tl.float32,
-    E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, RELATIVE: tl.constexpr,
-    AFTER: tl.constexpr, SOFTCAP: tl.constexpr, TOTAL: tl.constexpr, EPS_OF_ALL: tl.constexpr, ALONE: tl.constexpr,
-    VEC: tl.constexpr, SPAN: tl.constexpr, LANES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    BINS: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, SCORING: tl.constexpr, TOTAL: tl.constexpr, EPS_OF_ALL: tl.constexpr,
+    ALONE: tl.constexpr, VEC: tl.constexpr, SPAN: tl.constexpr, LANES: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Select K experts for every token, and compute their weights and the counts.
 
@@ -117,6 +118,8 @@ def topk_routing_kernel(
     Bytes moved: ``T·E`` logits in, ``O(T·K)`` out.
     """
     dtype: tl.constexpr = logits.dtype.element_ty
+    SCORE: tl.constexpr = SCORING.SCORE
+    SOFTCAP: tl.constexpr = SCORING.SOFTCAP
     STEP: tl.constexpr = LANES * VEC
     SLOTS: tl.constexpr = BLOCK_K // LANES if BLOCK_K > LANES else 1  # experts that a lane computes weights of
     FULL: tl.constexpr = K == LANES * SLOTS
@@ -183,11 +186,7 @@ def topk_routing_kernel(
     if given is not None:
         selected, invalid, differ = replayed(given, selected, t, k, active, T, E, K)
         bad = bad | invalid
-        if changed is not None:
-            if ALONE:
-                tl.store(changed, tl.sum(differ))
-            else:
-                tl.atomic_add(changed, tl.sum(differ), sem="relaxed")
+        add_changed(changed, differ, ALONE)
     valid = (t[:, None] < T) & (k < K)
     counted = valid & active[:, None]
     if counts is not None:  # before the weights, which are computed while the sums are on their way
@@ -212,13 +211,12 @@ def topk_routing_kernel(
         n = tl.exp2(tl.log2(eps) + (top + tl.log(total) - z_top) * LOG2E)
         w = s / (ordered_sum(s) + n)[:, None]
     else:
-        w = weights_of(z_selected, top, total, k < K, eps, SCORE, RENORMALIZE, RELATIVE, AFTER)
+        w = weights_of(z_selected, top, total, k < K, eps, SCORING)
     w = w * scale
     if given is not None:
         w = tl.where(bad[:, None], float("nan"), w)
     w = tl.where(active[:, None], w, 0.0)
-    tl.store(weights + t[:, None] * K + k, w, mask=valid)
-    tl.store(experts + t[:, None] * K + k, selected.to(tl.int64), mask=valid)
+    write_routing(weights, experts, t, k, w, selected, valid, K)
 
 
 Shape = tuple[int, int, int]  # tokens, experts, stride of the logits
@@ -267,13 +265,14 @@ def plan_for(shape: Shape, options: RouterOptions, replays: bool) -> Plan:
     T, E, stride = shape
     o = options
     BLOCK_T, threads = tile_of(T, E, o)
-    after, renormalize, softmax = o.score_after_topk, o.renormalize, o.score == "softmax"
-    of_all = is_of_selected(o) and replays
+    softmax, of_all = o.score == "softmax", is_of_selected(o) and replays
+    how = scoring(o)
+    if softmax:
+        how = how._replace(RELATIVE=False)
     if is_of_selected(o):
-        after, renormalize = True, False
+        how = how._replace(AFTER=True, RENORMALIZE=False)
     constexprs = dict(
-        E=E, K=o.k, SCORE=o.score, RENORMALIZE=renormalize, RELATIVE=is_relative(o) and not softmax, AFTER=after,
-        SOFTCAP=o.softcap is not None, TOTAL=softmax and (not after or of_all), EPS_OF_ALL=of_all, ALONE=BLOCK_T >= T,
+        E=E, K=o.k, SCORING=how, TOTAL=softmax and (not how.AFTER or of_all), EPS_OF_ALL=of_all, ALONE=BLOCK_T >= T,
         VEC=math.gcd(8, stride), SPAN=span_of(E, stride, o), LANES=lanes_of(E, o), BLOCK_T=BLOCK_T,
         BLOCK_K=power_of_two(o.k), BINS=max(64, power_of_two(E)),
     )  # fmt: skip

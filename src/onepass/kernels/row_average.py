@@ -27,7 +27,16 @@ def part_of(count, divisor, factor, COUNTED: tl.constexpr):
 
 
 @triton.jit
-def of_last(last, part):
+def unmasked(row_mask, row, rows, masked):
+    """Which of these rows there are and are not masked."""
+    active = row < rows
+    if row_mask is not None:
+        active = active & (tl.load(row_mask + row, mask=active, other=0) != masked)
+    return active
+
+
+@triton.jit
+def guessed_share(last, part):
     """``part`` times the upstream gradient of the last average, whose ``share`` is given, or None for 1."""
     upstream = 1.0
     if last is not None:
@@ -51,10 +60,10 @@ def row_share_kernel(share: "Out", row_mask: "Flat", divisor: "Flat", last: "Fla
     if COUNTED:
         for first in range(0, rows, BLOCK):
             row = first + tl.arange(0, BLOCK)
-            count += ((row < rows) & (tl.load(row_mask + row, mask=row < rows, other=0) != masked)).to(tl.int32)
+            count += unmasked(row_mask, row, rows, masked).to(tl.int32)
     part = part_of(count, divisor, factor, COUNTED)
     tl.store(share, part)
-    tl.store(share + 1, of_last(last, part))
+    tl.store(share + 1, guessed_share(last, part))
 
 
 @triton.jit(do_not_specialize=["rows", "masked"])
@@ -70,9 +79,7 @@ def row_average_kernel(values: "Flat", row_mask: "Flat", divisor: "Flat", share:
     count = tl.zeros([BLOCK], tl.int32)
     for first in range(0, rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
-        active = row < rows
-        if row_mask is not None:
-            active = active & (tl.load(row_mask + row, mask=active, other=0) != masked)
+        active = unmasked(row_mask, row, rows, masked)
         sums += tl.load(values + row, mask=active, other=0.0)
         count += active.to(tl.int32)
     part = part_of(count, divisor, factor, COUNTED)

@@ -5,6 +5,8 @@ follow from the columns and the inner dimension alone. Bytes moved: a row once f
 operand once for each tile of rows, the result once. The rate of the tensor cores is the limit.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,17 +18,34 @@ from onepass.kernels.launch import Flat, Plan, Rows, Strided, launch
 GROUP = 16  # tiles of rows that read the same columns at about the same time
 
 
+class Gemm(NamedTuple):
+    """How a product ``(rows, K) @ (K, N)`` is computed, known when a kernel is compiled."""
+
+    N: int
+    K: int
+    A_ROW: int  # strides of the operands
+    B_K: int
+    B_N: int
+    TMA: str  # the dimension in which the second operand is contiguous if descriptors load them; else empty
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    STAGES: int
+    PRECISION: str
+
+
 @triton.jit
-def operands(a, b, rows, N: tl.constexpr, K: tl.constexpr, A_ROW: tl.constexpr, B_K: tl.constexpr, B_N: tl.constexpr,
-             TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+def operands(a, b, rows, GEMM: tl.constexpr):
     """The two operands as `product` takes them: descriptors with TMA, else pointers."""
+    N: tl.constexpr = GEMM.N
+    K: tl.constexpr = GEMM.K
     of_a, of_b = a, b
-    if TMA != "":
-        of_a = tl.make_tensor_descriptor(a, [rows, K], [A_ROW, 1], [BLOCK_M, BLOCK_K])
-    if TMA == "K":
-        of_b = tl.make_tensor_descriptor(b, [N, K], [B_N, 1], [BLOCK_N, BLOCK_K])
-    elif TMA == "N":
-        of_b = tl.make_tensor_descriptor(b, [K, N], [B_K, 1], [BLOCK_K, BLOCK_N])
+    if GEMM.TMA != "":
+        of_a = tl.make_tensor_descriptor(a, [rows, K], [GEMM.A_ROW, 1], [GEMM.BLOCK_M, GEMM.BLOCK_K])
+    if GEMM.TMA == "K":
+        of_b = tl.make_tensor_descriptor(b, [N, K], [GEMM.B_N, 1], [GEMM.BLOCK_N, GEMM.BLOCK_K])
+    elif GEMM.TMA == "N":
+        of_b = tl.make_tensor_descriptor(b, [K, N], [GEMM.B_K, 1], [GEMM.BLOCK_K, GEMM.BLOCK_N])
     return of_a, of_b
 
 
@@ -39,47 +58,49 @@ def place_of(work, M_TILES, N_TILES: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def product(of_a, of_b, rows, m0, n0, N: tl.constexpr, K: tl.constexpr, A_ROW: tl.constexpr, B_K: tl.constexpr,
-            B_N: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-            STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def product(of_a, of_b, rows, m0, n0, GEMM: tl.constexpr):
     """The tile ``[BLOCK_M, BLOCK_N]`` of the product from row ``m0`` and column ``n0`` on, in float32."""
+    N: tl.constexpr = GEMM.N
+    K: tl.constexpr = GEMM.K
+    BLOCK_M: tl.constexpr = GEMM.BLOCK_M
+    BLOCK_N: tl.constexpr = GEMM.BLOCK_N
     row = (m0 + tl.arange(0, BLOCK_M))[:, None]
     n = (n0 + tl.arange(0, BLOCK_N))[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if TMA != "":
+    for k0 in tl.range(0, K, GEMM.BLOCK_K, num_stages=GEMM.STAGES):
+        if GEMM.TMA != "":
             x = of_a.load([m0, k0])
-            y = of_b.load([n0, k0]).T if TMA == "K" else of_b.load([k0, n0])
+            y = of_b.load([n0, k0]).T if GEMM.TMA == "K" else of_b.load([k0, n0])
         else:
-            k = k0 + tl.arange(0, BLOCK_K)
-            x = tl.load(of_a + row.to(tl.int64) * A_ROW + k[None, :], mask=(row < rows) & (k[None, :] < K), other=0.0)
-            at = k[:, None].to(tl.int64) * B_K + n.to(tl.int64) * B_N
+            k = k0 + tl.arange(0, GEMM.BLOCK_K)
+            at = row.to(tl.int64) * GEMM.A_ROW + k[None, :]
+            x = tl.load(of_a + at, mask=(row < rows) & (k[None, :] < K), other=0.0)
+            at = k[:, None].to(tl.int64) * GEMM.B_K + n.to(tl.int64) * GEMM.B_N
             y = tl.load(of_b + at, mask=(k[:, None] < K) & (n < N), other=0.0)
-        acc = tl.dot(x, y, acc, input_precision=PRECISION)
+        acc = tl.dot(x, y, acc, input_precision=GEMM.PRECISION)
     return acc
 
 
 @triton.jit(do_not_specialize=["rows"])
 def row_gemm_kernel(
     a: "Rows", b: "Strided", bias: "Flat", out: "Rows", rows: tl.int32,
-    N: tl.constexpr, K: tl.constexpr, A_ROW: tl.constexpr, B_K: tl.constexpr, B_N: tl.constexpr, OUT_ROW: tl.constexpr,
-    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    GEMM: tl.constexpr, OUT_ROW: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """``out = a @ b + bias``, summed in float32 and rounded once.
 
-    Inputs: ``a`` ``(rows, K)``, ``b`` ``(K, N)``, ``bias`` ``(N,)`` or None. Output: ``out`` ``(rows, N)``. TMA names
-    the dimension in which ``b`` is contiguous if descriptors load the operands, and is empty otherwise.
+    Inputs: ``a`` ``(rows, K)``, ``b`` ``(K, N)``, ``bias`` ``(N,)`` or None. Output: ``out`` ``(rows, N)``.
     """
+    N: tl.constexpr = GEMM.N
+    BLOCK_M: tl.constexpr = GEMM.BLOCK_M
+    BLOCK_N: tl.constexpr = GEMM.BLOCK_N
     M_TILES = tl.cdiv(rows, BLOCK_M)
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    of_a, of_b = operands(a, b, rows, N, K, A_ROW, B_K, B_N, TMA, BLOCK_M, BLOCK_N, BLOCK_K)
+    of_a, of_b = operands(a, b, rows, GEMM)
     for work in tl.range(tl.program_id(0), M_TILES * N_TILES, tl.num_programs(0), flatten=True):
         m_tile, n_tile = place_of(work, M_TILES, N_TILES, GROUP)
         row = (m_tile * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
         n = (n_tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-        acc = product(of_a, of_b, rows, m_tile * BLOCK_M, n_tile * BLOCK_N, N, K, A_ROW, B_K, B_N, TMA, BLOCK_M,
-                      BLOCK_N, BLOCK_K, STAGES, PRECISION)  # fmt: skip
+        acc = product(of_a, of_b, rows, m_tile * BLOCK_M, n_tile * BLOCK_N, GEMM)
         if bias is not None:
             acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
         to = out + row.to(tl.int64) * OUT_ROW + n
@@ -101,10 +122,8 @@ def plan_for(
     wide = tma and N > 128 and of_out == 2  # a float32 result of this width does not fit beside the operands
     block_m, block_n, block_k = (128, 256 if wide else 128, 64) if element == 2 else (64, 64, 32)
     stages = min(3 if wide else 4, layout.shared_memory() // ((block_m + block_n) * block_k * element))
-    constexprs = dict(
-        N=N, K=K, **dict(zip(("A_ROW", "B_K", "B_N", "OUT_ROW"), strides)), TMA=tma, BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_K=block_k, GROUP=GROUP, STAGES=stages, PRECISION=layout.precision(),
-    )  # fmt: skip
+    gemm = Gemm(N, K, *strides[:3], tma, block_m, block_n, block_k, stages, layout.precision())
+    constexprs = dict(GEMM=gemm, OUT_ROW=strides[3], GROUP=GROUP)
     warps = 8 if wide or (element == 2 and not tma) else 4  # addresses of elements take registers
     at_once = max(1, layout.shared_memory() // ((block_m + block_n) * block_k * element * stages))
     tiles = -(-rows // block_m) * -(-N // block_n)

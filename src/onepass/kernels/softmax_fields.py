@@ -3,11 +3,13 @@
 `softmax_statistics` and `softmax_gradient` read whole rows, `support` only some classes of each.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from onepass.core.options import PACKED
-from onepass.kernels.online_softmax import FLOOR, LOG2E, transform_and_slope
+from onepass.core.options import PACKED, Options
+from onepass.kernels.online_softmax import FLOOR, LOG2E, Wanted, transform_and_slope, wanted
 
 # The positions of the fields in the packed result. Fields that are not requested are not written.
 SHIFT = tl.constexpr(PACKED.index("shift"))
@@ -21,70 +23,195 @@ MEAN_LOGIT = tl.constexpr(PACKED.index("mean_logit"))
 NOWHERE = tl.constexpr(2**31 - 1)  # larger than any column
 
 
-@triton.jit
-def write_state(packed, row, rows, k, K, m, s, t, w, c, q, total, selected, top1, EXPECTED: tl.constexpr,
-                WEIGHTED: tl.constexpr, TEMPERED: tl.constexpr, MEAN: tl.constexpr, INDEX: tl.constexpr,
-                TOP1: tl.constexpr):  # fmt: skip
-    """Write the state of a row of some columns of the vocabulary, see `core.shard.state_fields`."""
-    state = packed + row
-    tl.store(state, m)
-    tl.store(state + rows, s)
-    if EXPECTED:
-        tl.store(state + 2 * rows, t)
-    if WEIGHTED:
-        tl.store(state + (2 + EXPECTED) * rows, w)
-        tl.store(state + (3 + EXPECTED) * rows, c)
-    AFTER: tl.constexpr = 2 + EXPECTED + 2 * WEIGHTED
-    if TEMPERED:
-        tl.store(state + AFTER * rows, q)
-    if MEAN:
-        tl.store(state + (AFTER + TEMPERED) * rows, total)
-    if INDEX:
-        state += (AFTER + TEMPERED + MEAN + k).to(tl.int64) * rows
-        tl.store(state, selected, mask=k < K)
-        if TOP1:
-            tl.store(state + K.to(tl.int64) * rows, top1.to(tl.float32), mask=k < K)
+class Statistics(NamedTuple):
+    """The statistics of a row. Those that are not wanted have no meaning."""
+
+    shift: Any
+    log_normalizer: Any
+    expected_logit: Any
+    weighted_logit: Any
+    tempered_log_normalizer: Any
+    mean_logit: Any
+
+
+class Derivative(NamedTuple):
+    """What the gradient of a row's logits is computed from: the formula in `kernels.softmax_gradient` has the names."""
+
+    shift: Any
+    log_normalizer: Any
+    tempered_log_normalizer: Any
+    a: Any
+    b: Any
+    d: Any
+    h: Any
+
+
+class Upstream(NamedTuple):
+    """Pointers to the upstream gradients of the statistics, each or None, and their strides."""
+
+    log_normalizer: Any
+    expected_logit: Any
+    weighted_logit: Any
+    tempered_log_normalizer: Any
+    selected: Any
+    n_stride: Any
+    e_stride: Any
+    w_stride: Any
+    t_stride: Any
+    s_stride: Any
+
+
+class OfRows(NamedTuple):
+    """Pointers to what a kernel is given of every row besides logits: ``row_mask`` and ``temperature`` may be None."""
+
+    packed: Any
+    rows: Any
+    index: Any
+    K: Any
+    row_mask: Any
+    masked: Any
+    temperature: Any
 
 
 @triton.jit
-def write_fields(packed, selected, is_top1, row, rows, k, K, shift, log_normalizer, expected_logit, weighted_logit,
-                 tempered_log_normalizer, mean_logit, relative, top1, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
-                 TEMPERED: tl.constexpr, MEAN: tl.constexpr, INDEX: tl.constexpr, TOP1: tl.constexpr,
-                 LOG_PROBS: tl.constexpr):  # fmt: skip
-    """Write the statistics of a row."""
+def no_statistics():
+    """The statistics of a row that is masked."""
+    return Statistics(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@triton.jit
+def statistics_of(state):
+    """The statistics of a row from its state, whose ``s`` is NaN if the row has none."""
+    m, s, t, w, _c, q, u = state
+    void = s - s  # 0, or NaN
+    return Statistics(m + void, tl.log(s), t / s, w + void, tl.log(q) + void, u + void)
+
+
+@triton.jit
+def write_state(packed, row, rows, state, present, WANTED: tl.constexpr):
+    """Write the state of some columns of the vocabulary, where ``u`` is a sum, see `core.shard.state_fields`.
+
+    Of one row, or of those that are ``present``. Returns where the selected logits belong.
+    """
+    m, s, t, w, c, q, u = state
+    to = packed + row
+    tl.store(to, m, mask=present)
+    tl.store(to + rows, s, mask=present)
+    if WANTED.EXPECTED:
+        tl.store(to + 2 * rows, t, mask=present)
+    if WANTED.WEIGHTED:
+        tl.store(to + (2 + WANTED.EXPECTED) * rows, w, mask=present)
+        tl.store(to + (3 + WANTED.EXPECTED) * rows, c, mask=present)
+    AFTER: tl.constexpr = 2 + WANTED.EXPECTED + 2 * WANTED.WEIGHTED
+    if WANTED.TEMPERED:
+        tl.store(to + AFTER * rows, q, mask=present)
+    if WANTED.MEAN:
+        tl.store(to + (AFTER + WANTED.TEMPERED) * rows, u, mask=present)
+    return to + (AFTER + WANTED.TEMPERED + WANTED.MEAN) * rows.to(tl.int64)
+
+
+@triton.jit
+def write_selected_state(to, rows, k, K, selected, top1, WANTED: tl.constexpr):
+    """Write the selected logits of a row, and whether each is the first maximum, after its state."""
+    to += k.to(tl.int64) * rows
+    tl.store(to, selected, mask=k < K)
+    if WANTED.TOP1:
+        tl.store(to + K.to(tl.int64) * rows, top1.to(tl.float32), mask=k < K)
+
+
+@triton.jit
+def write_number(packed, value, active, present):
+    """Write a number of one row or, of those that are ``present``, a number that is 0 where rows are not ``active``."""
+    tl.store(packed, value if present is None else tl.where(active, value, 0.0), mask=present)
+
+
+@triton.jit
+def write_statistics(packed, row, rows, of_row, active, present, WANTED: tl.constexpr):
+    """Write the statistics that are wanted, of one row or of several, see `write_number`."""
     packed += row
-    tl.store(packed + SHIFT * rows, shift)
-    tl.store(packed + LOG_NORMALIZER * rows, log_normalizer)
-    if EXPECTED:
-        tl.store(packed + EXPECTED_LOGIT * rows, expected_logit)
-        tl.store(packed + ENTROPY * rows, log_normalizer - expected_logit)
-    if WEIGHTED:
-        tl.store(packed + WEIGHTED_LOGIT * rows, weighted_logit)
-    if TEMPERED:
-        tl.store(packed + TEMPERED_LOG_NORMALIZER * rows, tempered_log_normalizer)
-        tl.store(packed + LOG_SUM_SQ_PROBS * rows, tempered_log_normalizer - 2.0 * log_normalizer)
-    if MEAN:
-        tl.store(packed + MEAN_LOGIT * rows, mean_logit)
-    if INDEX:
-        tl.store(selected + row * K + k, relative - log_normalizer if LOG_PROBS else relative, mask=k < K)
-        if TOP1:
-            tl.store(is_top1 + row * K + k, top1, mask=k < K)
+    log_normalizer = of_row.log_normalizer
+    write_number(packed + SHIFT * rows, of_row.shift, active, present)
+    write_number(packed + LOG_NORMALIZER * rows, log_normalizer, active, present)
+    if WANTED.EXPECTED:
+        write_number(packed + EXPECTED_LOGIT * rows, of_row.expected_logit, active, present)
+        write_number(packed + ENTROPY * rows, log_normalizer - of_row.expected_logit, active, present)
+    if WANTED.WEIGHTED:
+        write_number(packed + WEIGHTED_LOGIT * rows, of_row.weighted_logit, active, present)
+    if WANTED.TEMPERED:
+        tempered = of_row.tempered_log_normalizer
+        write_number(packed + TEMPERED_LOG_NORMALIZER * rows, tempered, active, present)
+        write_number(packed + LOG_SUM_SQ_PROBS * rows, tempered - 2.0 * log_normalizer, active, present)
+    if WANTED.MEAN:
+        write_number(packed + MEAN_LOGIT * rows, of_row.mean_logit, active, present)
 
 
 @triton.jit
-def gradient(x, weight, shift, log_normalizer, tempered, a, b, d, h, inner, outer, sharpness,
-             SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
-             TEMPERED: tl.constexpr):  # fmt: skip
-    """The gradient with respect to ``z`` without the term of the selected classes, and ``dz/dx``."""
-    z, slope = transform_and_slope(x, inner, outer, SOFTCAP)
+def write_selected(selected, is_top1, row, k, K, relative, top1, log_normalizer, WANTED: tl.constexpr):
+    """Write the selected logits of a row, or their log-probs, and whether each is the largest."""
+    tl.store(selected + row * K + k, relative - log_normalizer if WANTED.LOG_PROBS else relative, mask=k < K)
+    if WANTED.TOP1:
+        tl.store(is_top1 + row * K + k, top1, mask=k < K)
+
+
+@triton.jit
+def is_active(of_rows, row):
+    """Whether a row is not masked."""
+    active = True
+    if of_rows.row_mask is not None:
+        active = tl.load(of_rows.row_mask + row) != of_rows.masked
+    return active
+
+
+@triton.jit
+def derivative_of_fields(upstream, of_rows, row, sharpness, WANTED: tl.constexpr):
+    """``a``, ``b``, ``d``, ``h`` and the tempered normalizer of a row. The selected classes still add to ``a``."""
+    a, b, d, h, tempered = 0.0, 0.0, 0.0, 0.0, 0.0
+    if upstream.log_normalizer is not None:
+        a = tl.load(upstream.log_normalizer + row * upstream.n_stride)
+    if WANTED.EXPECTED:
+        b = tl.load(upstream.expected_logit + row * upstream.e_stride)
+        expected_logit = tl.load(of_rows.packed + EXPECTED_LOGIT * of_rows.rows + row)
+        a += b * (expected_logit if WANTED.ENTROPY else 1.0 - expected_logit)
+        b = -b if WANTED.ENTROPY else b
+    if WANTED.WEIGHTED:
+        d = tl.load(upstream.weighted_logit + row * upstream.w_stride)
+    if WANTED.TEMPERED:
+        h = tl.load(upstream.tempered_log_normalizer + row * upstream.t_stride) * sharpness
+        tempered = tl.load(of_rows.packed + TEMPERED_LOG_NORMALIZER * of_rows.rows + row)
+    return a, b, d, h, tempered
+
+
+@triton.jit
+def class_weight_of(reading, column, valid):
+    """The class weights of some columns."""
+    weight = reading.class_weight
+    if reading.class_weights is not None:
+        weight = tl.load(reading.class_weights + column, mask=valid).to(tl.float32)
+    return weight
+
+
+@triton.jit
+def gradient(x, weight, reading, of_row, WANTED: tl.constexpr):
+    """The gradient with respect to ``z`` without the term of the selected classes, and ``dz/dx``.
+
+    ``reading`` and ``of_row`` are the `Reading` and the `Derivative` of the row.
+    """
+    inner = reading.inner
+    z, slope = transform_and_slope(x, inner, reading.outer, WANTED.SOFTCAP)
     # One fused operation by name: the compiler's own choice would differ from kernel to kernel, and with it the bits.
-    relative = z - shift if SOFTCAP else tl.fma(x.to(tl.float32), inner, -shift)
-    p = tl.exp2((relative - log_normalizer) * LOG2E)
-    g = p * a
-    if EXPECTED:
-        g = p * (a + b * tl.maximum(relative, FLOOR))
-    if WEIGHTED:
-        g += weight * d
-    if TEMPERED:
-        g += tl.exp2((relative * sharpness - tempered) * LOG2E) * h
+    relative = z - of_row.shift if WANTED.SOFTCAP else tl.fma(x.to(tl.float32), inner, -of_row.shift)
+    p = tl.exp2((relative - of_row.log_normalizer) * LOG2E)
+    g = p * of_row.a
+    if WANTED.EXPECTED:
+        g = p * (of_row.a + of_row.b * tl.maximum(relative, FLOOR))
+    if WANTED.WEIGHTED:
+        g += weight * of_row.d
+    if WANTED.TEMPERED:
+        g += tl.exp2((relative * reading.sharpness - of_row.tempered_log_normalizer) * LOG2E) * of_row.h
     return g, slope
+
+
+def wanted_gradient(options: Options, given: tuple[bool, ...]) -> Wanted:
+    """What a kernel computes of a gradient, for which the gradients of these fields are ``given``, see `Upstream`."""
+    _, expected, weighted, tempered, _ = given
+    return wanted(options)._replace(EXPECTED=expected, WEIGHTED=weighted, TEMPERED=tempered, MEAN=False)

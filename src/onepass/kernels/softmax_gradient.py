@@ -16,6 +16,8 @@ upstream gradients are all 0, are written but not read. If the gradient is there
 nothing is.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -25,14 +27,19 @@ from onepass.core.options import FieldGradients, Inputs, Options
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Geometry, Layout, flat_gradients, flat_rows, layout_of, power_of_two, row_groups
-from onepass.kernels.online_softmax import factors_of_row, rounded
+from onepass.kernels.online_softmax import Reading, factors_of_row, rounded
 from onepass.kernels.row_programs import row_start, write_zeros
 from onepass.kernels.softmax_fields import (
-    EXPECTED_LOGIT,
     LOG_NORMALIZER,
     SHIFT,
-    TEMPERED_LOG_NORMALIZER,
+    Derivative,
+    OfRows,
+    Upstream,
+    class_weight_of,
+    derivative_of_fields,
     gradient,
+    is_active,
+    wanted_gradient,
 )
 from onepass.kernels.support import support_gradient
 
@@ -41,122 +48,101 @@ PROGRAMS_AGAIN = 1024  # about as many as run at once
 TILES = 4  # tiles that a program writes: the fewest that reach the bandwidth of the device
 
 
+class Matrix(NamedTuple):
+    """Pointers to the rows of logits or of their gradient, see `row_start`."""
+
+    first: Any
+    inner_rows: Any
+    outer_stride: Any
+    inner_stride: Any
+
+
 @triton.jit
-def write_tile(logits, out, class_weights, col0, low, high, shift, log_normalizer, tempered, a, b, d, h, inner, outer,
-               sharpness, class_weight, SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
-               TEMPERED: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr,
-               CACHED: tl.constexpr):  # fmt: skip
+def write_tile(logits, out, reading, of_row, col0, low, high, WANTED: tl.constexpr, LANES: tl.constexpr,
+               VEC: tl.constexpr, MASKED: tl.constexpr, CACHED: tl.constexpr):  # fmt: skip
     """Write columns ``[col0, col0 + LANES·VEC)`` of the gradient, only those within [low, high) if MASKED.
 
     The term of the selected classes is left out. CACHED is the eviction policy of logits and gradient.
     """
     col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     valid = (col >= low) & (col < high) if MASKED else None
-    weight = class_weight
-    if class_weights is not None:
-        weight = tl.load(class_weights + col - low, mask=valid).to(tl.float32)
+    weight = class_weight_of(reading, col - low, valid)
     x = tl.load(logits + col, mask=valid, eviction_policy=CACHED)
-    g, slope = gradient(x, weight, shift, log_normalizer, tempered, a, b, d, h, inner, outer, sharpness, SOFTCAP,
-                        EXPECTED, WEIGHTED, TEMPERED)  # fmt: skip
+    g, slope = gradient(x, weight, reading, of_row, WANTED)
     tl.store(out + col, (g * slope).to(out.dtype.element_ty), mask=valid, eviction_policy=CACHED)
 
 
 @triton.jit
 def write_piece(
-    place, part, logits, class_weights, out, index, row_mask, temperature, packed, grad_log_normalizer,
-    grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected, rows, V, K, inner_rows, outer_stride,
-    inner_stride, out_outer_stride, out_inner_stride, n_stride, e_stride, w_stride, t_stride, s_stride, inner, outer,
-    class_weight, sharpness, masked,
-    SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, ALIGN: tl.constexpr,
+    place, part, logits, out, of_rows, upstream, reading, V, WANTED: tl.constexpr, ALIGN: tl.constexpr,
     SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
     SOME_K: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of TILES tiles of a row, the piece number ``place`` of all rows.
 
-    ``part`` multiplies the gradients of the selected classes.
+    ``logits`` and ``out`` are each a `Matrix`. ``part`` multiplies the gradients of the selected classes.
     """
     TILE: tl.constexpr = LANES * VEC
-    EXPECTED: tl.constexpr = grad_expected_logit is not None
-    WEIGHTED: tl.constexpr = grad_weighted_logit is not None
-    TEMPERED: tl.constexpr = grad_tempered is not None
     pieces = tl.cdiv(V + VEC - 1 if ALIGN else V, TILE * TILES)
     row = (place // pieces).to(tl.int64)
     piece = place % pieces
-    start = row_start(row, inner_rows, outer_stride, inner_stride)
-    out_start = row_start(row, inner_rows, out_outer_stride, out_inner_stride)
+    start = row_start(row, logits.inner_rows, logits.outer_stride, logits.inner_stride)
+    out_start = row_start(row, out.inner_rows, out.outer_stride, out.inner_stride)
     head = (start % VEC).to(tl.int32) if ALIGN else 0
-    x_base = logits + start // VEC * VEC
-    g_base = out + (out_start // VEC * VEC if SAME_PHASE else out_start - head)
+    x_base = logits.first + start // VEC * VEC
+    g_base = out.first + (out_start // VEC * VEC if SAME_PHASE else out_start - head)
     low = piece * (TILE * TILES)
     high = tl.minimum(head + V, low + TILE * TILES)
 
-    inner, outer = factors_of_row(inner, outer, temperature, row, SOFTCAP)
+    inner, outer = factors_of_row(reading.inner, reading.outer, of_rows.temperature, row, WANTED.SOFTCAP)
+    reading = Reading(inner, outer, reading.sharpness, reading.class_weights, reading.class_weight)
     a, b, d, h, tempered = 0.0, 0.0, 0.0, 0.0, 0.0
-    active = True
-    if row_mask is not None:
-        active = tl.load(row_mask + row) != masked
     k = tl.arange(0, BLOCK_K)
     w = tl.zeros([BLOCK_K], tl.float32)
     needed = False
-    if active:
-        if grad_log_normalizer is not None:
-            a = tl.load(grad_log_normalizer + row * n_stride)
-        if EXPECTED:
-            b = tl.load(grad_expected_logit + row * e_stride)
-            expected_logit = tl.load(packed + EXPECTED_LOGIT * rows + row)
-            a += b * (expected_logit if ENTROPY else 1.0 - expected_logit)
-            b = -b if ENTROPY else b
-        if WEIGHTED:
-            d = tl.load(grad_weighted_logit + row * w_stride)
-        if TEMPERED:
-            h = tl.load(grad_tempered + row * t_stride) * sharpness
-            tempered = tl.load(packed + TEMPERED_LOG_NORMALIZER * rows + row)
+    if is_active(of_rows, row):
+        a, b, d, h, tempered = derivative_of_fields(upstream, of_rows, row, reading.sharpness, WANTED)
         needed = (a != 0.0) | (b != 0.0) | (d != 0.0) | (h != 0.0)
-        if grad_selected is not None:
-            w = tl.load(grad_selected + row * s_stride + k, mask=k < K, other=0.0) * part
+        if upstream.selected is not None:
+            w = tl.load(upstream.selected + row * upstream.s_stride + k, mask=k < of_rows.K, other=0.0) * part
             needed = needed | (tl.sum((w != 0.0).to(tl.int32), axis=0) > 0)
-            if LOG_PROBS:
+            if WANTED.LOG_PROBS:
                 a -= tl.sum(w, axis=0)
 
     if needed:
-        shift = tl.load(packed + SHIFT * rows + row)
-        log_normalizer = tl.load(packed + LOG_NORMALIZER * rows + row)
-        if grad_selected is not None:
+        shift = tl.load(of_rows.packed + SHIFT * of_rows.rows + row)
+        log_normalizer = tl.load(of_rows.packed + LOG_NORMALIZER * of_rows.rows + row)
+        of_row = Derivative(shift, log_normalizer, tempered, a, b, d, h)
+        if upstream.selected is not None:
             # Selected logits are read before `write_tile` may overwrite them, and their gradients are written after it.
-            selected = tl.load(index + row * K + k, mask=k < K, other=-1)
+            index, K = of_rows.index + row * of_rows.K, of_rows.K
+            selected = tl.load(index + k, mask=k < K, other=-1)
             mine = (selected >= 0) & (selected < V) & (selected + head >= low) & (selected + head < high)
-            weight = class_weight
-            if class_weights is not None:
-                weight = tl.load(class_weights + selected, mask=mine).to(tl.float32)
-            g, slope = gradient(tl.load(logits + start + selected, mask=mine), weight, shift, log_normalizer, tempered,
-                                a, b, d, h, inner, outer, sharpness, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED)  # fmt: skip
+            weight = class_weight_of(reading, selected, mine)
+            x = tl.load(logits.first + start + selected, mask=mine)
+            g, slope = gradient(x, weight, reading, of_row, WANTED)
             g = rounded(g)
             # A row may select a class more than once.
             for j0 in range(0, K, SOME_K):
                 j = j0 + tl.arange(0, SOME_K)
-                others = tl.load(index + row * K + j, mask=j < K, other=-1)
-                theirs = rounded(tl.load(grad_selected + row * s_stride + j, mask=j < K, other=0.0) * part)
+                others = tl.load(index + j, mask=j < K, other=-1)
+                theirs = tl.load(upstream.selected + row * upstream.s_stride + j, mask=j < K, other=0.0)
+                theirs = rounded(theirs * part)
                 g += tl.sum(tl.where(selected[:, None] == others[None, :], theirs[None, :], 0.0), axis=1)
             selected_gradient = g * slope
         begin = low
         if ALIGN:
             begin = low + tl.where(low < head, TILE, 0)
             if low < head:
-                write_tile(x_base, g_base, class_weights, low, head, high, shift, log_normalizer, tempered,
-                           a, b, d, h, inner, outer, sharpness, class_weight, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED,
-                           LANES, VEC, True, "")  # fmt: skip
+                write_tile(x_base, g_base, reading, of_row, low, head, high, WANTED, LANES, VEC, True, "")
         full = begin + tl.maximum(high - begin, 0) // TILE * TILE
         for col in range(begin, full, TILE):
-            write_tile(x_base, g_base, class_weights, col, head, high, shift, log_normalizer, tempered,
-                       a, b, d, h, inner, outer, sharpness, class_weight, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED,
-                       LANES, VEC, False, "")  # fmt: skip
+            write_tile(x_base, g_base, reading, of_row, col, head, high, WANTED, LANES, VEC, False, "")
         if full < high:
-            write_tile(x_base, g_base, class_weights, full, head, high, shift, log_normalizer, tempered,
-                       a, b, d, h, inner, outer, sharpness, class_weight, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED,
-                       LANES, VEC, True, "")  # fmt: skip
-        if grad_selected is not None:
+            write_tile(x_base, g_base, reading, of_row, full, head, high, WANTED, LANES, VEC, True, "")
+        if upstream.selected is not None:
             tl.debug_barrier()
-            tl.store(out + out_start + selected, selected_gradient.to(out.dtype.element_ty), mask=mine)
+            tl.store(out.first + out_start + selected, selected_gradient.to(out.first.dtype.element_ty), mask=mine)
     else:
         write_zeros(g_base, low, high, head, LANES, VEC)
 
@@ -181,9 +167,8 @@ def softmax_gradient_kernel(
     out_outer_stride: tl.int64, out_inner_stride: tl.int64, n_stride: tl.int32, e_stride: tl.int32,
     w_stride: tl.int32, t_stride: tl.int32, s_stride: tl.int32, inner: tl.float32, outer: tl.float32,
     class_weight: tl.float32, sharpness: tl.float32, places: tl.int32, masked: tl.int64,
-    SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, ALIGN: tl.constexpr,
-    SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
-    SOME_K: tl.constexpr, AGAIN: tl.constexpr, SEVERAL: tl.constexpr,
+    WANTED: tl.constexpr, ALIGN: tl.constexpr, SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
+    TILES: tl.constexpr, BLOCK_K: tl.constexpr, SOME_K: tl.constexpr, AGAIN: tl.constexpr, SEVERAL: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the logits, by the formula in the module docstring.
 
@@ -206,37 +191,35 @@ def softmax_gradient_kernel(
             tl.store(share + 2, upstream)
         if tl.load(share + 1) == upstream * part:
             return
+    x = Matrix(logits, inner_rows, outer_stride, inner_stride)
+    g = Matrix(out, inner_rows, out_outer_stride, out_inner_stride)
+    of_rows = OfRows(packed, rows, index, K, row_mask, masked, temperature)
+    upstream = Upstream(
+        grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected, n_stride, e_stride,
+        w_stride, t_stride, s_stride,
+    )  # fmt: skip
+    reading = Reading(inner, outer, sharpness, class_weights, class_weight)
     if SEVERAL:
         for place in range(tl.program_id(0), places, tl.num_programs(0)):
-            write_piece(
-                place, part, logits, class_weights, out, index, row_mask, temperature, packed, grad_log_normalizer,
-                grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected, rows, V, K, inner_rows,
-                outer_stride, inner_stride, out_outer_stride, out_inner_stride, n_stride, e_stride, w_stride, t_stride,
-                s_stride, inner, outer, class_weight, sharpness, masked, SOFTCAP, LOG_PROBS, ENTROPY, ALIGN, SAME_PHASE,
-                VEC, LANES, TILES, BLOCK_K, SOME_K)  # fmt: skip
+            write_piece(place, part, x, g, of_rows, upstream, reading, V, WANTED, ALIGN, SAME_PHASE, VEC, LANES, TILES,
+                        BLOCK_K, SOME_K)  # fmt: skip
     else:
-        place = tl.program_id(0)
-        write_piece(
-            place, part, logits, class_weights, out, index, row_mask, temperature, packed, grad_log_normalizer,
-            grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected, rows, V, K, inner_rows,
-            outer_stride, inner_stride, out_outer_stride, out_inner_stride, n_stride, e_stride, w_stride, t_stride,
-            s_stride, inner, outer, class_weight, sharpness, masked, SOFTCAP, LOG_PROBS, ENTROPY, ALIGN, SAME_PHASE,
-            VEC, LANES, TILES, BLOCK_K, SOME_K)  # fmt: skip
+        write_piece(tl.program_id(0), part, x, g, of_rows, upstream, reading, V, WANTED, ALIGN, SAME_PHASE, VEC, LANES,
+                    TILES, BLOCK_K, SOME_K)  # fmt: skip
 
 
 def plan_for(
-    x: Layout, out: Layout, gradient_strides: tuple[int, ...], rows: int, K: int, options: Options, again: bool
-) -> Plan:
-    """The launch for one group of rows; ``rows`` counts those of all groups."""
+    x: Layout, out: Layout, given: tuple[bool, ...], gradient_strides: tuple[int, ...], rows: int, K: int,
+    options: Options, again: bool,
+) -> Plan:  # fmt: skip
+    """The launch for one group of rows, where ``rows`` counts those of all; see `wanted_gradient` for ``given``."""
     g = Geometry(x, out)
     rule = dict(LANES=layout.lanes_for(g.V, g.VEC), TILES=TILES)
     LANES, tiles = choose(softmax_gradient_kernel, g.key(options.fields), rule).values()
     several = again and (layout.compute_capability() > 0 or layout.one_at_a_time())  # AMD's compiler spills registers
     constexprs = dict(
-        SOFTCAP=options.transform.softcap is not None,
-        LOG_PROBS=options.wants("log_probs"), ENTROPY=options.wants("entropy"), **g.constexprs,
-        LANES=LANES, TILES=tiles, BLOCK_K=power_of_two(K), SOME_K=min(power_of_two(K), 16), AGAIN=again,
-        SEVERAL=several,
+        WANTED=wanted_gradient(options, given), **g.constexprs, LANES=LANES, TILES=tiles, BLOCK_K=power_of_two(K),
+        SOME_K=min(power_of_two(K), 16), AGAIN=again, SEVERAL=several,
     )  # fmt: skip
     places = g.rows * g.pieces(LANES * tiles)
     return Plan(
@@ -262,6 +245,7 @@ def softmax_gradient(
     if index is not None and K > 1 and grads.selected is not None:
         grads = grads._replace(selected=grads.selected.expand_as(index).contiguous())
     of_fields, strides = flat_gradients(grads[:5])
+    given = tuple([g is not None for g in of_fields])
     if inputs.support is not None:
         if grads.share is not None and grads.selected is not None:
             of_fields[-1] = of_fields[-1] * grads.share[0]
@@ -269,7 +253,7 @@ def softmax_gradient(
         return
     for first, (x, g) in row_groups(logits, out) if rows else ():
         tensors = flat_rows(first, (index, row_mask, temperature, packed, *of_fields), (K, 1, 1, 1, 1, 1, 1, 1, K))
-        about = layout_of(x), layout_of(g), strides, rows, K, options, again
+        about = layout_of(x), layout_of(g), given, strides, rows, K, options, again
         launch(plan_for, about, (x, class_weights, grads.share, g, *tensors))
 
 

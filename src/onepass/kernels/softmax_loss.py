@@ -19,12 +19,28 @@ from onepass.core.options import Average, FieldGradients, Inputs, Options, Resul
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Layout, flat_gradients, layout_of, power_of_two
-from onepass.kernels.online_softmax import LOWEST, factors_of_row, merge, rounded, transform
-from onepass.kernels.row_average import of_last, part_of, row_average, row_share
+from onepass.kernels.online_softmax import (
+    LOWEST,
+    Reading,
+    State,
+    empty_state,
+    factors_of_row,
+    rounded,
+    transform,
+    wanted,
+)
+from onepass.kernels.row_average import guessed_share, part_of, row_average, row_share, unmasked
 from onepass.kernels.row_programs import collect, publish, take_turn, write_zeros
-from onepass.kernels.softmax_fields import NOWHERE, gradient, write_fields
-from onepass.kernels.softmax_gradient import write_tile
-from onepass.kernels.softmax_statistics import read_tile
+from onepass.kernels.softmax_fields import (
+    NOWHERE,
+    Derivative,
+    gradient,
+    no_statistics,
+    statistics_of,
+    write_statistics,
+)
+from onepass.kernels.softmax_gradient import class_weight_of, write_tile
+from onepass.kernels.softmax_statistics import merge_lanes, read_tile
 
 # The fields that the kernel computes.
 FIELDS = {
@@ -57,9 +73,8 @@ def softmax_loss_kernel(
     rows: tl.int32, V: tl.int32, row_stride: tl.int64, out_stride: tl.int64, n_stride: tl.int32, e_stride: tl.int32,
     w_stride: tl.int32, s_stride: tl.int32,
     inner: tl.float32, outer: tl.float32, class_weight: tl.float32, factor: tl.float32, masked: tl.int64,
-    SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, EXPECTED: tl.constexpr, ENTROPY: tl.constexpr,
-    WEIGHTED: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr, SPLITS: tl.constexpr,
-    WORDS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr, BLOCK_R: tl.constexpr,
+    WANTED: tl.constexpr, GRADIENT: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr,
+    SPLITS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """The statistics of every row, and its gradient, which overwrites the logits if ``out`` is None.
 
@@ -71,12 +86,10 @@ def softmax_loss_kernel(
     are those of `row_share_kernel` and `row_average_kernel`, and the upstream gradient of every row is ``share[1]``.
     ``pieces`` is the workspace: how many programs have started and how many rows are finished, and then, of the SPLITS
     programs that share a row, WORDS of two numbers each, ``(rows, WORDS, SPLITS)``. It is 0 before the launch. BLOCK
-    and BLOCK_R, of at least ``rows`` rows, are powers of two.
+    and BLOCK_R, of at least ``rows`` rows, are powers of two. WANTED is of the statistics, GRADIENT of the gradient.
     Bytes moved: see the module docstring.
     """
     TILE: tl.constexpr = LANES * VEC
-    OF_EXPECTED: tl.constexpr = grad_expected_logit is not None
-    TOP1: tl.constexpr = is_top1 is not None
     turn = tl.program_id(0)
     if SPLITS > 1:
         turn = take_turn(pieces)
@@ -93,8 +106,10 @@ def softmax_loss_kernel(
     active = True
     if row_mask is not None:
         active = tl.load(row_mask + row) != masked
-    inner, outer = factors_of_row(inner, outer, temperature, row, SOFTCAP)
-    shift, log_normalizer, expected_logit, weighted_logit, z_selected = 0.0, 0.0, 0.0, 0.0, 0.0
+    inner, outer = factors_of_row(inner, outer, temperature, row, WANTED.SOFTCAP)
+    reading = Reading(inner, outer, 0.0, class_weights, class_weight)
+    of_row = no_statistics()
+    z_selected = 0.0
     top1 = active & False
     column = tl.load(index + row)
     inside = (column >= 0) & (column < V)
@@ -104,7 +119,7 @@ def softmax_loss_kernel(
     if active:
         if grad_log_normalizer is not None:
             a = tl.load(grad_log_normalizer + row * n_stride)
-        if OF_EXPECTED:
+        if GRADIENT.EXPECTED:
             b = tl.load(grad_expected_logit + row * e_stride)
         if grad_weighted_logit is not None:
             d = tl.load(grad_weighted_logit + row * w_stride)
@@ -115,81 +130,48 @@ def softmax_loss_kernel(
         every = tl.arange(0, BLOCK_R)
         count = tl.zeros([BLOCK_R], tl.int32)
         if COUNTED:
-            count += ((every < rows) & (tl.load(row_mask + every, mask=every < rows, other=0) != masked)).to(tl.int32)
+            count += unmasked(row_mask, every, rows, masked).to(tl.int32)
         part = part_of(count, divisor, factor, COUNTED)
-        of_guess = of_last(last, part)
+        of_guess = guessed_share(last, part)
         w = tl.where(active, of_guess, 0.0)
         if turn == 0:
             tl.store(share, part)
             tl.store(share + 1, of_guess)
     needed = (a != 0.0) | (b != 0.0) | (d != 0.0) | (w != 0.0)
-    a -= w if LOG_PROBS else 0.0
+    a -= w if WANTED.LOG_PROBS else 0.0
     if active:
-        zero = tl.zeros([LANES], tl.float32)
-        m, s, t, v, c = zero + LOWEST, zero, zero, zero, zero
+        state = empty_state(tl.zeros([LANES], tl.float32))
         first = tl.full([LANES], NOWHERE, tl.int32)
         # The first read keeps the piece in the cache for the second, after which it is not needed.
         for col in tl.range(low, full, TILE, loop_unroll_factor=UNROLL):
-            m, s, t, v, c, _, _, first = read_tile(
-                m, s, t, v, c, zero, zero, first, x, class_weights, col, 0, high, inner, outer, class_weight, 0.0,
-                0.0, SOFTCAP, EXPECTED, WEIGHTED, False, False, TOP1, LANES, VEC, False, "evict_last")  # fmt: skip
+            state, first = read_tile(state, first, x, reading, col, 0, high, WANTED, LANES, VEC, False, "evict_last")
         if full < high:
-            m, s, t, v, c, _, _, first = read_tile(
-                m, s, t, v, c, zero, zero, first, x, class_weights, full, 0, high, inner, outer, class_weight, 0.0,
-                0.0, SOFTCAP, EXPECTED, WEIGHTED, False, False, TOP1, LANES, VEC, True, "evict_last")  # fmt: skip
-        lanes = m
-        m, s, t, v, c, _, _ = merge(m, s, t, v, c, s, s, 0.0, EXPECTED, WEIGHTED, False, False)
-        if TOP1:
-            first = tl.min(tl.where(lanes == m, first, NOWHERE), axis=0)
+            state, first = read_tile(state, first, x, reading, full, 0, high, WANTED, LANES, VEC, True, "evict_last")
+        state, first = merge_lanes(state, first, 0.0, WANTED)
         if SPLITS > 1:
             words = pieces.to(tl.pointer_type(tl.int64), bitcast=True) + 1 + row * (WORDS * SPLITS)
-            publish(words + split, m, s)
-            if EXPECTED or TOP1:
-                published = t if EXPECTED else s
-                publish(words + SPLITS + split, published, first.to(tl.float32, bitcast=True) if TOP1 else published)
-            if WEIGHTED:
-                publish(words + (WORDS - 1) * SPLITS + split, v, c)
-                vs, cs, _ = collect(words + (WORDS - 1) * SPLITS, SPLITS, BLOCK)
-            if EXPECTED or TOP1:
-                ts, firsts, _ = collect(words + SPLITS, SPLITS, BLOCK)
-            ms, ss, there = collect(words, SPLITS, BLOCK)
-            ms, ss = tl.where(there, ms, LOWEST), tl.where(there, ss, 0.0)
-            if WEIGHTED:
-                vs, cs = tl.where(there, vs, 0.0), tl.where(there, cs, 0.0)
-            else:
-                vs, cs = ss, ss
-            if EXPECTED:
-                ts = tl.where(there, ts, 0.0)
-            else:
-                ts = ss
-            m, s, t, v, c, _, _ = merge(ms, ss, ts, vs, cs, ss, ss, 0.0, EXPECTED, WEIGHTED, False, False)
-            if TOP1:
-                first = tl.min(tl.where(there & (ms == m), firsts.to(tl.int32, bitcast=True), NOWHERE), axis=0)
+            state, first = of_all_programs(words, split, state, first, WANTED, SPLITS, WORDS, BLOCK)
+        m, s, t, v, c, q, u = state
         # As in softmax_statistics, an index outside the vocabulary or a row without a distribution gives NaN.
         s = tl.where(inside & (s > 0), s, float("nan"))
-        shift = m + (s - s)
-        log_normalizer = tl.log(s)
-        weighted_logit = v + (s - s)
-        z_selected = transform(x_selected, inner, outer, SOFTCAP)
-        if TOP1:  # the first of equal maxima, by the program that has the index
+        of_row = statistics_of(State(m, s, t, v, c, q, u))
+        z_selected = transform(x_selected, inner, outer, WANTED.SOFTCAP)
+        if WANTED.TOP1:  # the first of equal maxima, by the program that has the index
             near = first + tl.arange(0, VEC)
             valid = (near >= low) & (near < high) & mine
-            largest = valid & (transform(tl.load(x + near, mask=valid), inner, outer, SOFTCAP) >= m)
-            top1 = (z_selected >= shift) & (tl.min(tl.where(largest, near, NOWHERE), axis=0) == column)
+            largest = valid & (transform(tl.load(x + near, mask=valid), inner, outer, WANTED.SOFTCAP) >= m)
+            top1 = (z_selected >= of_row.shift) & (tl.min(tl.where(largest, near, NOWHERE), axis=0) == column)
             tl.debug_barrier()  # before the gradient overwrites these logits
-        z_selected -= shift + (log_normalizer if LOG_PROBS else 0.0)
-        if EXPECTED:
-            expected_logit = t / s
-        if OF_EXPECTED:
-            a += b * (expected_logit if ENTROPY else 1.0 - expected_logit)
-            b = -b if ENTROPY else b
+        z_selected -= of_row.shift + (of_row.log_normalizer if WANTED.LOG_PROBS else 0.0)
+        if GRADIENT.EXPECTED:
+            a += b * (of_row.expected_logit if WANTED.ENTROPY else 1.0 - of_row.expected_logit)
+            b = -b if WANTED.ENTROPY else b
 
     if split == 0:
-        write_fields(packed, selected, is_top1, row, rows, 0, 1, shift, log_normalizer, expected_logit, weighted_logit,
-                     0.0, 0.0, z_selected, top1, EXPECTED, WEIGHTED, False, False, False, False, False)  # fmt: skip
+        write_statistics(packed, row, rows, of_row, True, None, WANTED)
     if mine | ((split == 0) & ~inside):
         tl.store(selected + row, z_selected)
-        if TOP1:
+        if WANTED.TOP1:
             tl.store(is_top1 + row, top1)
         if share is not None:  # the program that finishes the last row sums all rows, in a fixed order
             tl.debug_barrier()
@@ -199,23 +181,50 @@ def softmax_loss_kernel(
                 values = tl.load(selected + every, mask=every < rows, other=0.0, volatile=True)
                 tl.store(total, tl.sum(values, axis=0) * part)
     if needed:
+        derivative = Derivative(of_row.shift, of_row.log_normalizer, 0.0, a, b, d, 0.0)
         for col in tl.range(low, full, TILE):
-            write_tile(x, g, class_weights, col, 0, high, shift, log_normalizer, 0.0, a, b, d, 0.0, inner, outer,
-                       0.0, class_weight, SOFTCAP, OF_EXPECTED, WEIGHTED, False, LANES, VEC, False,
-                       "evict_first")  # fmt: skip
+            write_tile(x, g, reading, derivative, col, 0, high, GRADIENT, LANES, VEC, False, "evict_first")
         if full < high:
-            write_tile(x, g, class_weights, full, 0, high, shift, log_normalizer, 0.0, a, b, d, 0.0, inner, outer,
-                       0.0, class_weight, SOFTCAP, OF_EXPECTED, WEIGHTED, False, LANES, VEC, True,
-                       "evict_first")  # fmt: skip
-        weight = class_weight
-        if class_weights is not None:
-            weight = tl.load(class_weights + column, mask=mine, other=0.0).to(tl.float32)
-        of_selected, slope = gradient(x_selected, weight, shift, log_normalizer, 0.0, a, b, d, 0.0, inner, outer, 0.0,
-                                      SOFTCAP, OF_EXPECTED, WEIGHTED, False)  # fmt: skip
+            write_tile(x, g, reading, derivative, full, 0, high, GRADIENT, LANES, VEC, True, "evict_first")
+        weight = class_weight_of(reading, column, mine)
+        of_selected, slope = gradient(x_selected, weight, reading, derivative, GRADIENT)
         tl.debug_barrier()
         tl.store(g + column, ((rounded(of_selected) + w) * slope).to(g.dtype.element_ty), mask=mine)
     else:
         write_zeros(g, low, high, 0, LANES, VEC)
+
+
+@triton.jit
+def of_all_programs(words, split, state, first, WANTED: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
+    """The state and the first maximum of a row, from those of the SPLITS programs that share it.
+
+    ``words`` is the part of the workspace that belongs to the row, see `softmax_loss_kernel`.
+    """
+    m, s, t, v, c, _q, _u = state
+    publish(words + split, m, s)
+    if WANTED.EXPECTED or WANTED.TOP1:
+        published = t if WANTED.EXPECTED else s
+        publish(words + SPLITS + split, published, first.to(tl.float32, bitcast=True) if WANTED.TOP1 else published)
+    if WANTED.WEIGHTED:
+        publish(words + (WORDS - 1) * SPLITS + split, v, c)
+        vs, cs, _ = collect(words + (WORDS - 1) * SPLITS, SPLITS, BLOCK)
+    firsts = first
+    if WANTED.EXPECTED or WANTED.TOP1:
+        ts, firsts, _ = collect(words + SPLITS, SPLITS, BLOCK)
+    ms, ss, there = collect(words, SPLITS, BLOCK)
+    ms, ss = tl.where(there, ms, LOWEST), tl.where(there, ss, 0.0)
+    if WANTED.WEIGHTED:
+        vs, cs = tl.where(there, vs, 0.0), tl.where(there, cs, 0.0)
+    else:
+        vs, cs = ss, ss
+    if WANTED.EXPECTED:
+        ts = tl.where(there, ts, 0.0)
+    else:
+        ts = ss
+    if WANTED.TOP1:
+        firsts = tl.where(there, firsts.to(tl.int32, bitcast=True), NOWHERE)
+    return merge_lanes(State(ms, ss, ts, vs, cs, ss, ss), firsts, 0.0, WANTED)
 
 
 @lru_cache
@@ -249,20 +258,19 @@ def most_splits(device: torch.device) -> int:
 
 
 def plan_for(
-    x: Layout, out_stride: int, gradient_strides: tuple[int, ...], options: Options, average: tuple[float, bool] | None
-) -> Plan:
+    x: Layout, out_stride: int, of_expected: bool, gradient_strides: tuple[int, ...], options: Options,
+    average: tuple[float, bool] | None,
+) -> Plan:  # fmt: skip
     """The launch of `softmax_loss_kernel`. Of an average, the factor and whether the rows are counted."""
     (rows, V), (row_stride, _), size = x
     VEC = 16 // size
     lanes, SPLITS = programs_for(V, size)
-    weighted, expected = options.wants("weighted_logit"), options.wants("entropy") or options.wants("expected_logit")
-    words = 1 + weighted + (expected or options.wants("is_top1"))
+    what = wanted(options, options.wants("is_top1"))
+    words = 1 + what.WEIGHTED + (what.EXPECTED or what.TOP1)
     constexprs = dict(
-        SOFTCAP=options.transform.softcap is not None, LOG_PROBS=options.wants("log_probs"), EXPECTED=expected,
-        ENTROPY=options.wants("entropy"), WEIGHTED=weighted, VEC=VEC, LANES=lanes,
-        UNROLL=1 if weighted or options.transform.softcap is not None else 2, SPLITS=SPLITS, WORDS=words,
-        BLOCK=power_of_two(SPLITS), COUNTED=average is not None and average[1],
-        BLOCK_R=0 if average is None else max(power_of_two(rows), 32),
+        WANTED=what, GRADIENT=what._replace(EXPECTED=of_expected), VEC=VEC, LANES=lanes,
+        UNROLL=1 if what.WEIGHTED or what.SOFTCAP else 2, SPLITS=SPLITS, WORDS=words, BLOCK=power_of_two(SPLITS),
+        COUNTED=average is not None and average[1], BLOCK_R=0 if average is None else max(power_of_two(rows), 32),
     )  # fmt: skip
     waiting = 2 * rows * words * SPLITS if SPLITS > 1 else 0
     return Plan(
@@ -350,5 +358,5 @@ def _launch(
     index, row_mask, class_weights, temperature = inputs[:4]
     x = logits if logits.dim() == 2 else logits.view(-1, logits.shape[-1])
     to = None if out is logits else out if out.dim() == 2 else out.view(x.shape)
-    about = layout_of(x), 0 if to is None else to.stride(0), strides, options, average
+    about = layout_of(x), 0 if to is None else to.stride(0), grads[1] is not None, strides, options, average
     launch(plan_for, about, (x, to, class_weights, index, row_mask, temperature, *results, *grads, *of_average))

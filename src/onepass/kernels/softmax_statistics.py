@@ -16,9 +16,26 @@ from onepass.core.shard import per_row, state_fields
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, power_of_two, row_groups, workspace
-from onepass.kernels.online_softmax import LOWEST, factors_of_row, merge, transform, update
+from onepass.kernels.online_softmax import (
+    Reading,
+    State,
+    empty_state,
+    factors_of_row,
+    merge,
+    transform,
+    update,
+    wanted,
+)
 from onepass.kernels.row_programs import arrives_last, row_start
-from onepass.kernels.softmax_fields import NOWHERE, write_fields, write_state
+from onepass.kernels.softmax_fields import (
+    NOWHERE,
+    no_statistics,
+    statistics_of,
+    write_selected,
+    write_selected_state,
+    write_state,
+    write_statistics,
+)
 from onepass.kernels.support import support_statistics
 
 STATE = tl.constexpr(7)  # numbers per state
@@ -39,35 +56,54 @@ def read_selected(x, index, row, k, K, V):
 
 
 @triton.jit
-def read_tile(m, s, t, w, c, q, u, first, logits, class_weights, col0, low, high, inner, outer, class_weight,
-              sharpness, inverse_vocab, SOFTCAP: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
-              TEMPERED: tl.constexpr, MEAN: tl.constexpr, TOP1: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
-              MASKED: tl.constexpr, CACHED: tl.constexpr):  # fmt: skip
+def read_tile(state, first, logits, reading, col0, low, high, WANTED: tl.constexpr, LANES: tl.constexpr,
+              VEC: tl.constexpr, MASKED: tl.constexpr, CACHED: tl.constexpr):  # fmt: skip
     """Add columns ``[col0, col0 + LANES·VEC)`` to the state, only those within [low, high) if MASKED.
 
-    If TOP1, ``first`` is the start of the first vector that contains a lane's maximum. CACHED is the eviction policy of
-    the logits.
+    ``low`` is the column of the first class. If TOP1 is wanted, ``first`` is the start of the first vector that
+    contains a lane's maximum. CACHED is the eviction policy of the logits.
     """
     col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     valid = (col >= low) & (col < high) if MASKED else None
-    z = transform(tl.load(logits + col, mask=valid, eviction_policy=CACHED), inner, outer, SOFTCAP)
-    if MEAN:
-        u = u + tl.sum((tl.where(valid, z, 0.0) if MASKED else z) * inverse_vocab, axis=1)
-    weight = class_weight
-    if class_weights is not None:
-        weight = tl.load(class_weights + col - low, mask=valid).to(tl.float32)
-    elif WEIGHTED:
-        weight = tl.full([LANES, VEC], 1.0, tl.float32) * class_weight
+    x = tl.load(logits + col, mask=valid, eviction_policy=CACHED)
+    z = transform(x, reading.inner, reading.outer, WANTED.SOFTCAP)
+    m, s, t, w, c, q, u = state
+    if WANTED.MEAN:
+        u = u + tl.sum((tl.where(valid, z, 0.0) if MASKED else z) * reading.inverse_vocab, axis=1)
+    weight = reading.class_weight
+    if reading.class_weights is not None:
+        weight = tl.load(reading.class_weights + col - low, mask=valid).to(tl.float32)
+    elif WANTED.WEIGHTED:
+        weight = tl.full([LANES, VEC], 1.0, tl.float32) * weight
     if MASKED:
         z = tl.where(valid, z, float("-inf"))
-        if WEIGHTED:
+        if WANTED.WEIGHTED:
             weight = tl.where(valid, weight, 0.0)
-    m_before, s_before = m, s
-    m, s, t, w, c, q, u = update(m, s, t, w, c, q, u, z, weight, sharpness, EXPECTED, WEIGHTED, TEMPERED, MEAN)
-    if TOP1:
-        larger = (m > m_before) | ((s_before == 0.0) & (s > 0.0))
+    state = update(State(m, s, t, w, c, q, u), z, weight, reading.sharpness, WANTED)
+    if WANTED.TOP1:
+        larger = (state.m > m) | ((s == 0.0) & (state.s > 0.0))
         first = tl.where(larger, col0 + tl.arange(0, LANES) * VEC, first)
-    return m, s, t, w, c, q, u, first
+    return state, first
+
+
+@triton.jit
+def load_state(records, SPLITS: tl.constexpr):
+    """The states that programs have published, of each program one."""
+    return State(
+        tl.load(records, volatile=True), tl.load(records + SPLITS, volatile=True),
+        tl.load(records + SPLITS * 2, volatile=True), tl.load(records + SPLITS * 3, volatile=True),
+        tl.load(records + SPLITS * 4, volatile=True), tl.load(records + SPLITS * 5, volatile=True),
+        tl.load(records + SPLITS * 6, volatile=True),
+    )  # fmt: skip
+
+
+@triton.jit
+def merge_lanes(state, first, sharpness, WANTED: tl.constexpr):
+    """`merge` the states of lanes or programs, and find the ``first`` vector with the maximum of all."""
+    of_all = merge(state, sharpness, WANTED)
+    if WANTED.TOP1:
+        first = tl.min(tl.where(state.m == of_all.m, first, NOWHERE), axis=0)
+    return of_all, first
 
 
 @triton.jit(
@@ -79,50 +115,41 @@ def softmax_statistics_kernel(
     selected: "Out", is_top1: "Out", pieces: "Out",
     rows: tl.int32, V: tl.int32, K: tl.int32, inner_rows: tl.int32, outer_stride: tl.int64, inner_stride: tl.int64,
     inner: tl.float32, outer: tl.float32, class_weight: tl.float32, sharpness: tl.float32, masked: tl.int64,
-    SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, EXPECTED: tl.constexpr,
-    WEIGHTED: tl.constexpr, TEMPERED: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr,
-    LANES: tl.constexpr, UNROLL: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr, TOP1: tl.constexpr,
-    SHARD: tl.constexpr, FIXED: tl.constexpr,
+    WANTED: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_K: tl.constexpr, SHARD: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     """The statistics of every row.
 
     Inputs: ``logits`` ``(rows, V)``; ``class_weights`` ``(V,)``, ``index`` ``(rows, K)``, ``row_mask`` and
     ``temperature`` ``(rows,)``, each or None.
     Outputs: ``packed`` ``(len(PACKED), rows)``; ``selected`` ``(rows, K)``, the logits of the index relative to the
-    shift, or their log-probs if LOG_PROBS; ``is_top1`` ``(rows, K)`` or None. ``pieces`` is the `layout.workspace`.
+    shift, or their log-probs; ``is_top1`` ``(rows, K)`` or None. ``pieces`` is the `layout.workspace`.
     If SHARD, the logits are some columns of the vocabulary, and the only output is ``packed``: the state of every row
-    and then its K selected logits, +inf for those in other columns, and whether each is the first maximum if TOP1, a
-    row of the output each. `merge_shards` merges them.
+    and then its K selected logits, +inf for those in other columns, and whether each is the first maximum if TOP1 is
+    wanted, a row of the output each. `merge_shards` merges them.
     Bytes moved: see the module docstring.
     """
     TILE: tl.constexpr = LANES * VEC
-    NUMBERS: tl.constexpr = STATE + 1 if TOP1 else STATE
+    NUMBERS: tl.constexpr = STATE + 1 if WANTED.TOP1 else STATE
     row = (tl.program_id(0) // SPLITS).to(tl.int64)
     split = tl.program_id(0) % SPLITS
     k = tl.arange(0, BLOCK_K)
     active = True
     if row_mask is not None:
         active = tl.load(row_mask + row) != masked
-    inner, outer = factors_of_row(inner, outer, temperature, row, SOFTCAP)
+    inner, outer = factors_of_row(inner, outer, temperature, row, WANTED.SOFTCAP)
     last = split == SPLITS - 1
-    shift, log_normalizer, expected_logit = 0.0, 0.0, 0.0
-    weighted_logit, tempered_log_normalizer, mean_logit = 0.0, 0.0, 0.0
+    of_row = no_statistics()
     relative = tl.zeros([BLOCK_K], tl.float32)
     top1 = relative > 0
     if active:
-        m = tl.full([LANES], LOWEST, tl.float32)
-        s = tl.zeros([LANES], tl.float32)
-        t = tl.zeros([LANES], tl.float32)
-        w = tl.zeros([LANES], tl.float32)
-        c = tl.zeros([LANES], tl.float32)
-        q = tl.zeros([LANES], tl.float32)
-        u = tl.zeros([LANES], tl.float32)
+        state = empty_state(tl.zeros([LANES], tl.float32))
         first = tl.full([LANES], NOWHERE, tl.int32)
+        reading = Reading(inner, outer, sharpness, class_weights, class_weight, 1.0 / V)
         # Columns are counted from an aligned address at or before the first logit: the row has [head, head + V).
         start = row_start(row, inner_rows, outer_stride, inner_stride)
         base = logits + (start // VEC * VEC if not FIXED else start)
         head = (start % VEC).to(tl.int32) if ALIGN else 0
-        inverse_vocab = 1.0 / V
         if SPLITS == 1:  # before the loop, which hides the latency
             x_selected, column, inside = read_selected(logits + start, index, row, k, K, V)
         piece = tl.cdiv(head + V, TILE * SPLITS) * TILE
@@ -132,56 +159,34 @@ def softmax_statistics_kernel(
         if ALIGN:
             begin = low + tl.where(low < head, TILE, 0)
             if low < head:
-                m, s, t, w, c, q, u, first = read_tile(
-                    m, s, t, w, c, q, u, first, base, class_weights, low, head, high, inner, outer,
-                    class_weight, sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN,
-                    TOP1, LANES, VEC, True, "")  # fmt: skip
+                state, first = read_tile(state, first, base, reading, low, head, high, WANTED, LANES, VEC, True, "")
         full = begin + tl.maximum(high - begin, 0) // TILE * TILE
         for col in tl.range(begin, full, TILE, loop_unroll_factor=UNROLL):
-            m, s, t, w, c, q, u, first = read_tile(
-                m, s, t, w, c, q, u, first, base, class_weights, col, head, high, inner, outer, class_weight,
-                sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN, TOP1, LANES, VEC,
-                False, "")  # fmt: skip
+            state, first = read_tile(state, first, base, reading, col, head, high, WANTED, LANES, VEC, False, "")
         if full < high:
-            m, s, t, w, c, q, u, first = read_tile(
-                m, s, t, w, c, q, u, first, base, class_weights, full, head, high, inner, outer, class_weight,
-                sharpness, inverse_vocab, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED, MEAN, TOP1, LANES, VEC,
-                True, "")  # fmt: skip
-        lanes = m
-        m, s, t, w, c, q, u = merge(m, s, t, w, c, q, u, sharpness, EXPECTED, WEIGHTED, TEMPERED, MEAN)
-        if TOP1:
-            first = tl.min(tl.where(lanes == m, first, NOWHERE), axis=0)
+            state, first = read_tile(state, first, base, reading, full, head, high, WANTED, LANES, VEC, True, "")
+        state, first = merge_lanes(state, first, sharpness, WANTED)
 
         if SPLITS > 1:
             # Publish the state of this piece. The program that arrives last merges all pieces.
             record = pieces + row * (NUMBERS * SPLITS) + split
-            tl.store(record, m)
-            tl.store(record + SPLITS, s)
-            tl.store(record + SPLITS * 2, t)
-            tl.store(record + SPLITS * 3, w)
-            tl.store(record + SPLITS * 4, c)
-            tl.store(record + SPLITS * 5, q)
-            tl.store(record + SPLITS * 6, u)
-            if TOP1:
+            for i in tl.static_range(STATE):
+                tl.store(record + SPLITS * i, state[i])
+            if WANTED.TOP1:
                 tl.store(record + SPLITS * STATE, first.to(tl.float32, bitcast=True))
             last = arrives_last(pieces, rows, row, NUMBERS, SPLITS)
             if last:
                 others = pieces + row * (NUMBERS * SPLITS) + tl.arange(0, SPLITS)
-                maxima = tl.load(others, volatile=True)
-                m, s, t, w, c, q, u = merge(
-                    maxima, tl.load(others + SPLITS, volatile=True),
-                    tl.load(others + SPLITS * 2, volatile=True), tl.load(others + SPLITS * 3, volatile=True),
-                    tl.load(others + SPLITS * 4, volatile=True), tl.load(others + SPLITS * 5, volatile=True),
-                    tl.load(others + SPLITS * 6, volatile=True), sharpness, EXPECTED, WEIGHTED, TEMPERED,
-                    MEAN)  # fmt: skip
-                if TOP1:
+                firsts = first
+                if WANTED.TOP1:
                     firsts = tl.load(others + SPLITS * STATE, volatile=True).to(tl.int32, bitcast=True)
-                    first = tl.min(tl.where(maxima == m, firsts, NOWHERE), axis=0)
+                state, first = merge_lanes(load_state(others, SPLITS), firsts, sharpness, WANTED)
         if last:
+            m, s, t, w, c, q, u = state
             if index is not None:
                 if SPLITS > 1:
                     x_selected, column, inside = read_selected(logits + start, index, row, k, K, V)
-                z = transform(x_selected, inner, outer, SOFTCAP)
+                z = transform(x_selected, inner, outer, WANTED.SOFTCAP)
                 relative = z - m
                 # An index outside the vocabulary makes all results of the row NaN, and through them its gradient.
                 if not SHARD:
@@ -189,46 +194,38 @@ def softmax_statistics_kernel(
             # s is 0 if all logits are -inf, and NaN if one is NaN or +inf. Such rows define no distribution: NaN.
             if not SHARD:
                 s = tl.where(s > 0, s, float("nan"))
-            shift = m + (s - s)
             relative = relative + (s - s)
-            if TOP1:
+            if WANTED.TOP1:
                 # The first of equal maxima, as in argmax. Its vector is known; loading it again tells its column.
                 near = first + tl.arange(0, VEC)
                 valid = (near >= head) & (near < head + V)
-                largest = valid & (transform(tl.load(base + near, mask=valid), inner, outer, SOFTCAP) >= m)
+                largest = valid & (transform(tl.load(base + near, mask=valid), inner, outer, WANTED.SOFTCAP) >= m)
                 argmax = tl.min(tl.where(largest, near, NOWHERE), axis=0) - head
-                top1 = (z >= shift) & (column == argmax)
+                top1 = (z >= m + (s - s)) & (column == argmax)
             if SHARD:
-                write_state(packed, row, rows, k, K, m, s, t, w, c, q, u * V,
-                            tl.where(inside, relative, float("inf")), top1, EXPECTED, WEIGHTED, TEMPERED, MEAN,
-                            index is not None, TOP1)  # fmt: skip
-            log_normalizer = tl.log(s)
-            expected_logit = t / s
-            weighted_logit = w + (s - s)
-            tempered_log_normalizer = tl.log(q) + (s - s)
-            mean_logit = u + (s - s)
+                to = write_state(packed, row, rows, State(m, s, t, w, c, q, u * V), None, WANTED)
+                if index is not None:
+                    relative = tl.where(inside, relative, float("inf"))
+                    write_selected_state(to, rows, k, K, relative, top1, WANTED)
+            of_row = statistics_of(State(m, s, t, w, c, q, u))
     if last and not SHARD:
-        write_fields(packed, selected, is_top1, row, rows, k, K, shift, log_normalizer, expected_logit, weighted_logit,
-                     tempered_log_normalizer, mean_logit, relative, top1, EXPECTED, WEIGHTED, TEMPERED, MEAN,
-                     index is not None, TOP1, LOG_PROBS)  # fmt: skip
+        write_statistics(packed, row, rows, of_row, True, None, WANTED)
+        if index is not None:
+            write_selected(selected, is_top1, row, k, K, relative, top1, of_row.log_normalizer, WANTED)
 
 
 def plan_for(x: Layout, device: torch.device, rows: int, K: int, options: Options, top1: bool, shard: bool) -> Plan:
     """The launch for one group of rows; ``rows`` counts those of all groups."""
     g = Geometry(x, fixed=options.invariant)
     lanes, splits = g.programs(device)
-    TEMPERED = options.wants("log_sum_sq_probs") or options.wants("tempered_log_normalizer")
-    rule = dict(LANES=lanes, UNROLL=1 if TEMPERED else 2, SPLITS=splits)  # the larger state needs the registers
+    what = wanted(options, top1)
+    rule = dict(LANES=lanes, UNROLL=1 if what.TEMPERED else 2, SPLITS=splits)  # the larger state needs the registers
     numbers = rule if g.fixed else choose(softmax_statistics_kernel, g.key(options.fields), rule)
     LANES, UNROLL, SPLITS = numbers.values()
     constexprs = dict(
-        SOFTCAP=options.transform.softcap is not None,
-        LOG_PROBS=options.wants("log_probs"),
-        EXPECTED=options.wants("expected_logit") or options.wants("entropy"), WEIGHTED=options.wants("weighted_logit"),
-        TEMPERED=TEMPERED, MEAN=options.wants("mean_logit"), **g.constexprs, LANES=LANES, UNROLL=UNROLL,
-        SPLITS=SPLITS,
+        WANTED=what, **g.constexprs, LANES=LANES, UNROLL=UNROLL, SPLITS=SPLITS,
         BLOCK_K=1 if K == 1 else max(power_of_two(K), LANES),  # so that no two threads read the same index
-        TOP1=top1, SHARD=shard, FIXED=g.fixed and g.unaligned,
+        SHARD=shard, FIXED=g.fixed and g.unaligned,
     )  # fmt: skip
     return Plan(
         softmax_statistics_kernel, g.rows * SPLITS,

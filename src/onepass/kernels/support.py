@@ -14,17 +14,34 @@ import triton.language as tl
 from onepass.core.options import Inputs, Options
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Layout, flat_rows, layout_of, power_of_two, row_groups, row_strides
-from onepass.kernels.online_softmax import LOWEST, factors_of_row, merge, transform, update
+from onepass.kernels.online_softmax import (
+    Reading,
+    State,
+    empty_state,
+    factors_of_row,
+    merge,
+    transform,
+    update,
+    wanted,
+)
 from onepass.kernels.row_programs import row_start, write_zeros
 from onepass.kernels.softmax_fields import (
-    EXPECTED_LOGIT,
     LOG_NORMALIZER,
     NOWHERE,
     SHIFT,
-    TEMPERED_LOG_NORMALIZER,
+    Derivative,
+    OfRows,
+    Upstream,
+    derivative_of_fields,
     gradient,
-    write_fields,
+    is_active,
+    no_statistics,
+    statistics_of,
+    wanted_gradient,
+    write_selected,
+    write_selected_state,
     write_state,
+    write_statistics,
 )
 
 LANES = 128
@@ -67,8 +84,7 @@ def support_statistics_kernel(
     rows: tl.int32, V: tl.int64, K: tl.int32, n: tl.int64, inner_rows: tl.int32, outer_stride: tl.int64,
     inner_stride: tl.int64,
     inner: tl.float32, outer: tl.float32, class_weight: tl.float32, sharpness: tl.float32, masked: tl.int64,
-    SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, EXPECTED: tl.constexpr, WEIGHTED: tl.constexpr,
-    TEMPERED: tl.constexpr, LANES: tl.constexpr, BLOCK_K: tl.constexpr, TOP1: tl.constexpr, SHARD: tl.constexpr,
+    WANTED: tl.constexpr, LANES: tl.constexpr, BLOCK_K: tl.constexpr, SHARD: tl.constexpr,
 ):  # fmt: skip
     """The statistics of every row, or their states if SHARD, as those of `softmax_statistics_kernel`.
 
@@ -81,12 +97,11 @@ def support_statistics_kernel(
     active = True
     if row_mask is not None:
         active = tl.load(row_mask + row) != masked
-    shift, log_normalizer, expected_logit = 0.0, 0.0, 0.0
-    weighted_logit, tempered_log_normalizer = 0.0, 0.0
+    of_row = no_statistics()
     relative = tl.zeros([BLOCK_K], tl.float32)
     top1 = relative > 0
     if active:
-        inner, outer = factors_of_row(inner, outer, temperature, row, SOFTCAP)
+        inner, outer = factors_of_row(inner, outer, temperature, row, WANTED.SOFTCAP)
         x = logits + row_start(row, inner_rows, outer_stride, inner_stride)
         first, count, full = support_of_row(starts, lengths, row, n, V)
         column = tl.full([BLOCK_K], -1, tl.int64)
@@ -94,54 +109,48 @@ def support_statistics_kernel(
         if index is not None:
             column = tl.load(index + row * K + k, mask=k < K, other=-1).to(tl.int64)
         inside = (column >= 0) & (column < V)
-        m = tl.full([LANES], LOWEST, tl.float32)
-        s = tl.zeros([LANES], tl.float32)
-        t, w, c, q = s, s, s, s
+        state = empty_state(tl.zeros([LANES], tl.float32))
         outside = tl.sum(((k < K) & ~inside).to(tl.int32), axis=0) if index is not None else 0
         for j0 in range(0, count, LANES):
             j = j0 + tl.arange(0, LANES)
             token = read_ids(ids, first, j, count, full)
             outside += tl.sum((token >= V).to(tl.int32), axis=0)
             used = (token >= 0) & (token < V)
-            z = transform(tl.load(x + token, mask=used, other=0.0), inner, outer, SOFTCAP)
+            z = transform(tl.load(x + token, mask=used, other=0.0), inner, outer, WANTED.SOFTCAP)
             weight = tl.full([LANES], 1.0, tl.float32) * class_weight
             if class_weights is not None:
                 weight = tl.load(class_weights + token, mask=used, other=0.0).to(tl.float32)
             z = tl.where(used, z, float("-inf"))
             weight = tl.where(used, weight, 0.0)
-            m, s, t, w, c, q, _ = update(m, s, t, w, c, q, s, z[:, None], weight[:, None], sharpness, EXPECTED,
-                                         WEIGHTED, TEMPERED, False)  # fmt: skip
+            state = update(state, z[:, None], weight[:, None], sharpness, WANTED)
             if index is not None:
                 member = member | any_equal(token, column, j, count)
-        m, s, t, w, c, q, _ = merge(m, s, t, w, c, q, s, sharpness, EXPECTED, WEIGHTED, TEMPERED, False)
+        m, s, t, w, c, q, u = merge(state, sharpness, WANTED)
         if not SHARD:
             # As in softmax_statistics, a row without a distribution is NaN, and so is one of a class that is none.
             s = tl.where((s > 0) & (outside == 0), s, float("nan"))
-        shift = m + (s - s)
         if index is not None:
-            z_selected = transform(tl.load(x + column, mask=inside, other=0.0), inner, outer, SOFTCAP)
+            z_selected = transform(tl.load(x + column, mask=inside, other=0.0), inner, outer, WANTED.SOFTCAP)
             relative = tl.where(member, z_selected - m, float("-inf")) + (s - s)
-            if TOP1:
+            if WANTED.TOP1:
                 argmax = tl.full([LANES], NOWHERE, tl.int64)
                 for j0 in range(0, count, LANES):
                     token = read_ids(ids, first, j0 + tl.arange(0, LANES), count, full)
                     used = (token >= 0) & (token < V)
-                    z = transform(tl.load(x + token, mask=used, other=0.0), inner, outer, SOFTCAP)
+                    z = transform(tl.load(x + token, mask=used, other=0.0), inner, outer, WANTED.SOFTCAP)
                     argmax = tl.where(used & (z >= m), tl.minimum(argmax, token), argmax)
                 # Not `relative >= 0`, since a compiler may fuse that difference with the product in `transform`.
                 top1 = member & (z_selected >= m) & (column == tl.min(argmax, axis=0))
         if SHARD:
-            write_state(packed, row, rows, k, K, m, s, t, w, c, q, 0.0,
-                        tl.where(inside, relative, float("inf")), top1, EXPECTED, WEIGHTED, TEMPERED, False,
-                        index is not None, TOP1)  # fmt: skip
-        log_normalizer = tl.log(s)
-        expected_logit = t / s
-        weighted_logit = w + (s - s)
-        tempered_log_normalizer = tl.log(q) + (s - s)
+            to = write_state(packed, row, rows, State(m, s, t, w, c, q, u), None, WANTED)
+            if index is not None:
+                relative = tl.where(inside, relative, float("inf"))
+                write_selected_state(to, rows, k, K, relative, top1, WANTED)
+        of_row = statistics_of(State(m, s, t, w, c, q, u))
     if not SHARD:
-        write_fields(packed, selected, is_top1, row, rows, k, K, shift, log_normalizer, expected_logit, weighted_logit,
-                     tempered_log_normalizer, 0.0, relative, top1, EXPECTED, WEIGHTED, TEMPERED, False,
-                     index is not None, TOP1, LOG_PROBS)  # fmt: skip
+        write_statistics(packed, row, rows, of_row, True, None, WANTED)
+        if index is not None:
+            write_selected(selected, is_top1, row, k, K, relative, top1, of_row.log_normalizer, WANTED)
 
 
 @triton.jit(
@@ -159,8 +168,7 @@ def support_gradient_kernel(
     inner_stride: tl.int64, out_outer_stride: tl.int64, out_inner_stride: tl.int64, n_stride: tl.int32,
     e_stride: tl.int32, w_stride: tl.int32, t_stride: tl.int32, s_stride: tl.int32, inner: tl.float32,
     outer: tl.float32, class_weight: tl.float32, sharpness: tl.float32, masked: tl.int64,
-    SOFTCAP: tl.constexpr, LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, LANES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    WANTED: tl.constexpr, LANES: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the logits, by the formula in `kernels.softmax_gradient`; 0 outside of the support.
 
@@ -168,35 +176,24 @@ def support_gradient_kernel(
     are written after all its logits were read, so that ``out`` may be ``logits``. The other inputs are those of
     `softmax_gradient_kernel` and `support_statistics_kernel`.
     """
-    EXPECTED: tl.constexpr = grad_expected_logit is not None
-    WEIGHTED: tl.constexpr = grad_weighted_logit is not None
-    TEMPERED: tl.constexpr = grad_tempered is not None
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     x = logits + row_start(row, inner_rows, outer_stride, inner_stride)
     to = out + row_start(row, inner_rows, out_outer_stride, out_inner_stride)
-    active = True
-    if row_mask is not None:
-        active = tl.load(row_mask + row) != masked
-    inner, outer = factors_of_row(inner, outer, temperature, row, SOFTCAP)
+    inner, outer = factors_of_row(inner, outer, temperature, row, WANTED.SOFTCAP)
+    reading = Reading(inner, outer, sharpness, class_weights, class_weight)
+    of_rows = OfRows(packed, rows, index, K, row_mask, masked, temperature)
+    upstream = Upstream(
+        grad_log_normalizer, grad_expected_logit, grad_weighted_logit, grad_tempered, grad_selected, n_stride, e_stride,
+        w_stride, t_stride, s_stride,
+    )  # fmt: skip
     first, count, full = support_of_row(starts, lengths, row, n, V)
     a, b, d, h, tempered = 0.0, 0.0, 0.0, 0.0, 0.0
     g_selected = tl.zeros([BLOCK_K], tl.float32)
     column = tl.full([BLOCK_K], -1, tl.int64)
     needed = False
-    if active:
-        if grad_log_normalizer is not None:
-            a = tl.load(grad_log_normalizer + row * n_stride)
-        if EXPECTED:
-            b = tl.load(grad_expected_logit + row * e_stride)
-            expected_logit = tl.load(packed + EXPECTED_LOGIT * rows + row)
-            a += b * (expected_logit if ENTROPY else 1.0 - expected_logit)
-            b = -b if ENTROPY else b
-        if WEIGHTED:
-            d = tl.load(grad_weighted_logit + row * w_stride)
-        if TEMPERED:
-            h = tl.load(grad_tempered + row * t_stride) * sharpness
-            tempered = tl.load(packed + TEMPERED_LOG_NORMALIZER * rows + row)
+    if is_active(of_rows, row):
+        a, b, d, h, tempered = derivative_of_fields(upstream, of_rows, row, sharpness, WANTED)
         needed = (a != 0.0) | (b != 0.0) | (d != 0.0) | (h != 0.0)
         if grad_selected is not None:
             column = tl.load(index + row * K + k, mask=k < K, other=-1).to(tl.int64)
@@ -207,11 +204,12 @@ def support_gradient_kernel(
             member = member | full
             g_selected = tl.load(grad_selected + row * s_stride + k, mask=(k < K) & member, other=0.0)
             needed = needed | (tl.sum((g_selected != 0.0).to(tl.int32), axis=0) > 0)
-            if LOG_PROBS:
+            if WANTED.LOG_PROBS:
                 a -= tl.sum(g_selected, axis=0)
     if needed:
         shift = tl.load(packed + SHIFT * rows + row)
         log_normalizer = tl.load(packed + LOG_NORMALIZER * rows + row)
+        derivative = Derivative(shift, log_normalizer, tempered, a, b, d, h)
         for j0 in range(0, count, LANES):
             j = j0 + tl.arange(0, LANES)
             token = read_ids(ids, first, j, count, full)
@@ -219,8 +217,8 @@ def support_gradient_kernel(
             weight = tl.full([LANES], 1.0, tl.float32) * class_weight
             if class_weights is not None:
                 weight = tl.load(class_weights + token, mask=used, other=0.0).to(tl.float32)
-            g, slope = gradient(tl.load(x + token, mask=used, other=0.0), weight, shift, log_normalizer, tempered, a, b,
-                                d, h, inner, outer, sharpness, SOFTCAP, EXPECTED, WEIGHTED, TEMPERED)  # fmt: skip
+            z = tl.load(x + token, mask=used, other=0.0)
+            g, slope = gradient(z, weight, reading, derivative, WANTED)
             if grad_selected is not None:
                 g += tl.sum(tl.where(token[:, None] == column[None, :], g_selected[None, :], 0.0), axis=1)
             g = g * slope
@@ -249,12 +247,7 @@ def lanes_for(K: int) -> int:
 def plan_for(x: Layout, n: int, rows: int, K: int, options: Options, top1: bool, shard: bool) -> Plan:
     """The launch of `support_statistics_kernel` for one group of rows; ``rows`` counts those of all groups."""
     shape, strides, _ = x
-    constexprs = dict(
-        SOFTCAP=options.transform.softcap is not None, LOG_PROBS=options.wants("log_probs"),
-        EXPECTED=options.wants("expected_logit") or options.wants("entropy"), WEIGHTED=options.wants("weighted_logit"),
-        TEMPERED=options.wants("log_sum_sq_probs") or options.wants("tempered_log_normalizer"),
-        LANES=lanes_for(K), BLOCK_K=power_of_two(K), TOP1=top1, SHARD=shard,
-    )  # fmt: skip
+    constexprs = dict(WANTED=wanted(options, top1), LANES=lanes_for(K), BLOCK_K=power_of_two(K), SHARD=shard)
     numbers = (rows, shape[-1], K, n, *row_strides(shape, strides), *options.transform.factors(), options.class_weight,
                options.sharpness, options.masked)  # fmt: skip
     return Plan(support_statistics_kernel, shape[:-1].numel(), numbers, constexprs, 4)
@@ -284,14 +277,12 @@ def sizes(ids: torch.Tensor | None, starts: torch.Tensor | None) -> tuple[int, i
 
 
 def gradient_plan_for(
-    x: Layout, out: Layout, n: int, gradient_strides: tuple[int, ...], rows: int, K: int, options: Options
-) -> Plan:
-    """The launch of `support_gradient_kernel` for one group of rows; ``rows`` counts those of all groups."""
+    x: Layout, out: Layout, n: int, given: tuple[bool, ...], gradient_strides: tuple[int, ...], rows: int, K: int,
+    options: Options,
+) -> Plan:  # fmt: skip
+    """The launch of `support_gradient_kernel` for one group of rows, see `softmax_gradient.plan_for`."""
     shape, strides, _ = x
-    constexprs = dict(
-        SOFTCAP=options.transform.softcap is not None, LOG_PROBS=options.wants("log_probs"),
-        ENTROPY=options.wants("entropy"), LANES=lanes_for(K), BLOCK_K=power_of_two(K),
-    )  # fmt: skip
+    constexprs = dict(WANTED=wanted_gradient(options, given), LANES=lanes_for(K), BLOCK_K=power_of_two(K))
     numbers = (rows, shape[-1], K, n, *row_strides(shape, strides), *row_strides(shape, out[1])[1:],
                *gradient_strides[:-1], gradient_strides[-1] * K, *options.transform.factors(), options.class_weight,
                options.sharpness, options.masked)  # fmt: skip
@@ -308,8 +299,9 @@ def support_gradient(
     K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
     values = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)  # type: ignore[union-attr]
     n, S = sizes(ids, starts)
+    given = tuple([g is not None for g in grads])
     for first, (x, g) in row_groups(logits, out) if rows else ():
         of_rows = ids, index, row_mask, temperature, starts, lengths, packed, *grads, values
         tensors = flat_rows(first, of_rows, (S, K, 1, 1, 1, 1, 1, 1, 1, 1, 1, K, S))
-        about = layout_of(x), layout_of(g), n, gradient_strides, rows, K, options
+        about = layout_of(x), layout_of(g), n, given, gradient_strides, rows, K, options
         launch(gradient_plan_for, about, (x, class_weights, g, *tensors))
