@@ -64,17 +64,17 @@ def e4m3(code):
 
 
 @triton.jit
-def scale_of(of, block, expert, there, SCALES: tl.constexpr):
+def scale_of(of, block, expert, there, CODE: tl.constexpr):
     """The float32 scales of blocks."""
     scale = tl.load(of.scales + block, mask=there, other=0)
     if of.table is not None:
         # The sum with zero rounds the product, which a compiler would otherwise fuse with the sum that follows.
         outer = tl.load(of.outer_scales + block // NESTED, mask=there, other=0.0)
         return tl.fma(tl.load(of.table + scale.to(tl.int32)), outer, 0.0) + tl.load(of.offset)
-    elif SCALES == "e8m0":
+    elif CODE.SCALES == "e8m0":
         bits = scale.to(tl.int32)
         return tl.where(bits > 0, bits << 23, 0x400000).to(tl.float32, bitcast=True)
-    elif SCALES == "e4m3":
+    elif CODE.SCALES == "e4m3":
         return e4m3(scale) * tl.load(of.outer_scales + expert)
     else:
         return scale.to(tl.float32)
@@ -107,7 +107,7 @@ def decode_segments(of, expert, row, column, there, CODE: tl.constexpr):
         block = source // CODE.BLOCK_COLUMNS
     else:
         block = expert * GRID + row // CODE.BLOCK_ROWS * GRID_COLUMNS + column // CODE.BLOCK_COLUMNS
-    scale = scale_of(of, block, expert, there, CODE.SCALES)[:, None]
+    scale = scale_of(of, block, expert, there, CODE)[:, None]
     mask = there[:, None]
     if FORMAT == "int8" or FORMAT == "e4m3" or FORMAT == "native e4m3":
         code = tl.load(of.data + source[:, None] + tl.arange(0, LENGTH)[None, :], mask=mask, other=0)

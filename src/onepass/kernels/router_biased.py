@@ -74,16 +74,16 @@ def fast_sigmoid(z, PTX: tl.constexpr):
 
 
 @triton.jit
-def score_of(z, SCORE: tl.constexpr, PTX: tl.constexpr):
+def score_of(z, SCORING: tl.constexpr, PTX: tl.constexpr):
     """The score of a logit, before the k largest are selected."""
-    return fast_sigmoid(z, PTX) if SCORE == SIGMOID else sqrtsoftplus(z)
+    return fast_sigmoid(z, PTX) if SCORING.SCORE == SIGMOID else sqrtsoftplus(z)
 
 
 @triton.jit
 def value_of(x, bias, inner, outer, SCORING: tl.constexpr, PTX: tl.constexpr):
     """What experts are selected by: NaN for a logit without a score, and LOWEST for -inf."""
     z = logit(x, inner, outer, SCORING.SOFTCAP)
-    score = z if SCORING.AFTER else score_of(z, SCORING.SCORE, PTX)
+    score = z if SCORING.AFTER else score_of(z, SCORING, PTX)
     if SCORING.SCORE != SIGMOID:
         score = tl.where(z == float("inf"), float("nan"), score)
     if SCORING.AFTER:
@@ -102,7 +102,7 @@ def quick_value(x, bias, inner, outer, SCORING: tl.constexpr, PTX: tl.constexpr)
         value = z + bias.to(tl.float32)
     else:
         mask = z * SMALLEST * SMALLEST  # 0, or infinite as z is
-        value = score_of(z, SCORING.SCORE, PTX) + (bias.to(tl.float32) + mask)
+        value = score_of(z, SCORING, PTX) + (bias.to(tl.float32) + mask)
     return value
 
 

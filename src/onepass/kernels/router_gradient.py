@@ -101,7 +101,7 @@ def routing_gradient_kernel(
     if SCORING.RENORMALIZE:
         n = eps
         if SCORING.RELATIVE:
-            r, n, tiny = relative(s, z_selected, m, total, k < K, eps, SCORE)
+            r, n, tiny = relative(s, z_selected, m, total, k < K, eps, SCORING)
         n = tl.sum(r, axis=1) + n
         g = (g - (tl.sum(g * r, axis=1) / n)[:, None]) / n[:, None]
     a = tl.zeros([BLOCK_T], tl.float32)  # the gradient is p·(a + G), plus g at the selected experts

@@ -92,13 +92,13 @@ def raw_scores(z, m, total, valid, SCORING: tl.constexpr):
 
 
 @triton.jit
-def relative(s, z, m, total, valid, eps, SCORE: tl.constexpr):
+def relative(s, z, m, total, valid, eps, SCORING: tl.constexpr):
     """The scores and ``eps``, both relative to the largest selected score in tokens where all scores are tiny.
 
     Their quotients are the same, but tiny scores would underflow. Also returns a mask of these tokens.
     """
-    POWER: tl.constexpr = 0.5 if SCORE == SQRTSOFTPLUS else 1.0  # a tiny score is exp(POWER·(z - offset))
-    offset = m + tl.log(total) if SCORE == SOFTMAX else tl.zeros_like(m)
+    POWER: tl.constexpr = 0.5 if SCORING.SCORE == SQRTSOFTPLUS else 1.0  # a tiny score is exp(POWER·(z - offset))
+    offset = m + tl.log(total) if SCORING.SCORE == SOFTMAX else tl.zeros_like(m)
     top = tl.max(tl.where(valid, z, float("-inf")), axis=1)
     tiny = (top - offset < TINY) & (top > float("-inf"))
     s = tl.where(tiny[:, None] & valid, tl.exp2((z - top[:, None]) * (POWER * LOG2E)), s)
@@ -113,7 +113,7 @@ def weights_of(z, m, total, valid, eps, SCORING: tl.constexpr):
     if SCORING.RENORMALIZE:
         n = eps
         if SCORING.RELATIVE:
-            s, n, _ = relative(s, z, m, total, valid, eps, SCORING.SCORE)
+            s, n, _ = relative(s, z, m, total, valid, eps, SCORING)
         s = s / (ordered_sum(s) + n)[:, None]
     return s
 
