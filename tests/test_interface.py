@@ -237,3 +237,15 @@ def test_pyright_sees_the_same(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     found = {d["range"]["start"]["line"] + 1 for d in json.loads(done.stdout)["generalDiagnostics"]}
     assert sorted(found) == WRONG, done.stdout
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_keeps_and_shows_every_option(name):
+    module = getattr(onepass, name)
+    defaults = {p.name: p.default for p in inspect.signature(module).parameters.values()}
+    assert repr(module()) == f"{name}()"
+    for option in defaults:
+        value = torch.ones(3) if option in ("class_weights", "temperature") else object()
+        made = module(**{option: value})
+        assert made.options() == defaults | {option: value}
+        assert f"{option}=" in repr(made)

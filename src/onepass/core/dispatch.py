@@ -50,16 +50,17 @@ def refuse_forward_mode(*arguments: Any) -> None:
         raise NotImplementedError("onepass: forward-mode differentiation is not implemented, got a dual tensor")
 
 
-def refuse_second_derivatives() -> None:
-    """Raise in a backward that is called with ``create_graph=True``."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError("onepass: second derivatives are not implemented, got create_graph=True")
+def check_upstream(*grads: Tensor | None) -> None:
+    """Check the upstream gradients of a backward.
 
-
-def refuse_batched(grads: Iterable[Tensor | None]) -> None:
-    """Raise for upstream gradients of several backwards at once, of which no kernel could read the memory."""
+    Raises:
+        RuntimeError: the backward is called with ``create_graph=True``.
+        NotImplementedError: the gradients are those of several backwards at once, whose memory no kernel could read.
+    """
     if torch.compiler.is_compiling():
         return
+    if torch.is_grad_enabled():
+        raise RuntimeError("onepass: second derivatives are not implemented, got create_graph=True")
     if any([g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grads]):
         raise NotImplementedError("onepass: batched gradients (is_grads_batched, vmap) are not implemented")
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
 from onepass.backend import backend_of
-from onepass.core.dispatch import refuse_second_derivatives
+from onepass.core.dispatch import check_upstream
 from onepass.moe.token_sort import group_by_expert
 
 
@@ -117,7 +117,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        check_upstream(*grads)
         (places,) = ctx.saved_tensors
         needed = ctx.needs_input_grad[3:]
         found = [summed(g, places, ctx.exchange) if n else None for g, n in zip(grads, needed)]
@@ -135,7 +135,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        check_upstream(grad)
         (order,) = ctx.saved_tensors
         return None, None, None, copied(grad, order, ctx.share, ctx.exchange)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onepass.backend import backend_of
-from onepass.core.dispatch import is_plain, refuse_second_derivatives
+from onepass.core.dispatch import check_upstream, is_plain
 from onepass.core.invariance import is_batch_invariant
 
 
@@ -29,7 +29,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        check_upstream(grad)
         x, weight = ctx.saved_tensors
         needed = ctx.needs_input_grad
         return (

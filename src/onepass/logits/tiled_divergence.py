@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.core.dispatch import empty_gradients, operation, refuse_second_derivatives
+from onepass.core.dispatch import check_upstream, empty_gradients, operation
 from onepass.core.options import PairOptions, PairRows
 from onepass.core.shard import NOT_SHARDED, Shard
 from onepass.logits.head import HeadTensors, Settings
@@ -77,7 +77,7 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        check_upstream(grad)
         saved = ctx.saved_tensors
         found = _gradient(*parts(saved), grad, list(ctx.needs_input_grad[:COUNT]), *ctx.rest)
         return *found, *[None] * (len(saved) - COUNT + len(ctx.rest))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.core.dispatch import refuse_forward_mode, refuse_second_derivatives, without_autocast
+from onepass.core.dispatch import check_upstream, refuse_forward_mode, without_autocast
 from onepass.logits.gradients import Gradients
 from onepass.logits.head import Head, HeadTensors, Settings
 from onepass.logits.partitioned import gathered
@@ -135,7 +135,7 @@ class _TiledLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        check_upstream(grad)
         if not ctx.reduced:
             count, saved_tensors = len(HeadTensors._fields), ctx.saved_tensors  # which a checkpoint unpacks only once
             tensors, (row_mask, *saved) = HeadTensors(*saved_tensors[:count]), saved_tensors[count:]

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from onepass.backend import backend_of
 from onepass.core.dispatch import (
+    check_upstream,
     empty_gradients,
     is_untraced,
     operation,
-    refuse_second_derivatives,
     without_autocast,
 )
 from onepass.core.options import NOT_DIFFERENTIABLE, FieldGradients, Inputs, Options, Results, empty_results, pick
@@ -100,7 +100,7 @@ class _TiledStatistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        check_upstream(*grads)
         *tensors, packed, of_hidden, of_low = ctx.saved_tensors
         options = ctx.options
         head, inputs, needed = *parts(tensors), list(ctx.needs_input_grad[:COUNT])

@@ -18,6 +18,7 @@ from onepass.core.options import REDUCTIONS, Reduction
 from onepass.core.shard import Group
 from onepass.logits.source import Count, Divisor, Logits, as_source, inputs_for, options_for
 from onepass.logits.tensor_like import TORCH_FUNCTIONS
+from onepass.losses.module import LossModule
 from onepass.losses.reduction import divisor_of, group_of_mean, summed
 
 POSITIONAL = ("weight", "ignore_index", "reduction", "label_smoothing")  # torch's order, in earlier versions
@@ -144,7 +145,7 @@ def cross_entropy(
     return -score if divisor is None else score
 
 
-class CrossEntropyLoss(torch.nn.Module):
+class CrossEntropyLoss(LossModule):
     """`cross_entropy` as a module with the same options, all keyword-only; see also `torch.nn.CrossEntropyLoss`.
 
     ``class_weights`` is a buffer.
@@ -169,14 +170,7 @@ class CrossEntropyLoss(torch.nn.Module):
         gradient_in_forward: bool = True,
     ) -> None:
         super().__init__()
-        self.register_buffer("class_weights", class_weights)
-        self.ignore_index = ignore_index
-        self.label_smoothing = label_smoothing
-        self.z_loss_weight = z_loss_weight
-        self.reduction: Reduction = reduction
-        self.mean_group = mean_group
-        self.temperature, self.softcap, self.logit_scale = temperature, softcap, logit_scale
-        self.inplace_backward, self.gradient_in_forward = inplace_backward, gradient_in_forward
+        self.keep(locals())
 
     def forward(
         self,
@@ -186,22 +180,13 @@ class CrossEntropyLoss(torch.nn.Module):
         row_mask: Tensor | None = None,
         num_items: float | Tensor | None = None,
     ) -> Tensor:
-        return cross_entropy(
-            logits, target, class_weights=self.class_weights, ignore_index=self.ignore_index, row_mask=row_mask,
-            label_smoothing=self.label_smoothing, z_loss_weight=self.z_loss_weight, reduction=self.reduction,
-            num_items=num_items, mean_group=self.mean_group, temperature=self.temperature, softcap=self.softcap,
-            logit_scale=self.logit_scale, inplace_backward=self.inplace_backward,
-            gradient_in_forward=self.gradient_in_forward,
-        )  # fmt: skip
+        return cross_entropy(logits, target, row_mask=row_mask, num_items=num_items, **self.options())
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         old = f"{prefix}weight" in state_dict and f"{prefix}class_weights" not in state_dict
         if old and not hasattr(self, "weight"):  # its name in earlier versions
             state_dict[f"{prefix}class_weights"] = state_dict.pop(f"{prefix}weight")
         super()._load_from_state_dict(state_dict, prefix, *rest)
-
-    def extra_repr(self) -> str:
-        return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, label_smoothing={self.label_smoothing}"
 
 
 def torch_cross_entropy(

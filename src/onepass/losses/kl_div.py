@@ -1,6 +1,5 @@
 """Divergences between a student and a teacher over the whole vocabulary."""
 
-import torch
 from torch import Tensor
 
 from onepass.core.checks import check_pair, check_row_mask, check_transform
@@ -10,6 +9,7 @@ from onepass.core.options import Direction, PairOptions, PairRows, Reduction, Tr
 from onepass.core.shard import Group
 from onepass.logits.source import Logits, as_source, number_of, temperature_of_rows
 from onepass.losses.directions import BETA, resolved
+from onepass.losses.module import LossModule
 from onepass.losses.reduction import divisor_of
 
 
@@ -91,7 +91,7 @@ def kl_div(
     return student.divergence(teacher, PairRows(row_mask, of_rows, teacher_of_rows), options, divisor)
 
 
-class KLDivLoss(torch.nn.Module):
+class KLDivLoss(LossModule):
     """`kl_div` as a module with the same options."""
 
     def __init__(
@@ -110,12 +110,7 @@ class KLDivLoss(torch.nn.Module):
         teacher_logit_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        self.direction, self.beta, self.vocab_size = direction, beta, vocab_size
-        self.reduction: Reduction = reduction
-        self.mean_group = mean_group
-        self.temperature, self.softcap, self.logit_scale = temperature, softcap, logit_scale
-        self.teacher_temperature, self.teacher_softcap = teacher_temperature, teacher_softcap
-        self.teacher_logit_scale = teacher_logit_scale
+        self.keep(locals())
 
     @renamed(positional=("mask", "num_items"), mask="row_mask")
     def forward(
@@ -126,13 +121,4 @@ class KLDivLoss(torch.nn.Module):
         row_mask: Tensor | None = None,
         num_items: float | Tensor | None = None,
     ) -> Tensor:
-        return kl_div(
-            student_logits, teacher_logits, row_mask=row_mask, direction=self.direction, beta=self.beta,
-            vocab_size=self.vocab_size, reduction=self.reduction, num_items=num_items, mean_group=self.mean_group,
-            temperature=self.temperature, softcap=self.softcap, logit_scale=self.logit_scale,
-            teacher_temperature=self.teacher_temperature, teacher_softcap=self.teacher_softcap,
-            teacher_logit_scale=self.teacher_logit_scale,
-        )  # fmt: skip
-
-    def extra_repr(self) -> str:
-        return f"direction={self.direction!r}, beta={self.beta}, reduction={self.reduction!r}"
+        return kl_div(student_logits, teacher_logits, row_mask=row_mask, num_items=num_items, **self.options())

@@ -15,6 +15,7 @@ from onepass.losses.cross_entropy import cross_entropy
 from onepass.losses.directions import BETA
 from onepass.losses.kl_div import kl_div
 from onepass.losses.log_probs import selective_log_softmax_and_entropy
+from onepass.losses.module import LossModule
 from onepass.losses.statistics import softmax_statistics
 from onepass.losses.topk_distillation import mask_of_rows_or_tokens, topk_kl_div
 from onepass.softmax.statistics import SoftmaxStatistics
@@ -247,7 +248,7 @@ def linear_kl_div(
     )  # fmt: skip
 
 
-class LinearCrossEntropyLoss(torch.nn.Module):
+class LinearCrossEntropyLoss(LossModule):
     """`linear_cross_entropy` as a module with the same options, all keyword-only. ``class_weights`` is a buffer."""
 
     class_weights: Tensor | None
@@ -272,16 +273,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.register_buffer("class_weights", class_weights)
-        self.ignore_index = ignore_index
-        self.label_smoothing = label_smoothing
-        self.z_loss_weight = z_loss_weight
-        self.reduction: Reduction = reduction
-        self.mean_group = mean_group
-        self.temperature, self.softcap, self.logit_scale = temperature, softcap, logit_scale
-        self.logits_dtype, self.max_memory = logits_dtype, max_memory
-        self.vocab_group, self.vocab_size = vocab_group, vocab_size
-        self.sequence_parallel = sequence_parallel
+        self.keep(locals())
 
     @renamed(positional=("bias",))
     def forward(
@@ -296,13 +288,5 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         num_items: float | Tensor | None = None,
     ) -> Tensor:
         return linear_cross_entropy(
-            hidden, weight, target, bias=bias, lora=lora, class_weights=self.class_weights,
-            ignore_index=self.ignore_index, row_mask=row_mask, label_smoothing=self.label_smoothing,
-            z_loss_weight=self.z_loss_weight, reduction=self.reduction, num_items=num_items, mean_group=self.mean_group,
-            temperature=self.temperature, softcap=self.softcap, logit_scale=self.logit_scale,
-            logits_dtype=self.logits_dtype, max_memory=self.max_memory, vocab_group=self.vocab_group,
-            vocab_size=self.vocab_size, sequence_parallel=self.sequence_parallel,
-        )  # fmt: skip
-
-    def extra_repr(self) -> str:
-        return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, label_smoothing={self.label_smoothing}"
+            hidden, weight, target, bias=bias, lora=lora, row_mask=row_mask, num_items=num_items, **self.options()
+        )

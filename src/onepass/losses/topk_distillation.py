@@ -35,6 +35,7 @@ from onepass.logits.source import (
 )
 from onepass.losses.directions import BETA, resolved
 from onepass.losses.log_probs import selective_log_softmax
+from onepass.losses.module import LossModule
 from onepass.losses.reduction import divisor_of, reduced
 from onepass.softmax.teacher_tokens import teacher_tokens
 
@@ -280,7 +281,7 @@ def terms(of_teacher: Sequence[Tensor], student: Tensor, direction: Direction, b
     return to_mixture + from_mixture
 
 
-class TopKKLDivLoss(torch.nn.Module):
+class TopKKLDivLoss(LossModule):
     """`topk_kl_div` as a module with the same options."""
 
     def __init__(
@@ -296,10 +297,7 @@ class TopKKLDivLoss(torch.nn.Module):
         logit_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        self.direction, self.beta, self.renormalize = direction, beta, renormalize
-        self.reduction: Reduction = reduction
-        self.mean_group = mean_group
-        self.temperature, self.softcap, self.logit_scale = temperature, softcap, logit_scale
+        self.keep(locals())
 
     @renamed(positional=("mask", "num_items"), mask=mask_of_rows_or_tokens)
     def forward(
@@ -314,10 +312,5 @@ class TopKKLDivLoss(torch.nn.Module):
     ) -> Tensor:
         return topk_kl_div(
             student_logits, teacher_ids, teacher_log_probs, row_mask=row_mask, teacher_mask=teacher_mask,
-            direction=self.direction, beta=self.beta, renormalize=self.renormalize, reduction=self.reduction,
-            num_items=num_items, mean_group=self.mean_group, temperature=self.temperature, softcap=self.softcap,
-            logit_scale=self.logit_scale,
+            num_items=num_items, **self.options(),
         )  # fmt: skip
-
-    def extra_repr(self) -> str:
-        return f"direction={self.direction!r}, beta={self.beta}, reduction={self.reduction!r}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onepass.backend import backend_of
 from onepass.core.checks import FLOATS, INF, Adapter, adapter_of, check_choice, check_device, check_number, described
-from onepass.core.dispatch import autocast_dtype, empty_gradients, operation, refuse_second_derivatives
+from onepass.core.dispatch import autocast_dtype, check_upstream, empty_gradients, operation
 from onepass.core.moe_options import (
     ACTIVATIONS,
     EXPERT_TENSORS,
@@ -177,7 +177,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        check_upstream(grad)
         h, *arguments = ctx.saved_tensors
         needed = list(ctx.needs_input_grad[1 : 1 + len(ExpertTensors._fields)])
         found = _gradient(grad.contiguous(), h, *parted(arguments), needed, ctx.options)

@@ -19,7 +19,7 @@ from onepass.core.checks import (
     described,
 )
 from onepass.core.deprecated import renamed
-from onepass.core.dispatch import operation, refuse_second_derivatives
+from onepass.core.dispatch import check_upstream, operation
 from onepass.core.invariance import is_batch_invariant
 from onepass.core.moe_options import (
     GROUP_SCORES,
@@ -265,7 +265,7 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        check_upstream(*grads)
         weights, _, _, prob_sums, logsumexp, _ = grads
         sums = (prob_sums, logsumexp) if ctx.options.sums else (None, None)
         return _gradient(*ctx.saved_tensors, RoutingGradients(weights, *sums), ctx.options), None, None, None, None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from onepass.backend import backend_of
 from onepass.core.checks import FLOATS, check_device, described
-from onepass.core.dispatch import autocast_dtype, empty_gradients, operation, refuse_second_derivatives
+from onepass.core.dispatch import autocast_dtype, check_upstream, empty_gradients, operation
 from onepass.core.moe_options import Activation, Groups, ScatterGradients, ScatterOptions, ScatterTensors
 from onepass.core.quantized import Encoded, Weight, WeightParts, cast, joined
 from onepass.moe.experts import expert_mlp
@@ -156,7 +156,7 @@ class _Scattered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        check_upstream(grad)
         x, weight, bias, weights, y, experts, *rest = ctx.saved_tensors
         tensors, needed = ScatterTensors(x, weight, bias, weights), list(ctx.needs_input_grad[:4])
         groups, parts = Groups(*rest[:4]), WeightParts(*rest[4:])

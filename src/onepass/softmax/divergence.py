@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onepass import reference
 from onepass.backend import backend_of
-from onepass.core.dispatch import empty_gradient, operation, refuse_second_derivatives
+from onepass.core.dispatch import check_upstream, empty_gradient, operation
 from onepass.core.options import DIVERGENCE, PAIR_NUMBERS, PairOptions, PairRows, empty_pair_numbers, normalizers
 from onepass.core.shard import NOT_SHARDED, PAIR_STATE, Shard
 from onepass.softmax.shards import group_named, merge_states, of_all_ranks, state_of_rows
@@ -111,7 +111,7 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        check_upstream(grad)
         student, teacher, *read, packed = ctx.saved_tensors
         found = _gradient(student, teacher, PairRows(*read), packed, grad, list(ctx.needs_input_grad[:2]), ctx.options)
         return *found, *[None] * 5

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from onepass import reference
 from onepass.backend import backend_of
-from onepass.core.dispatch import empty_gradient, operation, refuse_forward_mode, refuse_second_derivatives
+from onepass.core.dispatch import check_upstream, empty_gradient, operation, refuse_forward_mode
 from onepass.core.options import Average, FieldGradients, Inputs, Options, Results, empty_results, pick
 from onepass.core.shard import Shard, per_row, state_fields
 from onepass.softmax.statistics import averaged, early_gradient, keep_share, returned, share_of, upstream_of
@@ -226,7 +226,7 @@ class _ShardStatistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        check_upstream(*grads)
         logits, *tensors, share, packed, early = ctx.saved_tensors
         inputs = Inputs(*tensors)
         upstream = upstream_of(grads, share, ctx.options)

@@ -13,12 +13,11 @@ from torch import Tensor
 from onepass import reference
 from onepass.backend import backend_of, is_debugging
 from onepass.core.dispatch import (
+    check_upstream,
     empty_gradient,
     is_plain,
     operation,
-    refuse_batched,
     refuse_forward_mode,
-    refuse_second_derivatives,
 )
 from onepass.core.options import (
     Average,
@@ -139,7 +138,7 @@ class _SelectedLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        refuse_second_derivatives()
+        check_upstream(grad)
         logits, index = ctx.saved_tensors
         return _selected_gradient(logits, index, grad, ctx.transform), None, None
 
@@ -248,12 +247,7 @@ def is_capturing(tensor: Tensor) -> bool:
 
 
 def upstream_of(grads: tuple[Tensor | None, ...], share: Tensor | None, options: Options) -> FieldGradients:
-    """The upstream gradients of the fields, from those of what `averaged` returned.
-
-    Raises:
-        NotImplementedError: they are those of several backwards at once (``is_grads_batched``).
-    """
-    refuse_batched(grads)
+    """The upstream gradients of the fields, from those of what `averaged` returned."""
     if share is None or grads[0] is None:
         return FieldGradients.of(options.fields, grads)
     return FieldGradients(selected=grads[0], share=share)
@@ -304,7 +298,7 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        check_upstream(*grads)
         logits, *tensors, share, packed, early = ctx.saved_tensors
         inputs = Inputs(*tensors)
         upstream = upstream_of(grads, share, ctx.options)
