@@ -20,20 +20,22 @@ from onepass.reference.linear_statistics import linear_statistics, state_bytes, 
 from onepass.reference.router import route, route_gradient
 from onepass.reference.shards import merge_divergences, merge_shards, shard_statistics
 from onepass.reference.softmax import (
-    reads_once,
-    row_average,
     row_gemm,
-    row_share,
     scale,
     selected_logits,
     selected_logits_gradient,
-    softmax_average,
     softmax_gradient,
-    softmax_loss,
     softmax_statistics,
+    teacher_tokens,
+)
+from onepass.reference.softmax_loss import (
+    reads_once,
+    row_average,
+    row_share,
+    softmax_average,
+    softmax_loss,
     supports_early_gradient,
     supports_fused_loss,
-    teacher_tokens,
 )
 
 # The first exp of a process that several threads share is off by 1e-4 in 1 to 3 of 100 processes (torch 2.13, x86); not

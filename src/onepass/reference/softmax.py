@@ -1,4 +1,4 @@
-"""The softmax operations of `onepass.kernels` in plain PyTorch: statistics, gradients, means and scaling.
+"""The softmax operations of `onepass.kernels` in plain PyTorch: statistics, gradients and scaling.
 
 Rows are processed in blocks, so that no second ``(rows, V)`` tensor is allocated. Sums have the dtype of the results.
 """
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from onepass.core.options import PACKED, Average, FieldGradients, Inputs, Options, Results, Transform, empty_results
+from onepass.core.options import PACKED, FieldGradients, Inputs, Options, Results, Transform, empty_results
 from onepass.core.support import of_each_row
 
 BLOCK_ELEMENTS = 1 << 20
@@ -309,45 +309,6 @@ def softmax_gradient(
         finish(g, slope, of_row, to)
 
 
-def supports_early_gradient(logits: Tensor, inputs: Inputs) -> bool:
-    """Return False: a host that computes gains nothing from a backward that has less to launch."""
-    return False
-
-
-def supports_fused_loss(logits: Tensor, index: Tensor | None, options: Options) -> bool:
-    """Whether `softmax_loss` takes less time than its two parts."""
-    return reads_once(logits, Inputs(index), options)
-
-
-def reads_once(logits: Tensor, inputs: Inputs, options: Options) -> bool:
-    """Whether one exponential serves statistics and gradient. On a GPU, the gradient may be in vain."""
-    plain = options.fields == "log_probs" and inputs.index is not None and inputs.support is None
-    return logits.is_cpu and plain
-
-
-def softmax_loss(logits: Tensor, inputs: Inputs, grads: FieldGradients, options: Options, out: Tensor) -> Results:
-    """Return the `softmax_statistics` of the logits, and write their `softmax_gradient` to ``out``."""
-    if reads_once(logits, inputs, options):
-        return read_rows(logits, inputs, options, grads.selected, out)
-    results = softmax_statistics(logits, inputs, options)
-    softmax_gradient(logits, inputs, results[0], grads, options, out)
-    return results
-
-
-def softmax_average(
-    logits: Tensor, inputs: Inputs, average: Average, last: Tensor | None, options: Options, out: Tensor
-) -> tuple[Results, Tensor, Tensor]:
-    """Return the `softmax_statistics`, the average of the only field, log-probs, and the `row_share` of every row.
-
-    The gradient of the average, for the upstream gradient that the ``last`` share was written for (None: 1), is written
-    to ``out``.
-    """
-    share = row_share(logits, inputs.row_mask, average, last)
-    results = softmax_loss(logits, inputs, FieldGradients(selected=share[1]), options, out)
-    total, share = row_average(results[1], inputs.row_mask, average, share)  # type: ignore[arg-type]
-    return results, total, share
-
-
 def selected_logits(logits: Tensor, index: Tensor, transform: Transform) -> Tensor:
     """The transformed logits of the classes ``index``, ``(..., K)``, in the dtype of the fields; NaN outside."""
     inside = index.clamp(0, logits.shape[-1] - 1)
@@ -396,31 +357,6 @@ def row_gemm(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
     for row, to in zip(a.to(wide), out):
         product = row.clone() @ b
         to.copy_(product if bias is None else product + bias)
-
-
-def row_share(logits: Tensor, row_mask: Tensor | None, average: Average, last: Tensor | None = None) -> Tensor:
-    """``(3,)``: what every row of the logits counts for in an average; that times the upstream gradient of the ``last``
-    one; and what its own upstream gradient will be, which the backward writes.
-    """
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    part = part_of(logits[..., 0], row_mask, average, dtype)
-    return torch.stack([part, part if last is None else part * last[2], part])
-
-
-def part_of(rows: Tensor, row_mask: Tensor | None, average: Average, dtype: torch.dtype) -> Tensor:
-    """What every row counts for in an average."""
-    part = torch.full((), average.factor, dtype=dtype, device=rows.device)
-    if average.counted:
-        part = part / (rows.numel() if row_mask is None else (row_mask != average.masked).sum())
-    return part if average.divisor is None else part / average.divisor.to(dtype)
-
-
-def row_average(
-    values: Tensor, row_mask: Tensor | None, average: Average, share: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The average of ``values``, and what every row counts for: ``share`` if it is known."""
-    share = part_of(values, row_mask, average, values.dtype).view(1) if share is None else share
-    return (values if row_mask is None else values.where(row_mask != average.masked, 0.0)).sum() * share[0], share
 
 
 def scale(x: Tensor, factor: Tensor, out: Tensor) -> None:
