@@ -8,7 +8,7 @@ import io
 import sys
 import tokenize
 from collections.abc import Callable, Iterable
-from functools import _lru_cache_wrapper, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def forget_results() -> None:
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "onepass":
             for value in list(vars(module).values()):
-                if isinstance(value, _lru_cache_wrapper) and value.__module__ == name:
+                if hasattr(value, "cache_clear") and value.__module__ == name:
                     value.cache_clear()
 
 

@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import warnings
 from importlib.util import find_spec
 
 import pytest
@@ -89,6 +90,16 @@ def uninitialised_memory_is_nan():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def dynamo():
+    """Dynamo, which has compiled nothing. Its warnings of kept results, each of which it gives once, are errors."""
+    torch._dynamo.reset()
+    getattr(torch._dynamo.utils, "warn_once_cache", set()).clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Dynamo detected a call")
+        yield torch._dynamo
 
 
 @pytest.fixture

@@ -124,10 +124,9 @@ def traced(loss, hidden, weight, bias, target):
 
 
 @pytest.mark.parametrize("loss", TRACED)
-def test_compile_without_graph_breaks(device, loss):
+def test_compile_without_graph_breaks(dynamo, device, loss):
     if interpreted(device) and loss not in ("cross_entropy", "kl_div, logits"):
         pytest.skip("what is compiled is the same on both backends")
-    torch._dynamo.reset()
     *parts, target = batch(device)
     backend = "inductor" if device.type == "cuda" else "aot_eager"
     compiled = torch.compile(traced, fullgraph=True, backend=backend)

@@ -428,8 +428,7 @@ def traced(x, bias, mask):
     return loss * scale + replayed.weights.square().sum() * replayed.changed
 
 
-def test_compile_without_graph_breaks(device):
-    torch._dynamo.reset()
+def test_compile_without_graph_breaks(dynamo, device):
     x = torch.randn(40, 16, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
     bias, mask = torch.randn(16).to(device), (torch.arange(40) % 4 != 0).to(device)
     backend = "inductor" if device.type == "cuda" else "aot_eager"

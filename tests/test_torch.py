@@ -61,11 +61,10 @@ def example(device, dtype=torch.float32, rows=8, vocab=515):
 
 @pytest.mark.parametrize("loss", ALL)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_compile_without_graph_breaks(device, loss, dynamic):
+def test_compile_without_graph_breaks(dynamo, device, loss, dynamic):
     few = loss in ("cross_entropy", "topk_kl_div", "jsd")  # test_14 of test_defects has all, dynamic
     if (dynamic and not few and device.type == "cpu") or (interpreted(device) and (dynamic or not few)):
         pytest.skip("what is compiled is the same on both backends")
-    torch._dynamo.reset()
     x, t = example(device)
     backend = "inductor" if device.type == "cuda" else "aot_eager"  # inductor wants a C++ compiler on a CPU
     compiled = torch.compile(ALL[loss], fullgraph=True, backend=backend, dynamic=dynamic)

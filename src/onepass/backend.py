@@ -4,12 +4,12 @@ Autograd functions, registered operations and losses of tiles call `backend_of` 
 """
 
 import os
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from onepass import reference
+from onepass.core.memo import memo
 
 DEBUG = os.environ.get("ONEPASS_DEBUG") == "1"
 
@@ -30,7 +30,7 @@ def backend_of(*inputs: Any) -> Any:
     return _kernels()
 
 
-@lru_cache
+@memo
 def _kernels() -> Any:
     """Import the kernels on first use."""
     from onepass import kernels  # Triton is available on Linux only

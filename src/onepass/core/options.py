@@ -5,11 +5,12 @@ operation registered with torch (`core.dispatch.operation`).
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
+
+from onepass.core.memo import memo
 
 Reduction = Literal["mean", "sum", "none"]
 Direction = Literal["forward", "reverse", "jsd"]
@@ -130,7 +131,7 @@ class FieldGradients(NamedTuple):
         return cls(*[None if place is None else grads[place] for place in _gradient_places(fields)])
 
 
-@lru_cache
+@memo
 def _gradient_places(fields: str) -> tuple[int | None, ...]:
     """For each of the `FieldGradients`, the position of its field in ``fields``; None if that is not requested."""
     places = {name: n for n, name in enumerate(_names(fields))}
@@ -138,7 +139,7 @@ def _gradient_places(fields: str) -> tuple[int | None, ...]:
     return tuple(places.get(instead.get(name, name), places.get(name)) for name in FieldGradients._fields)
 
 
-@lru_cache
+@memo
 def _names(fields: str) -> tuple[str, ...]:
     return tuple(fields.split())
 
@@ -181,13 +182,13 @@ def pick(results: Results, options: Options) -> tuple[Tensor, ...]:
     return tuple([packed[place] if place >= 0 else results[place] for place in _places(options.fields)])  # type: ignore[misc]
 
 
-@lru_cache
+@memo
 def _places(fields: str) -> tuple[int, ...]:
     """The positions of the fields in the packed results or, if negative, in the tuple of results."""
     return tuple(PLACES.get(f, -2 if f in PER_INDEX else -1) for f in _names(fields))
 
 
-@lru_cache
+@memo
 def not_differentiable(fields: str) -> tuple[int, ...]:
     """The positions of the requested fields that have no gradient."""
     return tuple(n for n, f in enumerate(_names(fields)) if f in NOT_DIFFERENTIABLE)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import triton
 
+from onepass.core.memo import memo
+
 # Threads that saturate a multiprocessor's memory bandwidth. If there are too few rows for that, programs become wider
 # first, which costs nothing. Only then do several programs share a row, which costs a zeroed workspace.
 THREADS_PER_SM = 512
@@ -191,7 +193,7 @@ def shared_memory() -> int:
     return SHARED_KIB.get(compute_capability(), 99) * 1024
 
 
-@lru_cache
+@memo
 def multiprocessors(device: torch.device) -> int:
     """The number of multiprocessors of the device."""
     if device.type != "cuda":  # the interpreter

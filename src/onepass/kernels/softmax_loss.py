@@ -9,12 +9,12 @@ average, since the host is then slower than the device.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
+from onepass.core.memo import memo
 from onepass.core.options import Average, FieldGradients, Inputs, Options, Results, empty_results
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
@@ -227,7 +227,7 @@ def of_all_programs(words, split, state, first, WANTED: tl.constexpr, SPLITS: tl
     return merge_lanes(State(ms, ss, ts, vs, cs, ss, ss), firsts, 0.0, WANTED)
 
 
-@lru_cache
+@memo
 def programs_for(vocab: int, size: int) -> tuple[int, int]:
     """``(lanes, splits)`` for a row of ``vocab`` logits of ``size`` bytes: a program's width, and their number."""
     vec = 16 // size

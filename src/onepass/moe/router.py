@@ -1,6 +1,5 @@
 """Routing of tokens to experts, for the routers of all model families: one kernel forward and one backward."""
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from onepass.core.checks import (
 from onepass.core.deprecated import renamed
 from onepass.core.dispatch import check_upstream, operation
 from onepass.core.invariance import is_batch_invariant
+from onepass.core.memo import memo
 from onepass.core.moe_options import (
     GROUP_SCORES,
     MAX_EXPERTS,
@@ -244,7 +244,7 @@ def check_options(experts: int, *options: Any) -> RouterOptions:
     return o
 
 
-@lru_cache(typed=True)
+@memo
 def check_once(experts: int, *options: Any) -> RouterOptions:
     """`check_options`, cached: a router is called once per layer with the same options."""
     return check_options(experts, *options)
