@@ -209,6 +209,10 @@ onepass.moe.route(x, 2, score="softmx")  # wrong
 onepass.moe.softmax_topk(x, 2, renormalise=False)  # wrong
 onepass.moe.route(x, 2).weights.sum()
 onepass.CrossEntropyLoss(reduction="sum")(x, t).backward()
+module = onepass.CrossEntropyLoss()
+smoothing: float = module.label_smoothing
+module.temperature = 2.0
+beta: float = onepass.KLDivLoss().beta * 2
 """
 WRONG = [n for n, line in enumerate(USER.splitlines(), 1) if line.endswith("# wrong")]
 
@@ -249,3 +253,11 @@ def test_a_module_keeps_and_shows_every_option(name):
         made = module(**{option: value})
         assert made.options() == defaults | {option: value}
         assert f"{option}=" in repr(made)
+
+    class Own(module):  # as one that an earlier version has pickled: no constructor of onepass has run
+        def __init__(self, **options):
+            torch.nn.Module.__init__(self)
+            vars(self).update(options)
+
+    assert Own(**defaults).options() == defaults and repr(Own(**defaults)) == "Own()"
+    assert repr(Own(**defaults | {"logit_scale": 2.0})) == "Own(logit_scale=2.0)"

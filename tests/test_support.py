@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import onepass
 from linear_cases import N, V, assert_all_close, batch, exact, gradients, policy_loss
+from onepass.backend import backend_of
 from onepass.core.options import Inputs, Options
 from onepass.core.support import check_support
 from paths import interpreted
@@ -320,3 +321,12 @@ def test_random_supports(device, data):
     torch.testing.assert_close(
         of_ours.double().cpu()[valid], of_exact, rtol=2e-5, atol=2e-5
     )  # a difference of terms up to 14, of logits up to 20 that a GPU rounds in a product and not in its sum
+
+
+def test_a_class_that_is_none_leaves_no_largest(device):
+    """The row is NaN, and so none of its logits is the largest."""
+    x = torch.tensor([[1.0, 2.0]], device=device)
+    index, ids = torch.tensor([[-1, 1]], device=device), torch.tensor([[0, 1]], device=device)
+    options = Options("selected is_top1 log_normalizer")
+    _, selected, is_top1 = backend_of(x).softmax_statistics(x, Inputs(index, support=ids), options)
+    assert selected.isnan().all() and not is_top1.any()

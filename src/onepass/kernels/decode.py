@@ -43,15 +43,15 @@ class Code(NamedTuple):
 
 
 class Encoding(NamedTuple):
-    """Pointers to the codes of a weight and to `WeightParts`."""
+    """What a weight is decoded from: pointers to its codes, ``data``, and to `WeightParts`."""
 
     data: Any
     scales: Any
     outer_scales: Any
     table: Any
     offset: Any
-    codes: Any  # the values of 4-bit codes, or None
-    in_registers: Any = None  # the same, or None
+    codes: Any  # a pointer to the values of 4-bit codes, or None
+    in_registers: Any = None  # these values themselves, or None
 
 
 @triton.jit

@@ -36,7 +36,7 @@ SHIFT, LOG_NORMALIZER, MEAN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2) 
 LANES_OF_MANY_ROWS = 512  # twice that of kernels of one tensor: a tile has two loads, and the state is larger
 
 
-class How(NamedTuple):
+class Divergence(NamedTuple):
     """Which divergence a kernel computes, and of which logits, known when it is compiled."""
 
     MIXTURE: bool  # JSD; else KL(P ‖ Q)
@@ -55,7 +55,7 @@ class PairState(NamedTuple):
 
 
 class Side(NamedTuple):
-    """One of the two rows of logits. The weight of its distribution and its normalizer are those of JSD."""
+    """One of the two rows of logits, and its normalizer where it is known. ``weight`` is its part of a mixture."""
 
     logits: Any
     inner: Any  # the factors of `transform`
@@ -141,7 +141,7 @@ def log_ratios(log_p, log_q, w_p, w_q):
 
 
 @triton.jit
-def update(state, p, q, col0, low, high, HOW: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+def update(state, p, q, col0, low, high, DIVERGENCE: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
            MASKED: tl.constexpr):  # fmt: skip
     """Add columns ``[col0, col0 + LANES·VEC)`` to the state, only those within [low, high) if MASKED.
 
@@ -149,12 +149,12 @@ def update(state, p, q, col0, low, high, HOW: tl.constexpr, LANES: tl.constexpr,
     """
     col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     valid = (col >= low) & (col < high) if MASKED else None
-    zp = load_transformed(p, col, valid, HOW.P_SOFTCAP)
-    zq = load_transformed(q, col, valid, HOW.Q_SOFTCAP)
+    zp = load_transformed(p, col, valid, DIVERGENCE.P_SOFTCAP)
+    zq = load_transformed(q, col, valid, DIVERGENCE.Q_SOFTCAP)
     if MASKED:
         zp = tl.where(valid, zp, float("-inf"))
         zq = tl.where(valid, zq, float("-inf"))
-    if HOW.MIXTURE:
+    if DIVERGENCE.MIXTURE:
         log_p, log_q = (zp - p.shift) - p.log_normalizer, (zq - q.shift) - q.log_normalizer
         probs_p, ratio_p, probs_q, ratio_q = log_ratios(log_p, log_q, p.weight, q.weight)
         mp, sp, mq, sq, d = state
@@ -199,7 +199,7 @@ def divergence_kernel(
     rows: tl.int32, V: tl.int32, inner_rows: tl.int32, p_outer_stride: tl.int64, p_inner_stride: tl.int64,
     q_outer_stride: tl.int64, q_inner_stride: tl.int64, p_inner: tl.float32, p_outer: tl.float32,
     q_inner: tl.float32, q_outer: tl.float32, w_p: tl.float32, w_q: tl.float32,
-    HOW: tl.constexpr, ALIGN: tl.constexpr, SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
+    DIVERGENCE: tl.constexpr, ALIGN: tl.constexpr, SAME_PHASE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
     SPLITS: tl.constexpr, SHARD: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     """The divergence between each row of ``p`` and the same row of ``q``: KL(P ‖ Q), or JSD.
@@ -218,8 +218,8 @@ def divergence_kernel(
     active = True
     if row_mask is not None:
         active = tl.load(row_mask + row) != 0
-    p_inner, p_outer = factors_of_row(p_inner, p_outer, p_temperature, row, HOW.P_SOFTCAP)
-    q_inner, q_outer = factors_of_row(q_inner, q_outer, q_temperature, row, HOW.Q_SOFTCAP)
+    p_inner, p_outer = factors_of_row(p_inner, p_outer, p_temperature, row, DIVERGENCE.P_SOFTCAP)
+    q_inner, q_outer = factors_of_row(q_inner, q_outer, q_temperature, row, DIVERGENCE.Q_SOFTCAP)
     last = split == SPLITS - 1
     mp, sp, mq, sq, d = 0.0, 0.0, 0.0, 0.0, 0.0
     kl, p_mean, q_mean = 0.0, 0.0, 0.0
@@ -233,7 +233,7 @@ def divergence_kernel(
         p_base = p + (start // VEC * VEC if not FIXED else start)
         q_base = q + (q_start // VEC * VEC if SAME_PHASE else q_start - head)
         of_p, of_q = Side(p_base, p_inner, p_outer, w_p), Side(q_base, q_inner, q_outer, w_q)
-        if HOW.MIXTURE:
+        if DIVERGENCE.MIXTURE:
             p_shift, p_norm = read_normalizer(p_numbers, rows, row)
             q_shift, q_norm = read_normalizer(q_numbers, rows, row)
             of_p = Side(p_base, p_inner, p_outer, w_p, p_shift, p_norm)
@@ -245,13 +245,13 @@ def divergence_kernel(
         if ALIGN:
             begin = low + tl.where(low < head, TILE, 0)
             if low < head:
-                state = update(state, of_p, of_q, low, head, high, HOW, LANES, VEC, True)
+                state = update(state, of_p, of_q, low, head, high, DIVERGENCE, LANES, VEC, True)
         full = begin + tl.maximum(high - begin, 0) // TILE * TILE
         for col in range(begin, full, TILE):
-            state = update(state, of_p, of_q, col, head, high, HOW, LANES, VEC, False)
+            state = update(state, of_p, of_q, col, head, high, DIVERGENCE, LANES, VEC, False)
         if full < high:
-            state = update(state, of_p, of_q, full, head, high, HOW, LANES, VEC, True)
-        state = merge(state, HOW.MIXTURE)
+            state = update(state, of_p, of_q, full, head, high, DIVERGENCE, LANES, VEC, True)
+        state = merge(state, DIVERGENCE.MIXTURE)
         if SPLITS > 1:
             record = pieces + row * (STATE * SPLITS) + split
             for i in tl.static_range(STATE):
@@ -259,9 +259,9 @@ def divergence_kernel(
             last = arrives_last(pieces, rows, row, STATE, SPLITS)
             if last:
                 others = pieces + row * (STATE * SPLITS) + tl.arange(0, SPLITS)
-                state = merge(load_records(others, SPLITS), HOW.MIXTURE)
+                state = merge(load_records(others, SPLITS), DIVERGENCE.MIXTURE)
         mp, sp, mq, sq, d = state
-        if HOW.MIXTURE:
+        if DIVERGENCE.MIXTURE:
             p_mean, q_mean, kl = sp, sq, w_p * sp + w_q * sq
         elif SHARD:
             if last:
@@ -276,7 +276,7 @@ def divergence_kernel(
     else:
         sp, sq = 1.0, 1.0
     if last and not SHARD:
-        if not HOW.MIXTURE:
+        if not DIVERGENCE.MIXTURE:
             tl.store(p_numbers + SHIFT * rows + row, mp)
             tl.store(p_numbers + LOG_NORMALIZER * rows + row, tl.log(sp))
             tl.store(q_numbers + SHIFT * rows + row, mq)
@@ -293,9 +293,9 @@ def plan_for(p: Layout, q: Layout, device: torch.device, rows: int, options: Pai
     rule = dict(LANES=lanes, SPLITS=splits)
     LANES, SPLITS = (rule if g.fixed else choose(divergence_kernel, g.key(options.direction), rule)).values()
     of_p, of_q = options.ordered(options.student, options.teacher)
+    what = Divergence(options.direction == "jsd", of_p.softcap is not None, of_q.softcap is not None)
     constexprs = dict(
-        HOW=How(options.direction == "jsd", of_p.softcap is not None, of_q.softcap is not None), **g.constexprs,
-        LANES=LANES, SPLITS=SPLITS, SHARD=shard, FIXED=g.fixed and g.unaligned,
+        DIVERGENCE=what, **g.constexprs, LANES=LANES, SPLITS=SPLITS, SHARD=shard, FIXED=g.fixed and g.unaligned,
     )  # fmt: skip
     numbers = (rows, g.V, *g.strides, *of_p.factors(), *of_q.factors(), *options.weights)
     return Plan(

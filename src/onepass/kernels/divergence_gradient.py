@@ -12,7 +12,7 @@ import triton.language as tl
 from onepass.autotune.own import choose
 from onepass.core.options import PairOptions, PairRows
 from onepass.kernels import layout
-from onepass.kernels.divergence import MEAN, How, Side, load_transformed, log_ratios, read_normalizer
+from onepass.kernels.divergence import MEAN, Divergence, Side, load_transformed, log_ratios, read_normalizer
 from onepass.kernels.launch import Flat, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, row_groups
 from onepass.kernels.online_softmax import LOG2E, factors_of_row, transform_and_slope
@@ -22,18 +22,19 @@ TILES = 4  # tiles that a program writes
 
 
 @triton.jit
-def write_tile(x, y, out, mean, g, col0, low, high, HOW: tl.constexpr, FIRST: tl.constexpr, LANES: tl.constexpr,
+def write_tile(x, y, out, mean, g, col0, low, high, DIVERGENCE: tl.constexpr, FIRST: tl.constexpr, LANES: tl.constexpr,
                VEC: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Write one tile of the gradient with respect to ``x``; ``x`` and ``y`` are each a `Side`.
 
-    ``x`` defines a distribution of the mixture, or P (FIRST) or Q of KL(P ‖ Q). HOW has P for ``x`` and Q for ``y``.
+    ``x`` defines a distribution of the mixture, or P (FIRST) or Q of KL(P ‖ Q). In DIVERGENCE, P stands for ``x`` and
+    Q for ``y``.
     """
     col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     valid = (col >= low) & (col < high) if MASKED else None
-    zx, slope = transform_and_slope(tl.load(x.logits + col, mask=valid), x.inner, x.outer, HOW.P_SOFTCAP)
+    zx, slope = transform_and_slope(tl.load(x.logits + col, mask=valid), x.inner, x.outer, DIVERGENCE.P_SOFTCAP)
     log_x = (zx - x.shift) - x.log_normalizer
-    log_y = (load_transformed(y, col, valid, HOW.Q_SOFTCAP) - y.shift) - y.log_normalizer
-    if HOW.MIXTURE:
+    log_y = (load_transformed(y, col, valid, DIVERGENCE.Q_SOFTCAP) - y.shift) - y.log_normalizer
+    if DIVERGENCE.MIXTURE:
         px, ratio, _, _ = log_ratios(log_x, log_y, x.weight, y.weight)
         dz = x.weight * px * (ratio - mean)
     elif FIRST:
@@ -56,7 +57,7 @@ def divergence_gradient_kernel(
     y_outer_stride: tl.int64, y_inner_stride: tl.int64, out_outer_stride: tl.int64, out_inner_stride: tl.int64,
     g_stride: tl.int32, x_inner: tl.float32, x_outer: tl.float32, y_inner: tl.float32, y_outer: tl.float32,
     w_x: tl.float32, w_y: tl.float32,
-    HOW: tl.constexpr, FIRST: tl.constexpr, ALIGN: tl.constexpr, SAME_PHASE: tl.constexpr, VEC: tl.constexpr,
+    DIVERGENCE: tl.constexpr, FIRST: tl.constexpr, ALIGN: tl.constexpr, SAME_PHASE: tl.constexpr, VEC: tl.constexpr,
     LANES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the divergence with respect to one of the two tensors.
@@ -81,8 +82,8 @@ def divergence_gradient_kernel(
     out_base = out + (out_start // VEC * VEC if SAME_PHASE else out_start - head)
     high = tl.minimum(head + V, low + TILE * TILES)
 
-    x_inner, x_outer = factors_of_row(x_inner, x_outer, x_temperature, row, HOW.P_SOFTCAP)
-    y_inner, y_outer = factors_of_row(y_inner, y_outer, y_temperature, row, HOW.Q_SOFTCAP)
+    x_inner, x_outer = factors_of_row(x_inner, x_outer, x_temperature, row, DIVERGENCE.P_SOFTCAP)
+    y_inner, y_outer = factors_of_row(y_inner, y_outer, y_temperature, row, DIVERGENCE.Q_SOFTCAP)
     g = 0.0
     active = True
     if row_mask is not None:
@@ -97,9 +98,9 @@ def divergence_gradient_kernel(
         of_y = Side(y_base, y_inner, y_outer, w_y, y_shift, y_norm)
         for col in range(low, high, TILE):
             if (col >= head) & (col + TILE <= high):
-                write_tile(of_x, of_y, out_base, mean, g, col, head, high, HOW, FIRST, LANES, VEC, False)
+                write_tile(of_x, of_y, out_base, mean, g, col, head, high, DIVERGENCE, FIRST, LANES, VEC, False)
             else:
-                write_tile(of_x, of_y, out_base, mean, g, col, head, high, HOW, FIRST, LANES, VEC, True)
+                write_tile(of_x, of_y, out_base, mean, g, col, head, high, DIVERGENCE, FIRST, LANES, VEC, True)
     else:
         write_zeros(out_base, low, high, head, LANES, VEC)
 
@@ -114,7 +115,7 @@ def gradient_plan_for(
     of_x, of_y = (options.teacher, options.student) if of_teacher else (options.student, options.teacher)
     w_x, w_y = options.weights if of_teacher else options.weights[::-1]
     constexprs = dict(
-        HOW=How(options.direction == "jsd", of_x.softcap is not None, of_y.softcap is not None),
+        DIVERGENCE=Divergence(options.direction == "jsd", of_x.softcap is not None, of_y.softcap is not None),
         FIRST=of_teacher == (options.direction == "forward"), **g.constexprs, LANES=LANES, TILES=tiles,
     )  # fmt: skip
     numbers = (rows, g.V, *g.strides, g_stride, *of_x.factors(), *of_y.factors(), w_x, w_y)

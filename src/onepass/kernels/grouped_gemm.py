@@ -35,7 +35,7 @@ DECODING = {16: (64, 128, 3, 4, 8), 32: (128, 64, 4, 4, 8), 64: (128, 64, 3, 4, 
 MOST_OF_SEGMENT = 64  # codes that are read at once
 
 
-class OfWeight(NamedTuple):
+class WeightStrides(NamedTuple):
     """The strides of a weight ``(E, N, K)``."""
 
     E: int
@@ -71,9 +71,9 @@ def grouped_gemm_kernel(
     tiles: tl.int32, group: tl.int32, first: tl.int32, chunk: tl.int32, scale: tl.float32, alpha: tl.float32,
     limit: tl.float32,
     E: tl.constexpr, BLOCK_E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, ACTIVATION: tl.constexpr,
-    INTERLEAVED: tl.constexpr, SHARE: tl.constexpr, SCATTER: tl.constexpr, X_ROW: tl.constexpr, OF_W: tl.constexpr,
-    OF_LORA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CODE: tl.constexpr,
+    INTERLEAVED: tl.constexpr, SHARE: tl.constexpr, SCATTER: tl.constexpr, X_ROW: tl.constexpr, W_STRIDES: tl.constexpr,
+    LORA_STRIDES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
     """``y = x @ w[e]ᵀ + low @ lora[e]ᵀ + bias[e]`` for the rows of every expert e, and ``out = scale·y``,
     times the routing weight of each row if there are any.
@@ -85,7 +85,7 @@ def grouped_gemm_kernel(
     ``lora`` ``(E, COLUMNS, R)`` of a LoRA adapter, or None; ``bias`` ``(E, COLUMNS)`` or None; ``weights``, one of each
     assignment, or None; the fields of `Groups`.
     With a CODE, ``w`` are the codes of a quantized weight, and the arguments after these are as in `decode_kernel`.
-    OF_W and OF_LORA are strides, see `OfWeight`.
+    W_STRIDES and LORA_STRIDES are None where there is no such tensor.
     Outputs: ``out`` ``(assignments, N)``, in the order of the assignments if SCATTER, else sorted by expert. With an
     ACTIVATION, ``h`` ``(assignments, COLUMNS)``, sorted by expert, is y, unless it is None.
     Bytes moved: see the module docstring.
@@ -100,11 +100,13 @@ def grouped_gemm_kernel(
     PART: tl.constexpr = WIDTH // HALVES
     if TMA == "K":
         descriptor = tl.make_tensor_descriptor(
-            w, [chunk, HALVES, COLUMNS // HALVES, K], [OF_W.E, COLUMNS // HALVES * OF_W.N, OF_W.N, 1],
+            w, [chunk, HALVES, COLUMNS // HALVES, K], [W_STRIDES.E, COLUMNS // HALVES * W_STRIDES.N, W_STRIDES.N, 1],
             [1, HALVES, PART, BLOCK_K],
         )  # fmt: skip
     elif TMA == "N":
-        descriptor = tl.make_tensor_descriptor(w, [chunk, K, COLUMNS], [OF_W.E, OF_W.K, 1], [1, BLOCK_K, WIDTH])
+        descriptor = tl.make_tensor_descriptor(
+            w, [chunk, K, COLUMNS], [W_STRIDES.E, W_STRIDES.K, 1], [1, BLOCK_K, WIDTH]
+        )
     else:
         descriptor = w
     encoding = Encoding(w, scales, outer_scales, table, offset, codes)
@@ -143,14 +145,16 @@ def grouped_gemm_kernel(
             if R > 0:
                 r = tl.arange(0, BLOCK_R)[None, :]
                 adapted = tl.load(low + at_row * R + r, mask=there[:, None] & (r < R), other=0.0)
-                adapter = load_weight(lora, lora, expert, 0, n0, column, inside, R, OF_LORA, BLOCK_R, WIDTH, "")
+                adapter = load_weight(lora, lora, expert, 0, n0, column, inside, R, LORA_STRIDES, BLOCK_R, WIDTH, "")
                 acc = tl.dot(adapted, adapter, acc, input_precision=PRECISION)
             for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
                 k = (k0 + tl.arange(0, BLOCK_K))[None, :]
                 mask = there[:, None] if K % BLOCK_K == 0 else there[:, None] & (k < K)
                 a = tl.load(x + source[:, None] * X_ROW + k, mask=mask, other=0.0)
                 if CODE is None:
-                    b = load_weight(w, descriptor, expert - first, k0, n0, column, inside, K, OF_W, BLOCK_K, WIDTH, TMA)
+                    b = load_weight(
+                        w, descriptor, expert - first, k0, n0, column, inside, K, W_STRIDES, BLOCK_K, WIDTH, TMA
+                    )
                 else:
                     b = decode_tile(encoding, expert.to(tl.int64), k0, n0, CODE, HALVES, BLOCK_K, WIDTH)
                     b = b.to(x.dtype.element_ty)
@@ -274,8 +278,8 @@ def gemm_plan(
     numbers = choose(grouped_gemm_kernel, key | layout.elements(element), rule)
     stages = min(numbers["STAGES"], most)
     constexprs = same | dict(
-        BLOCK_E=power_of_two(E) if chunk[1] < E else 0, OF_W=OfWeight(*w_strides), BLOCK_N=block_n, BLOCK_K=block_k,
-        STAGES=stages, TMA=tma, CODE=None,
+        BLOCK_E=power_of_two(E) if chunk[1] < E else 0, W_STRIDES=WeightStrides(*w_strides), BLOCK_N=block_n,
+        BLOCK_K=block_k, STAGES=stages, TMA=tma, CODE=None,
     )  # fmt: skip
     at_once = max(1, min(4, layout.shared_memory() // (of_stage * stages)))
     programs = min(tiles * -(-N // block_n), at_once * layout.multiprocessors(device))
@@ -323,7 +327,7 @@ def decoding_plan(
         raise ValueError(f"adapters: expected a rank that fits into shared memory, got {R}")
     most = gcd(MOST_OF_SEGMENT, width // halves, f.columns // halves) if f.flipped else min(MOST_OF_SEGMENT, block_k)
     constexprs = same | dict(
-        BLOCK_E=0, OF_W=None, BLOCK_N=width // products, BLOCK_K=block_k, STAGES=stages, TMA="",
+        BLOCK_E=0, W_STRIDES=None, BLOCK_N=width // products, BLOCK_K=block_k, STAGES=stages, TMA="",
         CODE=code_of(f, most, f.flipped),
     )  # fmt: skip
     programs = min(tiles * -(-N * products // width), at_once * layout.multiprocessors(device))
@@ -338,7 +342,7 @@ def same_constexprs(
     assignments, _, E, N, K, R, share = sizes
     return dict(
         E=E, N=N, K=K, R=R, ACTIVATION=o.activation if how[0] else "", INTERLEAVED=o.interleaved, SHARE=share,
-        SCATTER=how[1], X_ROW=x_row, OF_LORA=OfWeight(*lora_strides) if lora_strides else None,
+        SCATTER=how[1], X_ROW=x_row, LORA_STRIDES=WeightStrides(*lora_strides) if lora_strides else None,
         BLOCK_M=rows_of_tile(assignments, E), BLOCK_R=max(16, power_of_two(R)), PRECISION=layout.precision(),
     )  # fmt: skip
 

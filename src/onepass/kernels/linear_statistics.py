@@ -303,7 +303,7 @@ def plan_for(
     gemm = Gemm(N, K, *strides, tma, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, layout.precision())
     constexprs = dict(
         GEMM=gemm, GROUP=GROUP, ROUND=rounds, TWICE=twice, PACKED=layout.compute_capability() >= 80,
-        WANTED=wanted(options, top1),
+        WANTED=wanted(options, top1)._replace(LOG_PROBS=False),
     )  # fmt: skip
     programs = min(-(-rows // BLOCK_M) * -(-N // BLOCK_N), layout.multiprocessors(device))
     numbers = (rows, *options.transform.factors(), options.sharpness)
@@ -313,7 +313,8 @@ def plan_for(
 def merge_plan_for(rows: int, N: int, options: Options, top1: bool, shard: bool) -> Plan:
     """The launch of `merge_tiles_kernel`."""
     constexprs = dict(
-        N_TILES=-(-N // BLOCK_N), BLOCK_N=BLOCK_N, WANTED=wanted(options, top1), SHARD=shard, ROWS=ROWS, TILES=TILES,
+        N_TILES=-(-N // BLOCK_N), BLOCK_N=BLOCK_N, WANTED=wanted(options, top1)._replace(SOFTCAP=False), SHARD=shard,
+        ROWS=ROWS, TILES=TILES,
     )  # fmt: skip
     return Plan(merge_tiles_kernel, triton.cdiv(rows, ROWS), (rows, N, options.sharpness), constexprs, 4)
 

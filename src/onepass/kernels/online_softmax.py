@@ -38,7 +38,7 @@ class Wanted(NamedTuple):
 
     SOFTCAP: bool
     LOG_PROBS: bool = False  # log-probs instead of selected logits
-    ENTROPY: bool = False  # the gradient of ``expected_logit`` is given as that of the entropy
+    ENTROPY: bool = False  # of a gradient: that of ``expected_logit`` is given as that of the entropy
     EXPECTED: bool = False
     WEIGHTED: bool = False
     TEMPERED: bool = False
@@ -47,7 +47,10 @@ class Wanted(NamedTuple):
 
 
 class State(NamedTuple):
-    """The numbers of the table above, of each lane or of a row. Those that are not wanted are 0."""
+    """The numbers of the table above, of each lane or of a row. Those that are not wanted are 0.
+
+    Of some columns of the vocabulary, ``u`` is the sum of ``z``.
+    """
 
     m: Any
     s: Any
@@ -74,7 +77,6 @@ def wanted(options: Options, top1: bool = False) -> Wanted:
     return Wanted(
         SOFTCAP=options.transform.softcap is not None,
         LOG_PROBS=options.wants("log_probs"),
-        ENTROPY=options.wants("entropy"),
         EXPECTED=options.wants("expected_logit") or options.wants("entropy"),
         WEIGHTED=options.wants("weighted_logit"),
         TEMPERED=options.wants("log_sum_sq_probs") or options.wants("tempered_log_normalizer"),

@@ -62,7 +62,7 @@ class Upstream(NamedTuple):
 
 
 class OfRows(NamedTuple):
-    """Pointers to what a kernel is given of every row besides logits: ``row_mask`` and ``temperature`` may be None."""
+    """What a kernel is given of all rows besides logits: pointers, the last two and ``index`` or None, and numbers."""
 
     packed: Any
     rows: Any
@@ -214,4 +214,5 @@ def gradient(x, weight, reading, of_row, WANTED: tl.constexpr):
 def wanted_gradient(options: Options, given: tuple[bool, ...]) -> Wanted:
     """What a kernel computes of a gradient, for which the gradients of these fields are ``given``, see `Upstream`."""
     _, expected, weighted, tempered, _ = given
-    return wanted(options)._replace(EXPECTED=expected, WEIGHTED=weighted, TEMPERED=tempered, MEAN=False)
+    what = wanted(options)._replace(ENTROPY=options.wants("entropy"), MEAN=False)
+    return what._replace(EXPECTED=expected, WEIGHTED=weighted, TEMPERED=tempered)

@@ -49,9 +49,9 @@ TILES = 4  # tiles that a program writes: the fewest that reach the bandwidth of
 
 
 class Matrix(NamedTuple):
-    """Pointers to the rows of logits or of their gradient, see `row_start`."""
+    """A pointer to the first row of logits or of their gradient, and where the others are, see `row_start`."""
 
-    first: Any
+    pointer: Any
     inner_rows: Any
     outer_stride: Any
     inner_stride: Any
@@ -89,8 +89,8 @@ def write_piece(
     start = row_start(row, logits.inner_rows, logits.outer_stride, logits.inner_stride)
     out_start = row_start(row, out.inner_rows, out.outer_stride, out.inner_stride)
     head = (start % VEC).to(tl.int32) if ALIGN else 0
-    x_base = logits.first + start // VEC * VEC
-    g_base = out.first + (out_start // VEC * VEC if SAME_PHASE else out_start - head)
+    x_base = logits.pointer + start // VEC * VEC
+    g_base = out.pointer + (out_start // VEC * VEC if SAME_PHASE else out_start - head)
     low = piece * (TILE * TILES)
     high = tl.minimum(head + V, low + TILE * TILES)
 
@@ -119,7 +119,7 @@ def write_piece(
             selected = tl.load(index + k, mask=k < K, other=-1)
             mine = (selected >= 0) & (selected < V) & (selected + head >= low) & (selected + head < high)
             weight = class_weight_of(reading, selected, mine)
-            x = tl.load(logits.first + start + selected, mask=mine)
+            x = tl.load(logits.pointer + start + selected, mask=mine)
             g, slope = gradient(x, weight, reading, of_row, WANTED)
             g = rounded(g)
             # A row may select a class more than once.
@@ -142,7 +142,7 @@ def write_piece(
             write_tile(x_base, g_base, reading, of_row, full, head, high, WANTED, LANES, VEC, True, "")
         if upstream.selected is not None:
             tl.debug_barrier()
-            tl.store(out.first + out_start + selected, selected_gradient.to(out.first.dtype.element_ty), mask=mine)
+            tl.store(out.pointer + out_start + selected, selected_gradient.to(out.pointer.dtype.element_ty), mask=mine)
     else:
         write_zeros(g_base, low, high, head, LANES, VEC)
 

@@ -34,12 +34,13 @@ from onepass.kernels.row_programs import collect, publish, take_turn, write_zero
 from onepass.kernels.softmax_fields import (
     NOWHERE,
     Derivative,
+    class_weight_of,
     gradient,
     no_statistics,
     statistics_of,
     write_statistics,
 )
-from onepass.kernels.softmax_gradient import class_weight_of, write_tile
+from onepass.kernels.softmax_gradient import write_tile
 from onepass.kernels.softmax_statistics import merge_lanes, read_tile
 
 # The fields that the kernel computes.
@@ -164,8 +165,8 @@ def softmax_loss_kernel(
             tl.debug_barrier()  # before the gradient overwrites these logits
         z_selected -= of_row.shift + (of_row.log_normalizer if WANTED.LOG_PROBS else 0.0)
         if GRADIENT.EXPECTED:
-            a += b * (of_row.expected_logit if WANTED.ENTROPY else 1.0 - of_row.expected_logit)
-            b = -b if WANTED.ENTROPY else b
+            a += b * (of_row.expected_logit if GRADIENT.ENTROPY else 1.0 - of_row.expected_logit)
+            b = -b if GRADIENT.ENTROPY else b
 
     if split == 0:
         write_statistics(packed, row, rows, of_row, True, None, WANTED)
@@ -267,8 +268,9 @@ def plan_for(
     lanes, SPLITS = programs_for(V, size)
     what = wanted(options, options.wants("is_top1"))
     words = 1 + what.WEIGHTED + (what.EXPECTED or what.TOP1)
+    of_gradient = what._replace(EXPECTED=of_expected, ENTROPY=options.wants("entropy"))
     constexprs = dict(
-        WANTED=what, GRADIENT=what._replace(EXPECTED=of_expected), VEC=VEC, LANES=lanes,
+        WANTED=what, GRADIENT=of_gradient, VEC=VEC, LANES=lanes,
         UNROLL=1 if what.WEIGHTED or what.SOFTCAP else 2, SPLITS=SPLITS, WORDS=words, BLOCK=power_of_two(SPLITS),
         COUNTED=average is not None and average[1], BLOCK_R=0 if average is None else max(power_of_two(rows), 32),
     )  # fmt: skip

@@ -32,6 +32,7 @@ from onepass.kernels.softmax_fields import (
     Derivative,
     OfRows,
     Upstream,
+    class_weight_of,
     derivative_of_fields,
     gradient,
     is_active,
@@ -102,6 +103,7 @@ def support_statistics_kernel(
     top1 = relative > 0
     if active:
         inner, outer = factors_of_row(inner, outer, temperature, row, WANTED.SOFTCAP)
+        reading = Reading(inner, outer, sharpness, class_weights, class_weight)
         x = logits + row_start(row, inner_rows, outer_stride, inner_stride)
         first, count, full = support_of_row(starts, lengths, row, n, V)
         column = tl.full([BLOCK_K], -1, tl.int64)
@@ -117,11 +119,8 @@ def support_statistics_kernel(
             outside += tl.sum((token >= V).to(tl.int32), axis=0)
             used = (token >= 0) & (token < V)
             z = transform(tl.load(x + token, mask=used, other=0.0), inner, outer, WANTED.SOFTCAP)
-            weight = tl.full([LANES], 1.0, tl.float32) * class_weight
-            if class_weights is not None:
-                weight = tl.load(class_weights + token, mask=used, other=0.0).to(tl.float32)
             z = tl.where(used, z, float("-inf"))
-            weight = tl.where(used, weight, 0.0)
+            weight = tl.where(used, class_weight_of(reading, token, used), 0.0)
             state = update(state, z[:, None], weight[:, None], sharpness, WANTED)
             if index is not None:
                 member = member | any_equal(token, column, j, count)
@@ -140,7 +139,7 @@ def support_statistics_kernel(
                     z = transform(tl.load(x + token, mask=used, other=0.0), inner, outer, WANTED.SOFTCAP)
                     argmax = tl.where(used & (z >= m), tl.minimum(argmax, token), argmax)
                 # Not `relative >= 0`, since a compiler may fuse that difference with the product in `transform`.
-                top1 = member & (z_selected >= m) & (column == tl.min(argmax, axis=0))
+                top1 = member & (z_selected >= m + (s - s)) & (column == tl.min(argmax, axis=0))
         if SHARD:
             to = write_state(packed, row, rows, State(m, s, t, w, c, q, u), None, WANTED)
             if index is not None:
@@ -214,9 +213,7 @@ def support_gradient_kernel(
             j = j0 + tl.arange(0, LANES)
             token = read_ids(ids, first, j, count, full)
             used = (token >= 0) & (token < V)
-            weight = tl.full([LANES], 1.0, tl.float32) * class_weight
-            if class_weights is not None:
-                weight = tl.load(class_weights + token, mask=used, other=0.0).to(tl.float32)
+            weight = class_weight_of(reading, token, used)
             z = tl.load(x + token, mask=used, other=0.0)
             g, slope = gradient(z, weight, reading, derivative, WANTED)
             if grad_selected is not None:

@@ -170,7 +170,14 @@ class CrossEntropyLoss(LossModule):
         gradient_in_forward: bool = True,
     ) -> None:
         super().__init__()
-        self.keep(locals())
+        self.register_buffer("class_weights", class_weights)
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.z_loss_weight = z_loss_weight
+        self.reduction: Reduction = reduction
+        self.mean_group = mean_group
+        self.temperature, self.softcap, self.logit_scale = temperature, softcap, logit_scale
+        self.inplace_backward, self.gradient_in_forward = inplace_backward, gradient_in_forward
 
     def forward(
         self,

@@ -110,7 +110,12 @@ class KLDivLoss(LossModule):
         teacher_logit_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        self.keep(locals())
+        self.direction, self.beta, self.vocab_size = direction, beta, vocab_size
+        self.reduction: Reduction = reduction
+        self.mean_group = mean_group
+        self.temperature, self.softcap, self.logit_scale = temperature, softcap, logit_scale
+        self.teacher_temperature, self.teacher_softcap = teacher_temperature, teacher_softcap
+        self.teacher_logit_scale = teacher_logit_scale
 
     @renamed(positional=("mask", "num_items"), mask="row_mask")
     def forward(

@@ -273,7 +273,16 @@ class LinearCrossEntropyLoss(LossModule):
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.keep(locals())
+        self.register_buffer("class_weights", class_weights)
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.z_loss_weight = z_loss_weight
+        self.reduction: Reduction = reduction
+        self.mean_group = mean_group
+        self.temperature, self.softcap, self.logit_scale = temperature, softcap, logit_scale
+        self.logits_dtype, self.max_memory = logits_dtype, max_memory
+        self.vocab_group, self.vocab_size = vocab_group, vocab_size
+        self.sequence_parallel = sequence_parallel
 
     @renamed(positional=("bias",))
     def forward(

@@ -1,7 +1,7 @@
 """`LossModule`: what the modules of losses have in common."""
 
 import inspect
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,30 +12,25 @@ from onepass.core.checks import described
 class LossModule(torch.nn.Module):
     """A loss as a module: each option of the loss is an argument of the constructor and an attribute of that name.
 
-    ``class_weights`` is a buffer.
+    A direct subclass declares them as arguments; a subclass of that may have any constructor.
     """
 
-    option_names: tuple[str, ...]
+    defaults: ClassVar[dict[str, Any]]  # of the options, by name
 
-    def keep(self, given: dict[str, Any]) -> None:
-        """Make attributes of the arguments of the constructor, which are its ``locals()``."""
-        self.option_names = tuple(n for n in given if n not in ("self", "__class__"))
-        for name in self.option_names:
-            if name == "class_weights":
-                self.register_buffer(name, given[name])
-            else:
-                setattr(self, name, given[name])
+    def __init_subclass__(cls, **rest: Any) -> None:
+        super().__init_subclass__(**rest)
+        if LossModule in cls.__bases__:
+            _self, *options = inspect.signature(cls.__init__).parameters.values()
+            cls.defaults = {option.name: option.default for option in options}
 
     def options(self) -> dict[str, Any]:
         """The options of the loss, as the attributes are now."""
-        return {name: getattr(self, name) for name in self.option_names}
+        return {name: getattr(self, name) for name in self.defaults}
 
     def extra_repr(self) -> str:
         """The options that do not have their default values."""
-        parameters = inspect.signature(type(self).__init__).parameters
         shown = []
         for name, value in self.options().items():
-            default = parameters[name].default if name in parameters else inspect.Parameter.empty
-            if isinstance(value, Tensor) or value != default:
+            if isinstance(value, Tensor) or value != self.defaults[name]:
                 shown.append(f"{name}={described(value) if isinstance(value, Tensor) else repr(value)}")
         return ", ".join(shown)

@@ -297,7 +297,10 @@ class TopKKLDivLoss(LossModule):
         logit_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        self.keep(locals())
+        self.direction, self.beta, self.renormalize = direction, beta, renormalize
+        self.reduction: Reduction = reduction
+        self.mean_group = mean_group
+        self.temperature, self.softcap, self.logit_scale = temperature, softcap, logit_scale
 
     @renamed(positional=("mask", "num_items"), mask=mask_of_rows_or_tokens)
     def forward(

@@ -212,16 +212,16 @@ def last_share(logits: Tensor) -> Tensor | None:
     Each stream has its own: the programs of a forward that read a number while another stream writes it would compute
     rows with different gradients.
     """
-    return None if is_capturing(logits) else _last.get(stream_of(logits))
+    return None if is_capturing(logits) else _last.get(key_of_share(logits))
 
 
 def keep_share(logits: Tensor, share: Tensor) -> None:
     """Make this the `last_share`, after its backward has been launched."""
     if not is_capturing(logits):
-        _last[stream_of(logits)] = share
+        _last[key_of_share(logits)] = share
 
 
-def stream_of(logits: Tensor) -> tuple[int, int, bool]:
+def key_of_share(logits: Tensor) -> tuple[int, int, bool]:
     """What a kept share is for: the device, its current stream, and whether the share is float64."""
     index = logits.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
@@ -238,7 +238,7 @@ def averaged(
     return (total,), share
 
 
-_last: dict[tuple[int, int, bool], Tensor] = {}  # by `stream_of` the logits
+_last: dict[tuple[int, int, bool], Tensor] = {}  # by `key_of_share` the logits
 
 
 def is_capturing(tensor: Tensor) -> bool:
