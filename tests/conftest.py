@@ -94,7 +94,7 @@ def uninitialised_memory_is_nan():
 
 @pytest.fixture
 def dynamo():
-    """Dynamo, which has compiled nothing. Its warnings of kept results, each of which it gives once, are errors."""
+    """Dynamo with nothing compiled. Its warnings about `functools.lru_cache`, each given once a process, are errors."""
     torch._dynamo.reset()
     getattr(torch._dynamo.utils, "warn_once_cache", set()).clear()
     with warnings.catch_warnings():

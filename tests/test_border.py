@@ -508,8 +508,8 @@ def test_a_write_before_the_backward(device, path, case):
 
 
 @pytest.mark.parametrize("case", [c for c in of_functions() if c.grad], ids=str)
-def test_backwards_of_backwards(device, path, case):
-    """Second derivatives, and several backwards at once, raise an error of onepass, or the gradients are right."""
+def test_second_derivatives_and_batched_gradients(device, path, case):
+    """Both raise an error of onepass, or the gradients are right."""
     values = case.values(device)
     output = next(t for t in flattened(case.call(values)).values() if t.requires_grad)
     leaves = [values[n] for n in case.grad]

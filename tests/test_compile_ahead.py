@@ -169,7 +169,7 @@ OF_ONE_WIDTH = {
     "merge_divergences_kernel",
     "merge_shards_kernel",
 }
-# What a kernel does not compute, of what others do.
+# Fields of the constants that a kernel does not read. They must not vary, or it would be compiled several times.
 NOT_COMPUTED = {
     "decode_kernel": {"CODE.FLIPPED"},
     "linear_statistics_kernel": {"WANTED.ENTROPY", "WANTED.LOG_PROBS", "WANTED.WEIGHTED"},

@@ -12,7 +12,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def memo(function: F) -> F:
     """`functools.lru_cache`, by the types of the arguments too, for functions that `torch.compile` may trace.
 
-    While it does, the results are computed: Dynamo looks through caches, and warns at each.
+    While it does, each result is computed. Dynamo traces the function inside an `lru_cache` too, but with a warning.
     """
     kept = lru_cache(typed=True)(function)
 

@@ -85,7 +85,7 @@ def grouped_gemm_kernel(
     ``lora`` ``(E, COLUMNS, R)`` of a LoRA adapter, or None; ``bias`` ``(E, COLUMNS)`` or None; ``weights``, one of each
     assignment, or None; the fields of `Groups`.
     With a CODE, ``w`` are the codes of a quantized weight, and the arguments after these are as in `decode_kernel`.
-    W_STRIDES and LORA_STRIDES are None where there is no such tensor.
+    W_STRIDES is None for a quantized weight, and LORA_STRIDES without an adapter.
     Outputs: ``out`` ``(assignments, N)``, in the order of the assignments if SCATTER, else sorted by expert. With an
     ACTIVATION, ``h`` ``(assignments, COLUMNS)``, sorted by expert, is y, unless it is None.
     Bytes moved: see the module docstring.

@@ -301,6 +301,7 @@ def plan_for(
     """The launch of `linear_statistics_kernel`. Nothing but the number of programs depends on the number of rows."""
     rows, N, K = sizes
     gemm = Gemm(N, K, *strides, tma, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, layout.precision())
+    # Without what the kernel does not read, so that it is compiled once for both.
     constexprs = dict(
         GEMM=gemm, GROUP=GROUP, ROUND=rounds, TWICE=twice, PACKED=layout.compute_capability() >= 80,
         WANTED=wanted(options, top1)._replace(LOG_PROBS=False),
@@ -311,7 +312,7 @@ def plan_for(
 
 
 def merge_plan_for(rows: int, N: int, options: Options, top1: bool, shard: bool) -> Plan:
-    """The launch of `merge_tiles_kernel`."""
+    """The launch of `merge_tiles_kernel`, which does not read whether there is a soft-cap."""
     constexprs = dict(
         N_TILES=-(-N // BLOCK_N), BLOCK_N=BLOCK_N, WANTED=wanted(options, top1)._replace(SOFTCAP=False), SHARD=shard,
         ROWS=ROWS, TILES=TILES,

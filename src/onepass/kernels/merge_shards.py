@@ -98,6 +98,7 @@ def merge_shards_kernel(
 def plan_for(rows: int, K: int, shard: Shard, options: Options) -> Plan:
     """The launch of `merge_shards_kernel`."""
     fields = state_fields(options, K)
+    # Without what the kernel does not read, so that it is compiled once for both.
     constexprs = dict(WANTED=wanted(options)._replace(SOFTCAP=False), RANKS=power_of_two(shard.ranks), BLOCK=BLOCK)
     numbers = (rows, K, shard.ranks, len(fields), options.sharpness, shard.vocab)
     return Plan(merge_shards_kernel, triton.cdiv(rows, BLOCK), numbers, constexprs, 4)

@@ -34,7 +34,7 @@ FLOOR = tl.constexpr(-1e18)
 
 
 class Wanted(NamedTuple):
-    """What a kernel computes, known when it is compiled: each says whether it does."""
+    """Which numbers a kernel computes, and of which logits: a constant of the compiled kernel."""
 
     SOFTCAP: bool
     LOG_PROBS: bool = False  # log-probs instead of selected logits
@@ -49,7 +49,7 @@ class Wanted(NamedTuple):
 class State(NamedTuple):
     """The numbers of the table above, of each lane or of a row. Those that are not wanted are 0.
 
-    Of some columns of the vocabulary, ``u`` is the sum of ``z``.
+    In the state of a shard of the vocabulary, ``u`` is not divided by V.
     """
 
     m: Any
@@ -62,7 +62,7 @@ class State(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What is the same for all logits of a row before any is read."""
+    """How the logits of a row are read: what is the same for all of them."""
 
     inner: Any  # the factors of `transform`
     outer: Any

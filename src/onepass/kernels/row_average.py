@@ -28,7 +28,7 @@ def part_of(count, divisor, factor, COUNTED: tl.constexpr):
 
 @triton.jit
 def unmasked(row_mask, row, rows, masked):
-    """Which of these rows there are and are not masked."""
+    """A mask of those of the ``row`` that exist, below ``rows``, and are not masked."""
     active = row < rows
     if row_mask is not None:
         active = active & (tl.load(row_mask + row, mask=active, other=0) != masked)

@@ -127,7 +127,7 @@ def write_number(packed, value, active, present):
 
 @triton.jit
 def write_statistics(packed, row, rows, of_row, active, present, WANTED: tl.constexpr):
-    """Write the statistics that are wanted, of one row or of several, see `write_number`."""
+    """Write the statistics that are wanted: of one row, with ``present`` None, or of several. See `write_number`."""
     packed += row
     log_normalizer = of_row.log_normalizer
     write_number(packed + SHIFT * rows, of_row.shift, active, present)

@@ -62,7 +62,8 @@ def write_tile(logits, out, reading, of_row, col0, low, high, WANTED: tl.constex
                VEC: tl.constexpr, MASKED: tl.constexpr, CACHED: tl.constexpr):  # fmt: skip
     """Write columns ``[col0, col0 + LANES·VEC)`` of the gradient, only those within [low, high) if MASKED.
 
-    The term of the selected classes is left out. CACHED is the eviction policy of logits and gradient.
+    ``reading`` and ``of_row`` are those of `gradient`. The term of the selected classes is left out. CACHED is the
+    eviction policy of logits and gradient.
     """
     col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     valid = (col >= low) & (col < high) if MASKED else None

@@ -238,7 +238,7 @@ def averaged(
     return (total,), share
 
 
-_last: dict[tuple[int, int, bool], Tensor] = {}  # by `key_of_share` the logits
+_last: dict[tuple[int, int, bool], Tensor] = {}  # by the `key_of_share` of the logits
 
 
 def is_capturing(tensor: Tensor) -> bool:
