@@ -10,11 +10,11 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from onepass.logits.partitioned import whole
+from onepass.softmax.shards import Replicated
 
 Factors = tuple[Tensor, Tensor, float]
 
@@ -92,7 +92,7 @@ def local_factors(experts: nn.Module, name: str, weight: Tensor, base: Any, fact
         first = own_experts(base, len(left), len(weight))
         group = group_of_same_batch(experts, base)
         left, right = (
-            (t if group is None else _SumGradients.apply(t, group))[first : first + len(weight)] for t in (left, right)
+            (t if group is None else Replicated.apply(t, group))[first : first + len(weight)] for t in (left, right)
         )
     if left.shape[1] != weight.shape[1] or right.shape[2] != weight.shape[2]:
         raise NotImplementedError(
@@ -135,18 +135,3 @@ def tensor_group(size: int) -> Any:
     """transformers' group of ``size`` tensor-parallel processes, which have successive ranks. All processes call it."""
     ranks = range(dist.get_world_size())
     return dist.new_subgroups_by_enumeration([[*ranks[n : n + size]] for n in ranks[::size]])[0]
-
-
-class _SumGradients(torch.autograd.Function):
-    """The identity, whose gradient is summed over a group."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onepass.backend import is_debugging
 from onepass.core.checks import Adapter, check_number
+from onepass.core.dispatch import check_upstream
 from onepass.integrations.adapters import adapter_factors, adapter_reason, is_adapted
 from onepass.integrations.patching import Target, original, parameters
 from onepass.logits.linear import LinearLogits
@@ -243,6 +244,7 @@ class _OfSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        check_upstream(grad)
         (valid,) = ctx.saved_tensors
         if not len(grad):
             return grad.sum(), None, None

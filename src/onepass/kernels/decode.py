@@ -64,36 +64,36 @@ def e4m3(code):
 
 
 @triton.jit
-def scale_of(of, block, expert, there, CODE: tl.constexpr):
+def scale_of(encoding, block, expert, there, CODE: tl.constexpr):
     """The float32 scales of blocks."""
-    scale = tl.load(of.scales + block, mask=there, other=0)
-    if of.table is not None:
+    scale = tl.load(encoding.scales + block, mask=there, other=0)
+    if encoding.table is not None:
         # The sum with zero rounds the product, which a compiler would otherwise fuse with the sum that follows.
-        outer = tl.load(of.outer_scales + block // NESTED, mask=there, other=0.0)
-        return tl.fma(tl.load(of.table + scale.to(tl.int32)), outer, 0.0) + tl.load(of.offset)
+        outer = tl.load(encoding.outer_scales + block // NESTED, mask=there, other=0.0)
+        return tl.fma(tl.load(encoding.table + scale.to(tl.int32)), outer, 0.0) + tl.load(encoding.offset)
     elif CODE.SCALES == "e8m0":
         bits = scale.to(tl.int32)
         return tl.where(bits > 0, bits << 23, 0x400000).to(tl.float32, bitcast=True)
     elif CODE.SCALES == "e4m3":
-        return e4m3(scale) * tl.load(of.outer_scales + expert)
+        return e4m3(scale) * tl.load(encoding.outer_scales + expert)
     else:
         return scale.to(tl.float32)
 
 
 @triton.jit
-def value_of(code, of, FORMAT: tl.constexpr):
-    """The float32 values of 4-bit codes, which ``of`` has in registers or in memory."""
+def value_of(code, encoding, FORMAT: tl.constexpr):
+    """The float32 values of 4-bit codes, which ``encoding`` has in registers or in memory."""
     if FORMAT == "e2m1":
         bits = ((code & 7) << 22) | ((code & 8) << 28)
         return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126; exact for subnormals
-    elif of.in_registers is not None:
-        return tl.reshape(tl.gather(of.in_registers, tl.reshape(code, (code.numel,)), 0), code.shape)
+    elif encoding.in_registers is not None:
+        return tl.reshape(tl.gather(encoding.in_registers, tl.reshape(code, (code.numel,)), 0), code.shape)
     else:
-        return tl.load(of.codes + code)
+        return tl.load(encoding.codes + code)
 
 
 @triton.jit
-def decode_segments(of, expert, row, column, there, CODE: tl.constexpr):
+def decode_segments(encoding, expert, row, column, there, CODE: tl.constexpr):
     """The float32 values ``[segments, LENGTH]`` of an expert, from ``column`` of ``row`` on.
 
     A segment lies in one row and one block. With a LENGTH of 1, bytes of two codes are read twice.
@@ -107,10 +107,10 @@ def decode_segments(of, expert, row, column, there, CODE: tl.constexpr):
         block = source // CODE.BLOCK_COLUMNS
     else:
         block = expert * GRID + row // CODE.BLOCK_ROWS * GRID_COLUMNS + column // CODE.BLOCK_COLUMNS
-    scale = scale_of(of, block, expert, there, CODE)[:, None]
+    scale = scale_of(encoding, block, expert, there, CODE)[:, None]
     mask = there[:, None]
     if FORMAT == "int8" or FORMAT == "e4m3" or FORMAT == "native e4m3":
-        code = tl.load(of.data + source[:, None] + tl.arange(0, LENGTH)[None, :], mask=mask, other=0)
+        code = tl.load(encoding.data + source[:, None] + tl.arange(0, LENGTH)[None, :], mask=mask, other=0)
         if FORMAT == "int8":
             return code.to(tl.float32) * scale * FACTOR
         elif FORMAT == "e4m3":
@@ -118,21 +118,21 @@ def decode_segments(of, expert, row, column, there, CODE: tl.constexpr):
         else:
             return code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
     elif LENGTH == 1:
-        pair = tl.load(of.data + source[:, None] // 2, mask=mask, other=0).to(tl.int32)
+        pair = tl.load(encoding.data + source[:, None] // 2, mask=mask, other=0).to(tl.int32)
         first_of_pair = source[:, None] % 2 == 0
         code = tl.where(first_of_pair == CODE.FLAT, pair >> 4, pair & 15)
-        return value_of(code, of, FORMAT) * scale
+        return value_of(code, encoding, FORMAT) * scale
     else:
         within = tl.arange(0, LENGTH // 2)[None, :]
-        pair = tl.load(of.data + source[:, None] // 2 + within, mask=mask, other=0).to(tl.int32)
-        high = value_of(pair >> 4, of, FORMAT)
-        low = value_of(pair & 15, of, FORMAT)
+        pair = tl.load(encoding.data + source[:, None] // 2 + within, mask=mask, other=0).to(tl.int32)
+        high = value_of(pair >> 4, encoding, FORMAT)
+        low = value_of(pair & 15, encoding, FORMAT)
         both = tl.join(high, low) if CODE.FLAT else tl.join(low, high)
         return tl.reshape(both, (both.shape[0], LENGTH)) * scale
 
 
 @triton.jit
-def decode_tile(of, expert, k0, n0, CODE: tl.constexpr, HALVES: tl.constexpr, BLOCK_K: tl.constexpr,
+def decode_tile(encoding, expert, k0, n0, CODE: tl.constexpr, HALVES: tl.constexpr, BLOCK_K: tl.constexpr,
                 WIDTH: tl.constexpr):  # fmt: skip
     """The float32 values ``[BLOCK_K, WIDTH]`` of a tile of a grouped GEMM, from k0 and n0 on; finite beyond the weight.
 
@@ -154,7 +154,7 @@ def decode_tile(of, expert, k0, n0, CODE: tl.constexpr, HALVES: tl.constexpr, BL
     there = (n0 + n % PART < HALF) & (k0 + k < (CODE.ROWS if FLIPPED else CODE.COLUMNS))
     n = n0 + n % PART + n // PART * HALF
     k += k0
-    value = decode_segments(of, expert, k if FLIPPED else n, n if FLIPPED else k, there, CODE)
+    value = decode_segments(encoding, expert, k if FLIPPED else n, n if FLIPPED else k, there, CODE)
     return tl.reshape(value, (BLOCK_K, WIDTH)) if FLIPPED else tl.reshape(value, (WIDTH, BLOCK_K)).T
 
 
@@ -185,8 +185,8 @@ def decode_kernel(
             return
     at = (tl.program_id(0) % TILES * SEGMENTS + tl.arange(0, SEGMENTS)) * LENGTH
     there = at < SIZE
-    of = Encoding(data, scales, outer_scales, table, offset, codes)
-    value = decode_segments(of, expert, at // CODE.COLUMNS, at % CODE.COLUMNS, there, CODE)
+    encoding = Encoding(data, scales, outer_scales, table, offset, codes)
+    value = decode_segments(encoding, expert, at // CODE.COLUMNS, at % CODE.COLUMNS, there, CODE)
     place = local * SIZE + at[:, None] + tl.arange(0, LENGTH)[None, :]
     tl.store(out + place, value.to(out.dtype.element_ty), mask=there[:, None])
 

@@ -256,12 +256,12 @@ def merge_tiles_kernel(
         if index is not None:
             s = tl.where(inside | ~active, s, float("nan"))
         s = tl.where(s > 0, s, float("nan"))
-        of_row = statistics_of(State(m, s, t, w, c, q, u / N))
-        write_statistics(packed, row, rows, of_row, active, present, WANTED)
+        statistics = statistics_of(State(m, s, t, w, c, q, u / N))
+        write_statistics(packed, row, rows, statistics, WANTED, active, present)
         if index is not None:
             relative += s - s
             if WANTED.LOG_PROBS:
-                relative -= of_row.log_normalizer
+                relative -= statistics.log_normalizer
             tl.store(selected + row, tl.where(active, relative, 0.0), mask=present)
             if WANTED.TOP1:
                 tl.store(is_top1 + row, top1 & (s > 0), mask=present)
@@ -312,9 +312,9 @@ def plan_for(
 
 
 def merge_plan_for(rows: int, N: int, options: Options, top1: bool, shard: bool) -> Plan:
-    """The launch of `merge_tiles_kernel`, which does not read whether there is a soft-cap."""
+    """The launch of `merge_tiles_kernel`."""
     constexprs = dict(
-        N_TILES=-(-N // BLOCK_N), BLOCK_N=BLOCK_N, WANTED=wanted(options, top1)._replace(SOFTCAP=False), SHARD=shard,
+        N_TILES=-(-N // BLOCK_N), BLOCK_N=BLOCK_N, WANTED=wanted(options, top1, reads_logits=False), SHARD=shard,
         ROWS=ROWS, TILES=TILES,
     )  # fmt: skip
     return Plan(merge_tiles_kernel, triton.cdiv(rows, ROWS), (rows, N, options.sharpness), constexprs, 4)

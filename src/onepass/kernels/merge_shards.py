@@ -78,14 +78,14 @@ def merge_shards_kernel(
             s = tl.where(tl.min(x, axis=0) == float("inf"), float("nan"), s)
     s = tl.where(s > 0, s, float("nan"))
     void = s - s  # 0, or NaN
-    of_row = statistics_of(State(m, s, t, w, c, q, u / vocab))
-    write_statistics(packed, row, rows, of_row, active, present, WANTED)
+    statistics = statistics_of(State(m, s, t, w, c, q, u / vocab))
+    write_statistics(packed, row, rows, statistics, WANTED, active, present)
     if selected is not None:
         for k in range(0, K):
             x = load_state(states, numbers, rows, rank, row, inside, SELECTED + k, float("inf"))
             relative = tl.sum(tl.where(x == float("inf"), 0.0, x + move), axis=0) + void
             if WANTED.LOG_PROBS:
-                relative -= of_row.log_normalizer
+                relative -= statistics.log_normalizer
             place = row.to(tl.int64) * K + k
             tl.store(selected + place, tl.where(active, relative, 0.0), mask=present)
             if is_top1 is not None:
@@ -98,8 +98,7 @@ def merge_shards_kernel(
 def plan_for(rows: int, K: int, shard: Shard, options: Options) -> Plan:
     """The launch of `merge_shards_kernel`."""
     fields = state_fields(options, K)
-    # Without what the kernel does not read, so that it is compiled once for both.
-    constexprs = dict(WANTED=wanted(options)._replace(SOFTCAP=False), RANKS=power_of_two(shard.ranks), BLOCK=BLOCK)
+    constexprs = dict(WANTED=wanted(options, reads_logits=False), RANKS=power_of_two(shard.ranks), BLOCK=BLOCK)
     numbers = (rows, K, shard.ranks, len(fields), options.sharpness, shard.vocab)
     return Plan(merge_shards_kernel, triton.cdiv(rows, BLOCK), numbers, constexprs, 4)
 

@@ -72,10 +72,13 @@ class Reading(NamedTuple):
     inverse_vocab: Any = 0.0
 
 
-def wanted(options: Options, top1: bool = False) -> Wanted:
-    """What a kernel of the softmax statistics computes for these options."""
+def wanted(options: Options, top1: bool = False, reads_logits: bool = True) -> Wanted:
+    """What a kernel of the softmax statistics computes for these options.
+
+    A kernel that merges states reads no logits. It is compiled once, with a soft-cap and without.
+    """
     return Wanted(
-        SOFTCAP=options.transform.softcap is not None,
+        SOFTCAP=reads_logits and options.transform.softcap is not None,
         LOG_PROBS=options.wants("log_probs"),
         EXPECTED=options.wants("expected_logit") or options.wants("entropy"),
         WEIGHTED=options.wants("weighted_logit"),

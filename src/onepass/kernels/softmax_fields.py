@@ -126,23 +126,23 @@ def write_number(packed, value, active, present):
 
 
 @triton.jit
-def write_statistics(packed, row, rows, of_row, active, present, WANTED: tl.constexpr):
-    """Write the statistics that are wanted: of one row, with ``present`` None, or of several. See `write_number`."""
+def write_statistics(packed, row, rows, statistics, WANTED: tl.constexpr, active=True, present=None):
+    """Write the statistics that are wanted: of one row, or of several with ``present``. See `write_number`."""
     packed += row
-    log_normalizer = of_row.log_normalizer
-    write_number(packed + SHIFT * rows, of_row.shift, active, present)
+    log_normalizer = statistics.log_normalizer
+    write_number(packed + SHIFT * rows, statistics.shift, active, present)
     write_number(packed + LOG_NORMALIZER * rows, log_normalizer, active, present)
     if WANTED.EXPECTED:
-        write_number(packed + EXPECTED_LOGIT * rows, of_row.expected_logit, active, present)
-        write_number(packed + ENTROPY * rows, log_normalizer - of_row.expected_logit, active, present)
+        write_number(packed + EXPECTED_LOGIT * rows, statistics.expected_logit, active, present)
+        write_number(packed + ENTROPY * rows, log_normalizer - statistics.expected_logit, active, present)
     if WANTED.WEIGHTED:
-        write_number(packed + WEIGHTED_LOGIT * rows, of_row.weighted_logit, active, present)
+        write_number(packed + WEIGHTED_LOGIT * rows, statistics.weighted_logit, active, present)
     if WANTED.TEMPERED:
-        tempered = of_row.tempered_log_normalizer
+        tempered = statistics.tempered_log_normalizer
         write_number(packed + TEMPERED_LOG_NORMALIZER * rows, tempered, active, present)
         write_number(packed + LOG_SUM_SQ_PROBS * rows, tempered - 2.0 * log_normalizer, active, present)
     if WANTED.MEAN:
-        write_number(packed + MEAN_LOGIT * rows, of_row.mean_logit, active, present)
+        write_number(packed + MEAN_LOGIT * rows, statistics.mean_logit, active, present)
 
 
 @triton.jit
@@ -154,11 +154,11 @@ def write_selected(selected, is_top1, row, k, K, relative, top1, log_normalizer,
 
 
 @triton.jit
-def is_active(of_rows, row):
-    """Whether a row is not masked."""
+def is_active(row_mask, row, masked):
+    """Whether a row is not masked, as it is where ``row_mask`` has the number ``masked``."""
     active = True
-    if of_rows.row_mask is not None:
-        active = tl.load(of_rows.row_mask + row) != of_rows.masked
+    if row_mask is not None:
+        active = tl.load(row_mask + row) != masked
     return active
 
 
@@ -182,32 +182,32 @@ def derivative_of_fields(upstream, of_rows, row, sharpness, WANTED: tl.constexpr
 
 
 @triton.jit
-def class_weight_of(reading, column, valid):
-    """The class weights of some columns."""
+def class_weight_of(reading, column, valid, first=0):
+    """The class weights of some columns. That of the first class is ``first``."""
     weight = reading.class_weight
     if reading.class_weights is not None:
-        weight = tl.load(reading.class_weights + column, mask=valid).to(tl.float32)
+        weight = tl.load(reading.class_weights + column - first, mask=valid).to(tl.float32)
     return weight
 
 
 @triton.jit
-def gradient(x, weight, reading, of_row, WANTED: tl.constexpr):
+def gradient(x, weight, reading, derivative, WANTED: tl.constexpr):
     """The gradient with respect to ``z`` without the term of the selected classes, and ``dz/dx``.
 
-    ``reading`` and ``of_row`` are the `Reading` and the `Derivative` of the row.
+    ``reading`` and ``derivative`` are the `Reading` and the `Derivative` of the row.
     """
     inner = reading.inner
     z, slope = transform_and_slope(x, inner, reading.outer, WANTED.SOFTCAP)
     # One fused operation by name: the compiler's own choice would differ from kernel to kernel, and with it the bits.
-    relative = z - of_row.shift if WANTED.SOFTCAP else tl.fma(x.to(tl.float32), inner, -of_row.shift)
-    p = tl.exp2((relative - of_row.log_normalizer) * LOG2E)
-    g = p * of_row.a
+    relative = z - derivative.shift if WANTED.SOFTCAP else tl.fma(x.to(tl.float32), inner, -derivative.shift)
+    p = tl.exp2((relative - derivative.log_normalizer) * LOG2E)
+    g = p * derivative.a
     if WANTED.EXPECTED:
-        g = p * (of_row.a + of_row.b * tl.maximum(relative, FLOOR))
+        g = p * (derivative.a + derivative.b * tl.maximum(relative, FLOOR))
     if WANTED.WEIGHTED:
-        g += weight * of_row.d
+        g += weight * derivative.d
     if WANTED.TEMPERED:
-        g += tl.exp2((relative * reading.sharpness - of_row.tempered_log_normalizer) * LOG2E) * of_row.h
+        g += tl.exp2((relative * reading.sharpness - derivative.tempered_log_normalizer) * LOG2E) * derivative.h
     return g, slope
 
 

@@ -58,18 +58,18 @@ class Matrix(NamedTuple):
 
 
 @triton.jit
-def write_tile(logits, out, reading, of_row, col0, low, high, WANTED: tl.constexpr, LANES: tl.constexpr,
+def write_tile(logits, out, reading, derivative, col0, low, high, WANTED: tl.constexpr, LANES: tl.constexpr,
                VEC: tl.constexpr, MASKED: tl.constexpr, CACHED: tl.constexpr):  # fmt: skip
     """Write columns ``[col0, col0 + LANES·VEC)`` of the gradient, only those within [low, high) if MASKED.
 
-    ``reading`` and ``of_row`` are those of `gradient`. The term of the selected classes is left out. CACHED is the
+    ``reading`` and ``derivative`` are those of `gradient`. The term of the selected classes is left out. CACHED is the
     eviction policy of logits and gradient.
     """
     col = col0 + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     valid = (col >= low) & (col < high) if MASKED else None
     weight = class_weight_of(reading, col - low, valid)
     x = tl.load(logits + col, mask=valid, eviction_policy=CACHED)
-    g, slope = gradient(x, weight, reading, of_row, WANTED)
+    g, slope = gradient(x, weight, reading, derivative, WANTED)
     tl.store(out + col, (g * slope).to(out.dtype.element_ty), mask=valid, eviction_policy=CACHED)
 
 
@@ -101,7 +101,7 @@ def write_piece(
     k = tl.arange(0, BLOCK_K)
     w = tl.zeros([BLOCK_K], tl.float32)
     needed = False
-    if is_active(of_rows, row):
+    if is_active(of_rows.row_mask, row, of_rows.masked):
         a, b, d, h, tempered = derivative_of_fields(upstream, of_rows, row, reading.sharpness, WANTED)
         needed = (a != 0.0) | (b != 0.0) | (d != 0.0) | (h != 0.0)
         if upstream.selected is not None:
@@ -113,7 +113,7 @@ def write_piece(
     if needed:
         shift = tl.load(of_rows.packed + SHIFT * of_rows.rows + row)
         log_normalizer = tl.load(of_rows.packed + LOG_NORMALIZER * of_rows.rows + row)
-        of_row = Derivative(shift, log_normalizer, tempered, a, b, d, h)
+        derivative = Derivative(shift, log_normalizer, tempered, a, b, d, h)
         if upstream.selected is not None:
             # Selected logits are read before `write_tile` may overwrite them, and their gradients are written after it.
             index, K = of_rows.index + row * of_rows.K, of_rows.K
@@ -121,7 +121,7 @@ def write_piece(
             mine = (selected >= 0) & (selected < V) & (selected + head >= low) & (selected + head < high)
             weight = class_weight_of(reading, selected, mine)
             x = tl.load(logits.pointer + start + selected, mask=mine)
-            g, slope = gradient(x, weight, reading, of_row, WANTED)
+            g, slope = gradient(x, weight, reading, derivative, WANTED)
             g = rounded(g)
             # A row may select a class more than once.
             for j0 in range(0, K, SOME_K):
@@ -135,12 +135,12 @@ def write_piece(
         if ALIGN:
             begin = low + tl.where(low < head, TILE, 0)
             if low < head:
-                write_tile(x_base, g_base, reading, of_row, low, head, high, WANTED, LANES, VEC, True, "")
+                write_tile(x_base, g_base, reading, derivative, low, head, high, WANTED, LANES, VEC, True, "")
         full = begin + tl.maximum(high - begin, 0) // TILE * TILE
         for col in range(begin, full, TILE):
-            write_tile(x_base, g_base, reading, of_row, col, head, high, WANTED, LANES, VEC, False, "")
+            write_tile(x_base, g_base, reading, derivative, col, head, high, WANTED, LANES, VEC, False, "")
         if full < high:
-            write_tile(x_base, g_base, reading, of_row, full, head, high, WANTED, LANES, VEC, True, "")
+            write_tile(x_base, g_base, reading, derivative, full, head, high, WANTED, LANES, VEC, True, "")
         if upstream.selected is not None:
             tl.debug_barrier()
             tl.store(out.pointer + out_start + selected, selected_gradient.to(out.pointer.dtype.element_ty), mask=mine)

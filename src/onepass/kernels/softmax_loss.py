@@ -36,6 +36,7 @@ from onepass.kernels.softmax_fields import (
     Derivative,
     class_weight_of,
     gradient,
+    is_active,
     no_statistics,
     statistics_of,
     write_statistics,
@@ -104,12 +105,10 @@ def softmax_loss_kernel(
     g = x
     if out is not None:
         g = out + row * out_stride // VEC * VEC
-    active = True
-    if row_mask is not None:
-        active = tl.load(row_mask + row) != masked
+    active = is_active(row_mask, row, masked)
     inner, outer = factors_of_row(inner, outer, temperature, row, WANTED.SOFTCAP)
     reading = Reading(inner, outer, 0.0, class_weights, class_weight)
-    of_row = no_statistics()
+    statistics = no_statistics()
     z_selected = 0.0
     top1 = active & False
     column = tl.load(index + row)
@@ -155,21 +154,21 @@ def softmax_loss_kernel(
         m, s, t, v, c, q, u = state
         # As in softmax_statistics, an index outside the vocabulary or a row without a distribution gives NaN.
         s = tl.where(inside & (s > 0), s, float("nan"))
-        of_row = statistics_of(State(m, s, t, v, c, q, u))
+        statistics = statistics_of(State(m, s, t, v, c, q, u))
         z_selected = transform(x_selected, inner, outer, WANTED.SOFTCAP)
         if WANTED.TOP1:  # the first of equal maxima, by the program that has the index
             near = first + tl.arange(0, VEC)
             valid = (near >= low) & (near < high) & mine
             largest = valid & (transform(tl.load(x + near, mask=valid), inner, outer, WANTED.SOFTCAP) >= m)
-            top1 = (z_selected >= of_row.shift) & (tl.min(tl.where(largest, near, NOWHERE), axis=0) == column)
+            top1 = (z_selected >= statistics.shift) & (tl.min(tl.where(largest, near, NOWHERE), axis=0) == column)
             tl.debug_barrier()  # before the gradient overwrites these logits
-        z_selected -= of_row.shift + (of_row.log_normalizer if WANTED.LOG_PROBS else 0.0)
+        z_selected -= statistics.shift + (statistics.log_normalizer if WANTED.LOG_PROBS else 0.0)
         if GRADIENT.EXPECTED:
-            a += b * (of_row.expected_logit if GRADIENT.ENTROPY else 1.0 - of_row.expected_logit)
+            a += b * (statistics.expected_logit if GRADIENT.ENTROPY else 1.0 - statistics.expected_logit)
             b = -b if GRADIENT.ENTROPY else b
 
     if split == 0:
-        write_statistics(packed, row, rows, of_row, True, None, WANTED)
+        write_statistics(packed, row, rows, statistics, WANTED)
     if mine | ((split == 0) & ~inside):
         tl.store(selected + row, z_selected)
         if WANTED.TOP1:
@@ -182,7 +181,7 @@ def softmax_loss_kernel(
                 values = tl.load(selected + every, mask=every < rows, other=0.0, volatile=True)
                 tl.store(total, tl.sum(values, axis=0) * part)
     if needed:
-        derivative = Derivative(of_row.shift, of_row.log_normalizer, 0.0, a, b, d, 0.0)
+        derivative = Derivative(statistics.shift, statistics.log_normalizer, 0.0, a, b, d, 0.0)
         for col in tl.range(low, full, TILE):
             write_tile(x, g, reading, derivative, col, 0, high, GRADIENT, LANES, VEC, False, "evict_first")
         if full < high:

@@ -29,6 +29,8 @@ from onepass.kernels.online_softmax import (
 from onepass.kernels.row_programs import arrives_last, row_start
 from onepass.kernels.softmax_fields import (
     NOWHERE,
+    class_weight_of,
+    is_active,
     no_statistics,
     statistics_of,
     write_selected,
@@ -70,10 +72,8 @@ def read_tile(state, first, logits, reading, col0, low, high, WANTED: tl.constex
     m, s, t, w, c, q, u = state
     if WANTED.MEAN:
         u = u + tl.sum((tl.where(valid, z, 0.0) if MASKED else z) * reading.inverse_vocab, axis=1)
-    weight = reading.class_weight
-    if reading.class_weights is not None:
-        weight = tl.load(reading.class_weights + col - low, mask=valid).to(tl.float32)
-    elif WANTED.WEIGHTED:
+    weight = class_weight_of(reading, col, valid, low)
+    if WANTED.WEIGHTED and reading.class_weights is None:
         weight = tl.full([LANES, VEC], 1.0, tl.float32) * weight
     if MASKED:
         z = tl.where(valid, z, float("-inf"))
@@ -134,12 +134,10 @@ def softmax_statistics_kernel(
     row = (tl.program_id(0) // SPLITS).to(tl.int64)
     split = tl.program_id(0) % SPLITS
     k = tl.arange(0, BLOCK_K)
-    active = True
-    if row_mask is not None:
-        active = tl.load(row_mask + row) != masked
+    active = is_active(row_mask, row, masked)
     inner, outer = factors_of_row(inner, outer, temperature, row, WANTED.SOFTCAP)
     last = split == SPLITS - 1
-    of_row = no_statistics()
+    statistics = no_statistics()
     relative = tl.zeros([BLOCK_K], tl.float32)
     top1 = relative > 0
     if active:
@@ -207,11 +205,11 @@ def softmax_statistics_kernel(
                 if index is not None:
                     relative = tl.where(inside, relative, float("inf"))
                     write_selected_state(to, rows, k, K, relative, top1, WANTED)
-            of_row = statistics_of(State(m, s, t, w, c, q, u))
+            statistics = statistics_of(State(m, s, t, w, c, q, u))
     if last and not SHARD:
-        write_statistics(packed, row, rows, of_row, True, None, WANTED)
+        write_statistics(packed, row, rows, statistics, WANTED)
         if index is not None:
-            write_selected(selected, is_top1, row, k, K, relative, top1, of_row.log_normalizer, WANTED)
+            write_selected(selected, is_top1, row, k, K, relative, top1, statistics.log_normalizer, WANTED)
 
 
 def plan_for(x: Layout, device: torch.device, rows: int, K: int, options: Options, top1: bool, shard: bool) -> Plan:

@@ -95,10 +95,8 @@ def support_statistics_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
-    active = True
-    if row_mask is not None:
-        active = tl.load(row_mask + row) != masked
-    of_row = no_statistics()
+    active = is_active(row_mask, row, masked)
+    statistics = no_statistics()
     relative = tl.zeros([BLOCK_K], tl.float32)
     top1 = relative > 0
     if active:
@@ -145,11 +143,11 @@ def support_statistics_kernel(
             if index is not None:
                 relative = tl.where(inside, relative, float("inf"))
                 write_selected_state(to, rows, k, K, relative, top1, WANTED)
-        of_row = statistics_of(State(m, s, t, w, c, q, u))
+        statistics = statistics_of(State(m, s, t, w, c, q, u))
     if not SHARD:
-        write_statistics(packed, row, rows, of_row, True, None, WANTED)
+        write_statistics(packed, row, rows, statistics, WANTED)
         if index is not None:
-            write_selected(selected, is_top1, row, k, K, relative, top1, of_row.log_normalizer, WANTED)
+            write_selected(selected, is_top1, row, k, K, relative, top1, statistics.log_normalizer, WANTED)
 
 
 @triton.jit(
@@ -191,7 +189,7 @@ def support_gradient_kernel(
     g_selected = tl.zeros([BLOCK_K], tl.float32)
     column = tl.full([BLOCK_K], -1, tl.int64)
     needed = False
-    if is_active(of_rows, row):
+    if is_active(row_mask, row, masked):
         a, b, d, h, tempered = derivative_of_fields(upstream, of_rows, row, sharpness, WANTED)
         needed = (a != 0.0) | (b != 0.0) | (d != 0.0) | (h != 0.0)
         if grad_selected is not None:

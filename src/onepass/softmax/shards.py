@@ -157,6 +157,7 @@ class Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        check_upstream(grad)
         return grad, None
 
 
@@ -170,6 +171,7 @@ class Replicated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        check_upstream(grad)
         return sum_of_all_ranks(grad, ctx.group), None
 
 
@@ -183,6 +185,7 @@ class GatheredRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        check_upstream(grad)
         if torch.compiler.is_compiling():
             return functional.reduce_scatter_tensor(grad.contiguous(), "sum", 0, ctx.group), None
         ranks = dist.get_world_size(ctx.group)
@@ -201,6 +204,7 @@ class GatheredColumns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        check_upstream(grad)
         first, size = ctx.shard.first, ctx.shard.size
         mine = grad[..., first : first + size]
         return torch.nn.functional.pad(mine, (0, ctx.columns - size)), None
