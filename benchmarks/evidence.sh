@@ -80,7 +80,7 @@ if wants checks; then
   "$python" tests/test_accuracy.py | tee "$out/accuracy.log" | tail -n 5
   # Kernels are compiled by now. Only ours are instrumented: torch's would take hours.
   kernels=()
-  for part_of_name in softmax_ selected_ teacher_ rout divergence scale_kernel row_share row_average support_ statistics_kernel merge_ grouped; do
+  for part_of_name in softmax_ selected_ teacher_ rout divergence scale_kernel row_weight row_average support_ statistics_kernel merge_ grouped; do
     kernels+=(--kernel-name "kernel_substring=$part_of_name")
   done
   memcheck() { # name of the log, test files

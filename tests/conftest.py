@@ -55,9 +55,18 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(skip)
 
 
+@pytest.fixture
+def one_thread():
+    """For small tensors, of which several threads only take longer."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(params=PATHS)
 def device(request, monkeypatch):
-    """The device of a path; the path itself is chosen as `onepass.statistics` does."""
+    """The device of a path; the path itself is chosen as `onepass.backend` does."""
     if request.param == "gpu":
         return torch.device("cuda")
     if request.param == "interpreter":

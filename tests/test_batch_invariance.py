@@ -19,7 +19,7 @@ ELEMENTWISE = (
     "softmax_gradient_kernel",
     "divergence_gradient_kernel",
     "scale_kernel",
-    "row_share_kernel",
+    "row_weight_kernel",
     "row_average_kernel",
 )
 DTYPES = (torch.float32, torch.bfloat16)

@@ -43,16 +43,12 @@ LONG = [0.5] * 100_000
 
 
 @pytest.fixture(autouse=True)
-def path(request, monkeypatch):
+def path(request, one_thread):
     """The name of the path, where a test has one."""
     if "device" not in request.fixturenames:
-        yield ""
-        return
+        return ""
     device = request.getfixturevalue("device")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors are small
-    yield "interpreter" if interpreted(device) else "gpu" if device.type == "cuda" else "eager"
-    torch.set_num_threads(threads)
+    return "interpreter" if interpreted(device) else "gpu" if device.type == "cuda" else "eager"
 
 
 # The table

@@ -160,7 +160,7 @@ FIXED = {"TILES", "BLOCK", "GROUP", "NESTED", "maxnreg"}
 SPILLS = 3  # instructions of a kernel with a limit of registers
 OF_ONE_WIDTH = {
     "scale_kernel",
-    "row_share_kernel",
+    "row_weight_kernel",
     "row_average_kernel",
     "selected_logits_kernel",
     "support_gradient_kernel",
@@ -274,11 +274,13 @@ def launch(case: Case, dtype: torch.dtype) -> None:
         empty((64,), dtype=torch.bool),
     )
     for average in (Average(-1.0, True), Average(1.0, False, number)):
-        kernels.row_average(values, mask, average, kernels.row_share(empty((64, 8)), mask, average, of_average))
+        kernels.row_average(
+            values, mask, average, kernels.compute_row_weight(empty((64, 8)), mask, average, of_average)
+        )
         few = Inputs(one, one, None, inputs.temperature), average, of_average, mean
         if kernels.supports_fused_loss(whole_vectors, one, mean):
             kernels.softmax_average(whole_vectors, *few, whole_vectors)
-    of_mean = FieldGradients(selected=number, share=of_average)
+    of_mean = FieldGradients(selected=number, row_weight=of_average)
     of_rows = Inputs(one, row_mask)
     kernels.softmax_gradient(logits, of_rows, packed, of_mean, mean, out, again=True)
     tokens = index.view(case.rows, -1)

@@ -24,22 +24,12 @@ from definition import assert_close, assert_gradient_close, divergence, statisti
 from fuzz_corpus import EXAMPLES
 from onepass.moe import Routing, expert_mlp, group_by_expert, load_balancing_loss, route, router_z_loss
 from onepass.moe import scattered_linear as scattered
+from paths import interpreted
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 INF, NAN = float("inf"), float("nan")
 SECONDS = float(os.environ.get("ONEPASS_FUZZ_SECONDS", 0))
 Spec = dict[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors are small
-    yield
-    torch.set_num_threads(threads)
-
-
-def interpreted(device):
-    return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def is_slow(device):

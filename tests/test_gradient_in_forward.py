@@ -37,13 +37,13 @@ def test_row_average(device, rows, dtype):
     third = Average(1.0, False, three), kept.sum() / 3
     for average, expected in ((Average(-1.0, True), -kept.mean()), (Average(2.0), 2 * kept.sum()), third):
         for last in (None, torch.tensor([5.0, 7.0, 3.0], device=device)):
-            share = backend.row_share(logits, mask, average, last)[:2]
+            share = backend.compute_row_weight(logits, mask, average, last)[:2]
             total, again = backend.row_average(values, mask, average)
             assert_close(backend.row_average(values, mask, average, share)[0], total)
             assert again.tolist() == share[:1].tolist() or math.isnan(again)
             targets, of_targets = torch.where(mask == 0, -100, 3), average._replace(masked=-100)
             assert_close(backend.row_average(values, targets, of_targets)[0], total)
-            assert_close(backend.row_share(logits, targets, of_targets, last)[:2], share)
+            assert_close(backend.compute_row_weight(logits, targets, of_targets, last)[:2], share)
             torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=1e-5, equal_nan=True)
             part = {-1.0: -1 / len(kept) if len(kept) else -math.inf, 2.0: 2.0, 1.0: 1 / 3}[average.factor]
             assert share.tolist() == pytest.approx([part, part if last is None else 3 * part])
@@ -71,7 +71,9 @@ def test_the_gradient_of_a_mean_is_that_of_its_upstream_gradient(device, early, 
         target = torch.randint(shape[-1], shape[:-1], device=device, generator=generator)
         target.view(-1)[1] = -100
         (found,) = torch.autograd.grad(onepass.cross_entropy(x, target) * upstream, x)
-        part = backend_of(x).row_share(x, target != -100, Average(-1.0, True))[0]  # -1 / rows, as the device rounds it
+        part = backend_of(x).compute_row_weight(x, target != -100, Average(-1.0, True))[
+            0
+        ]  # -1 / rows, as the device rounds it
         scaled = torch.tensor(upstream, device=device) * part
         rows = -onepass.cross_entropy(x, target, reduction="none")
         (expected,) = torch.autograd.grad(rows, x, scaled.expand(target.shape))
@@ -103,7 +105,7 @@ def test_statistics_and_gradient_take_one_read(device, early, monkeypatch, optio
             reads.clear()
             loss = onepass.cross_entropy(x, target, **options)
             found += torch.autograd.grad(loss * upstream, x)
-            part, guessed, last = primitive.last_share(x).tolist()
+            part, guessed, last = primitive.last_row_weight(x).tolist()
             assert last == pytest.approx(float(upstream)) and (turn == 0 or guessed == pytest.approx(part * last))
             assert reads == ["softmax_average", "softmax_gradient"]  # the second only compares, if the guess was right
         reads.clear()

@@ -11,7 +11,7 @@ from onepass import kernels, reference
 
 ROOT = Path(onepass.__file__).parent
 # Each imports only from those before it, or from itself.
-FLOORS = (
+LAYERS = (
     "autotune", "core", "kernels", "reference", "backend", "softmax", "logits", "losses", "moe", "integrations",
     "__init__", "cli", "__main__",
 )  # fmt: skip
@@ -40,19 +40,19 @@ def is_module(name):
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
-def floor(name):
+def layer(name):
     return name.split(".")[1] if "." in name else "__init__"
 
 
-@pytest.mark.parametrize("name", FLOORS)
-def test_a_floor_imports_only_from_below(name):
-    files = [path for module, path in modules().items() if floor(module) == name]
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_imports_only_from_below(name):
+    files = [path for module, path in modules().items() if layer(module) == name]
     assert files
     for path in files:
         for imported in imports(path):
-            below = floor(imported)
+            below = layer(imported)
             where = f"{path.relative_to(ROOT)} imports {imported}"
-            assert FLOORS.index(below) <= FLOORS.index(name), where
+            assert LAYERS.index(below) <= LAYERS.index(name), where
             assert (name, below) not in APART, where
             if below == "autotune" and name != "autotune":
                 assert name in OF_AUTOTUNE and OF_AUTOTUNE[name] in (None, {imported}), where
@@ -80,8 +80,8 @@ def test_no_modules_import_each_other():
         visit(module)
 
 
-def test_every_floor_is_known():
-    assert {floor(m) for m in modules()} == set(FLOORS)
+def test_every_layer_is_known():
+    assert {layer(m) for m in modules()} == set(LAYERS)
 
 
 def test_both_backends_are_the_same_operations():
@@ -100,6 +100,8 @@ def test_the_architecture_page_names_every_file_and_walks_at_most_eight():
         assert 1 <= len(steps) <= 8
         named = [part for line in steps for part in line.split("`") if part.endswith(".py")]
         assert named and all((ROOT / name).exists() or (ROOT / "kernels" / name).exists() for name in named), named
+    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
     for module, path in modules().items():
-        if floor(module) not in ("cli", "autotune", "__main__", "__init__") and path.name != "__init__.py":
-            assert f"{path.name}" in page, module
+        if layer(module) not in ("cli", "autotune", "__main__", "__init__") and path.name != "__init__.py":
+            folder = "" if path.parent == ROOT else f"{path.parent.name}/"
+            assert f"`{path.name}`" in rows[folder or path.name], module

@@ -8,7 +8,7 @@ from torch import nn
 
 import onepass
 from onepass.moe import route_block
-from onepass.moe.blocks import describe_router, routed
+from onepass.moe.blocks import recognised_parts, routed
 
 H, E, K = 12, 16, 4
 
@@ -61,7 +61,7 @@ SAME = [
 def test_what_is_recognised(options):
     torch.manual_seed(0)
     router, x = Router(**options), torch.randn(2, 40, H)
-    d = describe_router(router)
+    d = recognised_parts(router)[1]
     of = dict(d.arguments)
     assert (of["n_group"], d.selection_bias) == (options.get("groups") or 1, "correction" if router.biased else None)
     assert of["group_score"] == "top2_sum" or router.groups == 0 or router.best == 1
@@ -85,7 +85,7 @@ DIFFERENT = [{"score": "square"}, {"noise": True}, {"twice": True}, {"groups": 4
 @pytest.mark.parametrize("options", DIFFERENT, ids=str)
 def test_what_is_refused(options):
     router = Router(**options).train()
-    assert describe_router(router) is None
+    assert recognised_parts(router) is None
     with pytest.raises(TypeError, match=r"block: expected .*got Router"):
         route_block(router, torch.randn(3, H))
 
@@ -94,16 +94,16 @@ def test_settings_that_change_and_modules_that_are_left_alone():
     router, other, calls = Router(groups=4), Router(groups=4), []
     router.register_forward_hook(lambda *_: calls.append(1))
     before, state = {n: t.clone() for n, t in router.state_dict().items()}, torch.get_rng_state()
-    first = describe_router(router)
-    assert describe_router(router) is first and describe_router(other) is first
+    first = recognised_parts(router)[1]
+    assert recognised_parts(router)[1] is first and recognised_parts(other)[1] is first
     router.groups = 0
-    assert dict(describe_router(router).arguments)["n_group"] == 1
+    assert dict(recognised_parts(router)[1].arguments)["n_group"] == 1
     router.scale = 3.0
-    assert dict(describe_router(router).arguments)["scale"] == 3.0
+    assert dict(recognised_parts(router)[1].arguments)["scale"] == 3.0
     assert not calls and torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(t, before[n]) for n, t in router.state_dict().items())
     with torch.device("meta"):
-        assert dict(describe_router(Router(groups=2)).arguments)["n_group"] == 1  # both groups are chosen
+        assert dict(recognised_parts(Router(groups=2))[1].arguments)["n_group"] == 1  # both groups are chosen
 
 
 transformers = pytest.importorskip("transformers")

@@ -205,7 +205,7 @@ def test_a_tile_that_is_decoded_fits_into_shared_memory():
         for glu in (False, True):
             found = plan((2 * rows, 4, 2, 64, 64, 3, 1), (glu, False, 1.0), ExpertOptions(), *rest, of)
             assert found.constexprs["STAGES"] >= 1 and found.constexprs["BLOCK_M"] == rows
-        with pytest.raises(ValueError, match="a rank that fits into shared memory, got 4096"):
+        with pytest.raises(ValueError, match="shared memory, got 4096"):
             plan((2 * rows, 4, 2, 64, 64, 4096, 1), (False, False, 1.0), ExpertOptions(), *rest, of)
 
 

@@ -25,13 +25,7 @@ assert counts[0].tolist() == [9, 1, 2, 0]
 dist.destroy_process_group()
 """
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors are small
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_rule(device):

@@ -18,7 +18,7 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
 
 
-class Logits(Protocol):
+class LogitsLike(Protocol):
     """The attributes that the checks read. Tensors and all sources of logits have them."""
 
     @property
@@ -53,7 +53,7 @@ def check_logits(logits: Any, name: str = "logits") -> None:
         raise ValueError(f"{name}: expected shape (..., V) with 1 <= V < 2**31, got {tuple(logits.shape)}")
 
 
-def check_index(index: torch.Tensor, logits: Logits, name: str = "index", many: bool = True) -> None:
+def check_index(index: torch.Tensor, logits: LogitsLike, name: str = "index", many: bool = True) -> None:
     """Raise unless ``index`` is an integer tensor of shape ``(...)`` or, with ``many``, ``(..., K)``.
 
     Its values are not read.
@@ -69,7 +69,7 @@ def check_index(index: torch.Tensor, logits: Logits, name: str = "index", many: 
     check_device(index, logits, name)
 
 
-def check_row_mask(row_mask: torch.Tensor, logits: Logits, name: str = "row_mask") -> None:
+def check_row_mask(row_mask: torch.Tensor, logits: LogitsLike, name: str = "row_mask") -> None:
     """Raise unless ``row_mask`` is a real tensor of shape ``(...)``. Its values are not read."""
     if not isinstance(row_mask, torch.Tensor) or row_mask.dtype.is_complex:
         raise TypeError(f"{name}: expected a bool (or 0/1) tensor, got {described(row_mask)}")
@@ -78,7 +78,7 @@ def check_row_mask(row_mask: torch.Tensor, logits: Logits, name: str = "row_mask
     check_device(row_mask, logits, name)
 
 
-def check_temperature(temperature: torch.Tensor, logits: Logits, name: str = "temperature") -> None:
+def check_temperature(temperature: torch.Tensor, logits: LogitsLike, name: str = "temperature") -> None:
     """Raise unless ``temperature`` is a constant floating-point tensor of shape ``(...)``. Its values are not read."""
     if temperature.dtype not in FLOATS:
         raise TypeError(f"{name}: expected a number or a floating-point tensor, got {described(temperature)}")
@@ -92,7 +92,7 @@ def check_temperature(temperature: torch.Tensor, logits: Logits, name: str = "te
     check_device(temperature, logits, name)
 
 
-def check_class_weights(weights: torch.Tensor, logits: Logits, name: str) -> None:
+def check_class_weights(weights: torch.Tensor, logits: LogitsLike, name: str) -> None:
     """Raise unless ``weights`` is a constant floating-point tensor of shape ``(V,)``."""
     if not isinstance(weights, torch.Tensor) or weights.dtype not in FLOATS:
         raise TypeError(f"{name}: expected a floating-point tensor, got {described(weights)}")
@@ -103,7 +103,7 @@ def check_class_weights(weights: torch.Tensor, logits: Logits, name: str) -> Non
     check_device(weights, logits, name)
 
 
-def check_teacher(ids: torch.Tensor, log_probs: torch.Tensor, student_logits: Logits) -> None:
+def check_teacher(ids: torch.Tensor, log_probs: torch.Tensor, student_logits: LogitsLike) -> None:
     """Raise unless the teacher's ids and log-probs have shape ``(..., K)``, with the rows of the student's logits."""
     if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"teacher_ids: expected an int32 or int64 tensor, got {described(ids)}")
@@ -133,7 +133,7 @@ def check_teacher_mask(mask: torch.Tensor, ids: torch.Tensor) -> None:
     check_device(mask, ids, "teacher_mask")
 
 
-def check_pair(student: Logits, teacher: Logits, vocab_size: int | None) -> int | None:
+def check_pair(student: LogitsLike, teacher: LogitsLike, vocab_size: int | None) -> int | None:
     """Return how many leading columns of both are compared, or None if all of them are."""
     if student.shape[:-1] != teacher.shape[:-1]:
         raise ValueError(f"teacher_logits: expected the rows of the student, {tuple(student.shape[:-1])}, "
@@ -166,7 +166,7 @@ def check_transform(
     return temperature, softcap, logit_scale
 
 
-def check_device(tensor: Logits, logits: Logits, name: str) -> None:
+def check_device(tensor: LogitsLike, logits: LogitsLike, name: str) -> None:
     """Raise unless ``tensor`` is on the device of the logits."""
     if tensor.device != logits.device:
         raise ValueError(f"{name}: expected device {logits.device}, that of the logits, got {tensor.device}")

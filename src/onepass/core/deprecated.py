@@ -1,13 +1,14 @@
 """Compatibility with earlier versions: public functions still accept the old names of their arguments."""
 
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
 import torch
+
+from onepass.core.caller import stacklevel_outside
 
 F = TypeVar("F", bound=Callable[..., Any])
 NewName = str | Callable[[dict[str, Any]], tuple[str, Any]]
@@ -40,9 +41,7 @@ def renamed(*, positional: Sequence[str] = (), **names: NewName) -> Callable[[F]
 
 def _warn(text: str) -> None:
     """Warn at the caller of the decorated function, or of the module whose ``forward`` it is."""
-    level, frame = 1, sys._getframe(0)
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith(("onepass.", "torch.nn.modules.")):
-        level, frame = level + 1, frame.f_back
+    level = stacklevel_outside("onepass.", "torch.nn.modules.")
     warnings.warn(text, DeprecationWarning, stacklevel=level)
 
 

@@ -67,7 +67,7 @@ class Options(NamedTuple):
     class_weight: float = 0.0  # the weight of every class if there is no tensor of class weights
     sharpness: float = 2.0  # the inverse of the second temperature; `log_sum_sq_probs` needs 2
     invariant: bool = False  # whether a row's results are the same whatever rows are with it; see `batch_invariant`
-    masked: int = 0  # what the row mask is at rows that are masked
+    masked: int = 0  # the value of the row mask in masked rows
 
     def names(self) -> tuple[str, ...]:
         """The names of the requested fields. A method: Dynamo of torch 2.9 and 2.10 traces no property of a tuple."""
@@ -82,7 +82,7 @@ class Inputs(NamedTuple):
     """Tensors that are read in addition to the logits."""
 
     index: Tensor | None = None  # type: ignore[assignment]  # (...) or (..., K): the selected classes
-    row_mask: Tensor | None = None  # (...): rows where it is `Options.masked`, 0, are masked and not read
+    row_mask: Tensor | None = None  # (...): rows where it equals `Options.masked`, 0, are masked and not read
     class_weights: Tensor | None = None  # (V,)
     temperature: Tensor | None = None  # (...): of each row, above 0; it divides the transformed logits
     # The classes that the distribution of a row is restricted to: `lengths` of `support` from `starts` on. Negative ids
@@ -91,22 +91,22 @@ class Inputs(NamedTuple):
     starts: Tensor | None = None  # (...)
     lengths: Tensor | None = None  # (...)
 
-    def rows(self, of: Callable[[Tensor], Tensor]) -> "Inputs":
-        """With the function applied to every tensor that has an entry for each row."""
+    def rows(self, function: Callable[[Tensor], Tensor]) -> "Inputs":
+        """These inputs, with the function applied to every tensor that has an entry for each row."""
         index, row_mask, class_weights, temperature, support, starts, lengths = self
-        per_row = [None if t is None else of(t) for t in (index, row_mask, temperature, starts, lengths)]
-        support = of(support) if support is not None and starts is None else support
+        per_row = [None if t is None else function(t) for t in (index, row_mask, temperature, starts, lengths)]
+        support = function(support) if support is not None and starts is None else support
         return Inputs(per_row[0], per_row[1], class_weights, per_row[2], support, *per_row[3:])
 
     def passed(self) -> tuple[Tensor | None, ...]:
-        """Without what follows the last tensor, as arguments of an autograd function, of which each costs time."""
+        """The tensors without trailing Nones, as arguments of an autograd function, each of which costs host time."""
         count = len(self)
         while count and self[count - 1] is None:
             count -= 1
         return self[:count]
 
     def columns(self, first: int, stop: int | None = None) -> "Inputs":
-        """Of the classes from ``first`` to ``stop`` alone, which are counted from ``first``."""
+        """The inputs for the classes from ``first`` to ``stop`` only. Class ids are counted from ``first``."""
         index, _, class_weights, _, support, *_ = self
         return self._replace(
             index=index if index is None or not first else index - first,
@@ -123,7 +123,10 @@ class FieldGradients(NamedTuple):
     weighted_logit: Tensor | None = None
     tempered_log_normalizer: Tensor | None = None
     selected: Tensor | None = None  # that of `log_probs` instead, if they are requested
-    share: Tensor | None = None  # its first number multiplies that of `selected`, see `Average`
+    # (3,), of an average: the weight of a row, `factor / count / divisor`; the gradient of every row's number that the
+    # forward assumed when it computed the gradient of the logits; and the upstream gradient, which the backward writes,
+    # for the next average to assume. The first multiplies the gradient of `selected`.
+    row_weight: Tensor | None = None
 
     @classmethod
     def of(cls, fields: str, grads: Sequence[Tensor | None]) -> "FieldGradients":

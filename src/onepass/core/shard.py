@@ -65,10 +65,10 @@ def shared_columns(first: Shard, second: Shard, columns: int | None) -> Shard | 
     return cut[0] if cut and cut[0] == cut[-1] else None
 
 
-def per_row(index: Tensor | None, dim: int) -> int:
-    """K for an index ``(..., K)`` of logits with ``dim`` dimensions, 1 for ``(...)``, 0 for None."""
+def per_row(index: Tensor | None, dim: int, none: int = 0) -> int:
+    """K for an index ``(..., K)`` of logits with ``dim`` dimensions, 1 for ``(...)``, ``none`` for None."""
     if index is None:
-        return 0
+        return none
     return 1 if index.dim() < dim else index.shape[-1]
 
 

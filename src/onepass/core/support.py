@@ -7,7 +7,7 @@ from torch import Tensor
 
 from onepass.core.checks import check_device, described
 
-INTEGERS = torch.int32, torch.int64
+INDEX_DTYPES = torch.int32, torch.int64
 # A tensor of ids, ids and offsets, or either of these followed by which rows have all classes.
 Support = Tensor | tuple[Tensor, ...]
 EXPECTED = (
@@ -38,7 +38,7 @@ def check_support(support: Any, logits: Any, row_mask: Tensor | None, look: bool
         *parts, full = parts
         if full.shape != rows:
             raise ValueError(f"support: expected full rows of shape {tuple(rows)}, got {tuple(full.shape)}")
-    if len(parts) > 2 or any(t.dtype not in INTEGERS for t in parts):
+    if len(parts) > 2 or any(t.dtype not in INDEX_DTYPES for t in parts):
         raise TypeError(f"{EXPECTED}, got dtypes {[str(t.dtype) for t in parts]}")
     for t in parts if full is None else (*parts, full):
         check_device(t, logits, "support")
@@ -58,7 +58,10 @@ def check_support(support: Any, logits: Any, row_mask: Tensor | None, look: bool
         offsets = offsets.to(torch.int64)
         starts, lengths = offsets[:-1].clone(), offsets.diff()
         if look and (int(offsets[0]) < 0 or bool((lengths < 0).any()) or int(offsets[-1]) > len(ids)):
-            raise ValueError(f"support: expected ascending offsets between 0 and {len(ids)}, the number of ids")
+            raise ValueError(
+                f"support: expected ascending offsets between 0 and {len(ids)}, the number of ids, "
+                f"got {offsets[:8].tolist()}{' ...' if len(offsets) > 8 else ''}"
+            )
         lengths = lengths.clamp(min=0)
     if full is not None:
         ids, starts, lengths = of_each_row(ids, starts, lengths)

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from onepass.core.checks import Adapter
+from onepass.core.peft import lora_variant
 
 
 def is_adapted(head: Any) -> bool:
@@ -29,10 +30,10 @@ def adapter_reason(head: Any) -> str:
     if len(names) > 1:
         return f"it has several active adapters: {', '.join(names)}"
     for name in names:
-        variant = getattr(head, "lora_variant", {}).get(name)
+        variant = lora_variant(head, name)
         dropout = head.lora_dropout[name]
-        if variant is not None or getattr(head, "use_dora", {}).get(name):
-            return f"its adapter is {'DoRA' if variant is None else type(variant).__name__}, not plain LoRA"
+        if variant:
+            return f"its adapter is {variant}, not plain LoRA"
         if not isinstance(dropout, nn.Identity) and dropout.training:
             return "its adapter has dropout"
         if head.lora_B[name].bias is not None:

@@ -123,7 +123,7 @@ class Once:
             self.metrics.add(fields)
 
 
-class Use(NamedTuple):
+class HeadOptions(NamedTuple):
     """How the logits of a head are computed; see `attach`."""
 
     max_memory: int | None = None
@@ -131,10 +131,10 @@ class Use(NamedTuple):
     logits_dtype: torch.dtype | None = None
 
 
-DEFAULT = Use()
+DEFAULT = HeadOptions()
 
 
-class Head(NamedTuple):
+class HeadReport(NamedTuple):
     """An output embedding of a model, and the reason why it returns tensors; empty if it returns `LinearLogits`."""
 
     name: str
@@ -183,7 +183,7 @@ def _reason(head: nn.Module) -> str:
 
 CALLS = "_onepass_calls"  # how many calls that train are under way
 _lock = threading.Lock()
-_use: ContextVar[Use | None] = ContextVar("_use", default=None)  # how heads compute their logits in this thread
+_use: ContextVar[HeadOptions | None] = ContextVar("_use", default=None)  # how heads compute their logits in this thread
 _asked: ContextVar[bool] = ContextVar("_asked", default=False)  # whether labels are not needed
 
 
@@ -248,8 +248,9 @@ def expecting_count(labels: Tensor, ignore_index: int) -> AbstractContextManager
 
 @_disable_dynamo(recursive=False)
 def run(
-    model: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], use: Use = DEFAULT
-) -> Any:
+    model: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any],
+    use: HeadOptions = DEFAULT,
+) -> Any:  # fmt: skip
     """Call a forward of the model. If it trains, its heads return `LinearLogits` meanwhile."""
     labels = labels_of(model, args, kwargs)
     heads = [h for h in heads_of(model) if not _reason(h)] if trains(model, labels) else []
@@ -298,14 +299,14 @@ class Attached(Restorable):
         heads: ``(name, module, reason)`` of every head; the reason says why its logits are materialized, if they are.
     """
 
-    def __init__(self, model: nn.Module, use: Use) -> None:
+    def __init__(self, model: nn.Module, use: HeadOptions) -> None:
         self.observer = use.observer
         self.models = [m for m in model.modules() if heads_of(m)]
         if any(m.__dict__.get(OWNER, (None,))[0] == id(m) for m in self.models):
             raise ValueError("model: expected a model that is not attached, got one that is; call restore() first")
         names = {id(module): name for m in self.models for name, module in m.named_modules()}
         heads = {id(h): h for m in self.models for h in heads_of(m)}
-        self.heads = [Head(names.get(key, "head"), head, _reason(head)) for key, head in heads.items()]
+        self.heads = [HeadReport(names.get(key, "head"), head, _reason(head)) for key, head in heads.items()]
         for m in self.models:
             if OWNER not in m.__dict__:  # else it is a copy
                 m.__dict__[BEFORE] = m.__dict__.get("forward")
@@ -352,7 +353,7 @@ OWNER = "_onepass_owner"  # the id of the attached module (a copy has another id
 _attachments = itertools.count()
 
 
-def _attached_forward(model: nn.Module, use: Use, number: int, replaced: Any) -> Callable[..., Any]:
+def _attached_forward(model: nn.Module, use: HeadOptions, number: int, replaced: Any) -> Callable[..., Any]:
     """A forward with the model's signature, which trainers inspect, in place of ``replaced``."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -410,4 +411,4 @@ def attach(
     limit = None if max_memory is None else check_integer(max_memory, "max_memory", 1)
     if logits_dtype not in (None, torch.float32):
         raise ValueError(f"logits_dtype: expected torch.float32 or None, got {described(logits_dtype)}")
-    return Attached(model, Use(limit, Metrics() if metrics else None, logits_dtype))
+    return Attached(model, HeadOptions(limit, Metrics() if metrics else None, logits_dtype))

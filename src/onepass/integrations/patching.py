@@ -74,7 +74,7 @@ class Kept(NamedTuple):
         return f"{self.module}.{self.name} kept: {self.reason}"
 
 
-class Plan(NamedTuple):
+class PatchPlan(NamedTuple):
     """What `patch` would and would not replace in the installed libraries."""
 
     replaced: list[Replaced]
@@ -204,12 +204,12 @@ def extend(key: tuple[str, str], targets: Sequence[Target]) -> None:
             _active[key].later += found
 
 
-def plan(*libraries: str) -> Plan:
+def plan(*libraries: str) -> PatchPlan:
     """What `patch` would do, with the same arguments and errors. It imports the libraries and changes nothing."""
     with _lock:
         found, kept = _resolved(_targets(_integrations(libraries)))
         _find_places({key: a for key, a in found.items() if key not in _active})
-        return Plan([place for a in found.values() for place in a.places], kept)
+        return PatchPlan([place for a in found.values() for place in a.places], kept)
 
 
 def check_libraries(libraries: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ between the two.
 """
 
 from onepass.kernels.decode import decode
-from onepass.kernels.divergence import add_means, divergence, divergence_states
+from onepass.kernels.divergence import divergence, divergence_states, write_means
 from onepass.kernels.divergence_gradient import divergence_gradient
 from onepass.kernels.expert_mlp import expert_mlp, expert_mlp_gradient
 from onepass.kernels.expert_rows import sum_rows
@@ -13,7 +13,7 @@ from onepass.kernels.linear_statistics import linear_statistics, state_bytes, su
 from onepass.kernels.merge_shards import merge_divergences, merge_shards
 from onepass.kernels.router import route
 from onepass.kernels.router_gradient import route_gradient
-from onepass.kernels.row_average import row_average, row_share
+from onepass.kernels.row_average import compute_row_weight, row_average
 from onepass.kernels.row_gemm import row_gemm
 from onepass.kernels.scale import scale
 from onepass.kernels.scattered_linear import scattered_linear, scattered_linear_gradient
@@ -25,7 +25,7 @@ from onepass.kernels.teacher_tokens import teacher_tokens
 from onepass.kernels.token_sort import count_tiles, sort_by_expert
 
 __all__ = [
-    "add_means",
+    "compute_row_weight",
     "count_tiles",
     "decode",
     "divergence",
@@ -41,7 +41,6 @@ __all__ = [
     "route_gradient",
     "row_average",
     "row_gemm",
-    "row_share",
     "scale",
     "scattered_linear",
     "scattered_linear_gradient",
@@ -59,4 +58,5 @@ __all__ = [
     "supports_fused_loss",
     "supports_linear_statistics",
     "teacher_tokens",
+    "write_means",
 ]

@@ -28,7 +28,7 @@ from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, row_groups, workspace
 from onepass.kernels.online_softmax import LOG2E, LOWEST, factors_of_row, transform
-from onepass.kernels.row_programs import arrives_last, row_start
+from onepass.kernels.row_programs import arrives_last, is_active, row_start
 from onepass.kernels.softmax_statistics import softmax_statistics
 
 STATE = tl.constexpr(len(PAIR_STATE))  # numbers per state
@@ -215,9 +215,7 @@ def divergence_kernel(
     TILE: tl.constexpr = LANES * VEC
     row = (tl.program_id(0) // SPLITS).to(tl.int64)
     split = tl.program_id(0) % SPLITS
-    active = True
-    if row_mask is not None:
-        active = tl.load(row_mask + row) != 0
+    active = is_active(row_mask, row, 0)
     p_inner, p_outer = factors_of_row(p_inner, p_outer, p_temperature, row, DIVERGENCE.P_SOFTCAP)
     q_inner, q_outer = factors_of_row(q_inner, q_outer, q_temperature, row, DIVERGENCE.Q_SOFTCAP)
     last = split == SPLITS - 1
@@ -310,11 +308,11 @@ def divergence(student: torch.Tensor, teacher: torch.Tensor, read: PairRows, opt
     if packed[0].numel() and options.direction == "jsd":
         for x, numbers, inputs, of_x in zip((student, teacher), (packed[:2], packed[3:5]), *normalizers(read, options)):
             numbers.copy_(softmax_statistics(x, inputs, of_x)[0][:2])
-    add_means(student, teacher, read, packed, options)
+    write_means(student, teacher, read, packed, options)
     return packed
 
 
-def add_means(
+def write_means(
     student: torch.Tensor, teacher: torch.Tensor, read: PairRows, packed: torch.Tensor,
     options: PairOptions,
 ) -> None:  # fmt: skip

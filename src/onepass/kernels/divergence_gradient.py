@@ -16,7 +16,7 @@ from onepass.kernels.divergence import MEAN, Divergence, Side, load_transformed,
 from onepass.kernels.launch import Flat, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, row_groups
 from onepass.kernels.online_softmax import LOG2E, factors_of_row, transform_and_slope
-from onepass.kernels.row_programs import row_start, write_zeros
+from onepass.kernels.row_programs import is_active, row_start, write_zeros
 
 TILES = 4  # tiles that a program writes
 
@@ -85,10 +85,7 @@ def divergence_gradient_kernel(
     x_inner, x_outer = factors_of_row(x_inner, x_outer, x_temperature, row, DIVERGENCE.P_SOFTCAP)
     y_inner, y_outer = factors_of_row(y_inner, y_outer, y_temperature, row, DIVERGENCE.Q_SOFTCAP)
     g = 0.0
-    active = True
-    if row_mask is not None:
-        active = tl.load(row_mask + row) != 0
-    if active:
+    if is_active(row_mask, row, 0):
         g = tl.load(grad + row * g_stride)
     if g != 0.0:
         x_shift, x_norm = read_normalizer(x_numbers, rows, row)

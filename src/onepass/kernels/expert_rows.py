@@ -46,10 +46,10 @@ def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
     return f * up, slope * up, f
 
 
-@triton.jit(do_not_specialize=["assignments"])
+@triton.jit
 def glu_gradient_kernel(
     y: "Out", h: "Flat", weights: "Flat", out: "Out", of_weights: "Out", order: "Flat", offsets: "Flat",
-    assignments: tl.int32, alpha: tl.float32, limit: tl.float32,
+    alpha: tl.float32, limit: tl.float32,
     E: tl.constexpr, N: tl.constexpr, ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, KEEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +117,7 @@ def glu_gradient_plan(shape: tuple[int, int], E: int, o: ExpertOptions, keep: bo
     constexprs = dict(
         E=E, N=N, ACTIVATION=o.activation, INTERLEAVED=o.interleaved, KEEP=keep, BLOCK_M=block_m, BLOCK_N=block_n
     )
-    return Plan(glu_gradient_kernel, -(-assignments // block_m), (assignments, o.alpha, o.limit), constexprs, 4)
+    return Plan(glu_gradient_kernel, -(-assignments // block_m), (o.alpha, o.limit), constexprs, 4)
 
 
 @triton.jit

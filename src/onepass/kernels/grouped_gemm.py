@@ -25,6 +25,7 @@ from onepass.kernels.decode import SEGMENT, Encoding, code_of, codes_of, decode_
 from onepass.kernels.expert_rows import activate
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import power_of_two
+from onepass.kernels.row_gemm import place_of
 from onepass.kernels.token_sort import rows_of_tile
 
 Strides = tuple[int, ...]
@@ -33,6 +34,7 @@ PLAIN = ExpertOptions()
 # Measured on an H100, as is that beyond these rows an expert a decoded copy is faster.
 DECODING = {16: (64, 128, 3, 4, 8), 32: (128, 64, 4, 4, 8), 64: (128, 64, 3, 4, 4), 128: (256, 64, 3, 8, 1)}
 MOST_OF_SEGMENT = 64  # codes that are read at once
+RANK = "lora (lora_gate_up, lora_down): expected a rank that fits into {} bytes of shared memory, got {}"
 
 
 class WeightStrides(NamedTuple):
@@ -121,11 +123,8 @@ def grouped_gemm_kernel(
         tile0 = tl.sum(tl.where(e < first, of_expert, 0))
         tiles = tl.sum(tl.where((e >= first) & (e < first + chunk), of_expert, 0))
     for work in tl.range(tl.program_id(0), tiles * N_TILES, tl.num_programs(0), flatten=True):
-        # The tiles of a group read the same columns of the weights at about the same time, so that they stay in cache.
-        begin = work // (group * N_TILES) * group
-        height = tl.minimum(tiles - begin, group)
-        tile = tile0 + begin + work % (group * N_TILES) % height
-        n_tile = work % (group * N_TILES) // height
+        tile, n_tile = place_of(work, tiles, N_TILES, group)
+        tile += tile0
         expert = tl.load(tile_expert + tile)
         if expert < E:
             row = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
@@ -224,7 +223,9 @@ def grouped_gemm(
         launch(decoding_plan, (*about, x.device, of_format), (x, w.data, *others, *w.parts, codes))
         return out
     for first, part in [(0, w)] if isinstance(w, Tensor) else decoded_chunks(w, groups):
-        of_part = part.stride(), tensor_memory(part, halves == 2), (first, len(part))
+        # A tile has two ranges of columns, gate and up. One load by a descriptor covers both only if K is contiguous.
+        tma = layout.tma_dimension(part, 2, 1, only_k=halves == 2)
+        of_part = part.stride(), tma, (first, len(part))
         launch(gemm_plan, (*about, x.device, *of_part), (x, part, *others, *(None,) * 5))
     return out
 
@@ -233,18 +234,6 @@ def is_decoded_in_loop(f: WeightFormat, assignments: int, halves: int) -> bool:
     """Whether the kernel decodes a weight itself: few rows an expert, and enough codes that can be read at once."""
     segment = gcd(code_of(f, SEGMENT).LENGTH, f.columns // (halves if f.flipped else 1))
     return assignments <= max(DECODING) * f.experts and f.columns > 0 and segment == SEGMENT
-
-
-def tensor_memory(w: Tensor, halves: bool) -> str:
-    """The dimension in which ``w`` is contiguous, "K" or "N", if descriptors (TMA) can load it; else "".
-
-    With ``halves`` a tile has two ranges of columns of y (gate and up). One load by a descriptor covers both only if
-    ``w`` is contiguous in K.
-    """
-    of_expert, of_n, of_k = w.stride()
-    name, other = ("K", of_n) if of_k == 1 else ("N", of_k if of_n == 1 and not halves else 0)
-    whole = w.numel() and all(n > 0 and n * w.element_size() % 16 == 0 for n in (of_expert, other))
-    return name if layout.has_tensor_memory() and whole and w.data_ptr() % 16 == 0 else ""
 
 
 def gemm_plan(
@@ -271,7 +260,7 @@ def gemm_plan(
     products = 2 if glu else 1
     block_n, of_stage, most = tile_that_fits(N, products, (block_m, block_k, block_r if R else 0), element, bool(tma))
     if most < 1:
-        raise ValueError(f"adapters: expected a rank that fits into shared memory, got {R}")
+        raise ValueError(RANK.format(layout.shared_memory(), R))
     tiles_of_expert = power_of_two(assignments // (E * block_m))
     rule = dict(STAGES=min(2 + products, most), GROUP=min(16, tiles_of_expert))
     key = {"rows": assignments, "experts": E, "columns": N, "inner": K, "read": "glu" if glu else "plain"}
@@ -324,7 +313,7 @@ def decoding_plan(
         else:
             stages -= 1
     if needed() > layout.shared_memory():
-        raise ValueError(f"adapters: expected a rank that fits into shared memory, got {R}")
+        raise ValueError(RANK.format(layout.shared_memory(), R))
     most = gcd(MOST_OF_SEGMENT, width // halves, f.columns // halves) if f.flipped else min(MOST_OF_SEGMENT, block_k)
     constexprs = same | dict(
         BLOCK_E=0, W_STRIDES=None, BLOCK_N=width // products, BLOCK_K=block_k, STAGES=stages, TMA="",

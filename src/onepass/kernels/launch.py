@@ -9,8 +9,8 @@ alignment of the tensors is part of a compiled variant, so that no kernel assume
 **Cost.** ``kernel[grid](...)`` binds, specializes and hashes every argument: 50 µs on a slow host, three times the
 launch itself. Here a `Plan` holds everything that follows from shapes and options. It is kept, and later found
 by one lookup; so is which inputs are copied. The key includes the dtype, alignment, contiguity and device of every
-tensor, so that only launches that were checked are in the table. No other argument is specialized: a new batch size
-compiles nothing, and a compiled variant is launched directly.
+tensor, so that only launches that were checked are in the table. Numbers are not specialized: a new number of rows
+compiles a variant only if the plan has other constants for it. A compiled variant is launched directly.
 """
 
 import inspect

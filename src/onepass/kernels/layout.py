@@ -180,9 +180,22 @@ def precision() -> str:
     return "tf32x3" if compute_capability() else "ieee"
 
 
-def has_tensor_memory() -> bool:
+def has_tma() -> bool:
     """Whether tiles can be loaded by descriptors (TMA): from Hopper on, and in the interpreter."""
     return compute_capability() >= 90 or one_at_a_time()
+
+
+def tma_dimension(operand: torch.Tensor, k: int, n: int, only_k: bool = False) -> str:
+    """The dimension in which an operand of a GEMM is contiguous, "K" or "N", if descriptors can load it; else "".
+
+    ``k`` and ``n`` are the positions of these dimensions. With ``only_k``, N is not considered.
+    """
+    size, strides = operand.element_size(), operand.stride()
+    name, contiguous = ("K", k) if strides[k] == 1 else ("N", n)
+    fits = strides[contiguous] == 1 and not (only_k and name == "N") and operand.numel() > 0
+    others = [stride for d, stride in enumerate(strides) if d != contiguous]
+    aligned = all(s > 0 and s * size % 16 == 0 for s in others) and operand.data_ptr() % 16 == 0
+    return name if has_tma() and fits and aligned else ""
 
 
 SHARED_KIB = {0: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}

@@ -21,11 +21,13 @@ from onepass.kernels.online_softmax import (
     State,
     empty_state,
     merge,
+    temperature_of,
     transform,
     update,
     wanted,
 )
-from onepass.kernels.row_gemm import GROUP, Gemm, operand_form, operands, place_of, product, with_aligned_rows
+from onepass.kernels.row_gemm import GROUP, Gemm, operands, place_of, product, with_aligned_rows
+from onepass.kernels.row_programs import unmasked
 from onepass.kernels.softmax_fields import NOWHERE, statistics_of, write_state, write_statistics
 
 ROWS, TILES = 16, 64  # of a program that merges: rows, and tiles of columns at a time
@@ -67,8 +69,7 @@ def linear_statistics_kernel(
         present = row < rows
         row_inner, row_outer = inner, outer
         if temperature is not None:
-            own = tl.load(temperature + row, mask=present, other=1.0)
-            own = tl.where((own > 0) & (own < float("inf")), own, float("nan"))[:, None]
+            own = temperature_of(temperature, row, present)[:, None]
             row_inner, row_outer = inner if WANTED.SOFTCAP else inner / own, outer / own
         column = row.to(tl.int64)
         if index is not None:
@@ -208,9 +209,7 @@ def merge_tiles_kernel(
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     present = row < rows
-    active = present
-    if row_mask is not None:
-        active = active & (tl.load(row_mask + row, mask=present, other=0) != 0)
+    active = unmasked(row_mask, row, rows, 0)
     zeros = tl.zeros([TILES, ROWS], tl.float32)
     m, s, t, q, u = zeros + LOWEST, zeros, zeros, zeros, zeros
     first = tl.full([TILES, ROWS], N_TILES, tl.int32)
@@ -277,7 +276,7 @@ def supports_linear_statistics(dtype: torch.dtype, b: Tensor, inputs: Inputs, op
     simple = inputs.support is None and (index is None or index.dim() == 1) and not options.wants("weighted_logit")
     # Triton's interpreter multiplies the bits of bfloat16 numbers.
     fast = dtype == torch.float16 if layout.one_at_a_time() else layout.compute_capability() // 10 == 9
-    return simple and fast and dtype.itemsize == 2 and b.dtype == dtype and bool(operand_form(b))
+    return simple and fast and dtype.itemsize == 2 and b.dtype == dtype and layout.tma_dimension(b, 0, 1) != ""
 
 
 def state_bytes(vocab: int, options: Options) -> int:
@@ -342,7 +341,8 @@ def linear_statistics(
     states = a.new_empty((numbers_of(options), -(-N // BLOCK_N), rows), dtype=torch.float32)
     selected = None if index is None else states.new_empty(rows)
     first_max = states.new_empty(rows, dtype=torch.int32) if top1 else None
-    about = (rows, N, K), (a.stride(0), *b.stride()), operand_form(b), a.device, options, rounds, twice, top1
+    tma = layout.tma_dimension(b, 0, 1)
+    about = (rows, N, K), (a.stride(0), *b.stride()), tma, a.device, options, rounds, twice, top1
     launch(plan_for, about, (a, b, bias, index, temperature, states, selected, first_max))
     tensors = states, index, row_mask, selected, first_max, *results
     launch(merge_plan_for, (rows, N, options, top1, shard), tensors)

@@ -13,6 +13,7 @@ from onepass.kernels.divergence import MEAN, STATE, PairState, merge_kl
 from onepass.kernels.launch import Flat, Out, Plan, launch
 from onepass.kernels.layout import power_of_two
 from onepass.kernels.online_softmax import LOWEST, State, merge, wanted
+from onepass.kernels.row_programs import unmasked
 from onepass.kernels.softmax_fields import (
     LOG_NORMALIZER,
     SHIFT,
@@ -29,9 +30,7 @@ def places_of(row_mask, rows, ranks, RANKS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rank = tl.arange(0, RANKS)
     present = row < rows
-    active = present
-    if row_mask is not None:
-        active = active & (tl.load(row_mask + row, mask=present, other=0) != 0)
+    active = unmasked(row_mask, row, rows, 0)
     return rank, row, present, active, (rank < ranks)[:, None] & active[None, :]
 
 

@@ -116,11 +116,17 @@ def transform(x, inner, outer, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def temperature_of(temperature, row, present=None):
+    """The temperatures of a row, or of those that are ``present``; NaN unless they are above 0 and finite."""
+    t = tl.load(temperature + row, mask=present, other=None if present is None else 1.0)
+    return tl.where((t > 0) & (t < float("inf")), t, float("nan"))
+
+
+@triton.jit
 def factors_of_row(inner, outer, temperature, row, SOFTCAP: tl.constexpr):
     """The factors of `transform`, over the temperature of the row if each has its own; NaN unless it is above 0."""
     if temperature is not None:
-        t = tl.load(temperature + row)
-        t = tl.where((t > 0) & (t < float("inf")), t, float("nan"))
+        t = temperature_of(temperature, row)
         if SOFTCAP:
             outer = outer / t
         else:

@@ -22,9 +22,11 @@ from onepass.kernels import router_biased, router_topk
 from onepass.kernels.launch import Flat, Out, Plan, Rows, launch
 from onepass.kernels.layout import MANY, power_of_two
 from onepass.kernels.online_softmax import LOG2E, LOWEST, transform
+from onepass.kernels.router_keys import only
 from onepass.kernels.router_scores import (
     SIGMOID,
     SOFTMAX,
+    Shape,
     add_changed,
     add_counts,
     has_no_score,
@@ -37,18 +39,13 @@ from onepass.kernels.router_scores import (
     weights_of,
     write_routing,
 )
+from onepass.kernels.row_programs import unmasked
 from onepass.kernels.zeros import zeros
 
 ONE_TILE = 16384  # the most logits that a single program reads; it needs no atomics for the counts
 # The forward has THREADS threads per program, at least CHUNK experts per chunk and at most MOST_CHUNKS chunks.
 THREADS, CHUNK, MOST_CHUNKS = 128, 16, 4
 VALUES = 8  # adjacent logits per thread
-
-
-@triton.jit
-def only(there, x, WHOLE: tl.constexpr):
-    """``x``, but -inf in columns without an expert. WHOLE says that there are no such columns."""
-    return x if WHOLE else tl.where(there, x, float("-inf"))
 
 
 @triton.jit
@@ -148,16 +145,14 @@ def routing_kernel(
         group = group + (first_group + tl.arange(0, GROUPS_OF_CHUNK)[None, :],)
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     start = logits + t * stride // VEC * VEC  # VEC divides the stride; this tells the compiler so
-    active = t < T
-    if token_mask is not None:
-        active = active & (tl.load(token_mask + t, mask=t < T, other=0) != 0)
+    active = unmasked(token_mask, t, T, 0)
     x, z = (), ()
     for c in tl.static_range(CHUNKS):
         of_chunk = tl.load(
             start[:, None] + e[c], mask=active[:, None] if WHOLE else active[:, None] & there[c], other=0.0
         )
         x = x + (of_chunk,)
-        z = z + (only(there[c], transform(of_chunk, inner, outer, SOFTCAP), WHOLE),)
+        z = z + (only(there[c], transform(of_chunk, inner, outer, SOFTCAP), float("-inf"), WHOLE),)
     m = tl.zeros([BLOCK_T], tl.float32)
     total = m + 1.0
     p = z
@@ -200,8 +195,8 @@ def routing_kernel(
             score = tl.where(z[c] == float("-inf"), LOWEST, score)
         # A logit of -inf becomes LOWEST: it comes last, but before experts that must not be selected, which are -inf.
         value = tl.where(z[c] == float("-inf"), LOWEST, tl.maximum(value, LOWEST))
-        v = v + (only(there[c], value, WHOLE),)
-        judged = judged + (only(there[c], score if SCORED and TOP2 else value, WHOLE),)
+        v = v + (only(there[c], value, float("-inf"), WHOLE),)
+        judged = judged + (only(there[c], score if SCORED and TOP2 else value, float("-inf"), WHOLE),)
     bad = undefined(odd, total, SCORE)
     if GROUPS > 1:
         of_group = ()
@@ -264,9 +259,6 @@ def tokens_of_tile(T: int, E: int, options: RouterOptions) -> int:
     width = groups * power_of_two(size)
     tile = ONE_TILE if T * width <= ONE_TILE else THREADS * VALUES * chunks
     return min(power_of_two(max(T, 2)), max(1, tile // width))  # Triton 3.6 fails to compile some tiles of one
-
-
-Shape = tuple[int, int, int]  # tokens, experts, stride of the logits
 
 
 def plan_for(shape: Shape, options: RouterOptions) -> Plan:

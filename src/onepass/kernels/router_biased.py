@@ -38,6 +38,7 @@ from onepass.kernels.router_keys import (
 )
 from onepass.kernels.router_scores import (
     SIGMOID,
+    Shape,
     add_changed,
     add_counts,
     replayed,
@@ -48,6 +49,7 @@ from onepass.kernels.router_scores import (
     write_routing,
 )
 from onepass.kernels.router_topk import logit, tokens_and_threads
+from onepass.kernels.row_programs import unmasked
 
 MOST_THREADS = 256
 REGISTERS = 64  # per thread; ptxas would take 100 to load all logits at once, and is 10% slower
@@ -126,7 +128,7 @@ def least_of_keys(top, BITS: tl.constexpr):
 
 @triton.constexpr_function
 def bits_of(n):
-    """Of the numbers that are less than n."""
+    """The number of bits of numbers below n."""
     return (n - 1).bit_length()
 
 
@@ -222,9 +224,7 @@ def biased_routing_kernel(
     k = tl.arange(0, LANES * SLOTS)[None, :]
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     start = logits + t * stride // VEC * VEC  # VEC divides the stride; this tells the compiler so
-    active = t < T
-    if token_mask is not None:
-        active = active & (tl.load(token_mask + t, mask=t < T, other=0) != 0)
+    active = unmasked(token_mask, t, T, 0)
 
     bests, of_group = (), ()
     top = tl.full([BLOCK_T], float("-inf"), tl.float32)
@@ -357,9 +357,6 @@ def takes(E: int, stride: int, options: RouterOptions) -> bool:
 def tile_of(T: int, E: int, stride: int, options: RouterOptions) -> tuple[int, int]:
     """Tokens and threads per program."""
     return tokens_and_threads(T, E, lanes_of(E, stride, options), MOST_THREADS, options)
-
-
-Shape = tuple[int, int, int]  # tokens, experts, stride of the logits
 
 
 def plan_for(shape: Shape, options: RouterOptions) -> Plan:

@@ -17,6 +17,7 @@ from onepass.kernels.online_softmax import LOG2E, LOWEST, transform_and_slope
 from onepass.kernels.router_scores import (
     SIGMOID,
     SOFTMAX,
+    Shape,
     has_no_score,
     is_of_selected,
     raw_scores,
@@ -27,6 +28,7 @@ from onepass.kernels.router_scores import (
     undefined,
     warps_of,
 )
+from onepass.kernels.row_programs import unmasked
 
 TILE, VECTORS, VALUES = 1024, 4, 8  # logits per program; vectors per thread, which holds several tokens; of a vector
 
@@ -73,9 +75,7 @@ def routing_gradient_kernel(
     e = tl.arange(0, BLOCK_E)[None, :]
     k = tl.arange(0, BLOCK_K)[None, :]
     start = logits + t * stride // VEC * VEC
-    active = t < T
-    if token_mask is not None:
-        active = active & (tl.load(token_mask + t, mask=t < T, other=0) != 0)
+    active = unmasked(token_mask, t, T, 0)
     there = e < E
     valid = (t[:, None] < T) & (k < K)
     selected = tl.load(experts + t[:, None] * K + k, mask=valid, other=0).to(tl.int32)
@@ -139,9 +139,6 @@ def routing_gradient_kernel(
     tl.store(base[:, None] + e, dense.to(out.dtype.element_ty), mask=(t[:, None] < T) & there)
     tl.debug_barrier()  # the selected experts are written twice
     tl.store(base[:, None] + selected, g.to(out.dtype.element_ty), mask=valid)
-
-
-Shape = tuple[int, int, int]  # tokens, experts, stride of the logits
 
 
 def gradient_plan_for(shape: Shape, strides: tuple[int, ...], options: RouterOptions, replays: bool) -> Plan:

@@ -14,6 +14,7 @@ TINY = tl.constexpr(LOG_TINY)
 MOST_THREADS = 1024
 LEAST_EPS = 1e-28  # float32 loses scores below 1e-38
 LOST_EPS = 1e-12  # changes no weight of the k largest scores of a softmax, whose sum is at least k / E
+Shape = tuple[int, int, int]  # tokens, experts, stride of the logits
 
 
 class Scoring(NamedTuple):

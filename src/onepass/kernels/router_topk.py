@@ -26,6 +26,7 @@ from onepass.kernels.router_keys import LOW, columns, largest_keys, only, ordere
 from onepass.kernels.router_scores import (
     SOFTMAX,
     SQRTSOFTPLUS,
+    Shape,
     add_changed,
     add_counts,
     is_of_selected,
@@ -35,6 +36,7 @@ from onepass.kernels.router_scores import (
     weights_of,
     write_routing,
 )
+from onepass.kernels.row_programs import unmasked
 
 LEAST = tl.constexpr(-(2**31))  # the key of no expert
 SIGNS = tl.constexpr(-0x7FFF8000)  # the sign bits of two 16-bit floats
@@ -128,9 +130,7 @@ def topk_routing_kernel(
     k = tl.arange(0, LANES * SLOTS)[None, :]
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     start = logits + t * stride // VEC * VEC  # VEC divides the stride; this tells the compiler so
-    active = t < T
-    if token_mask is not None:
-        active = active & (tl.load(token_mask + t, mask=t < T, other=0) != 0)
+    active = unmasked(token_mask, t, T, 0)
     pairs = start.to(tl.pointer_type(tl.int32), bitcast=True)[:, None]
 
     # All logits, and the keys of their spans or their own. Lanes are told apart in the keys that are kept.
@@ -217,9 +217,6 @@ def topk_routing_kernel(
         w = tl.where(bad[:, None], float("nan"), w)
     w = tl.where(active[:, None], w, 0.0)
     write_routing(weights, experts, t, k, w, selected, valid, K)
-
-
-Shape = tuple[int, int, int]  # tokens, experts, stride of the logits
 
 
 def takes(E: int, stride: int, options: RouterOptions) -> bool:

@@ -50,11 +50,15 @@ def operands(a, b, rows, GEMM: tl.constexpr):
 
 
 @triton.jit
-def place_of(work, M_TILES, N_TILES: tl.constexpr, GROUP: tl.constexpr):
-    """The tile of rows and of columns of a unit of work. GROUP tiles of rows come before the next columns."""
-    begin = work // (GROUP * N_TILES) * GROUP
-    height = tl.minimum(M_TILES - begin, GROUP)
-    return begin + work % (GROUP * N_TILES) % height, work % (GROUP * N_TILES) // height
+def place_of(work, m_tiles, N_TILES: tl.constexpr, group):
+    """The tile of rows and of columns of a unit of work.
+
+    The tiles of a ``group`` of rows come before the next columns. They read the same columns of the second operand at
+    about the same time, so that these stay in the cache.
+    """
+    begin = work // (group * N_TILES) * group
+    height = tl.minimum(m_tiles - begin, group)
+    return begin + work % (group * N_TILES) % height, work % (group * N_TILES) // height
 
 
 @triton.jit
@@ -140,19 +144,11 @@ def row_gemm(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
     N = b.shape[1]
     if not rows:
         return
-    tma = operand_form(b)
+    tma = layout.tma_dimension(b, 0, 1)
     a = with_aligned_rows(a) if tma else a
     strides = a.stride(0), *b.stride(), out.stride(0)
     about = (rows, N, K), strides, (a.element_size(), out.element_size()), tma, a.device
     launch(plan_for, about, (a, b, bias, out))
-
-
-def operand_form(b: Tensor) -> str:
-    """The dimension, K or N, in which ``b`` ``(K, N)`` is contiguous, if descriptors can load it; else empty."""
-    size, (b_k, b_n) = b.element_size(), b.stride()
-    name, other = ("K", b_n) if b_k == 1 else ("N", b_k if b_n == 1 else 0)
-    aligned = other > 0 and other * size % 16 == 0 and b.data_ptr() % 16 == 0
-    return name if layout.has_tensor_memory() and aligned else ""
 
 
 def with_aligned_rows(a: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Device functions that kernels share: where a row starts, how programs share a row, and writing zeros to a row."""
+"""Device functions that kernels share: where a row starts, which rows are masked, how programs share a row, zeros."""
 
 import triton
 import triton.language as tl
@@ -9,6 +9,24 @@ def row_start(row, inner_rows, outer_stride, inner_stride):
     """The element offset of a row in a tensor whose row dimensions collapse to (outer, inner)."""
     row = row.to(tl.int64)
     return (row // inner_rows) * outer_stride + (row % inner_rows) * inner_stride
+
+
+@triton.jit
+def is_active(row_mask, row, masked):
+    """Whether a row is not masked, as it is where ``row_mask`` has the number ``masked``."""
+    active = True
+    if row_mask is not None:
+        active = tl.load(row_mask + row) != masked
+    return active
+
+
+@triton.jit
+def unmasked(row_mask, row, rows, masked):
+    """A mask of those of the ``row`` that exist, below ``rows``, and are not masked."""
+    active = row < rows
+    if row_mask is not None:
+        active = active & (tl.load(row_mask + row, mask=active, other=0) != masked)
+    return active
 
 
 @triton.jit

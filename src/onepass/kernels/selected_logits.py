@@ -36,12 +36,11 @@ def selected_logits_kernel(
     tl.store(out + i, tl.where(inside, z, float("nan")), mask=i < n)
 
 
-@triton.jit(do_not_specialize=["rows", "K", "V", "inner_rows", "outer_stride", "inner_stride", "stride"])
+@triton.jit(do_not_specialize=["K", "V", "inner_rows", "outer_stride", "inner_stride", "stride"])
 def selected_logits_gradient_kernel(
     logits: "Strided", index: "Flat", grad: "Flat", out: "Out",
-    rows: tl.int64, K: tl.int32, V: tl.int64, inner_rows: tl.int64, outer_stride: tl.int64, inner_stride: tl.int64,
-    stride: tl.int64, inner: tl.float32, outer: tl.float32, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
-    SOME: tl.constexpr,
+    K: tl.int32, V: tl.int64, inner_rows: tl.int64, outer_stride: tl.int64, inner_stride: tl.int64, stride: tl.int64,
+    inner: tl.float32, outer: tl.float32, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of the selected logits into ``out``, which holds zeros. Classes may repeat.
 
@@ -79,11 +78,10 @@ def plan_for(x: Layout, K: int, transform: Transform) -> Plan:
 def plan_for_gradient(x: Layout, K: int, transform: Transform) -> Plan:
     """The launch of `selected_logits_gradient_kernel` for one group of rows."""
     shape, strides, _ = x
-    rows = shape[:-1].numel()
-    numbers = (rows, K, shape[-1], *row_strides(shape, strides), strides[-1], *transform.factors())
+    numbers = (K, shape[-1], *row_strides(shape, strides), strides[-1], *transform.factors())
     block = power_of_two(K)
     constexprs = dict(SOFTCAP=transform.softcap is not None, BLOCK=block, SOME=min(block, 16))
-    return Plan(selected_logits_gradient_kernel, rows, numbers, constexprs, 1 if block <= 64 else 4)
+    return Plan(selected_logits_gradient_kernel, shape[:-1].numel(), numbers, constexprs, 1 if block <= 64 else 4)
 
 
 def selected_logits(logits: torch.Tensor, index: torch.Tensor, transform: Transform) -> torch.Tensor:

@@ -154,15 +154,6 @@ def write_selected(selected, is_top1, row, k, K, relative, top1, log_normalizer,
 
 
 @triton.jit
-def is_active(row_mask, row, masked):
-    """Whether a row is not masked, as it is where ``row_mask`` has the number ``masked``."""
-    active = True
-    if row_mask is not None:
-        active = tl.load(row_mask + row) != masked
-    return active
-
-
-@triton.jit
 def derivative_of_fields(upstream, of_rows, row, sharpness, WANTED: tl.constexpr):
     """``a``, ``b``, ``d``, ``h`` and the tempered normalizer of a row. The selected classes still add to ``a``."""
     a, b, d, h, tempered = 0.0, 0.0, 0.0, 0.0, 0.0

@@ -24,11 +24,12 @@ import triton.language as tl
 
 from onepass.autotune.own import choose
 from onepass.core.options import FieldGradients, Inputs, Options
+from onepass.core.shard import per_row
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Geometry, Layout, flat_gradients, flat_rows, layout_of, power_of_two, row_groups
 from onepass.kernels.online_softmax import Reading, factors_of_row, rounded
-from onepass.kernels.row_programs import row_start, write_zeros
+from onepass.kernels.row_programs import is_active, row_start, write_zeros
 from onepass.kernels.softmax_fields import (
     LOG_NORMALIZER,
     SHIFT,
@@ -38,7 +39,6 @@ from onepass.kernels.softmax_fields import (
     class_weight_of,
     derivative_of_fields,
     gradient,
-    is_active,
     wanted_gradient,
 )
 from onepass.kernels.support import support_gradient
@@ -154,12 +154,12 @@ def write_piece(
         "n_stride", "e_stride", "w_stride", "t_stride", "s_stride", "places", "masked",
     ],
     do_not_specialize_on_alignment=[
-        "share", "index", "row_mask", "temperature", "packed",
+        "row_weight", "index", "row_mask", "temperature", "packed",
         "grad_log_normalizer", "grad_expected_logit", "grad_weighted_logit", "grad_tempered", "grad_selected",
     ],
 )  # fmt: skip
 def softmax_gradient_kernel(
-    logits: "Rows", class_weights: "Flat", share: "Out", out: "Rows", index: "Flat", row_mask: "Flat",
+    logits: "Rows", class_weights: "Flat", row_weight: "Out", out: "Rows", index: "Flat", row_mask: "Flat",
     temperature: "Flat", packed: "Flat",
     grad_log_normalizer: "Strided", grad_expected_logit: "Strided", grad_weighted_logit: "Strided",
     grad_tempered: "Strided",
@@ -175,22 +175,22 @@ def softmax_gradient_kernel(
 
     Inputs: ``logits`` ``(rows, V)``; ``class_weights`` ``(V,)``, ``index`` ``(rows, K)``, ``row_mask`` and
     ``temperature`` ``(rows,)``, each or None; ``packed`` ``(len(PACKED), rows)``, the statistics; the upstream
-    gradients ``(rows,)``, of the selected classes ``(rows, K)``, each or None; ``share`` ``(3,)`` or None, of which the
-    first multiplies the gradients of the selected classes. With AGAIN, ``out`` was written for the second as that
-    product, the same in all rows: nothing is written if it is the product. The third becomes the gradient of the
-    selected classes, a guess at that of the next average: nothing else writes to this memory. If SEVERAL, programs take
+    gradients ``(rows,)``, of the selected classes ``(rows, K)``, each or None; ``row_weight`` ``(3,)`` or None, see
+    `FieldGradients`, of which the first multiplies the gradients of the selected classes. With AGAIN, ``out`` was
+    written for the second as that product, the same in all rows: nothing is written if it is the product. The third
+    becomes the gradient of the selected classes: nothing else writes to this memory. If SEVERAL, programs take
     several of the ``places``, since to start one for each takes longer than to find nothing to be done.
     Output: ``out`` ``(rows, V)``, which may be ``logits``.
     Bytes moved: see the module docstring.
     """
     part = 1.0
-    if share is not None:
-        part = tl.load(share)
+    if row_weight is not None:
+        part = tl.load(row_weight)
     if AGAIN:
         upstream = tl.load(grad_selected)
         if tl.program_id(0) == 0:
-            tl.store(share + 2, upstream)
-        if tl.load(share + 1) == upstream * part:
+            tl.store(row_weight + 2, upstream)
+        if tl.load(row_weight + 1) == upstream * part:
             return
     x = Matrix(logits, inner_rows, outer_stride, inner_stride)
     g = Matrix(out, inner_rows, out_outer_stride, out_inner_stride)
@@ -237,25 +237,25 @@ def softmax_gradient(
 ) -> None:  # fmt: skip
     """Write the gradient with respect to the logits into ``out``, which may be the logits themselves.
 
-    With ``again``, ``out`` was written for the second number of ``grads.share``, and may be right already; the third
-    becomes the upstream gradient.
+    With ``again``, ``out`` was written for the second number of ``grads.row_weight``, and may be right already; the
+    third becomes the upstream gradient.
     """
     index, row_mask, class_weights, temperature = inputs[:4]
     rows = logits.shape[:-1].numel()
-    K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
+    K = per_row(index, logits.dim(), 1)
     if index is not None and K > 1 and grads.selected is not None:
         grads = grads._replace(selected=grads.selected.expand_as(index).contiguous())
     of_fields, strides = flat_gradients(grads[:5])
     given = tuple([g is not None for g in of_fields])
     if inputs.support is not None:
-        if grads.share is not None and grads.selected is not None:
-            of_fields[-1] = of_fields[-1] * grads.share[0]
+        if grads.row_weight is not None and grads.selected is not None:
+            of_fields[-1] = of_fields[-1] * grads.row_weight[0]
         support_gradient(logits, inputs, packed, of_fields, strides, options, out)
         return
     for first, (x, g) in row_groups(logits, out) if rows else ():
         tensors = flat_rows(first, (index, row_mask, temperature, packed, *of_fields), (K, 1, 1, 1, 1, 1, 1, 1, K))
         about = layout_of(x), layout_of(g), given, strides, rows, K, options, again
-        launch(plan_for, about, (x, class_weights, grads.share, g, *tensors))
+        launch(plan_for, about, (x, class_weights, grads.row_weight, g, *tensors))
 
 
 def supports_early_gradient(logits: torch.Tensor, inputs: Inputs) -> bool:

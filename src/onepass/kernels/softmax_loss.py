@@ -29,14 +29,13 @@ from onepass.kernels.online_softmax import (
     transform,
     wanted,
 )
-from onepass.kernels.row_average import guessed_share, part_of, row_average, row_share, unmasked
-from onepass.kernels.row_programs import collect, publish, take_turn, write_zeros
+from onepass.kernels.row_average import compute_row_weight, guessed_weight, part_of, row_average
+from onepass.kernels.row_programs import collect, is_active, publish, take_turn, unmasked, write_zeros
 from onepass.kernels.softmax_fields import (
     NOWHERE,
     Derivative,
     class_weight_of,
     gradient,
-    is_active,
     no_statistics,
     statistics_of,
     write_statistics,
@@ -64,14 +63,14 @@ FEW_ROWS = 512  # up to so many, the same launch computes their average: each pr
     do_not_specialize_on_alignment=[
         "index", "row_mask", "temperature", "packed", "selected", "is_top1",
         "grad_log_normalizer", "grad_expected_logit", "grad_weighted_logit", "grad_selected", "divisor", "last",
-        "share", "total", "pieces",
+        "row_weight", "total", "pieces",
     ],
 )  # fmt: skip
 def softmax_loss_kernel(
     logits: "Rows", out: "Rows", class_weights: "Flat", index: "Flat", row_mask: "Flat", temperature: "Flat",
     packed: "Out", selected: "Out", is_top1: "Out",
     grad_log_normalizer: "Strided", grad_expected_logit: "Strided", grad_weighted_logit: "Strided",
-    grad_selected: "Strided", divisor: "Flat", last: "Flat", share: "Out", total: "Out", pieces: "Out",
+    grad_selected: "Strided", divisor: "Flat", last: "Flat", row_weight: "Out", total: "Out", pieces: "Out",
     rows: tl.int32, V: tl.int32, row_stride: tl.int64, out_stride: tl.int64, n_stride: tl.int32, e_stride: tl.int32,
     w_stride: tl.int32, s_stride: tl.int32,
     inner: tl.float32, outer: tl.float32, class_weight: tl.float32, factor: tl.float32, masked: tl.int64,
@@ -82,10 +81,11 @@ def softmax_loss_kernel(
 
     Inputs: ``logits`` ``(rows, V)``; ``class_weights`` ``(V,)``, ``row_mask`` and ``temperature`` ``(rows,)``, each or
     None; ``index`` ``(rows,)``; the upstream gradients ``(rows,)``, each or None; ``divisor`` and ``last``, those of
-    `row_share_kernel`.
+    `row_weight_kernel`.
     Outputs: the gradient in ``out`` ``(rows, V)`` or in ``logits``; ``packed`` ``(len(PACKED), rows)``; ``selected``
-    ``(rows,)``; ``is_top1`` ``(rows,)`` or None. With ``share``, also those of `row_average`: ``share`` and ``total``
-    are those of `row_share_kernel` and `row_average_kernel`, and the upstream gradient of every row is ``share[1]``.
+    ``(rows,)``; ``is_top1`` ``(rows,)`` or None. With ``row_weight``, also those of `row_average`: ``row_weight`` and
+    ``total`` are those of `row_weight_kernel` and `row_average_kernel`, and the upstream gradient of every row is
+    ``row_weight[1]``.
     ``pieces`` is the workspace: how many programs have started and how many rows are finished, and then, of the SPLITS
     programs that share a row, WORDS of two numbers each, ``(rows, WORDS, SPLITS)``. It is 0 before the launch. BLOCK
     and BLOCK_R, of at least ``rows`` rows, are powers of two. WANTED is of the statistics, GRADIENT of the gradient.
@@ -126,17 +126,17 @@ def softmax_loss_kernel(
         if grad_selected is not None:
             w = tl.load(grad_selected + row * s_stride)
     part = 1.0
-    if share is not None:
+    if row_weight is not None:
         every = tl.arange(0, BLOCK_R)
         count = tl.zeros([BLOCK_R], tl.int32)
         if COUNTED:
             count += unmasked(row_mask, every, rows, masked).to(tl.int32)
         part = part_of(count, divisor, factor, COUNTED)
-        of_guess = guessed_share(last, part)
+        of_guess = guessed_weight(last, part)
         w = tl.where(active, of_guess, 0.0)
         if turn == 0:
-            tl.store(share, part)
-            tl.store(share + 1, of_guess)
+            tl.store(row_weight, part)
+            tl.store(row_weight + 1, of_guess)
     needed = (a != 0.0) | (b != 0.0) | (d != 0.0) | (w != 0.0)
     a -= w if WANTED.LOG_PROBS else 0.0
     if active:
@@ -173,7 +173,7 @@ def softmax_loss_kernel(
         tl.store(selected + row, z_selected)
         if WANTED.TOP1:
             tl.store(is_top1 + row, top1)
-        if share is not None:  # the program that finishes the last row sums all rows, in a fixed order
+        if row_weight is not None:  # the program that finishes the last row sums all rows, in a fixed order
             tl.debug_barrier()
             finished = tl.atomic_add(pieces.to(tl.pointer_type(tl.int32), bitcast=True) + 1, 1, sem="acq_rel")
             if finished == rows - 1:
@@ -332,22 +332,22 @@ def softmax_average(
     logits: torch.Tensor, inputs: Inputs, average: Average, last: torch.Tensor | None, options: Options,
     out: torch.Tensor,
 ) -> tuple[Results, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the `softmax_statistics`, the average of the only field, log-probs, and the `row_share` of every row.
+    """Return the `softmax_statistics`, the average of the only field, log-probs, and the weight of a row.
 
-    The gradient of the average, for the upstream gradient that the ``last`` share was written for (None: 1), is written
-    to ``out``. `reads_once` says whether this is possible.
+    The gradient of the average is written to ``out``, for the upstream gradient of the ``last`` one (None: 1).
+    `reads_once` says whether this is possible.
     """
     rows = logits.shape[:-1].numel()
     if rows > FEW_ROWS:
-        share = row_share(logits, inputs.row_mask, average, last)
-        results = softmax_loss(logits, inputs, FieldGradients(selected=share[1]), options, out)
-        total, share = row_average(results[1], inputs.row_mask, average, share)  # type: ignore[arg-type]
-        return results, total, share
+        row_weight = compute_row_weight(logits, inputs.row_mask, average, last)
+        results = softmax_loss(logits, inputs, FieldGradients(selected=row_weight[1]), options, out)
+        total, row_weight = row_average(results[1], inputs.row_mask, average, row_weight)  # type: ignore[arg-type]
+        return results, total, row_weight
     results = empty_results(logits, inputs.index, options)
-    total, share = results[0].new_empty(()), results[0].new_empty(3)
+    total, row_weight = results[0].new_empty(()), results[0].new_empty(3)
     how = average.factor, average.counted
-    _launch(logits, inputs, NONE, NO_STRIDES, options, out, results, how, (average.divisor, last, share, total))
-    return results, total, share
+    _launch(logits, inputs, NONE, NO_STRIDES, options, out, results, how, (average.divisor, last, row_weight, total))
+    return results, total, row_weight
 
 
 def _launch(

@@ -26,11 +26,10 @@ from onepass.kernels.online_softmax import (
     update,
     wanted,
 )
-from onepass.kernels.row_programs import arrives_last, row_start
+from onepass.kernels.row_programs import arrives_last, is_active, row_start
 from onepass.kernels.softmax_fields import (
     NOWHERE,
     class_weight_of,
-    is_active,
     no_statistics,
     statistics_of,
     write_selected,
@@ -241,7 +240,7 @@ def softmax_statistics(logits: torch.Tensor, inputs: Inputs, options: Options) -
         support_statistics(logits, inputs, results, options, False)
         return results
     rows = logits.shape[:-1].numel()
-    K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
+    K = per_row(index, logits.dim(), 1)
     for first, (x,) in row_groups(logits) if rows else ():
         tensors = flat_rows(first, (index, row_mask, temperature, packed, selected, is_top1), (K, 1, 1, 1, K, K))
         about = layout_of(x), x.device, rows, K, options, is_top1 is not None, False

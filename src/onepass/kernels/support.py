@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from onepass.core.options import Inputs, Options
+from onepass.core.shard import per_row
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import Layout, flat_rows, layout_of, power_of_two, row_groups, row_strides
 from onepass.kernels.online_softmax import (
@@ -24,7 +25,7 @@ from onepass.kernels.online_softmax import (
     update,
     wanted,
 )
-from onepass.kernels.row_programs import row_start, write_zeros
+from onepass.kernels.row_programs import is_active, row_start, write_zeros
 from onepass.kernels.softmax_fields import (
     LOG_NORMALIZER,
     NOWHERE,
@@ -35,7 +36,6 @@ from onepass.kernels.softmax_fields import (
     class_weight_of,
     derivative_of_fields,
     gradient,
-    is_active,
     no_statistics,
     statistics_of,
     wanted_gradient,
@@ -254,7 +254,7 @@ def support_statistics(
     """Write the statistics of every row, or their states if ``shard``, into the tensors of ``results``."""
     rows = logits.shape[:-1].numel()
     index, row_mask, class_weights, temperature, ids, starts, lengths = inputs
-    K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
+    K = per_row(index, logits.dim(), 1)
     top1 = index is not None and options.wants("is_top1")
     packed, selected, is_top1 = results
     n, S = sizes(ids, starts)
@@ -291,7 +291,7 @@ def support_gradient(
     """Write the gradient with respect to the logits into ``out``, which may be the logits themselves."""
     rows = logits.shape[:-1].numel()
     index, row_mask, class_weights, temperature, ids, starts, lengths = inputs
-    K = 1 if index is None or index.dim() < logits.dim() else index.shape[-1]
+    K = per_row(index, logits.dim(), 1)
     values = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)  # type: ignore[union-attr]
     n, S = sizes(ids, starts)
     given = tuple([g is not None for g in grads])

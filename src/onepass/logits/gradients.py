@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onepass.backend import backend_of
 from onepass.logits.head import ALL, Head
-from onepass.logits.tile_plan import Plan, Rows, needs_sum
+from onepass.logits.tile_plan import Rows, TilePlan, needs_sum
 from onepass.logits.tiles import Tile, empty_logits
 from onepass.softmax.shards import group_named
 
@@ -22,10 +22,10 @@ ROWS_OF_PART = 1024  # see `Gradients.parts`; GEMMs are slow for fewer
 class Gradients:
     """The gradients of the `HeadTensors`, each if ``needed``, to which tiles are added.
 
-    That of the hidden states is in the dtype of sums if it is ``wide``, and is then scaled later; see `derivative`.
+    That of the hidden states is in the dtype of sums if it is ``wide``, and is then scaled later; see `derivatives`.
     """
 
-    def __init__(self, head: Head, plan: Plan, needed: Sequence[bool], wide: bool = False) -> None:
+    def __init__(self, head: Head, plan: TilePlan, needed: Sequence[bool], wide: bool = False) -> None:
         self.head, self.plan, self.needed = head, plan, needed[:3]
         self.adapter: Gradients | None = None
         if head.adapter is not None and any(needed[3:]):

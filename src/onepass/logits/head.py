@@ -188,7 +188,7 @@ class Head:
 
     @property
     def rank(self) -> int:
-        """That of the adapter, 0 without one."""
+        """The rank of the adapter; 0 without one."""
         return 0 if self.adapter is None else self.adapter.hidden.shape[1]
 
 

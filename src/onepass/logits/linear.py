@@ -166,7 +166,7 @@ class LinearLogits(TensorLike):
             raise ValueError(f"hidden: expected shape (n, ..., H) with sequence_parallel, got {tuple(hidden.shape)}")
         options = int(sequence_parallel), self.logits_dtype.itemsize, self.max_memory or -1
         about, self.columns = [*hidden.shape, *options], len(weight)
-        self.shard = agreed(about, len(weight), self.gemm_dtype, hidden.device, group, vocab_size)
+        self.shard = agreed(about, len(weight), self.gemm_dtype, hidden.device, group, vocab_size, "vocab_group")
         if not all(self.shard.sizes):
             raise ValueError(f"vocab_size: expected a column on every rank, got {list(self.shard.sizes)} columns")
         self.sums_hidden = not sequence_parallel
@@ -198,7 +198,7 @@ class LinearLogits(TensorLike):
         return HeadTensors(hidden, self.weight, self.bias, low, up)
 
     def replicated(self, hidden: Tensor, low: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The same, with gradients that are summed over the processes."""
+        """``hidden`` and ``low``, with gradients that are summed over the processes."""
         group = group_named(self.shard.group)
         return Replicated.apply(hidden, group), None if low is None else Replicated.apply(low, group)
 

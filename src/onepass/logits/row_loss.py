@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from onepass.backend import backend_of, is_debugging
-from onepass.core.checks import described
 from onepass.core.options import (
     DIVERGENCE,
     NOT_DIFFERENTIABLE,
@@ -196,15 +195,11 @@ class StatisticsLoss:
         return loss.detach(), FieldGradients.of(" ".join(leaves), grads), of_inputs
 
     def losses(self, fields: dict[str, Tensor], inputs: Sequence[Tensor], rows: Rows) -> Tensor:
-        """Call the loss function and check its result."""
+        """Call the loss function, which `linear_loss` checks."""
         if self.loss_fn is None:
             loss: Any = fields[self.options.fields]
         else:
             loss = self.loss_fn(fields, *inputs, **({} if rows.groups is None else {"groups": rows.groups}))
-        count = rows.of_losses.n
-        if not isinstance(loss, Tensor) or loss.shape[:1] != (count,) or not loss.is_floating_point():
-            raise ValueError(f"loss_fn: expected a loss of every row, floating-point of shape ({count},), "
-                             f"got {described(loss)}")  # fmt: skip
         return loss.sum(-1) if loss.dim() > 1 else loss
 
     def check(self, loss: Tensor, variables: Sequence[Tensor], own: int) -> None:

@@ -339,19 +339,18 @@ def inputs_for(
     if row_mask is not None and row_mask is not index:
         check_row_mask(row_mask, logits)
     weights = None
-    if class_weights is None:
-        pass  # nearly every call
-    elif isinstance(class_weights, Tensor) and class_weights.dim():
+    if isinstance(class_weights, Tensor) and class_weights.dim():
         class_weights = logits.all_class_weights(class_weights)
         check_class_weights(class_weights, logits, "class_weights")
         weights = class_weights.detach()
-    else:
+    elif class_weights is not None:
         options = options._replace(class_weight=check_number(class_weights, "class_weights", -INF))
     inputs = Inputs(index, row_mask, weights, temperature_of_rows(temperature, logits, row_mask, masked=options.masked))
     look = (is_debugging() or logits.is_cpu) and logits.is_eager
     if support is not None:
         if options.wants("mean_logit"):
-            raise ValueError("metrics: expected no 'mean_logit' with a support, whose other logits are not read")
+            raise ValueError("metrics: expected no 'mean_logit' with a support, whose other logits are not read, "
+                             f"got fields {options.fields!r}")  # fmt: skip
         ids, starts, lengths = check_support(support, logits, row_mask, look)
         inputs = inputs._replace(support=ids, starts=starts, lengths=lengths)
     if look:

@@ -6,7 +6,6 @@ rows only change the source. Any other operation computes the logits once, with 
 
 import math
 import operator
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from numbers import Real
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from onepass.core.caller import stacklevel_outside
 from onepass.core.options import IDENTITY, Transform
 from onepass.logits.source import LogitsSource
 from onepass.reference.softmax import transformed
@@ -93,7 +93,7 @@ class TensorLike(LogitsSource):
                 f"onepass: {name} computes all logits, {tuple(self.shape)}{graph}; logits.materialize() does so "
                 "without a warning [OP001]",
                 MaterializedLogits,
-                stacklevel=_outside(),
+                stacklevel=stacklevel_outside("onepass.", "torch."),
             )
         return self.materialize()
 
@@ -398,11 +398,3 @@ def _first(columns: Any, vocab: int) -> int | None:
     if not isinstance(columns, slice) or columns.step not in (None, 1) or columns.start not in (None, 0):
         return None
     return len(range(vocab)[columns]) or None
-
-
-def _outside() -> int:
-    """The ``stacklevel`` of the first frame outside of onepass and torch."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("onepass", "torch"):
-        level, frame = level + 1, frame.f_back
-    return level

@@ -40,12 +40,12 @@ class Rows(NamedTuple):
 
     ids: slice | Tensor
     n: int
-    ends_batch: bool = True  # whether the GEMMs of the gradients follow, see `Plan.batch`
+    ends_batch: bool = True  # whether the GEMMs of the gradients follow, see `TilePlan.batch`
     groups: slice | None = None  # of all groups, those of a tile of whole groups
 
     @property
     def of_losses(self) -> "Rows":
-        """Those of the losses, of which there is one for each row or group."""
+        """The entries of the losses of a tile: its groups, or else its rows."""
         return self if self.groups is None else Rows(self.groups, self.groups.stop - self.groups.start)
 
     def take(self, tensor: Tensor, dim: int = 0) -> Tensor:
@@ -80,7 +80,7 @@ class Use(NamedTuple):
     logits: bool = True  # whether the logits are computed; else `row_bytes` has what takes their place
 
 
-class Plan(NamedTuple):
+class TilePlan(NamedTuple):
     """The rows that are computed, and the size of their tiles, which have all rows or all of the vocabulary."""
 
     row_ids: Tensor | None  # ids of the valid rows; None for all rows
@@ -133,7 +133,7 @@ class TooLittle(ValueError):
         self.least = least
 
 
-def plan(heads: Sequence[Head], row_mask: Tensor | None, use: Use, later: Use | None = None) -> Plan:
+def plan(heads: Sequence[Head], row_mask: Tensor | None, use: Use, later: Use | None = None) -> TilePlan:
     """Plan equal tiles, as large as the workspace of the first head allows.
 
     The workspace is everything that is allocated in addition to inputs, results and gradients: a tile of each head,
@@ -162,7 +162,7 @@ def plan(heads: Sequence[Head], row_mask: Tensor | None, use: Use, later: Use | 
         n = len(ids)
         shape = tile_shape(n, True, heads, use)
     rows, batch, columns = shape
-    return Plan(ids, n, rows, batch, vocab, columns, columns < heads[0].vocab)
+    return TilePlan(ids, n, rows, batch, vocab, columns, columns < heads[0].vocab)
 
 
 def tile_shape(

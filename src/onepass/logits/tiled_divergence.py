@@ -28,7 +28,7 @@ class TeacherTensors(NamedTuple):
 
 
 class TeacherDtypes(NamedTuple):
-    """Those of a teacher's GEMMs and of its logits. They are not read of a teacher without a weight."""
+    """The dtypes of the teacher's GEMMs and of its logits; both are those of the logits, if these are given."""
 
     teacher_dtype: torch.dtype
     teacher_logits_dtype: torch.dtype
@@ -37,7 +37,7 @@ class TeacherDtypes(NamedTuple):
 def row_divergence(
     dtype: torch.dtype,
     tensors: TeacherTensors,
-    of: TeacherDtypes,
+    dtypes: TeacherDtypes,
     read: PairRows,
     options: PairOptions,
     held: Shard = NOT_SHARDED,
@@ -48,7 +48,7 @@ def row_divergence(
     If the vocabulary is sharded, ``held`` are the columns of this process, of which ``compared`` are compared.
     """
     teacher, weight, *rest = tensors
-    settings = Settings(*of, shard=held, invariant_gemms=options.invariant)
+    settings = Settings(*dtypes, shard=held, invariant_gemms=options.invariant)
     head = teacher if weight is None else (HeadTensors(teacher, weight, *rest), settings)
     return DivergenceLoss(dtype, head, read[1:], options, compared)
 
@@ -57,12 +57,12 @@ def tiled_divergence(
     tensors: HeadTensors,
     teacher: TeacherTensors,
     read: PairRows,
-    of: TeacherDtypes,
+    dtypes: TeacherDtypes,
     settings: Settings,
     options: PairOptions,
 ) -> Tensor:
     """The divergence of every row, ``(N,)``, differentiable with respect to the student's head."""
-    loss: Tensor = _Divergence.apply(*tensors, *teacher, *read, of, settings, options)
+    loss: Tensor = _Divergence.apply(*tensors, *teacher, *read, dtypes, settings, options)
     return loss
 
 
@@ -92,8 +92,8 @@ def parts(tensors: Sequence[Tensor]) -> tuple[HeadTensors, TeacherTensors, PairR
     return HeadTensors(*tensors[:COUNT]), TeacherTensors(*tensors[COUNT:stop]), PairRows(*tensors[stop:])
 
 
-def _like_forward(tensors: HeadTensors, of: TeacherDtypes, settings: Settings, **_: Any) -> Tensor:
-    dtype = torch.promote_types(torch.promote_types(settings.dtype, of.teacher_dtype), torch.float32)
+def _like_forward(tensors: HeadTensors, dtypes: TeacherDtypes, settings: Settings, **_: Any) -> Tensor:
+    dtype = torch.promote_types(torch.promote_types(settings.dtype, dtypes.teacher_dtype), torch.float32)
     return tensors.hidden.new_empty(tensors.hidden.shape[0], dtype=dtype)
 
 
@@ -102,12 +102,12 @@ def _forward(
     tensors: HeadTensors,
     teacher: TeacherTensors,
     read: PairRows,
-    of: TeacherDtypes,
+    dtypes: TeacherDtypes,
     settings: Settings,
     options: PairOptions,
 ) -> Tensor:
     """The divergence of every row, ``(N,)``."""
-    return walk(tensors, read.row_mask, row_divergence(settings.dtype, teacher, of, read, options), settings)[0]
+    return walk(tensors, read.row_mask, row_divergence(settings.dtype, teacher, dtypes, read, options), settings)[0]
 
 
 def _like_gradient(tensors: HeadTensors, needed: list[bool], **_: Any) -> list[Tensor | None]:
@@ -121,11 +121,11 @@ def _gradient(
     read: PairRows,
     grad: Tensor,
     needed: list[bool],
-    of: TeacherDtypes,
+    dtypes: TeacherDtypes,
     settings: Settings,
     options: PairOptions,
 ) -> list[Tensor | None]:
     """The gradients of the student's head, each if ``needed``, from that of every row."""
-    row_loss = row_divergence(settings.dtype, teacher, of, read, options)
+    row_loss = row_divergence(settings.dtype, teacher, dtypes, read, options)
     gradients = walk(tensors, read.row_mask, row_loss, settings, needed, lambda: grad)[1]
     return gradients.scaled(None)  # type: ignore[union-attr]

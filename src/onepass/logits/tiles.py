@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onepass.core.options import Inputs, Options, Results, empty_results
 from onepass.logits.head import ALL, Head, padded
-from onepass.logits.tile_plan import Plan, Rows
+from onepass.logits.tile_plan import Rows, TilePlan
 from onepass.softmax.shards import empty_states, merged_states, results_of, state_of_rows
 
 
@@ -33,17 +33,16 @@ class Tile:
 
     @property
     def logits(self) -> list[Tensor]:
-        """Those of every head, ``(n, columns)``. They may be overwritten. The next tile uses the same memory."""
+        """The logits of every head, ``(n, columns)``. They may be overwritten. The next tile uses the same memory."""
+        self.start()
+        return self.buffers
+
+    def start(self) -> None:
+        """Launch the GEMMs that write the logits, unless they have been launched. Some tiles have none."""
         if not self.computed:
             self.computed = True
             for head, hidden, out in zip(self.heads, self.hidden, self.buffers):
                 head.product(hidden, self.low(head), self.columns, out)
-        return self.buffers
-
-    def start(self) -> None:
-        """Launch the GEMM, if it is one that writes logits."""
-        if self.buffers:
-            _ = self.logits
 
     def statistics(self, inputs: Inputs, options: Options) -> Results:
         """The `softmax_statistics` of the first head's rows, those of all ranks if the vocabulary is sharded."""
@@ -70,7 +69,7 @@ class Tile:
         return self.hidden[0].new_empty((self.rows.n, 0), dtype=self.heads[0].logits_dtype)
 
 
-def tiles(heads: Sequence[Head], plan: Plan, logits: bool = True) -> Iterator[Tile]:
+def tiles(heads: Sequence[Head], plan: TilePlan, logits: bool = True) -> Iterator[Tile]:
     """The tiles of a plan, one after the other. ``logits`` is that of the `Use` that it was made for."""
     count = min(plan.rows, plan.n)
     columns_of = [min(plan.columns, h.vocab) if plan.sliced else h.vocab for h in heads]

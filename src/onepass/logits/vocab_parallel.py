@@ -66,7 +66,8 @@ class VocabParallelLogits(LogitsSource):
         vocab_size = None if vocab_size is None else check_integer(vocab_size, "vocab_size")
         self.local_logits = local_logits
         *rows, columns = local_logits.shape
-        self.shard = agreed(rows, columns, local_logits.dtype, local_logits.device, group_of(group), vocab_size)
+        about = local_logits.dtype, local_logits.device, group_of(group), vocab_size
+        self.shard = agreed(rows, columns, *about, "group")
         self.shape = torch.Size((*local_logits.shape[:-1], self.shard.vocab))
         self.dtype, self.device = local_logits.dtype, local_logits.device
 
@@ -149,21 +150,25 @@ _agreed: "WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[int, Any]]]" = Weak
 
 
 def agreed(
-    rows: Sequence[int], columns: int, dtype: torch.dtype, device: torch.device, group: Any, vocab_size: int | None
-) -> Shard:
+    rows: Sequence[int], columns: int, dtype: torch.dtype, device: torch.device, group: Any, vocab_size: int | None,
+    argument: str,
+) -> Shard:  # fmt: skip
     """The columns that each process holds, after a check that the processes agree on everything else.
+
+    ``argument`` is the name of the caller's argument that is the ``group``.
 
     Under `torch.compile` the result is computed while tracing and is a constant; the rows are not compared.
     """
     if torch.compiler.is_compiling():
         rows, columns = (), operator.index(columns)  # constants, if shapes are dynamic
         vocab_size = None if vocab_size is None else operator.index(vocab_size)
-    return Shard(*shard_of(rows, columns, dtype, device, group.group_name, vocab_size))
+    return Shard(*shard_of(rows, columns, dtype, device, group.group_name, vocab_size, argument))
 
 
 def shard_of(
-    rows: Sequence[int], columns: int, dtype: torch.dtype, device: torch.device, name: str, vocab_size: int | None
-) -> tuple[int, tuple[int, ...], str]:
+    rows: Sequence[int], columns: int, dtype: torch.dtype, device: torch.device, name: str, vocab_size: int | None,
+    argument: str,
+) -> tuple[int, tuple[int, ...], str]:  # fmt: skip
     """`agreed` with numbers and names as arguments, so that torch can call it while tracing."""
     group = process_group(name)
     # The key has only values that must agree, so that all processes find it or none does.
@@ -187,7 +192,7 @@ def shard_of(
         text = "; ".join(f"{r[1:-3]}, {r[-3]}, {str(FLOATS[r[-2] % 4])[6:]} on rank {n}"
                          for n, r in enumerate(received))  # fmt: skip
         raise ValueError(
-            "vocab_group: expected the same shape of the rows (of a head: of the hidden states, and then "
+            f"{argument}: expected the same shape of the rows (of a head: of the hidden states, and then "
             "sequence_parallel, bytes of a logit and max_memory), vocab_size (-1 for None) and dtype on all ranks, "
             f"got {text}"
         )

@@ -89,7 +89,11 @@ def linear_selective_log_softmax_and_entropy(
     With a frozen head, if only the log-probs are differentiated, forward and backward take two GEMMs; see
     `LinearLogits`.
 
-    The arguments are those of `linear_softmax_statistics`.
+    The arguments, and what is raised, are those of `linear_softmax_statistics`.
+
+    Returns:
+        ``(log_probs, entropy)``, float32 (float64 for a float64 head), of the shape of ``index`` and of the rows
+        ``(...)``.
     """
     logits = LinearLogits(
         hidden, weight, bias, lora=lora, logits_dtype=logits_dtype, max_memory=max_memory, vocab_group=vocab_group,

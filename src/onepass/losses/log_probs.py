@@ -73,6 +73,8 @@ def selective_log_softmax_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """`selective_log_softmax` and `entropy_from_logits` from one read of the logits, with one gradient for both.
 
+    The arguments, and what is raised, are those of `selective_log_softmax`.
+
     Returns:
         ``(log_probs, entropy)``, of the shape of ``index`` and of the rows ``(...)``.
     """

@@ -161,6 +161,9 @@ def distillation_loss(
         num_items, mean_group: divide the sums of both parts, see `topk_kl_div`.
 
     The other arguments, and what is raised, are those of `topk_kl_div`.
+
+    Returns:
+        float32 (float64 for float64 logits): a scalar, or ``(...)`` for ``reduction="none"``.
     """
     student = as_source(student_logits, "student_logits")
     check_index(target, student, "target", many=False)

@@ -52,17 +52,11 @@ SUFFIXES = ("SparseMoeBlock", "MoE", "Moe", "TopKRouter", "TopkRouter", "MoEGate
 NAMES = {name + suffix: name for name in EARLIER for suffix in SUFFIXES}
 
 
-def describe_router(module: nn.Module) -> RouterDescription | None:
-    """What a router, or the router of a block, computes in terms of `route`; None if `route` does not compute it.
+def recognised_parts(block: nn.Module) -> tuple[Parts, RouterDescription] | None:
+    """The router of a block, or the block itself if it routes, with its description; None if there is none.
 
     The router is run once for its class and settings, on a few numbers on the CPU; see `recognition`.
     """
-    found = recognised_parts(module)
-    return found and found[1]
-
-
-def recognised_parts(block: nn.Module) -> tuple[Parts, RouterDescription] | None:
-    """The router of a block, or the block itself if it routes, with its description; None if there is none."""
     block, outer = unwrapped(block)
     children = [(name, *unwrapped(child)) for name, child in block.named_children()]
     for _, router, adapters in [("", block, outer), *sorted(children, key=lambda c: c[0] not in ("gate", "router"))]:

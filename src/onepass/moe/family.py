@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from onepass.core.checks import described
 from onepass.core.moe_options import SCORES
+from onepass.core.peft import lora_variant
 from onepass.logits.invariant_linear import linear
 from onepass.logits.partitioned import whole
 from onepass.moe.followers import ATTRIBUTE
@@ -122,12 +123,11 @@ def routed_parts(parts: Parts, d: RouterDescription, given: Tensor, **arguments:
 
 
 def _constant(value: Any) -> Any:
-    """The value; of a description, Dynamo would look for the place in the model that it came from."""
-    if value is None or not torch.compiler.is_compiling():
-        return None if value is None else value
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
+    """A copy of a setting. Dynamo would otherwise look for the attribute of the model that the value came from."""
+    if torch.compiler.is_compiling():
+        for kind in (bool, int, float, str):
+            if isinstance(value, kind):
+                return kind(value)
     return value
 
 
@@ -240,8 +240,7 @@ def _plain_lora(layer: Any) -> Iterator[tuple[Any, Any, float, Any]]:
     for adapter in layer.active_adapters:
         if adapter not in layer.lora_A:
             continue
-        variant = getattr(layer, "lora_variant", {}).get(adapter)
-        if variant is not None or getattr(layer, "use_dora", {}).get(adapter):
-            kind = "DoRA" if variant is None else type(variant).__name__
-            raise TypeError(f"block: expected plain LoRA on the gate, got {kind} as adapter {adapter!r}")
+        variant = lora_variant(layer, adapter)
+        if variant:
+            raise TypeError(f"block: expected plain LoRA on the gate, got {variant} as adapter {adapter!r}")
         yield layer.lora_A[adapter], layer.lora_B[adapter], layer.scaling[adapter], layer.lora_dropout[adapter]

@@ -21,6 +21,10 @@ def load_balancing_loss(routing: Routing | Sequence[Routing]) -> Tensor:
     Returns:
         A scalar of the dtype of the sums, differentiable with respect to the probabilities; NaN without any token.
 
+    Raises:
+        TypeError: a field of a routing has the wrong type or dtype.
+        ValueError: there is no routing or one without sums, or their shapes, devices or numbers of choices differ.
+
     Reference: Fedus et al., "Switch Transformers", arXiv:2101.03961, equations 4 to 6.
     """
     layers = _layers(routing)
@@ -33,7 +37,7 @@ def load_balancing_loss(routing: Routing | Sequence[Routing]) -> Tensor:
 def router_z_loss(routing: Routing | Sequence[Routing]) -> Tensor:
     r"""The mean of :math:`(\log \sum_e e^{z_e})^2` over tokens that are not masked, of one layer or of all.
 
-    The arguments and the result are those of `load_balancing_loss`.
+    The arguments, the kind of result and what is raised are those of `load_balancing_loss`.
 
     Reference: Zoph et al., "ST-MoE", arXiv:2202.08906, equation 5.
     """

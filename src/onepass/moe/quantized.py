@@ -258,7 +258,8 @@ def _parts(
     if scales.dtype not in kinds:
         raise TypeError(f"{name}: scales: expected {' or '.join(map(str, dict.fromkeys(kinds)))}, got {scales.dtype}")
     if (global_scale is not None) != (format.scales == "e4m3"):
-        raise ValueError(f"{name}: global_scale: expected {'one' if global_scale is None else 'None'} for {of.name!r}")
+        raise ValueError(f"{name}: global_scale: expected {'one' if global_scale is None else 'None'} for {of.name!r}, "
+                         f"got {described(global_scale)}")  # fmt: skip
     if global_scale is not None:
         outer = torch.as_tensor(global_scale, dtype=torch.float32, device=device).detach().flatten()
         if outer.numel() not in (1, of.experts):

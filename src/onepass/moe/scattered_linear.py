@@ -97,7 +97,10 @@ def scattered_linear(
 
 
 class ParallelExperts(nn.Module):
-    """`scattered_linear` as a module, with a weight ``(E, outputs, inputs)`` and an optional bias ``(E, outputs)``."""
+    """`scattered_linear` as a module, with a weight ``(E, outputs, inputs)`` and an optional bias ``(E, outputs)``.
+
+    The arguments of ``forward``, its result and what it raises are those of `scattered_linear`.
+    """
 
     def __init__(self, num_experts: int, input_size: int, output_size: int, bias: bool = False) -> None:
         super().__init__()
@@ -125,7 +128,10 @@ class ParallelExperts(nn.Module):
 
 
 class GLUMLP(nn.Module):
-    """`expert_mlp` as a module: ``experts`` are the gate and up projections, ``output_experts`` the down projection."""
+    """`expert_mlp` as a module: ``experts`` are the gate and up projections, ``output_experts`` the down projection.
+
+    ``forward`` takes hidden states ``(..., input_size)`` and a `Routing`, and returns what `expert_mlp` does.
+    """
 
     def __init__(
         self, input_size: int, hidden_size: int, num_experts: int, bias: bool = False, activation: Activation = "silu"

@@ -6,7 +6,7 @@ They run on CPUs and for float64, and define the results that the kernels are te
 import torch
 
 from onepass.reference.decode import decode
-from onepass.reference.divergence import add_means, divergence, divergence_gradient, divergence_states
+from onepass.reference.divergence import divergence, divergence_gradient, divergence_states, write_means
 from onepass.reference.experts import (
     count_tiles,
     expert_mlp,
@@ -29,9 +29,9 @@ from onepass.reference.softmax import (
     teacher_tokens,
 )
 from onepass.reference.softmax_loss import (
+    compute_row_weight,
     reads_once,
     row_average,
-    row_share,
     softmax_average,
     softmax_loss,
     supports_early_gradient,
@@ -43,7 +43,7 @@ from onepass.reference.softmax_loss import (
 torch.zeros(1, dtype=torch.float32, device="cpu").exp()
 
 __all__ = [
-    "add_means",
+    "compute_row_weight",
     "count_tiles",
     "decode",
     "divergence",
@@ -59,7 +59,6 @@ __all__ = [
     "route_gradient",
     "row_average",
     "row_gemm",
-    "row_share",
     "scale",
     "scattered_linear",
     "scattered_linear_gradient",
@@ -77,4 +76,5 @@ __all__ = [
     "supports_fused_loss",
     "supports_linear_statistics",
     "teacher_tokens",
+    "write_means",
 ]

@@ -29,7 +29,7 @@ def divergence(student: Tensor, teacher: Tensor, read: PairRows, options: PairOp
     return packed
 
 
-def add_means(student: Tensor, teacher: Tensor, read: PairRows, packed: Tensor, options: PairOptions) -> None:
+def write_means(student: Tensor, teacher: Tensor, read: PairRows, packed: Tensor, options: PairOptions) -> None:
     """Write the means of JSD and the divergence into ``packed``, which has the normalizers.
 
     If the logits are some columns of the vocabulary, they are sums over these columns.

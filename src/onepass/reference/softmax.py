@@ -251,18 +251,18 @@ def softmax_gradient(
 ) -> None:  # fmt: skip
     """Write the gradient with respect to the logits into ``out``, by the formula in `kernels.softmax_gradient`.
 
-    With ``again``, ``out`` was written for the second number of ``grads.share``, and may be right already; the third
-    becomes the upstream gradient.
+    With ``again``, ``out`` was written for the second number of ``grads.row_weight``, and may be right already; the
+    third becomes the upstream gradient.
     """
     index, row_mask, class_weights, temperature = inputs[:4]
     rows = logits.shape[:-1].numel()
     if rows == 0:
         return
-    if again and logits.is_cpu and grads.share is not None and grads.selected is not None:
+    if again and logits.is_cpu and grads.row_weight is not None and grads.selected is not None:
         first = grads.selected.reshape(-1)[0]  # all are the same
-        share = grads.share.data  # saved for a second backward, which must not find it modified
-        share[2] = first
-        if bool(first * share[0] == share[1]):
+        row_weight = grads.row_weight.data  # saved for a second backward, which must not find it modified
+        row_weight[2] = first
+        if bool(first * row_weight[0] == row_weight[1]):
             return
     field = dict(zip(PACKED, packed.view(len(PACKED), rows, 1)))
     a, b, d, h = (packed.new_zeros(rows, 1) if g is None else g.reshape(-1, 1) for g in grads[:4])
@@ -274,7 +274,7 @@ def softmax_gradient(
     if index is not None and grads.selected is not None:
         index = index.reshape(rows, index.numel() // rows).long()
         outside = (index < 0) | (index >= logits.shape[-1])
-        w = of_rows(grads.selected if grads.share is None else grads.selected * grads.share[0], index)
+        w = of_rows(grads.selected if grads.row_weight is None else grads.selected * grads.row_weight[0], index)
         if inputs.support is not None:
             w = w.where(in_support(inputs, index), 0.0)
         zero &= (w == 0).all(-1, keepdim=True)

@@ -35,28 +35,25 @@ def softmax_loss(logits: Tensor, inputs: Inputs, grads: FieldGradients, options:
 def softmax_average(
     logits: Tensor, inputs: Inputs, average: Average, last: Tensor | None, options: Options, out: Tensor
 ) -> tuple[Results, Tensor, Tensor]:
-    """Return the `softmax_statistics`, the average of the only field, log-probs, and the `row_share` of every row.
+    """Return the `softmax_statistics`, the average of the only field, log-probs, and the weight of a row.
 
-    The gradient of the average, for the upstream gradient that the ``last`` share was written for (None: 1), is written
-    to ``out``.
+    The gradient of the average is written to ``out``, for the upstream gradient of the ``last`` one (None: 1).
     """
-    share = row_share(logits, inputs.row_mask, average, last)
-    results = softmax_loss(logits, inputs, FieldGradients(selected=share[1]), options, out)
-    total, share = row_average(results[1], inputs.row_mask, average, share)  # type: ignore[arg-type]
-    return results, total, share
+    row_weight = compute_row_weight(logits, inputs.row_mask, average, last)
+    results = softmax_loss(logits, inputs, FieldGradients(selected=row_weight[1]), options, out)
+    total, row_weight = row_average(results[1], inputs.row_mask, average, row_weight)  # type: ignore[arg-type]
+    return results, total, row_weight
 
 
-def row_share(logits: Tensor, row_mask: Tensor | None, average: Average, last: Tensor | None = None) -> Tensor:
-    """``(3,)``: what every row of the logits counts for in an average; that times the upstream gradient of the ``last``
-    one; and what its own upstream gradient will be, which the backward writes.
-    """
+def compute_row_weight(logits: Tensor, row_mask: Tensor | None, average: Average, last: Tensor | None = None) -> Tensor:
+    """The weight of a row in an average, and how the backward is guessed, ``(3,)``; see `FieldGradients`."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     part = part_of(logits[..., 0], row_mask, average, dtype)
     return torch.stack([part, part if last is None else part * last[2], part])
 
 
 def part_of(rows: Tensor, row_mask: Tensor | None, average: Average, dtype: torch.dtype) -> Tensor:
-    """What every row counts for in an average."""
+    """The weight of a row in an average."""
     part = torch.full((), average.factor, dtype=dtype, device=rows.device)
     if average.counted:
         part = part / (rows.numel() if row_mask is None else (row_mask != average.masked).sum())
@@ -64,8 +61,10 @@ def part_of(rows: Tensor, row_mask: Tensor | None, average: Average, dtype: torc
 
 
 def row_average(
-    values: Tensor, row_mask: Tensor | None, average: Average, share: Tensor | None = None
+    values: Tensor, row_mask: Tensor | None, average: Average, row_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The average of ``values``, and what every row counts for: ``share`` if it is known."""
-    share = part_of(values, row_mask, average, values.dtype).view(1) if share is None else share
-    return (values if row_mask is None else values.where(row_mask != average.masked, 0.0)).sum() * share[0], share
+    """The average of ``values``, and the weight of a row: ``row_weight`` if it is known."""
+    row_weight = part_of(values, row_mask, average, values.dtype).view(1) if row_weight is None else row_weight
+    return (values if row_mask is None else values.where(row_mask != average.masked, 0.0)).sum() * row_weight[
+        0
+    ], row_weight

@@ -95,7 +95,7 @@ def _means(
     packed = empty_pair_numbers(student, teacher)
     packed[:2], packed[3:5] = of_student, of_teacher
     backend = backend_of(student, teacher) if student.shape[-1] else reference
-    backend.add_means(student, teacher, read, packed, options)
+    backend.write_means(student, teacher, read, packed, options)
     return packed[MEANS]
 
 

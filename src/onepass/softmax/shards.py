@@ -22,7 +22,7 @@ from onepass.backend import backend_of
 from onepass.core.dispatch import check_upstream, empty_gradient, operation, refuse_forward_mode
 from onepass.core.options import Average, FieldGradients, Inputs, Options, Results, empty_results, pick
 from onepass.core.shard import Shard, per_row, state_fields
-from onepass.softmax.statistics import averaged, early_gradient, keep_share, returned, share_of, upstream_of
+from onepass.softmax.statistics import average_and_gradient, averaged, keep_row_weight, returned, upstream_of
 
 # Names since torch 2.13, which deprecates the earlier ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -218,29 +218,34 @@ class _ShardStatistics(torch.autograd.Function):
         *arguments: Any,
     ) -> tuple[Tensor, ...]:
         *tensors, average, shard, options, early = arguments
-        inputs, grad, share = Inputs(*tensors), None, None
+        inputs = Inputs(*tensors)
         results = merged(leading_columns(logits, shard.size), inputs, shard, options)
-        if early and average is not None and backend_of(logits).supports_early_gradient(logits, inputs):
-            share = share_of(logits, inputs, average)
-            grad = gradient_of(logits, inputs, results[0], early_gradient(share), shard.size, options)
-        fields, share = averaged(pick(results, options), inputs, average, share)
-        ctx.save_for_backward(logits, *tensors, share, results[0], grad)
+        early = early and backend_of(logits).supports_early_gradient(logits, inputs)
+
+        def gradient(upstream: FieldGradients) -> Tensor:
+            found: Tensor = gradient_of(logits, inputs, results[0], upstream, shard.size, options)
+            return found
+
+        fields, row_weight, grad = average_and_gradient(
+            pick(results, options), logits, inputs, average, gradient if early else None
+        )
+        ctx.save_for_backward(logits, *tensors, row_weight, results[0], grad)
         ctx.size, ctx.options, ctx.written = shard.size, options, False
         return returned(ctx, fields, options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         check_upstream(*grads)
-        logits, *tensors, share, packed, early = ctx.saved_tensors
+        logits, *tensors, row_weight, packed, early = ctx.saved_tensors
         inputs = Inputs(*tensors)
-        upstream = upstream_of(grads, share, ctx.options)
-        if early is None or upstream.share is None or ctx.written:
+        upstream = upstream_of(grads, row_weight, ctx.options)
+        if early is None or upstream.row_weight is None or ctx.written:
             grad = gradient_of(logits, inputs, packed, upstream, ctx.size, ctx.options)
         else:
             ctx.written, grad = True, early.data  # given away: a second backward computes another gradient
             write_gradient(logits, inputs, packed, upstream, ctx.size, ctx.options, grad, again=True)
             if ctx.size:  # else nothing was launched
-                keep_share(logits, share)
+                keep_row_weight(logits, row_weight)
         return grad, *[None] * (len(tensors) + 4)
 
 
@@ -260,7 +265,7 @@ def write_gradient(
     logits: Tensor, inputs: Inputs, packed: Tensor, grads: FieldGradients, size: int, options: Options, out: Tensor,
     again: bool = False,
 ) -> None:  # fmt: skip
-    """Write that of the columns that are no padding. For ``again``, see `kernels.softmax_gradient`."""
+    """Write the gradient of the columns that are not padding. For ``again``, see `kernels.softmax_gradient`."""
     if size:
         x, to = leading_columns(logits, size), leading_columns(out, size)
         backend_of(logits).softmax_gradient(x, inputs, packed, grads, options, to, again)

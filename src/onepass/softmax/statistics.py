@@ -4,6 +4,7 @@
 PyTorch on the fields that it returns.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,45 +201,47 @@ def check_range(logits: Any, inputs: Inputs, name: str = "index", masked: int = 
         raise IndexError(f"{name}: expected values in [0, {logits.shape[-1]}), got {int(rows[row, k])} in row {row}")
 
 
-def share_of(logits: Tensor, inputs: Inputs, average: Average) -> Tensor:
-    """``(3,)``, see `reference.row_share`: the upstream gradient of the last average is a guess at that of this one."""
-    share: Tensor = backend_of(logits).row_share(logits, inputs.row_mask, average, last_share(logits))
-    return share
+def row_weight_of(logits: Tensor, inputs: Inputs, average: Average) -> Tensor:
+    """``(3,)``, see `FieldGradients`: the upstream gradient of the last average is a guess at that of this one."""
+    row_weight: Tensor = backend_of(logits).compute_row_weight(
+        logits, inputs.row_mask, average, last_row_weight(logits)
+    )
+    return row_weight
 
 
-def last_share(logits: Tensor) -> Tensor | None:
-    """The share of the last average on this stream, to which its backward has written its upstream gradient, or None.
+def last_row_weight(logits: Tensor) -> Tensor | None:
+    """The row weight of the last average on this stream, whose backward has written its upstream gradient, or None.
 
     Each stream has its own: the programs of a forward that read a number while another stream writes it would compute
     rows with different gradients.
     """
-    return None if is_capturing(logits) else _last.get(key_of_share(logits))
+    return None if is_capturing(logits) else _last.get(key_of_row_weight(logits))
 
 
-def keep_share(logits: Tensor, share: Tensor) -> None:
-    """Make this the `last_share`, after its backward has been launched."""
+def keep_row_weight(logits: Tensor, row_weight: Tensor) -> None:
+    """Make this the `last_row_weight`, after its backward has been launched."""
     if not is_capturing(logits):
-        _last[key_of_share(logits)] = share
+        _last[key_of_row_weight(logits)] = row_weight
 
 
-def key_of_share(logits: Tensor) -> tuple[int, int, bool]:
-    """What a kept share is for: the device, its current stream, and whether the share is float64."""
+def key_of_row_weight(logits: Tensor) -> tuple[int, int, bool]:
+    """What a kept row weight is for: the device, its current stream, and whether it is float64."""
     index = logits.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
     return index, stream, logits.dtype == torch.float64
 
 
 def averaged(
-    fields: tuple[Tensor, ...], inputs: Inputs, average: Average | None, share: Tensor | None = None
+    fields: tuple[Tensor, ...], inputs: Inputs, average: Average | None, row_weight: Tensor | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """The fields or, of an average, that of the only one; and the ``share`` of a row, if it is not known."""
+    """The fields or, of an average, that of the only one; and the weight of a row, if it is not known."""
     if average is None:
         return fields, None
-    total, share = backend_of(*fields).row_average(*fields, inputs.row_mask, average, share)
-    return (total,), share
+    total, row_weight = backend_of(*fields).row_average(*fields, inputs.row_mask, average, row_weight)
+    return (total,), row_weight
 
 
-_last: dict[tuple[int, int, bool], Tensor] = {}  # by the `key_of_share` of the logits
+_last: dict[tuple[int, int, bool], Tensor] = {}  # by the `key_of_row_weight` of the logits
 
 
 def is_capturing(tensor: Tensor) -> bool:
@@ -246,20 +249,27 @@ def is_capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def upstream_of(grads: tuple[Tensor | None, ...], share: Tensor | None, options: Options) -> FieldGradients:
+def upstream_of(grads: tuple[Tensor | None, ...], row_weight: Tensor | None, options: Options) -> FieldGradients:
     """The upstream gradients of the fields, from those of what `averaged` returned."""
-    if share is None or grads[0] is None:
+    if row_weight is None or grads[0] is None:
         return FieldGradients.of(options.fields, grads)
-    return FieldGradients(selected=grads[0], share=share)
+    return FieldGradients(selected=grads[0], row_weight=row_weight)
 
 
-def early_gradient(share: Tensor) -> FieldGradients:
-    """The upstream gradients of an average as they probably will be, to compute its gradient in the forward.
+def average_and_gradient(
+    fields: tuple[Tensor, ...], logits: Tensor, inputs: Inputs, average: Average | None,
+    gradient: Callable[[FieldGradients], Tensor] | None,
+) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None]:  # fmt: skip
+    """What `averaged` returns, and the gradient of the logits, which ``gradient`` computes; None to leave it out.
 
-    Statistics and gradient then take one read. The backward writes the gradient again if its upstream gradient is
-    another one, which only the device compares.
+    Its upstream gradients are those of the average as they probably will be. The backward writes the gradient again if
+    they are others, which only the device compares.
     """
-    return FieldGradients(selected=share[1])
+    if gradient is None or average is None:
+        return *averaged(fields, inputs, average), None
+    row_weight = row_weight_of(logits, inputs, average)
+    found = gradient(FieldGradients(selected=row_weight[1]))
+    return *averaged(fields, inputs, average, row_weight), found
 
 
 def returned(ctx: Any, fields: tuple[Tensor, ...], options: Options) -> tuple[Tensor, ...]:
@@ -280,33 +290,39 @@ class _Statistics(torch.autograd.Function):
         *arguments: Any,
     ) -> tuple[Tensor, ...]:
         *tensors, (average, options, inplace, early) = arguments
-        inputs, backend, grad, share = Inputs(*tensors), backend_of(logits), None, None
+        inputs, backend = Inputs(*tensors), backend_of(logits)
+        grad: Tensor | None
         if early and backend.reads_once(logits, inputs, options):
-            grad, last = empty_gradient(logits), last_share(logits)
-            results, total, share = backend.softmax_average(logits, inputs, average, last, options, grad)
+            grad, last = empty_gradient(logits), last_row_weight(logits)
+            results, total, row_weight = backend.softmax_average(logits, inputs, average, last, options, grad)
             fields: tuple[Tensor, ...] = (total,)
         else:
             results = _forward(logits, inputs, options)
             early = early and logits.shape[-1] >= LEAST_VOCABULARY
-            if early and backend.supports_early_gradient(logits, inputs):  # else the device waits for the host
-                share = share_of(logits, inputs, average)
-                grad = _gradient(logits, inputs, results[0], early_gradient(share), options)
-            fields, share = averaged(pick(results, options), inputs, average, share)
-        ctx.save_for_backward(logits, *tensors, share, results[0], grad)
+            early = early and backend.supports_early_gradient(logits, inputs)  # else the device waits for the host
+
+            def gradient(upstream: FieldGradients) -> Tensor:
+                found: Tensor = _gradient(logits, inputs, results[0], upstream, options)
+                return found
+
+            fields, row_weight, grad = average_and_gradient(
+                pick(results, options), logits, inputs, average, gradient if early else None
+            )
+        ctx.save_for_backward(logits, *tensors, row_weight, results[0], grad)
         ctx.options, ctx.inplace, ctx.written = options, inplace, False
         return returned(ctx, fields, options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         check_upstream(*grads)
-        logits, *tensors, share, packed, early = ctx.saved_tensors
+        logits, *tensors, row_weight, packed, early = ctx.saved_tensors
         inputs = Inputs(*tensors)
-        upstream = upstream_of(grads, share, ctx.options)
-        if early is not None and upstream.share is not None and not ctx.written:
+        upstream = upstream_of(grads, row_weight, ctx.options)
+        if early is not None and upstream.row_weight is not None and not ctx.written:
             ctx.written = True  # and given away: a second backward computes another gradient
             grad = early.data  # a second backward unpacks the saved tensor again, which must not seem to be modified
             backend_of(logits).softmax_gradient(logits, inputs, packed, upstream, ctx.options, grad, again=True)
-            keep_share(logits, share)
+            keep_row_weight(logits, row_weight)
         elif ctx.inplace and not torch.compiler.is_compiling():
             if ctx.written:  # autograd does not detect this if hooks have packed the logits
                 raise RuntimeError(
