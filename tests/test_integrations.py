@@ -355,6 +355,18 @@ def test_causal_lm_loss(items, given):
     assert_same((theirs, ours))
 
 
+def test_labels_that_do_not_fit():
+    logits, labels = torch.randn(2, 5, V), torch.randint(V, (2, 4))
+    with onepass.patch("transformers"):
+        for error, match, of in (
+            (ValueError, r"^labels: expected 10 labels for .*, got shape \(2, 4\)", dict(labels=labels)),
+            (ValueError, "^shift_labels: expected 10 labels", dict(labels=None, shift_labels=labels)),
+            (TypeError, "^labels: expected a tensor, got", dict(labels=labels.tolist())),
+        ):
+            with pytest.raises(error, match=match):
+                loss_utils.ForCausalLMLoss(logits, vocab_size=V, **of)
+
+
 def test_a_model_with_a_softcap_and_bfloat16_logits():
     config = transformers.Gemma2Config(
         vocab_size=V, hidden_size=H, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,

@@ -246,7 +246,7 @@ def test_attributes(rows, no_warning):
     assert ours.dim() == ours.ndim == theirs.ndim and ours.numel() == theirs.numel() and len(ours) == len(theirs)
     assert ours.is_floating_point() and ours.is_contiguous() and ours.element_size() == theirs.element_size()
     assert ours.requires_grad and ours.is_cpu and not ours.is_cuda
-    assert not hasattr(ours, "not_of_a_tensor") and not hasattr(ours, "__array__")
+    assert not hasattr(ours, "not_of_a_tensor") and not hasattr(ours, "__cuda_array_interface__")
     with pytest.raises(AttributeError, match="'LinearLogits' object has no attribute 'not_of_a_tensor'"):
         _ = ours.not_of_a_tensor
 
@@ -632,3 +632,42 @@ def test_a_sum_with_0_is_another_tensor():
     torch.testing.assert_close(lazy.materialize(), tensor)
     torch.testing.assert_close(7.0 // lazy, 7.0 // tensor)
     torch.testing.assert_close(7.0 % lazy, 7.0 % tensor)
+
+
+@pytest.mark.parametrize(
+    "key", [(slice(None), -1, slice(None)), (slice(None),) * 3, (..., 0, 0, 0), (0, 0, 0)], ids=str
+)
+@pytest.mark.filterwarnings("ignore::onepass.MaterializedLogits")
+def test_an_index_with_too_many_dimensions(key):
+    """Also if there are as many rows as hidden features, so that the index would fit the hidden states."""
+    lazy = onepass.LinearLogits(torch.randn(8, 8), torch.randn(V, 8))
+    with pytest.raises(IndexError, match="too many indices"):
+        lazy[key]
+
+
+@pytest.mark.filterwarnings("ignore:.*copy construct:UserWarning")
+@pytest.mark.parametrize("convert", [torch.as_tensor, torch.tensor, np.asarray])
+def test_conversions(convert):
+    """All logits at once, with one warning; as of a tensor, not if a gradient would be lost."""
+    for rows in (3, 0):
+        lazy = onepass.LinearLogits(torch.randn(rows, 8), torch.randn(V, 8))
+        with pytest.warns(onepass.MaterializedLogits) as caught:
+            found = convert(lazy)
+        assert len(caught) == 1 and found.shape == (rows, V)
+        torch.testing.assert_close(torch.as_tensor(found), lazy.materialize(), rtol=0, atol=0)
+    with pytest.warns(onepass.MaterializedLogits), pytest.raises((BufferError, RuntimeError), match="detach"):
+        convert(onepass.LinearLogits(*parts_of()))
+
+
+COPIES = (
+    lambda z: z.contiguous(), lambda z: z.clone(), lambda z: z.to(torch.float32, copy=True),
+    lambda z: z.to("cpu", torch.float32, False, True),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_is_not_the_original(copied, no_warning):
+    lazy = onepass.LinearLogits(*parts_of())[:, :-1]
+    copy = copied(lazy)
+    copy /= 2.0
+    close(copy.materialize() * 2.0, lazy.materialize())

@@ -1,6 +1,7 @@
 """How torch uses a linear head, and parameters as people have them."""
 
 import contextlib
+import re
 import types
 
 import pytest
@@ -135,6 +136,23 @@ def test_compile_without_graph_breaks(dynamo, device, loss):
     assert_all_close(gradients(got, parts), gradients(expected, parts))
 
 
+def test_compiled_with_the_least_memory(dynamo):
+    """The minimum that the error states is enough for the backward too."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight, teacher = (torch.randn(n, m, generator=g).bfloat16() for n, m in ((6, 3), (13, 3), (6, 13)))
+    parts = hidden.requires_grad_(), weight.requires_grad_()
+
+    def loss(max_memory):
+        logits = onepass.LinearLogits(*parts, max_memory=max_memory)
+        return onepass.kl_div(logits, teacher, direction="reverse", reduction="sum")
+
+    compiled = torch.compile(loss, backend="aot_eager")
+    with pytest.raises(Exception, match="max_memory: expected at least") as caught:
+        compiled(1)
+    least = int(re.search(r"at least (\d+)", str(caught.value))[1])
+    assert_all_close(gradients(compiled(least), parts), gradients(loss(None), parts))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_operations_are_well_formed(device, dtype):
     if interpreted(device):
@@ -170,7 +188,7 @@ def test_divergences_are_well_formed(device, own_head):
         options,
     )
     tensors = HeadTensors(hidden, weight, bias), teacher, PairRows(target != -100)
-    arguments = tuple(flatten_arguments((*tensors, *settings)))
+    arguments = tuple(flatten_arguments((*tensors, [True] * 3 + [False] * 2, *settings)))
     torch.library.opcheck(torch.ops.onepass.linear_divergence.default, arguments)
     grad = torch.rand(N, device=device)
     for needed in ([True] * 3 + [False] * 2, [False, True] + [False] * 3):

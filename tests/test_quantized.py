@@ -1,5 +1,6 @@
 """Quantized experts: decoding against bitsandbytes and transformers, results and gradients against decoded weights."""
 
+import copy
 from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -490,6 +491,24 @@ def small_model(families, implementation, decoded=False):
         if p.requires_grad:
             p.data = randn(*p.shape, seed=sum(p.shape)) * (0 if "lora_B" in n else 0.5)
     return model
+
+
+def test_a_copy_is_decoded_alone(families, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    experts = families.experts_of("mixtral")
+    assert moe.quantize_experts(experts, "nf4") == 2
+    copied, expected = copy.deepcopy(experts), experts.gate_up_proj
+    assert moe.dequantize_experts(copied) == 2
+    assert torch.equal(copied.gate_up_proj, expected) and torch.equal(experts.gate_up_proj, expected)
+    assert type(copied.gate_up_proj) is torch.nn.Parameter and type(copied) is type(families.experts_of("mixtral"))
+    assert moe.dequantize_experts(experts) == 2 and torch.equal(experts.gate_up_proj, expected)
+
+
+def test_a_weight_that_is_moved_leaves_nothing_behind():
+    weight = moe.quantize(randn(2, 8, 64), "nf4")
+    moved = weight.to("meta")
+    assert {t.device.type for t in vars(moved).values() if isinstance(t, torch.Tensor)} == {"meta"}
+    assert weight.data.device.type == "cpu" and weight.to(torch.float16).dtype == torch.float16
 
 
 def test_fifty_steps_on_the_demo_text(families, monkeypatch, tmp_path):

@@ -332,6 +332,24 @@ def test_under_a_patch_and_a_hook_of_accelerate():
     assert replay.changed == 0 and vars(router) == before
 
 
+def test_a_copy_is_not_followed():
+    """As that of the weights' average, which is made while the model trains."""
+    model, (ids, other) = build("deepseek_v3").eval(), batches(2)
+    with record_routing(model) as record:
+        model(input_ids=ids)
+    expected = copy.deepcopy(model)(input_ids=other).logits
+    for follow in (record_routing, onepass.moe.count_experts, lambda m: replay_routing(m, record)):
+        with follow(model) as followed:
+            while_followed = copy.deepcopy(model)
+            during = while_followed(input_ids=other).logits
+            model(input_ids=ids)
+        torch.testing.assert_close(during, expected)
+        assert len(record) == 1 and (follow is not record_routing or len(followed) == 1)
+        assert torch.equal(while_followed(input_ids=other).logits, expected)
+        for module in while_followed.modules():
+            assert not {"forward", "_onepass_followed"} & set(vars(module))
+
+
 def test_arrays_that_torch_does_not_take():
     array = numpy.arange(24).reshape(4, 2, 3)
     expected = RoutingRecord.from_array(torch.tensor(array)).passes[0]

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from onepass.core.checks import described
 from onepass.integrations.lazy_logits import asked_for, expecting_count, run
 from onepass.integrations.patching import Target, extend, original
 from onepass.integrations.routers import router_targets
@@ -45,13 +46,23 @@ def ForCausalLMLoss(
         labels: ``(...)``, shifted here; not used with ``shift_labels``, which are shifted already.
         num_items_in_batch: divides the sum; without it the loss is the mean over the labels that are not ignored.
         kwargs: arguments of trainers that the loss does not depend on.
+
+    Raises:
+        TypeError, ValueError: the labels are no tensor, or not as many as the rows of the logits.
     """
     count: AbstractContextManager[None] = nullcontext()
+    given, name = (labels, "labels") if shift_labels is None else (shift_labels, "shift_labels")
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {described(given)}")
     if shift_labels is None:
         shift_labels = next_tokens(labels, ignore_index)
         count = expecting_count(labels, ignore_index)
     logits = logits if logits.shape[-1] == vocab_size else logits.reshape(-1, vocab_size)
-    target = shift_labels.reshape(logits.shape[:-1]).to(logits.device)
+    rows = logits.shape[:-1]
+    if given.numel() != rows.numel():
+        raise ValueError(f"{name}: expected {rows.numel()} labels for logits of {tuple(logits.shape)}, "
+                         f"got shape {tuple(given.shape)}")  # fmt: skip
+    target = shift_labels.reshape(rows).to(logits.device)
     with count:
         return mean_loss(logits, target, num_items_in_batch, ignore_index)
 

@@ -121,10 +121,21 @@ class TensorLike(LogitsSource):
     def __len__(self) -> int:
         return self.shape[0]
 
+    # Conversions, which would else read one number at a time. As of a tensor that requires a gradient, they are errors.
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.materialize_for("a conversion by NumPy").__array__(*args, **kwargs)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.materialize_for("torch.as_tensor").__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self.materialize_for("torch.as_tensor").__dlpack_device__()
+
     # Casts and copies.
 
     def contiguous(self, **_: Any) -> Any:
-        return self
+        return self.changed() if self.tensor is None else self  # as of a slice, which other names do not see modified
 
     def clone(self, **_: Any) -> Any:
         return self.changed() if self.tensor is None else self.tensor.clone()
@@ -149,12 +160,13 @@ class TensorLike(LogitsSource):
         devices = [o.device if isinstance(o, Tensor) else o for o in others]
         kinds = str, int, torch.device
         device = next((torch.device(d) for d in devices if type(d) is not bool and isinstance(d, kinds)), self.device)
+        copies = kwargs.get("copy", [a for a in args if type(a) is bool][1:] == [True])
         same = device.type == self.device.type and device.index in (None, self.device.index)
         if self.tensor is not None or not same or not dtype.is_floating_point or torch.float64 in (dtype, self.dtype):
             if same and dtype == self.dtype:
-                return self
+                return self.clone() if copies else self
             return self.materialize_for(f"to({dtype}, {device})").to(*args, **kwargs)
-        return self if dtype == self.dtype else self.changed(dtype=dtype)
+        return self.changed(dtype=dtype) if copies or dtype != self.dtype else self
 
     # The rows.
 
@@ -374,6 +386,8 @@ def _columns(key: list[Any], dims: int) -> tuple[tuple[Any, ...], Any] | None:
     if not all(_is_index(k) for k in key):
         return None
     used = sum(k.dim() if isinstance(k, Tensor) and k.dtype == torch.bool else 1 for k in key if k is not Ellipsis)
+    if used > dims:
+        return None  # an error, which indexing a tensor raises
     if Ellipsis in [k for k in key if not isinstance(k, Tensor)]:
         if used < dims and key[-1] is Ellipsis:
             return tuple(key), slice(None)

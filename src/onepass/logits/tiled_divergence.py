@@ -69,10 +69,10 @@ def tiled_divergence(
 class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *tensors, of, settings, options = arguments
+        *tensors, dtypes, settings, options = arguments
         ctx.save_for_backward(*tensors)
-        ctx.rest = of, settings, options
-        loss: Tensor = _forward(*parts(tensors), *ctx.rest)
+        ctx.rest = dtypes, settings, options
+        loss: Tensor = _forward(*parts(tensors), list(ctx.needs_input_grad[:COUNT]), *ctx.rest)
         return loss
 
     @staticmethod
@@ -102,12 +102,14 @@ def _forward(
     tensors: HeadTensors,
     teacher: TeacherTensors,
     read: PairRows,
+    later: list[bool],
     dtypes: TeacherDtypes,
     settings: Settings,
     options: PairOptions,
 ) -> Tensor:
-    """The divergence of every row, ``(N,)``."""
-    return walk(tensors, read.row_mask, row_divergence(settings.dtype, teacher, dtypes, read, options), settings)[0]
+    """The divergence of every row, ``(N,)``; ``later`` says of which tensors the backward needs the gradient."""
+    row_loss = row_divergence(settings.dtype, teacher, dtypes, read, options)
+    return walk(tensors, read.row_mask, row_loss, settings, later=later)[0]
 
 
 def _like_gradient(tensors: HeadTensors, needed: list[bool], **_: Any) -> list[Tensor | None]:

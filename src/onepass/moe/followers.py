@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable
+from copy import copy, deepcopy
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -48,11 +49,13 @@ class Followed:
         followers: in the order in which they came; the last that has a choice makes it.
         backward_choice: called for the choice of a call in a backward, where the backward that runs has set it.
         users: who needs this object to stay; it is removed with the last of them.
+        is_of_copy: whether the router was copied from one that is followed.
     """
 
     def __init__(self, router: nn.Module, name: str, method: Callable[..., Any]) -> None:
         self.router, self.followers, self.users = router, list[Follower](), list[Any]()
         self.backward_choice: Callable[[nn.Module], Tensor | None] | None = None
+        self.is_of_copy = False
         number = next(_numbers)
         self.slot = torch.tensor(number)
         _followed[number] = self
@@ -60,6 +63,13 @@ class Followed:
         self.name = "_old_forward" if name == "forward" and "_old_forward" in vars(router) else name
         self.before = vars(router).get(self.name)
         setattr(router, self.name, method.__get__(router))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Followed":
+        """That of a copy of the router, which nobody follows. The first call of the copy removes it."""
+        found = copy(self)
+        found.router, found.before = deepcopy(self.router, memo), deepcopy(self.before, memo)
+        found.followers, found.users, found.backward_choice, found.is_of_copy = [], [], None, True
+        return found
 
     def remove(self) -> None:
         """Restore the router."""
@@ -71,6 +81,10 @@ class Followed:
 
     def route(self, logits: Tensor, arguments: dict[str, Any]) -> Routing:
         """`route` with the followers' choice, of which they are told the results."""
+        if self.is_of_copy:
+            if not torch.compiler.is_compiling():
+                self.remove()
+            return route(logits, **arguments)
         arguments = {n: v for n, v in arguments.items() if n not in ("experts", "count_changed")}
         shape = (*logits.shape[:-1], arguments["k"])
         if torch.compiler.is_compiling():

@@ -149,6 +149,13 @@ class QuantizedWeight(Encoded):
             height = rows // max(scales.shape[1], 1)
         return cls(data, scales, "fp8_block", (E, rows, columns), block_size=(height, width), name=name)
 
+    def to(self, target: torch.dtype | torch.device | str) -> "QuantizedWeight":
+        """The weight on another device, or with another ``dtype`` of the decoded values."""
+        found = super().to(target)
+        if not self.source.requires_grad:
+            found.source = found.data  # so that nothing keeps the memory of the other device
+        return found
+
     @property
     def requires_grad(self) -> bool:
         """False: a quantized weight is frozen."""

@@ -85,6 +85,10 @@ def dequantize_experts(model: nn.Module) -> int:
             weight = QuantizedWeight.from_transformers(experts, name)
             if weight is not None:
                 if name in getattr(experts, "parametrizations", {}):
+                    # A copy of the module has the same class, from which torch removes the parametrized attribute.
+                    kind = type(experts)
+                    own = {n: v for n, v in vars(kind).items() if n not in ("__dict__", "__weakref__")}
+                    experts.__class__ = type(kind.__name__, kind.__bases__, own)
                     parametrize.remove_parametrizations(experts, name, leave_parametrized=False)
                 values = nn.Parameter(weight.dequantize().contiguous(), requires_grad=False)
                 experts.register_parameter(name, values)
