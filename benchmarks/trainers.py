@@ -2,10 +2,11 @@
 
 All parameters are trained, or LoRA adapters of all linear layers of the decoder. A step is loss, backward and optimizer
 on one batch that is prepared before. Generation is the same either way, and is left out. The two kinds take turns.
-Because the decoder is tiny and the host may limit the speed, the time of all kernels of a step is reported too, and
-that of the head: the difference to TRL's step with a vocabulary of `SMALL` tokens, whose decoder is the same. Beside it
-stands the time of two bare GEMMs of the head's size, the least that a frozen head takes. Memory is counted without the
-model and the optimizer's state, once until the gradients are computed and once until the end of the step.
+Because the decoder is tiny and the host may limit the speed, the time of all kernels of a step is reported too, the
+median of `PROFILES` steps, and that of the head: the difference to TRL's step with a vocabulary of `SMALL` tokens,
+whose decoder is the same. Beside it stands the time of two bare GEMMs of the head's size, the least that a frozen head
+takes. Memory is counted without the model and the optimizer's state, once until the gradients are computed and once
+until the end of the step.
 """
 
 import gc
@@ -31,6 +32,7 @@ from benchmarks.sources import add_sources
 from onepass.cli.environment import environment, package_version
 
 SMALL = 512
+PROFILES = 5  # steps of which the kernels are timed
 KINDS: dict[str, Callable[[], Any]] = {"TRL": nullcontext, "onepass": onepass.patch}
 Step = Callable[[], int]
 
@@ -100,6 +102,12 @@ def kernel_ms(step: Callable[[], Any]) -> float | None:
     return sum(e.self_device_time_total for e in profile.key_averages()) / 1e3
 
 
+def median_of(times: Sequence[float | None]) -> float | None:
+    """The median; None without a GPU."""
+    known = [t for t in times if t is not None]
+    return statistics.median(known) if known else None
+
+
 def two_gemms(tokens: int, width: int, vocab: int) -> Callable[[], None]:
     """The logits of all completions and the gradient of their hidden states, 4096 tokens at a time."""
     cuda = torch.cuda.is_available()
@@ -120,7 +128,7 @@ def measure(
     step = build(models[0])
     for _ in range(2):
         step()
-    decoder = kernel_ms(step)
+    decoder = median_of([kernel_ms(step) for _ in range(PROFILES)])
     step = build(models[1])
     with onepass.patch():
         add_sources(report, name, step)
@@ -146,9 +154,12 @@ def measure(
                 if cuda:
                     found[kind]["peak_bytes"] = peak - before
                     found[kind]["step_peak_bytes"] = torch.cuda.max_memory_allocated() - before
-    for kind, of in found.items():
+    profiles: dict[str, list[float | None]] = {kind: [] for kind in KINDS}
+    for kind in [*KINDS] * PROFILES:  # in turns, since the time of a GEMM changes with the temperature of the card
         with KINDS[kind]():
-            kernels = kernel_ms(step)
+            profiles[kind].append(kernel_ms(step))
+    for kind, of in found.items():
+        kernels = median_of(profiles[kind])
         head = None if kernels is None or decoder is None else kernels - decoder
         of |= {"ms": statistics.median(of["runs"]), "kernel_ms": kernels, "head_ms": head}
     return list(found.values())
