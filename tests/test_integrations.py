@@ -367,6 +367,19 @@ def test_labels_that_do_not_fit():
                 loss_utils.ForCausalLMLoss(logits, vocab_size=V, **of)
 
 
+def test_the_loss_is_exported_with_dynamic_sizes():
+    class Loss(torch.nn.Module):
+        def forward(self, logits, labels):
+            return onepass.integrations.transformers.ForCausalLMLoss(logits, labels, V)
+
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    arguments = torch.randn(2, 5, V), torch.randint(V, (2, 5))
+    exported = torch.export.export(Loss(), arguments, dynamic_shapes=({1: tokens}, {1: tokens})).module()
+    for n in (5, 9):
+        arguments = torch.randn(2, n, V), torch.randint(V, (2, n))
+        torch.testing.assert_close(exported(*arguments), Loss()(*arguments))
+
+
 def test_a_model_with_a_softcap_and_bfloat16_logits():
     config = transformers.Gemma2Config(
         vocab_size=V, hidden_size=H, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,

@@ -648,15 +648,23 @@ def test_an_index_with_too_many_dimensions(key):
 @pytest.mark.filterwarnings("ignore:.*copy construct:UserWarning")
 @pytest.mark.parametrize("convert", [torch.as_tensor, torch.tensor, np.asarray])
 def test_conversions(convert):
-    """All logits at once, with one warning; as of a tensor, not if a gradient would be lost."""
+    """All logits at once, with one warning, which says if a gradient is lost. NumPy's are errors then."""
     for rows in (3, 0):
         lazy = onepass.LinearLogits(torch.randn(rows, 8), torch.randn(V, 8))
         with pytest.warns(onepass.MaterializedLogits) as caught:
             found = convert(lazy)
         assert len(caught) == 1 and found.shape == (rows, V)
         torch.testing.assert_close(torch.as_tensor(found), lazy.materialize(), rtol=0, atol=0)
-    with pytest.warns(onepass.MaterializedLogits), pytest.raises((BufferError, RuntimeError), match="detach"):
-        convert(onepass.LinearLogits(*parts_of()))
+    lazy, tensor = both(parts_of())
+    if convert is np.asarray:
+        with pytest.warns(onepass.MaterializedLogits), pytest.raises(RuntimeError, match="requires grad"):
+            convert(lazy)
+    else:
+        with pytest.warns(onepass.MaterializedLogits, match="a conversion, whose result has no gradient, computes all"):
+            found = convert(lazy)
+        torch.testing.assert_close(found, tensor.detach())
+        torch.testing.assert_close(lazy, lazy)
+        assert lazy.materialize().requires_grad
 
 
 COPIES = (
@@ -671,3 +679,12 @@ def test_a_copy_is_not_the_original(copied, no_warning):
     copy = copied(lazy)
     copy /= 2.0
     close(copy.materialize() * 2.0, lazy.materialize())
+
+
+def test_contiguous_logits_are_not_copied(no_warning):
+    for lazy, tensor in zip((whole := onepass.LinearLogits(*parts_of()), whole[:1], whole[:, :-1], whole[..., :3]),
+                            (z := torch.zeros(*ROWS, V), z[:1], z[:, :-1], z[..., :3])):  # fmt: skip
+        assert lazy.is_contiguous() == tensor.is_contiguous() == (lazy.contiguous() is lazy)
+        assert lazy.contiguous().is_contiguous() and lazy.contiguous().contiguous().shape == tensor.shape
+    with torch.no_grad():
+        assert whole.contiguous().requires_grad

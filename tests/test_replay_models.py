@@ -333,21 +333,51 @@ def test_under_a_patch_and_a_hook_of_accelerate():
 
 
 def test_a_copy_is_not_followed():
-    """As that of the weights' average, which is made while the model trains."""
+    """As that of the weights' average, which is made while the model trains. It can be followed itself."""
     model, (ids, other) = build("deepseek_v3").eval(), batches(2)
     with record_routing(model) as record:
         model(input_ids=ids)
     expected = copy.deepcopy(model)(input_ids=other).logits
     for follow in (record_routing, onepass.moe.count_experts, lambda m: replay_routing(m, record)):
         with follow(model) as followed:
-            while_followed = copy.deepcopy(model)
-            during = while_followed(input_ids=other).logits
+            copied = copy.deepcopy(model)
+            assert torch.equal(copied(input_ids=other).logits, expected)
             model(input_ids=ids)
-        torch.testing.assert_close(during, expected)
         assert len(record) == 1 and (follow is not record_routing or len(followed) == 1)
-        assert torch.equal(while_followed(input_ids=other).logits, expected)
-        for module in while_followed.modules():
-            assert not {"forward", "_onepass_followed"} & set(vars(module))
+        again = copy.deepcopy(copied)
+        for each in (copied, again):
+            assert torch.equal(each(input_ids=other).logits, expected)
+            with record_routing(each) as of_copy:
+                each(input_ids=other)
+                each(input_ids=ids)
+            assert len(of_copy) == 2 and same(of_copy.passes[1], record.passes[0])
+            with replay_routing(each, drifted(record)) as replay:
+                each(input_ids=ids)
+            assert replay.changed > 0
+            with onepass.moe.count_experts(each.train()) as counts:
+                each(input_ids=ids)
+                assert len(counts.counts) == 1
+            assert torch.equal(each.eval()(input_ids=other).logits, expected)
+            for module in each.modules():
+                assert not {"forward", "_onepass_followed"} & set(vars(module))
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_copy_trains_under_checkpointing(within):
+    model, (ids,) = build("mixtral"), batches()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    (expected,) = losses(model, [ids])
+    expected.backward()
+    of_expected = gradients(model)
+    with record_routing(model):
+        copied = copy.deepcopy(model)
+        if within:
+            (found,) = losses(copied, [ids])
+    if not within:
+        (found,) = losses(copied, [ids])
+    found.backward()
+    assert torch.equal(found, expected)
+    close(gradients(copied), of_expected)
 
 
 def test_arrays_that_torch_does_not_take():

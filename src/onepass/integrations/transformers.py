@@ -4,6 +4,7 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,8 +60,8 @@ def ForCausalLMLoss(
         count = expecting_count(labels, ignore_index)
     logits = logits if logits.shape[-1] == vocab_size else logits.reshape(-1, vocab_size)
     rows = logits.shape[:-1]
-    if given.numel() != rows.numel():
-        raise ValueError(f"{name}: expected {rows.numel()} labels for logits of {tuple(logits.shape)}, "
+    if given.numel() != prod(rows):  # `rows.numel()` would make dynamic sizes constants
+        raise ValueError(f"{name}: expected {prod(rows)} labels for logits of {tuple(logits.shape)}, "
                          f"got shape {tuple(given.shape)}")  # fmt: skip
     target = shift_labels.reshape(rows).to(logits.device)
     with count:

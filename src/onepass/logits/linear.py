@@ -271,6 +271,7 @@ class LinearLogits(TensorLike):
         """`changed`, with other tensors."""
         self.check_unchanged()
         new = self.changed(**attributes)
+        new.is_whole = self.is_whole and "weight" not in attributes and new.hidden.is_contiguous()
         if "versions" in new.__dict__:
             new.versions = _versions(*new.parts())
         return new

@@ -34,10 +34,12 @@ class TensorLike(LogitsSource):
     Attributes:
         transform: of the logits of the linear layer, before any transform that a loss applies.
         tensor: the logits, once they are materialized. All operations then act on them.
+        is_whole: whether a tensor of these logits would be contiguous: they are no slice.
     """
 
     transform: Transform = IDENTITY
     tensor: Tensor | None = None
+    is_whole = True
     __array_priority__ = 1000  # a number of numpy leaves its operators to this class, as with a tensor
 
     def untransformed(self) -> Tensor:
@@ -113,7 +115,7 @@ class TensorLike(LogitsSource):
         return True
 
     def is_contiguous(self, **_: Any) -> bool:
-        return True
+        return self.is_whole if self.tensor is None else self.tensor.is_contiguous()
 
     def element_size(self) -> int:
         return self.dtype.itemsize
@@ -121,21 +123,25 @@ class TensorLike(LogitsSource):
     def __len__(self) -> int:
         return self.shape[0]
 
-    # Conversions, which would else read one number at a time. As of a tensor that requires a gradient, they are errors.
+    # Conversions, which would else read one number at a time. NumPy's are errors if the logits require a gradient, as
+    # of a tensor. Those of torch (`torch.tensor`, `torch.as_tensor`) take only values from what is no tensor.
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.materialize_for("a conversion by NumPy").__array__(*args, **kwargs)
 
     def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.materialize_for("torch.as_tensor").__dlpack__(**kwargs)
+        lost = ", whose result has no gradient," if self.requires_grad else ""
+        return self.materialize_for(f"a conversion{lost}").detach().__dlpack__(**kwargs)
 
     def __dlpack_device__(self) -> Any:
-        return self.materialize_for("torch.as_tensor").__dlpack_device__()
+        return torch.empty(0, device=self.device).__dlpack_device__()
 
     # Casts and copies.
 
     def contiguous(self, **_: Any) -> Any:
-        return self.changed() if self.tensor is None else self  # as of a slice, which other names do not see modified
+        if self.tensor is not None or self.is_whole:
+            return self
+        return self.changed(is_whole=True)  # a copy, as of a slice of a tensor
 
     def clone(self, **_: Any) -> Any:
         return self.changed() if self.tensor is None else self.tensor.clone()

@@ -6,6 +6,7 @@
 
 from collections.abc import Callable
 from copy import copy, deepcopy
+from functools import wraps
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -62,14 +63,20 @@ class Followed:
         # Accelerate replaces `forward` by a function that moves the inputs and then calls this one.
         self.name = "_old_forward" if name == "forward" and "_old_forward" in vars(router) else name
         self.before = vars(router).get(self.name)
-        setattr(router, self.name, method.__get__(router))
+        setattr(router, self.name, unless_copied(method).__get__(router))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Followed":
-        """That of a copy of the router, which nobody follows. The first call of the copy removes it."""
+        """That of a copy of the router, which nobody follows and which calls its `own` method."""
         found = copy(self)
         found.router, found.before = deepcopy(self.router, memo), deepcopy(self.before, memo)
         found.followers, found.users, found.backward_choice, found.is_of_copy = [], [], None, True
         return found
+
+    def own(self, *args: Any, **kwargs: Any) -> Any:
+        """The method of the router as it is when nobody follows."""
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        return getattr(type(self.router), self.name)(self.router, *args, **kwargs)
 
     def remove(self) -> None:
         """Restore the router."""
@@ -81,10 +88,6 @@ class Followed:
 
     def route(self, logits: Tensor, arguments: dict[str, Any]) -> Routing:
         """`route` with the followers' choice, of which they are told the results."""
-        if self.is_of_copy:
-            if not torch.compiler.is_compiling():
-                self.remove()
-            return route(logits, **arguments)
         arguments = {n: v for n, v in arguments.items() if n not in ("experts", "count_changed")}
         shape = (*logits.shape[:-1], arguments["k"])
         if torch.compiler.is_compiling():
@@ -136,6 +139,17 @@ class Followed:
                 follower.note(self.router, experts, counts, changed, replayed)
 
 
+def unless_copied(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method of a router that is followed, which in a copy of the router is its own."""
+
+    @wraps(method)
+    def call(router: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        followed: Followed = getattr(router, ATTRIBUTE)
+        return followed.own(*args, **kwargs) if followed.is_of_copy else method(router, *args, **kwargs)
+
+    return call
+
+
 _numbers = count()
 _followed: WeakValueDictionary[int, Followed] = WeakValueDictionary()
 
@@ -143,6 +157,9 @@ _followed: WeakValueDictionary[int, Followed] = WeakValueDictionary()
 def follow(router: nn.Module, user: Any, name: str, method: Callable[..., Any]) -> Followed:
     """Have calls of the router followed as long as ``user`` needs it, with ``method`` in place of its own."""
     followed: Followed | None = getattr(router, ATTRIBUTE, None)
+    if followed is not None and followed.is_of_copy:
+        followed.remove()
+        followed = None
     if followed is None:
         followed = Followed(router, name, method)
         setattr(router, ATTRIBUTE, followed)

@@ -152,7 +152,7 @@ class QuantizedWeight(Encoded):
     def to(self, target: torch.dtype | torch.device | str) -> "QuantizedWeight":
         """The weight on another device, or with another ``dtype`` of the decoded values."""
         found = super().to(target)
-        if not self.source.requires_grad:
+        if found.device != self.device and not self.source.requires_grad:
             found.source = found.data  # so that nothing keeps the memory of the other device
         return found
 
