@@ -362,6 +362,21 @@ def test_a_copy_is_not_followed():
                 assert not {"forward", "_onepass_followed"} & set(vars(module))
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_copy_is_not_followed_under_a_patch(compiles):
+    model, (ids, other) = build("mixtral").eval(), batches(2)
+    with onepass.patch("transformers"), torch.no_grad():
+        with record_routing(model) as record:
+            model(input_ids=ids)
+        expected = copy.deepcopy(model)(input_ids=other).logits
+        with replay_routing(model, drifted(record)):
+            copied = copy.deepcopy(model)
+            call = torch.compile(copied, backend="eager") if compiles else copied
+            torch.testing.assert_close(call(input_ids=other).logits, expected)
+            model(input_ids=ids)
+        torch.testing.assert_close(call(input_ids=other).logits, expected)
+
+
 @pytest.mark.parametrize("within", [True, False])
 def test_a_copy_trains_under_checkpointing(within):
     model, (ids,) = build("mixtral"), batches()

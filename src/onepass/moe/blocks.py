@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from onepass.core.checks import check_choice, described
 from onepass.moe.family import Parts, Routed, RouterDescription, called, routed_parts, unwrapped
-from onepass.moe.followers import ATTRIBUTE
+from onepass.moe.followers import followed_of
 from onepass.moe.probe import method, methods_of
 from onepass.moe.recognition import adapters_of, described_method
 from onepass.moe.router import Routing
@@ -95,7 +95,7 @@ def routing_method(original: Callable[..., Any], name: str) -> Callable[..., Any
             x = inputs[0 if d.gate else -1]
             if len(args) <= len(d.inputs) >= len(given) and isinstance(x, Tensor) and x.dim() in d.dims:
                 return called(Parts(self, adapters_of(self, d), self), d, *inputs)
-        if getattr(self, ATTRIBUTE, None) is not None:
+        if followed_of(self) is not None:
             got = ", ".join(map(described, (*args, *kwargs.values())))
             raise TypeError(f"model: expected routers that are called as they were recognised, got "
                             f"{type(self).__name__}.{name}({got})")  # fmt: skip

@@ -12,7 +12,7 @@ from onepass.core.moe_options import SCORES
 from onepass.core.peft import lora_variant
 from onepass.logits.invariant_linear import linear
 from onepass.logits.partitioned import whole
-from onepass.moe.followers import ATTRIBUTE
+from onepass.moe.followers import followed_of
 from onepass.moe.router import Routing, route
 
 
@@ -112,7 +112,7 @@ def routed_parts(parts: Parts, d: RouterDescription, given: Tensor, **arguments:
     if bias is not None:
         arguments["selection_bias"] = whole(bias).flatten()
     logits = raw * d.multiplier if d.multiplier != 1.0 else raw
-    followed = None if arguments.get("experts") is not None else getattr(parts.router, ATTRIBUTE, None)
+    followed = None if arguments.get("experts") is not None else followed_of(parts.router)
     routing = route(logits, **arguments) if followed is None else followed.route(logits, arguments)
     weights = routing.weights
     if d.min_sum:

@@ -150,6 +150,12 @@ def unless_copied(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def followed_of(router: nn.Module) -> Followed | None:
+    """The `Followed` of a router; None of a router that nobody follows, such as a copy of one that is followed."""
+    followed: Followed | None = getattr(router, ATTRIBUTE, None)
+    return None if followed is None or followed.is_of_copy else followed
+
+
 _numbers = count()
 _followed: WeakValueDictionary[int, Followed] = WeakValueDictionary()
 
