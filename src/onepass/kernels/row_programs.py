@@ -22,7 +22,7 @@ def is_active(row_mask, row, masked):
 
 @triton.jit
 def unmasked(row_mask, row, rows, masked):
-    """A mask of those of the ``row`` that exist, below ``rows``, and are not masked."""
+    """Which of several rows exist, which are those below ``rows``, and are not masked; see `is_active` for one row."""
     active = row < rows
     if row_mask is not None:
         active = active & (tl.load(row_mask + row, mask=active, other=0) != masked)

@@ -66,7 +66,7 @@ class Followed:
         setattr(router, self.name, unless_copied(method).__get__(router))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Followed":
-        """That of a copy of the router, which nobody follows and which calls its `own` method."""
+        """The `Followed` of a copy of the router. Nobody follows the copy, which calls its `own` method."""
         found = copy(self)
         found.router, found.before = deepcopy(self.router, memo), deepcopy(self.before, memo)
         found.followers, found.users, found.backward_choice, found.is_of_copy = [], [], None, True
@@ -140,7 +140,7 @@ class Followed:
 
 
 def unless_copied(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method of a router that is followed, which in a copy of the router is its own."""
+    """The ``method`` of a router that is followed. In a copy of the router it calls the router's `own` instead."""
 
     @wraps(method)
     def call(router: nn.Module, *args: Any, **kwargs: Any) -> Any:
