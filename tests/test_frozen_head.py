@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from linear_cases import H, V, assert_all_close, batch, exact, gradients
+from paths import interpreted
 from test_linear_cost import Products
 
 FIELDS = {
@@ -57,6 +58,8 @@ def test_two_products(device, tile, name, options):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_it_is_rounded_once(device, dtype):
     """No further from float64 than the gradient of a head whose bias is trained, which takes the other way."""
+    if interpreted(device) and dtype == torch.bfloat16:
+        pytest.skip("the interpreter does not round to the nearest bfloat16")
     hidden, weight, bias, index = draw(device, dtype)
     upstream = torch.randn(len(index), generator=torch.Generator().manual_seed(0)).to(device)
     reference = exact(hidden)

@@ -1,6 +1,7 @@
-"""A tensor times a number on the device. In place, it is neither read nor written if the number is 1.
+"""A tensor times a number on the device, or a matrix times a number for each row.
 
-`logits.gradients` calls it with the upstream gradient of a loss, which is often 1.
+With one number in place, nothing is read or written if it is 1. `logits.gradients` calls it with the upstream gradient
+of a loss, which is often 1, and `logits.tiled_statistics` with those of all rows.
 """
 
 import torch
@@ -12,32 +13,52 @@ from onepass.kernels.launch import Flat, Out, Plan, launch
 BLOCK = 4096
 
 
+@triton.jit
+def product(value, factor, one, i, COLUMNS: tl.constexpr):
+    """The elements ``i`` of a tensor times their factors, or times ``one``."""
+    value = value.to(tl.float32)
+    if COLUMNS == 0:
+        return value * one.to(tl.float32)
+    else:
+        f = tl.load(factor + i // COLUMNS).to(tl.float32)
+        return tl.where(f == 0, 0.0, value * f)
+
+
 @triton.jit(do_not_specialize=["n"])
-def scale_kernel(x: "Flat", scale: "Flat", out: "Out", n: tl.int64, INPLACE: tl.constexpr, BLOCK: tl.constexpr):
-    """``out = scale * x``. Inputs: ``x`` ``(n,)`` and ``scale`` ``(1,)``. Output: ``out`` ``(n,)``, ``x`` if INPLACE.
+def scale_kernel(
+    x: "Flat", factor: "Flat", out: "Out", n: tl.int64,
+    COLUMNS: tl.constexpr, INPLACE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``out = factor * x``. A row whose factor is 0 becomes 0, even where ``x`` is infinite or NaN.
 
-    Bytes moved: ``x`` in and ``out`` out; none if it is in place and the scale is 1.
+    Inputs: ``x`` ``(n,)``; ``factor``, one for every COLUMNS elements, or ``(1,)`` if COLUMNS is 0.
+    Output: ``out`` ``(n,)``, ``x`` if INPLACE.
+    Bytes moved: ``x`` in and ``out`` out; none if it is in place and the one factor is 1.
     """
-    s = tl.load(scale)
-    if not INPLACE or s != 1.0:
-        first = tl.program_id(0).to(tl.int64) * BLOCK
-        i = first + tl.arange(0, BLOCK)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    i = first + tl.arange(0, BLOCK)
+    one = tl.load(factor)
+    if COLUMNS > 0 or not INPLACE or one != 1.0:
         if first + BLOCK <= n:  # without a mask, since one that may change at any element prevents wide accesses
-            tl.store(out + i, (tl.load(x + i).to(s.dtype) * s).to(out.dtype.element_ty))
+            tl.store(out + i, product(tl.load(x + i), factor, one, i, COLUMNS).to(out.dtype.element_ty))
         else:
-            value = tl.load(x + i, mask=i < n)
-            tl.store(out + i, (value.to(s.dtype) * s).to(out.dtype.element_ty), mask=i < n)
+            there = i < n
+            value = product(tl.load(x + i, mask=there), factor, one, tl.minimum(i, n - 1), COLUMNS)
+            tl.store(out + i, value.to(out.dtype.element_ty), mask=there)
 
 
-def plan_for(n: int, inplace: bool) -> Plan:
+def plan_for(n: int, columns: int, inplace: bool) -> Plan:
     """The launch of `scale_kernel`."""
-    return Plan(scale_kernel, triton.cdiv(n, BLOCK), (n,), dict(INPLACE=inplace, BLOCK=BLOCK), 4)
+    constexprs = dict(COLUMNS=columns, INPLACE=inplace, BLOCK=BLOCK)
+    return Plan(scale_kernel, triton.cdiv(n, BLOCK), (n,), constexprs, 4)
 
 
 def scale(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
-    """Write ``factor * x``, rounded once, to ``out``, which may be ``x``. ``factor`` has one element.
+    """Write ``factor * x``, rounded once, to ``out``, which may be ``x``.
 
-    ``x`` and ``out`` are contiguous and have one shape.
+    ``factor`` is one number, or ``(N,)`` for ``x`` ``(N, H)``: then a row whose factor is 0 becomes 0, even where it is
+    infinite or NaN. ``x`` and ``out`` are contiguous and have one shape.
     """
     if x.numel():
-        launch(plan_for, (x.numel(), out is x), (x, factor, out))
+        columns = x.shape[1] if factor.dim() else 0
+        launch(plan_for, (x.numel(), columns, out is x), (x, factor, out))

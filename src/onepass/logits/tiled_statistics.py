@@ -128,9 +128,9 @@ def parts(tensors: Sequence[Tensor | None]) -> tuple[HeadTensors, Inputs]:
 def times_rows(derivative: Tensor, factors: Tensor, row_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
     """``derivative`` ``(N, H)`` times a factor of each row, rounded once; 0 where the factor is, or the mask."""
     factors = factors if row_mask is None else factors.where(row_mask != 0, 0.0)
-    factors = factors.unsqueeze(-1)
-    out = torch.mul(derivative, factors, out=torch.empty_like(derivative, dtype=dtype))
-    return out.masked_fill_(factors == 0, 0.0)
+    out = torch.empty_like(derivative, dtype=dtype)
+    backend_of(derivative).scale(derivative, factors, out)
+    return out
 
 
 def rows_of(tensors: HeadTensors, settings: Settings) -> Tensor:

@@ -360,5 +360,7 @@ def row_gemm(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
 
 
 def scale(x: Tensor, factor: Tensor, out: Tensor) -> None:
-    """Write ``factor * x``, rounded once, to ``out``, which may be ``x``."""
-    torch.mul(x, factor, out=out)
+    """Write ``factor * x``, rounded once, to ``out``, which may be ``x``. With a factor of each row, 0 makes it 0."""
+    torch.mul(x, factor.unsqueeze(-1) if factor.dim() else factor, out=out)
+    if factor.dim():
+        out.masked_fill_((factor == 0).unsqueeze(-1), 0.0)
