@@ -15,6 +15,8 @@ from benchmarks.tables import (
     Report,
     Reports,
     autotune_table,
+    changed_sources,
+    command_of,
     cpu_table,
     decoder_table,
     expert_parallel_table,
@@ -23,7 +25,7 @@ from benchmarks.tables import (
     head_table,
     lm_table,
     logits_table,
-    marked,
+    marks_of,
     operations_of,
     parity_table,
     shard_table,
@@ -46,16 +48,22 @@ LINEAR_HEAD = "<!-- linear head: benchmarks/table.py -->\n", "<!-- end of linear
 INTRODUCTION = """# Measured
 
 Medians. All implementations of an operation and a copy run on the same GPU in one run. `python -m benchmarks table`
-wrote this from the files in `benchmarks/results/`, which `python -m benchmarks logits`, `heads`, `cpu` and `versions`
-wrote.
+wrote this from the files in `benchmarks/results/`, with the command that wrote each file. The measurements of
+[training steps](integrations.md#time-and-memory-of-training-without-logits), of
+[TRL's trainers](integrations.md#what-it-gains), of [experts](moe.md#experts), of
+[sharded vocabularies](tensor_parallel.md#measured), of [parity](parity.md#measured) and of
+[autotuning](autotune.md#the-parts) are on their pages.
 
-A result records which files of `src/onepass` its operation ran through. A table is marked as stale if the code of one
-of these files, which is all but comments and docstrings, has changed since.
+A result records which files of `src/onepass` its operation ran through. Where their code, which is all but comments and
+docstrings, has changed since, the result is marked as one of an earlier version.
 
-- "Of copy" is the minimal number of bytes divided by the time, relative to the bandwidth of the copy. `kl_div` reads
-  two tensors, `jsd` each of them twice; `topk_kl_div` has 64 tokens per row. It is blank if no tensor must be read.
+- "Of copy" is a number of bytes divided by the time, relative to the bandwidth of the copy. Of a loss, forward +
+  backward count two reads of the logits and one write of their gradient. A gradient that is computed in the forward
+  saves one of the reads, so that up to 150% is possible. `kl_div` reads two tensors, `jsd` each of them twice in the
+  forward; `topk_kl_div` has 64 tokens per row. It is blank if no tensor must be read.
 - "Extra MB" is the peak that forward + backward allocate; the gradient itself is most of it.
-- Up to 1024 rows the host is the bottleneck: "wall" is the time from a call until the device is idle; calls alternate.
+- Where there are few logits, the host is the bottleneck: "wall" is the time from a call until the device is idle; calls
+  alternate. The summary leaves out up to 1024 rows for this reason.
 - Cross-entropy is the mean with `ignore_index`. Liger's cross-entropy and fla's kernel overwrite their logits; fla's
   forward also computes the gradient. Liger's divergences take log-probs: the softmax before them is counted. axolotl's
   entropy has no gradient.
@@ -76,10 +84,12 @@ def between(text: str, marks: tuple[str, str], inside: str) -> str:
 def measured_page(logits: Reports, heads: Reports, versions: Reports, cpu: Reports, expert_parallel: Reports) -> str:
     text = [INTRODUCTION, "## Losses of logits, in short\n", summary(logits) + "\n"]
     for path, report in sorted((logits | heads).items()):
-        text.append(f"## {path.stem}\n\n{where(path, report)}\n\n`{report['command']}`\n")
+        of_all, of_each = marks_of(report)
+        about = f"## {path.stem}\n\n{where(path, report)}\n\n{command_of(report)}{of_all}"
+        text.append(about.removesuffix("\n"))
         for operation, results in groupby(report["results"], key=lambda r: r["operation"]):
             text.append(f"`{operation}`:\n")
-            text.append(marked(report, [operation]) + (head_table if path in heads else logits_table)(list(results)))
+            text.append(of_each[operation] + (head_table if path in heads else logits_table)(list(results)))
     text += [cpu_table(*of) for of in cpu.items()] + [expert_parallel_table(*of) for of in expert_parallel.items()]
     text += [version_table(*of) for of in versions.items()]
     return "\n".join(text)
@@ -110,11 +120,16 @@ def kind_of(report: Report) -> str:
 
 
 def table() -> None:
-    """Write docs/measured.md and the tables of other documents from the files in benchmarks/results/."""
+    """Write docs/measured.md and the tables of other documents from the files in benchmarks/results/.
+
+    Print which sources have changed since a result was measured.
+    """
     reports: dict[str, Reports] = {}
     for path in sorted((HERE / "results").glob("*.json")):
         report = json.loads(path.read_text())
         reports.setdefault(kind_of(report), {})[path] = report
+        for line in changed_sources(path, report):
+            print(line)
     of = lambda kind: reports.get(kind, {})  # noqa: E731
     logits, heads = of("logits"), of("heads")
     page = measured_page(logits, heads, of("versions"), of("cpu"), of("expert-parallel"))

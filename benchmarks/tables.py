@@ -35,14 +35,51 @@ for the other GPU. "Error" is the largest of the result and all gradients, relat
 """
 
 
+FEW_ROWS = 1024  # up to which the host is the limit of a loss of logits
+EARLIER_COMMANDS = {"onepass bench-head": "python -m benchmarks heads", "onepass bench": "python -m benchmarks logits"}
+
+
 def operations_of(report: Report) -> dict[str, None]:
-    return {r["operation"]: None for r in report["results"]}
+    """What the sources of a report are recorded for: its operations, trainers or models."""
+    if isinstance(report["results"], dict):
+        return {"autotune": None}
+    key = next(key for key in ("operation", "trainer", "model") if key in report["results"][0])
+    return {r[key]: None for r in report["results"]}
 
 
 def marked(report: Report, operations: Iterable[str]) -> str:
     """A paragraph that says that results are of an earlier version; empty if they are not."""
     sentence = staleness(report, operations)
-    return f"**{sentence}**\n\n" if sentence else ""
+    since = ": its sources have changed since" if sentence.startswith("Stale") else ""
+    return f"**Of an earlier version ({commit_of(report)}){since}.**\n\n" if sentence else ""
+
+
+def marks_of(report: Report) -> tuple[str, dict[str, str]]:
+    """`marked` of the whole report, and of each of its operations where they differ."""
+    each = {operation: marked(report, [operation]) for operation in operations_of(report)}
+    if len(set(each.values())) > 1:
+        return "", each
+    return next(iter(each.values())), dict.fromkeys(each, "")
+
+
+def changed_sources(path: Path, report: Report) -> list[str]:
+    """For each sentence of `staleness` on a report: its file, the operations and the sentence."""
+    found: dict[str, list[str]] = {}
+    for operation in operations_of(report):
+        found.setdefault(staleness(report, [operation]), []).append(operation)
+    return [f"{path.name}, {', '.join(of)}: {sentence}" for sentence, of in found.items() if sentence]
+
+
+def commit_of(report: Report) -> str:
+    return str(report["environment"]["commit"])[:7]
+
+
+def command_of(report: Report) -> str:
+    """A paragraph with the command that measures this today; empty if the report does not record it."""
+    command = report.get("command", "")
+    for earlier, today in EARLIER_COMMANDS.items():
+        command = command.replace(f"{earlier} ", f"{today} ")
+    return f"`{command}`\n\n" if command else ""
 
 
 def where(path: Path, report: Report) -> str:
@@ -50,7 +87,7 @@ def where(path: Path, report: Report) -> str:
     copy = f", copy {report['copy_gb_per_s']:.0f} GB/s" if "copy_gb_per_s" in report else ""
     return (
         f"`{path.name}`: {here['gpu']}, driver {here['driver']}, torch {here['torch']}, triton {here['triton']}, "
-        f"commit {here['commit']}{copy}"
+        f"commit {commit_of(report)}{copy}"
     )
 
 
@@ -68,8 +105,8 @@ def gib(r: dict) -> str:
 
 
 def named(r: dict) -> str:
-    """The implementation and its version, which a peer without metadata does not tell."""
-    known = r["implementation"] != "onepass" and r["version"] is not None
+    """The implementation and its version, which a peer without metadata does not tell. That of onepass is a commit."""
+    known = not r["implementation"].startswith("onepass") and r["version"] is not None
     return f"{r['implementation']} {r['version']}" if known else r["implementation"]
 
 
@@ -116,10 +153,11 @@ def logits_table(results: list[dict]) -> str:
 
 
 def summary(reports: Reports) -> str:
-    """Forward + backward of the large cases: ours, the fastest peer, and torch."""
+    """Forward + backward of more than `FEW_ROWS` rows: ours, the fastest peer, and torch."""
     rows = []
     for report in reports.values():
-        large = [r for r in report["results"] if r["pass"] == "forward+backward" and r["kernel_us"] is None]
+        both = [r for r in report["results"] if r["pass"] == "forward+backward" and r["kernel_us"] is None]
+        large = [r for r in both if r["rows"] > FEW_ROWS]
         for (operation, shape), group in groupby(large, key=lambda r: (r["operation"], size(r))):
             found = {r["implementation"]: r for r in group}
             ours, torch = found.pop("onepass"), {n: found.pop(n, None) for n in OF_TORCH}
@@ -172,7 +210,7 @@ def expert_table(path: Path, report: Report) -> str:
             row = [named(r), f"{r['ms']:.2f}", f"{r['ratio']:.2f}", gib(r)]
             case = [f"`{operation}`", " × ".join(map(str, shape)), routing]
             rows.append(case + [f"{mark}{cell}{mark}" if cell else "" for cell in row])
-    about = f"{where(path, report)}\n\n{marked(report, operations_of(report))}"
+    about = f"{where(path, report)}\n\n{command_of(report)}{marked(report, operations_of(report))}"
     return about + grid(["", " × ".join(sizes), "routing", "", "ms", "× dense", "extra GiB"], rows)
 
 
@@ -191,7 +229,7 @@ def expert_parallel_table(path: Path, report: Report) -> str:
     sizes = " × ".join(str(report["results"][0][s]) for s in ("hidden", "intermediate", "experts", "choices"))
     about = (
         f"{where(path, report)}, {packages}; hidden × intermediate × experts × choices: {sizes}, "
-        f"{report['results'][0]['tokens']} tokens a GPU.\n\n{EXPERT_PARALLEL}\n"
+        f"{report['results'][0]['tokens']} tokens a GPU.\n\n{command_of(report)}{EXPERT_PARALLEL}\n"
         f"{marked(report, operations_of(report))}"
     )
     missing = "".join(f"\n- not run: {what}: {why}" for what, why in report["not_run"].items())
@@ -216,7 +254,7 @@ def trainer_table(path: Path, report: Report) -> str:
     about = (
         f"{where(path, report)}, TRL {here['trl']}, transformers {here['transformers']}; {sizes['batch']} completions "
         f"of {sizes['length']} tokens, vocabulary {sizes['vocab']}, bf16 autocast.\n\n"
-        f"{marked(report, {r['trainer']: None for r in report['results']})}"
+        f"{command_of(report)}{marked(report, operations_of(report))}"
     )
     columns = {"ms a step": "ms", "ms of kernels": "kernel_ms", "of the head": "head_ms", "two GEMMs": "two_gemms_ms"}
     columns = {title: key for title, key in columns.items() if key in report["results"][0]}
@@ -235,7 +273,6 @@ def trainer_table(path: Path, report: Report) -> str:
 def lm_table(path: Path, report: Report) -> str:
     here = report["environment"]
     packages = ", ".join(f"{name} {here[name]}" for name in ("transformers", "peft", "liger-kernel") if here[name])
-    models = dict.fromkeys(r["model"] for r in report["results"])
     rows = []
     for r in report["results"]:
         limit = "" if r["max_memory"] is None else f"{r['max_memory'] >> 20} MiB"
@@ -243,7 +280,8 @@ def lm_table(path: Path, report: Report) -> str:
         busy = f"{r['busy_ms']:.1f}" if r.get("busy_ms") else ""  # older reports have none
         rows.append([r["model"], r["step"], r["way"], limit, *times, busy, f"{r['peak_bytes'] / 2**30:.2f}"])
     head = ["model", "step", "way", "`max_memory`", "ms, median", "least to most", "device busy, ms", "peak GiB"]
-    about = f"{where(path, report)}, {packages}; sequences of {report['length']} tokens.\n\n{marked(report, models)}"
+    about = f"{where(path, report)}, {packages}; sequences of {report['length']} tokens.\n\n"
+    about += command_of(report) + marked(report, operations_of(report))
     missing = "".join(f"\n- not run: {what}: {why}" for what, why in report["not_run"].items())
     picture = "\n![Time against memory of the bare step](lm.png)\n"
     return about + grid(head, rows) + missing + "\n" * bool(missing) + picture
@@ -267,40 +305,42 @@ def decoder_table(path: Path, report: Report) -> str:
         "layers of the model",
         "peak GiB, extrapolated",
     ]
-    here, models = report["environment"], dict.fromkeys(r["model"] for r in report["results"])
+    here = report["environment"]
     packages = ", ".join(f"{name} {here[name]}" for name in ("transformers", "peft") if here[name])
-    about = (
-        f"{where(path, report)}, {packages}; {sizes['batch']} × {sizes['length']} tokens.\n\n{marked(report, models)}"
-    )
+    about = f"{where(path, report)}, {packages}; {sizes['batch']} × {sizes['length']} tokens.\n\n"
+    about += command_of(report) + marked(report, operations_of(report))
     missing = "".join(f"\n- not run: {what}: {why}" for what, why in report["not_run"].items())
     return about + grid(head, rows) + missing
 
 
 def shard_table(path: Path, report: Report) -> str:
     """Losses of a sharded vocabulary, beside what no implementation can do without."""
-    text = [f"{where(path, report)}, {report['processes']} processes.\n"]
+    of_all, of_each = marks_of(report)
+    processes = "1 process" if report["processes"] == 1 else f"{report['processes']} processes"
+    text = [f"{where(path, report)}, {processes}.\n\n{command_of(report)}{of_all}".removesuffix("\n")]
     for (operation, shape), group in groupby(report["results"], key=lambda r: (r["operation"], size(r))):
         rows, busy = [], ("busy_ms", "busy_ratio")
         for r in sorted(group, key=lambda r: r["ms"]):
             spread = f"{min(r['runs']):.2f} to {max(r['runs']):.2f}"
             rows.append([named(r) if r["extra_bytes"] is not None else r["implementation"], f"{r['ms']:.2f}", spread,
                          f"{r['ratio']:.3f}", *[f"{r[k]:.3f}" if k in r else "" for k in busy], gib(r)])  # fmt: skip
-        text.append(f"`{operation}`, {shape}:\n\n" + marked(report, [operation]))
         needed = "× what none can do without"
-        text.append(grid(["", "ms", "least to most", needed, "behind other work, ms", needed, "extra GiB"], rows))
+        head = ["", "ms", "least to most", needed, "behind other work, ms", needed, "extra GiB"]
+        text.append(f"`{operation}`, {shape}:\n\n{of_each[operation]}{grid(head, rows)}")
     return "\n".join(text)
 
 
 def parity_table(path: Path, report: Report) -> str:
     """Each option of parity beside what it replaces, with the largest error against float64."""
-    text = [f"{where(path, report)}.\n"]
+    of_all, of_each = marks_of(report)
+    text = [f"{where(path, report)}.\n\n{command_of(report)}{of_all}".removesuffix("\n")]
     for (operation, shape), group in groupby(report["results"], key=lambda r: (r["operation"], size(r))):
         rows = []
         for r in sorted(group, key=lambda r: (r.get("pass", ""), r["ms"])):
             error = "" if r["error"] is None else f"{r['error']:.1e}"
             rows.append([r["implementation"], r.get("pass", ""), f"{r['ms']:.3f}", gib(r), error])
-        text.append(f"`{operation}`, {shape}:\n\n" + marked(report, [operation]))
-        text.append(grid(["", "pass", "ms", "extra GiB", "largest error"], rows))
+        table = grid(["", "pass", "ms", "extra GiB", "largest error"], rows)
+        text.append(f"`{operation}`, {shape}:\n\n{of_each[operation]}{table}")
     return "\n".join(text)
 
 
@@ -313,7 +353,7 @@ def cpu_table(path: Path, report: Report) -> str:
         spread = " to ".join(f"{q:.2f}" for q in r["quartiles"])
         rows.append([*row, spread, f"{r['ms'] / of_torch:.2f}", f"{r['peak_bytes'] / 2**20:.1f}"])
     about = f"`{path.name}`: a CPU ({here['machine']}), threads: {report['threads']}, torch {here['torch']}, "
-    about += f"commit {here['commit']}\n\n{ON_CPU}\n{marked(report, operations_of(report))}"
+    about += f"commit {commit_of(report)}\n\n{command_of(report)}{ON_CPU}\n{marked(report, operations_of(report))}"
     head = ["", "rows × hidden × vocabulary", "dtype", "pass", "", "ms", "quartiles", "× torch", "MiB at once"]
     return f"## {path.stem}\n\n{about}" + grid(head, rows)
 
@@ -327,7 +367,7 @@ def autotune_table(path: Path, report: Report) -> str:
         [name, str(of["benchmarked"]), *[f"{of['seconds'][library]:.2f}" for library in libraries]]
         for name, of in processes.items()
     ]
-    return f"{where(path, report)}, {versions}.\n\n{marked(report, ['autotune'])}" + grid(head, rows)
+    return f"{where(path, report)}, {versions}.\n\n{marked(report, operations_of(report))}" + grid(head, rows)
 
 
 def version_table(path: Path, report: Report) -> str:
@@ -335,7 +375,8 @@ def version_table(path: Path, report: Report) -> str:
 
     The ratio is the median over rounds, for few rows over processes, with its least and most.
     """
-    head = ["operation", "shape", "pass", "before, ms", "after, ms", "ratio", "least to most"]
+    times_of = [f"{report[version]}, ms" for version in ("old", "new")]
+    head = ["operation", "shape", "pass", *times_of, "ratio", "least to most"]
     rows = []
     for r in report["results"]:
         times = [median(r[key]) for key in ("old_ms", "new_ms")]

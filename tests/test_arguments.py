@@ -158,6 +158,11 @@ CASES = {
         ValueError,
         r"teacher_log_probs: expected \(3, 2\), the shape of teacher_ids, got \(3, 1\)",
     ),
+    "teacher log-probs with a gradient": (
+        lambda: topk(log_t=LOG_T.clone().requires_grad_()),
+        ValueError,
+        "teacher_log_probs: expected a constant, got a tensor that requires a gradient; detach it",
+    ),
     "mask shape": (
         lambda: topk(row_mask=torch.ones(2)),
         ValueError,

@@ -316,6 +316,15 @@ def test_switch(monkeypatch):
         onepass.batch_invariant()
         assert is_batch_invariant()
     assert is_batch_invariant()
+    with onepass.batch_invariant(False):
+        mode = onepass.batch_invariant()
+        for _ in range(3):
+            with mode:
+                assert is_batch_invariant()
+            assert not is_batch_invariant()
+        with mode, mode:
+            assert is_batch_invariant()
+        assert not is_batch_invariant()
     with pytest.raises(TypeError, match="enabled: expected a bool, got 1"):
         onepass.batch_invariant(1)
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import onepass
-from benchmarks import decoder, overlap, sources, table, versions, versions_operations, versions_worker, workers
+from benchmarks import decoder, overlap, sources, table, tables, versions, versions_operations, versions_worker, workers
 from benchmarks.__main__ import app
 from benchmarks.harness import follow
 from benchmarks.logits import PASSES
@@ -310,14 +310,41 @@ def test_documents_mark_stale_results(recorded, package, tmp_path, monkeypatch):
     section = page[page.index("## h100-kl-div") : page.index("## h100-linear-head")]
     assert section.count("earlier version") == 1, "of kl_div_reverse, which has no hashes"
     (package / "losses" / "kl_div.py").write_text("")
-    assert run("table").exit_code == 0
+    result = run("table")
+    assert result.exit_code == 0
     changed = (tmp_path / "docs" / "measured.md").read_text()
-    assert changed.replace("**Stale: `losses/kl_div.py` changed since this was measured (commit ", "").count("**") and (
-        changed.count("**Stale: `losses/kl_div.py` changed since this was measured") == 2
-    )
+    section = changed[changed.index("## h100-kl-div") : changed.index("## h100-linear-head")]
+    assert section.count("**Of an earlier version (f07f5ba): its sources have changed since.**") == 2
+    assert section.count("**Of an earlier version (f07f5ba).**") == 1
+    assert "h100-kl-div.json, kl_div, jsd: Stale: `losses/kl_div.py` changed since" in result.output
     # Other results have hashes of the real package, whose files this one lacks.
-    before, after = ([x for x in text.splitlines() if x and "Stale" not in x] for text in (page, changed))
+    before, after = ([x for x in text.splitlines() if x and "earlier version" not in x] for text in (page, changed))
     assert before == after
+
+
+def test_a_mark_that_all_operations_have_is_written_once():
+    environment = {"commit": "abcdefghij"}
+    report = {"environment": environment, "results": [{"operation": "jsd"}, {"operation": "kl_div"}]}
+    assert tables.marks_of(report) == ("**Of an earlier version (abcdefg).**\n\n", {"jsd": "", "kl_div": ""})
+    report["sources"] = {"jsd": {"losses/kl_div.py": sources.hash_of(sources.PACKAGE / "losses" / "kl_div.py")}}
+    assert tables.marks_of(report) == ("", {"jsd": "", "kl_div": "**Of an earlier version (abcdefg).**\n\n"})
+
+
+@pytest.mark.parametrize("recorded, written", [
+    ("onepass bench --op jsd --name x", "`python -m benchmarks logits --op jsd --name x`\n\n"),
+    ("onepass bench-head --no-peers", "`python -m benchmarks heads --no-peers`\n\n"),
+    ("python -m benchmarks lm --turns 1", "`python -m benchmarks lm --turns 1`\n\n"),
+    ("", ""),
+])  # fmt: skip
+def test_tables_have_the_command_of_today(recorded, written):
+    assert tables.command_of({"command": recorded} if recorded else {}) == written
+
+
+def test_the_summary_leaves_out_few_rows():
+    r = {"operation": "jsd", "pass": "forward+backward", "kernel_us": None, "vocab": 9, "ms": 1.0, "share_of_copy": 1.0}
+    both = [r | {"implementation": name, "version": "1", "rows": n} for n in (512, 2048) for name in ("onepass", "x")]
+    text = tables.summary({Path(): {"results": both}})
+    assert "| 2048 × 9 |" in text and "512" not in text
 
 
 # Two versions.

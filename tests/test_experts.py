@@ -311,3 +311,13 @@ def test_bitwise_reproducible(device):
     results = [run(expert_mlp, leaves(of, torch.float32, device), experts.to(device)) for _ in range(2)]
     for a, b in zip(*([out, *grads.values()] for out, grads in results)):
         assert torch.equal(a, b)
+
+
+def test_memory_of_a_forward_and_of_frozen_weights(monkeypatch):
+    """No gradient is allocated that nobody needs; each would be as large as the weights of all experts."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    hidden, routing = torch.randn(2, 8, requires_grad=True), Routing(torch.ones(2, 1), torch.tensor([[0], [3]]), None)
+    gate_up, down = torch.randn(64, 64, 8), torch.randn(64, 8, 32)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        expert_mlp(hidden, routing, gate_up, down).sum().backward()
+    assert max(e.self_cpu_memory_usage for e in profile.key_averages()) < down.nbytes / 2

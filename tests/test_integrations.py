@@ -423,7 +423,7 @@ def assert_same_routing(theirs, ours, hidden):
     torch.testing.assert_close(grads[1], grads[0], rtol=tolerance, atol=tolerance)
 
 
-def test_axolotl_plugin():
+def test_axolotl_plugin(monkeypatch):
     base = pytest.importorskip("axolotl.integrations.base")
     original = utils.selective_log_softmax
     manager = base.PluginManager.get_instance()
@@ -433,7 +433,7 @@ def test_axolotl_plugin():
     manager.pre_model_load({})
     assert utils.selective_log_softmax is not original and plugin.patch.replaced
     callback = transformers.TrainerCallback()
-    plugin.callbacks.append(callback)
+    monkeypatch.setattr(type(plugin), "callbacks", [callback])
     assert manager.add_callbacks_post_trainer({}, None) == [callback]
     manager.post_train_unload({})
     manager.post_train_unload({})

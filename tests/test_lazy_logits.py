@@ -688,3 +688,54 @@ def test_contiguous_logits_are_not_copied(no_warning):
         assert lazy.contiguous().is_contiguous() and lazy.contiguous().contiguous().shape == tensor.shape
     with torch.no_grad():
         assert whole.contiguous().requires_grad
+
+
+SHARED = {
+    "of a slice": (lambda z: z[:, -1], lambda v: v.mul_(2.0)),
+    "of another shape": (lambda z: z.view(-1, V), lambda v: operator.setitem(v, (slice(None), 3), -1e4)),
+    "by an operator": (lambda z: z[:, :-1], lambda v: operator.itruediv(v, 2.0)),
+    "of a slice of a slice": (lambda z: z[:, 1:][:, :1], lambda v: operator.itruediv(v, 2.0)),
+    "of an alias": (lambda z: z.detach(), lambda v: operator.imul(v, 2.0)),
+    "as a result": (lambda z: z.unsqueeze(0), lambda v: torch.mul(torch.ones(V), 2.0, out=v)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("which", ["view", "base"])
+@pytest.mark.filterwarnings("ignore::onepass.MaterializedLogits", "ignore:.*was resized:UserWarning")
+def test_a_view_or_its_base_that_was_changed_in_place(name, which):
+    """A tensor would show the change in both. Here the one that was not changed is an error, and not the old logits."""
+    view, change = SHARED[name]
+    with torch.no_grad():
+        base = onepass.LinearLogits(*parts_of())
+        derived = view(base)
+        changed, other = (derived, base) if which == "view" else (base, derived)
+        change(changed)
+        changed.materialize()
+        for use in (other.materialize, lambda: other * 2 + 1, lambda: onepass.entropy_from_logits(other)):
+            with pytest.raises(RuntimeError, match="logits: expected logits that share no memory with others"):
+                use()
+
+
+@pytest.mark.filterwarnings("ignore::onepass.MaterializedLogits")
+def test_a_copy_or_a_view_of_a_tensor_that_was_changed_in_place():
+    lazy, tensor = both(parts_of())
+    for logits in (lazy, tensor):
+        for copied in (logits.clone(), logits[:, :-1].contiguous(), logits[:, [0]], logits * 1.0):
+            copied /= 2.0
+    torch.testing.assert_close(lazy.materialize(), tensor)
+    with torch.no_grad():
+        lazy[:, -1].mul_(2.0)
+        torch.testing.assert_close(lazy[:, -1], 2 * tensor[:, -1])
+
+
+def test_inference_mode(no_warning):
+    with torch.inference_mode():
+        lazy, tensor = both(parts_of())
+        assert lazy.is_inference() == tensor.is_inference()
+        torch.testing.assert_close(lazy.materialize(), tensor)
+        torch.testing.assert_close(both(parts_of())[0][:, -1].materialize(), tensor[:, -1])
+    hidden, *others = parts_of()
+    with torch.inference_mode():
+        made = onepass.LinearLogits(hidden * 1.0, *others)
+    assert torch.equal(made.materialize(), F.linear(hidden, *others)) and not made.materialize().requires_grad

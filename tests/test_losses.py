@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
 from definition import assert_close, assert_gradient_close, statistics, transform
-from onepass.core.options import IDENTITY, Transform
+from onepass.core.options import IDENTITY, Inputs, Options, Transform
 from onepass.softmax.statistics import gather_logits
 from paths import interpreted
 
@@ -341,3 +341,22 @@ def test_selected_logits_outside_the_vocabulary(device, raises_index_error):
         found = gather_logits(x, index, IDENTITY)
         assert found.isnan().tolist() == [[False, False], [True, False], [True, False]]
         assert torch.equal(found[:, 1], x.gather(1, index[:, 1:])[:, 0])
+
+
+def test_a_linear_loss_with_row_inputs_that_have_a_gradient():
+    """The loss of statistics that are read once, beside the gradient of what they are multiplied by."""
+    hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(11, 8)
+    index, factors = torch.arange(5), torch.randn(5, requires_grad=True)
+    found = []
+    for linear in (True, False):
+        loss = onepass.LinearLogits(hidden, weight).loss(
+            lambda fields, a: fields["log_probs"] * a, Inputs(index), Options("log_probs"), (factors,), 1.0, linear
+        )
+        found.append(torch.autograd.grad(loss, (hidden, factors)))
+    torch.testing.assert_close(*found)
+    assert found[0][1].abs().min() > 0
+
+
+def test_a_module_moves_the_temperatures_of_its_rows():
+    for loss in (onepass.CrossEntropyLoss(temperature=torch.ones(3)), onepass.KLDivLoss(temperature=torch.ones(3))):
+        assert loss.to("meta").temperature.device.type == "meta"

@@ -1,13 +1,14 @@
 """How routers are recognised: what is told apart, what is refused, and that the router itself is left alone."""
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import onepass
-from onepass.moe import route_block
+from onepass.moe import recognition, route_block
 from onepass.moe.blocks import recognised_parts, routed
 
 H, E, K = 12, 16, 4
@@ -104,6 +105,77 @@ def test_settings_that_change_and_modules_that_are_left_alone():
     assert all(torch.equal(t, before[n]) for n, t in router.state_dict().items())
     with torch.device("meta"):
         assert dict(recognised_parts(Router(groups=2))[1].arguments)["n_group"] == 1  # both groups are chosen
+
+
+class Normalized(nn.Module):
+    """A router with a helper, an attribute of the class and a configuration, which a subclass or a setting changes."""
+
+    normalized = True
+
+    def __init__(self, config=None):
+        super().__init__()
+        self.weight, self.config = nn.Parameter(torch.randn(E, H)), config
+
+    def scores(self, z):
+        return z.softmax(-1)
+
+    def is_normalized(self):
+        return self.normalized if self.config is None else self.config.routing["normalized"]
+
+    def forward(self, hidden_states):
+        weights, experts = self.scores(hidden_states @ self.weight.T).topk(K)
+        return weights / weights.sum(-1, keepdim=True) if self.is_normalized() else weights, experts
+
+
+class WithConstant(Normalized):
+    normalized = False
+
+
+class WithHelper(Normalized):
+    def scores(self, z):
+        return z.sigmoid()
+
+
+def assert_recognised(router):
+    x = torch.randn(7, H)
+    weights, experts = router(x)
+    found = route_block(router, x)
+    assert torch.equal(found.experts.sort()[0], experts.sort()[0])
+    torch.testing.assert_close(found.weights.sort()[0], weights.sort()[0])
+
+
+def test_subclasses_and_settings_of_held_objects():
+    for cls in (Normalized, WithConstant, WithHelper):
+        assert_recognised(cls())
+    for normalized in (True, False):
+        assert_recognised(Normalized(SimpleNamespace(routing={"normalized": normalized})))
+    router = Normalized(SimpleNamespace(routing={"normalized": True}))
+    assert_recognised(router)
+    router.config.routing["normalized"] = False
+    assert_recognised(router)
+    WithConstant.normalized = True
+    assert_recognised(WithConstant())
+    WithConstant.normalized = False
+
+
+def test_classes_that_torch_makes_of_another():
+    router = torch.nn.utils.parametrizations.weight_norm(WithHelper(), "weight")
+    assert type(router) is not WithHelper
+    assert_recognised(router)
+
+
+def test_no_generator_of_a_device_is_touched(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    assert recognised_parts(Router(eps=0.123)) is not None and not seeds
+
+
+def test_few_descriptions_are_kept(monkeypatch):
+    monkeypatch.setattr(recognition, "MOST_KNOWN", 3)
+    monkeypatch.setattr(recognition, "_known", {})
+    for n in range(5):
+        assert recognised_parts(Router(scale=2.0 + n)) is not None
+        assert len(recognition._known) <= 3
 
 
 transformers = pytest.importorskip("transformers")

@@ -177,6 +177,26 @@ def test_a_failure_half_way_is_undone(monkeypatch, module):
     assert not patching._active
 
 
+def test_a_failure_of_what_follows_the_replacements_is_undone(monkeypatch, module):
+    original = utils.selective_log_softmax
+
+    def fails():
+        raise ImportError("of a dependency")
+
+    monkeypatch.setattr(import_module("onepass.integrations.transformers"), "register", fails, raising=False)
+    with pytest.raises(ImportError, match="dependency"):
+        onepass.patch()
+    assert utils.selective_log_softmax is module.chosen is original and not patching._active
+
+
+def test_a_replacement_that_is_kept_falls_back_to_the_original():
+    with onepass.patch("torch"):
+        kept = torch.nn.functional.cross_entropy
+    assert torch.nn.functional.cross_entropy is not kept
+    logits, target = torch.randn(3, 5), torch.tensor([0, 1, 2])
+    assert torch.equal(kept(logits, target), torch.nn.functional.cross_entropy(logits, target))
+
+
 def test_versions_and_names(monkeypatch):
     with pytest.raises(ValueError, match=r"libraries: expected any of 'transformers', 'trl', .*, got 'TRL'"):
         onepass.patch("TRL")

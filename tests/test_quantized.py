@@ -426,6 +426,12 @@ def test_fp8_experts(families):
         out = module(hidden, ids, weights)
         found.append([out, *torch.autograd.grad(out, [hidden], torch.ones_like(out))])
     close(*found)
+    out = theirs(hidden, ids, weights)
+    for replace in (lambda old: torch.nn.Parameter(4 * old, requires_grad=False), lambda old: old.data.mul_(0.25)):
+        new = replace(theirs.down_proj_scale_inv)
+        if isinstance(new, torch.nn.Parameter):
+            theirs.down_proj_scale_inv = new
+        close([theirs(hidden, ids, weights)], [4 * out if isinstance(new, torch.nn.Parameter) else out])
     assert [line.format for line in moe.describe(theirs)] == ["fp8_block (blocks of 64 x 64)"] * 2
     assert [line.format for line in moe.describe(experts)] == ["float32"] * 2
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import gc
+import pickle
 
 import numpy
 import pytest
@@ -393,6 +395,80 @@ def test_a_copy_trains_under_checkpointing(within):
     found.backward()
     assert torch.equal(found, expected)
     close(gradients(copied), of_expected)
+
+
+def test_a_backward_within_the_context_of_a_compiled_model():
+    torch._dynamo.reset()
+    model, inputs = build("mixtral"), batches()
+    with record_routing(model) as record:
+        losses(model, inputs)
+    with replay_routing(model, drifted(record)):
+        (expected,) = losses(model, inputs)
+    expected.backward()
+    of_expected = gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    compiled = torch.compile(model, backend="aot_eager")
+    with replay_routing(compiled, drifted(record)) as replay:
+        (found,) = losses(compiled, inputs)
+        found.backward()
+    assert replay.changed > 0
+    torch.testing.assert_close(found, expected)
+    close(gradients(model), of_expected)
+
+
+def test_a_backward_that_raises_leaves_nothing():
+    model, inputs = build("mixtral"), batches()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def fails(_):
+        raise RuntimeError("out of memory, say")
+
+    with record_routing(model) as record:
+        (found,) = losses(model, inputs)
+    handle = model.model.embed_tokens.weight.register_hook(fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        found.backward()
+    handle.remove()
+    del found
+    gc.collect()
+    for module in model.modules():
+        assert not {"forward", "_onepass_followed"} & set(vars(module))
+    model.zero_grad()
+    with replay_routing(model, record):
+        losses(model, inputs)[0].backward()
+
+
+def test_a_saved_model_is_not_followed():
+    model, (ids, other) = build("mixtral").eval(), batches(2)
+    with record_routing(model) as record:
+        model(input_ids=ids)
+    expected = model(input_ids=other).logits
+    with replay_routing(model, drifted(record)):
+        loaded = pickle.loads(pickle.dumps(model))
+        assert torch.equal(loaded(input_ids=other).logits, expected)
+    assert torch.equal(loaded(input_ids=other).logits, expected)
+    with record_routing(loaded) as again:
+        loaded(input_ids=ids)
+    assert same(again.passes[0], record.passes[0])
+
+
+def test_a_method_that_is_kept():
+    model = build("mixtral").eval()
+    router = model.model.layers[0].mlp.gate
+    hidden = torch.randn(4, router.weight.shape[1])
+    expected = router(hidden)
+    with record_routing(model):
+        kept = router.forward
+    torch.testing.assert_close(kept(hidden), expected, rtol=0, atol=0)
+
+
+def test_a_record_of_another_number_of_experts():
+    model, (ids,) = build("mixtral").eval(), batches()
+    with record_routing(model) as record:
+        model(input_ids=ids)
+    other = RoutingRecord([[ids_.view(len(ids_) // 2, -1) for ids_ in p] for p in record.passes])
+    with replay_routing(model, other), pytest.raises(ValueError, match=r"record: expected 14 tokens of 2 experts"):
+        model(input_ids=ids)
 
 
 def test_arrays_that_torch_does_not_take():

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import onepass
 from linear_cases import H, N, V, assert_all_close, batch, exact, gradients, tiles_of
+from onepass.logits.row_groups import RowGroups
 from test_linear_cost import Products
 
 LENGTHS = [3, 1, 4, 0, 3]
@@ -193,3 +194,10 @@ def test_recipe_of_gspo():
     torch.testing.assert_close(loss, theirs)
     for ours, other in zip(gradients(loss, (hidden, weight)), gradients(theirs, (hidden, weight))):
         torch.testing.assert_close(ours, other, rtol=1e-10, atol=1e-10)
+
+
+def test_sums_of_bools_and_integers():
+    groups = RowGroups(torch.tensor([0, 0, 2]), 3, torch.tensor([True, True, False]))
+    for dtype in (torch.bool, torch.int64):
+        of = torch.ones(3, dtype=dtype)
+        assert groups.sum(of).tolist() == [2.0, 0.0, 0.0] and groups.mean(of).tolist() == [1.0, 0.0, 0.0]

@@ -266,7 +266,7 @@ def verdict(failures: int, devices: list[str]) -> str:
         )
     if not has_gpu:
         return (
-            "Well, without a GPU: results are right, and onepass saves memory but no time. If this machine has a GPU, "
-            "install a build of torch that can use it."
+            "Well, without a GPU: results are right, and onepass saves memory, but time only with many rows. If this "
+            "machine has a GPU, install a build of torch that can use it."
         )
     return "Well: the kernels run on this GPU. Call onepass.patch() before the trainer is made."

@@ -120,6 +120,8 @@ def check_teacher(ids: torch.Tensor, log_probs: torch.Tensor, student_logits: Lo
                          f"got {tuple(log_probs.shape)}")  # fmt: skip
     check_device(ids, student_logits, "teacher_ids")
     check_device(log_probs, student_logits, "teacher_log_probs")
+    if log_probs.requires_grad and torch.is_grad_enabled():
+        raise ValueError("teacher_log_probs: expected a constant, got a tensor that requires a gradient; detach it")
 
 
 def check_teacher_mask(mask: torch.Tensor, ids: torch.Tensor) -> None:

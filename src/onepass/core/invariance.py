@@ -48,11 +48,16 @@ class batch_invariant:
         global _enabled
         if not isinstance(enabled, bool):
             raise TypeError(f"enabled: expected a bool, got {described(enabled)}")
-        self.before, _enabled = _enabled, enabled
+        self.before, self.enabled, self.is_new = [_enabled], enabled, True
+        _enabled = enabled
 
     def __enter__(self) -> "batch_invariant":
+        global _enabled
+        if not self.is_new:  # else the constructor has just done this
+            self.before.append(_enabled)
+        self.is_new, _enabled = False, self.enabled
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None:
         global _enabled
-        _enabled = self.before
+        _enabled = self.before.pop()

@@ -4,6 +4,7 @@ Options and inputs are named tuples. They can be part of the key of a cache and,
 operation registered with torch (`core.dispatch.operation`).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeVar, get_args
 
@@ -54,6 +55,19 @@ class Transform(NamedTuple):
         if self.softcap is None:
             return self.logit_scale / self.temperature, 1.0
         return self.logit_scale / self.softcap, self.softcap / self.temperature
+
+    def times(self, number: float) -> "Transform | None":
+        """The transform, multiplied by a number; None if it is not a `Transform`."""
+        if self.softcap is None:
+            return Transform(1.0, None, self.factors()[0] * number)
+        temperature = self.temperature / number if number > 0 else 0.0
+        return self._replace(temperature=temperature) if 0 < temperature < math.inf else None
+
+    def then(self, outer: "Transform") -> "Transform | None":
+        """The transform ``outer(self(x))``; None if it is not a `Transform`."""
+        if self.softcap is None:
+            return outer._replace(logit_scale=outer.logit_scale * self.factors()[0])
+        return None if outer.softcap is not None else self.times(outer.factors()[0])
 
 
 IDENTITY = Transform()

@@ -2,7 +2,7 @@
 
 import logging
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ClassVar
 
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
@@ -30,14 +30,15 @@ class OnepassPlugin(BasePlugin):
 
     Attributes:
         patch: the active `Patch`, or None outside of that time.
-        callbacks: instances of `transformers.TrainerCallback` to add to the trainer.
+        callbacks: instances of `transformers.TrainerCallback` to add to the trainer. An attribute of the class, since
+            axolotl makes the instance.
     """
 
     patch: Patch | None = None
+    callbacks: ClassVar[list[Any]] = []
 
     def __init__(self) -> None:
         super().__init__()
-        self.callbacks: list[Any] = []
         self.until_unloaded = ExitStack()
 
     def get_input_args(self) -> str:

@@ -107,6 +107,7 @@ class _Active:
 
 _lock = threading.RLock()
 _active: dict[tuple[str, str], _Active] = {}
+_originals: dict[tuple[str, str], Any] = {}  # of all patches there were
 
 
 R = TypeVar("R", bound="Restorable")
@@ -164,9 +165,15 @@ def patch(*libraries: str) -> Patch:
     gets one line at level INFO.
 
     Args:
-        libraries: ``"transformers"``, ``"trl"``; without any, those of them that are installed. For losses of logits
-            whose vocabulary is sharded, ``"torch"`` (cross-entropy of a DTensor), ``"torchtitan"``, ``"megatron"``
-            and ``"verl"``.
+        libraries: without any, those of transformers and TRL that are installed.
+
+            - ``"transformers"``: heads, losses, routers and PEFT's adapters of heads and experts. In training with
+              labels, ``outputs.logits`` is `LinearLogits`. The experts' implementation ``"onepass"`` stays registered
+              after `Patch.restore`.
+            - ``"trl"``: the log-probs, entropies, divergences and fused heads of the trainers.
+            - ``"torch"``: the cross-entropy of a DTensor.
+            - ``"torchtitan"`` and ``"megatron"``: losses, also of a sharded vocabulary, routers and experts.
+            - ``"verl"``: log-probs, entropies and linear heads, also of a sharded vocabulary.
 
     Raises:
         ValueError: another name.
@@ -181,17 +188,21 @@ def patch(*libraries: str) -> Patch:
     """
     modules = _integrations(libraries)
     patched = Patch(_targets(modules))
-    for module in modules:
-        if hasattr(module, "register"):
-            module.register()
+    try:
+        for module in modules:
+            if hasattr(module, "register"):
+                module.register()
+    except BaseException:
+        patched.restore()
+        raise
     names = ", ".join(module.__name__.rpartition(".")[2] for module in modules) or "no library"
     LOG.info("onepass: patched %s: %d names replaced, %d kept", names, len(patched.replaced), len(patched.kept))
     return patched
 
 
 def original(module: str, name: str) -> Any:
-    """The original of an active replacement, for replacements that fall back to it."""
-    return _active[module, name].original
+    """The original of a replacement that falls back to it; also after the patch, where somebody still calls it."""
+    return _originals[module, name]
 
 
 def extend(key: tuple[str, str], targets: Sequence[Target]) -> None:
@@ -332,6 +343,7 @@ def _activate(found: dict[tuple[str, str], _Active]) -> None:
                 earlier.write(earlier.replaced.original)
             raise
     _active.update(new)
+    _originals.update({key: a.original for key, a in new.items()})
     for active in found.values():
         active.patches += 1
 

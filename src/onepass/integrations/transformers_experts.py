@@ -154,11 +154,23 @@ def quantized_of(experts: nn.Module, name: str) -> QuantizedWeight | None:
         )
     if torch.compiler.is_compiling():
         return QuantizedWeight.from_transformers(experts, name)  # nothing is checked
-    key = (data.data_ptr(), data.device, data.requires_grad) if isinstance(data, Tensor) else id(data)
+    key = data if isinstance(data, Tensor) else None, *scales_of(experts, name)
+    key = id(data), *[(t.data_ptr(), t.is_inference() or t._version, t.device, t.requires_grad)
+                      for t in key if isinstance(t, Tensor)]  # fmt: skip
     known = _quantized.setdefault(experts, {})
     if name not in known or known[name][0] != key:
         known[name] = key, QuantizedWeight.from_transformers(experts, name)
     return known[name][1]
+
+
+def scales_of(experts: nn.Module, name: str) -> list[Any]:
+    """What `QuantizedWeight.from_transformers` reads beside the codes of a weight."""
+    parametrized = getattr(experts, "parametrizations", {})
+    kind = parametrized[name][0] if name in parametrized else None
+    state = getattr(kind, "quant_state", None)
+    held = state, getattr(state, "state2", None)
+    return [getattr(experts, f"{name}_scale_inv", None), getattr(experts, f"{name}_scales", None),
+            getattr(kind, "row_stats", None), *[getattr(s, "absmax", None) for s in held]]  # fmt: skip
 
 
 def factors_of(wrapper: Any, adapters: Sequence[str]) -> Factors:

@@ -24,7 +24,7 @@ from onepass.logits.partitioned import gathered
 from onepass.logits.row_groups import GroupTooLong
 from onepass.logits.row_loss import RowLoss, StatisticsLoss
 from onepass.logits.source import Count, Divisor, Fields, LogitsSource, LossFunction, TensorLogits, divided
-from onepass.logits.tensor_like import TensorLike, compose
+from onepass.logits.tensor_like import TensorLike
 from onepass.logits.tiled_divergence import TeacherDtypes, TeacherTensors, row_divergence, tiled_divergence
 from onepass.logits.tiled_loss import tiled_loss
 from onepass.logits.tiled_statistics import tiled_statistics
@@ -61,10 +61,11 @@ class LinearLogits(TensorLike):
             part of a tile is rounded to the dtype of the logits before the head's is added. The head is never merged
             with it. With ``vocab_group``, B has the rows of this process.
         max_memory: bytes of workspace, beyond inputs, results and gradients. The default follows from shapes alone, so
-            that results do not depend on what else is in memory. On a GPU it is 0.65 GiB. It is 2.5 GiB if this holds
-            all logits and either no gradient will be computed or the loss is per row, with a gradient of the weight.
-            Such a loss with more logits takes this gradient in float32 and twice as much, from 1.2 to 2 GiB.
-            ``logits_dtype=torch.float32`` adds up to 0.63 GiB to the workspace.
+            that results do not depend on what else is in memory. On a GPU it is 0.65 GiB. If no gradient will be
+            computed, it is up to 2.5 GiB where this holds all logits. A loss per row with a gradient of the weight
+            takes all logits at once if they take at most 2.5 GiB more than a float32 sum of that gradient
+            (``4 V H`` bytes, which several tiles need); else it takes this sum and tiles of ``8 V H`` bytes, from 1.1
+            to 1.9 GiB. With ``vocab_group`` tiles have 1.18 GiB. ``logits_dtype=torch.float32`` adds up to 0.63 GiB.
         vocab_group: a process group, or a `DeviceMesh` with one dimension, whose processes hold the rows of weight and
             bias: contiguous ranges in the order of their ranks, not necessarily of the same size. ``weight`` and
             ``bias`` are then those of this process (of a DTensor, its local part). All processes pass the same hidden
@@ -184,6 +185,9 @@ class LinearLogits(TensorLike):
     def requires_grad(self) -> bool:
         return any(t is not None and t.requires_grad for t in self.parts())
 
+    def is_inference(self) -> bool:
+        return any(t is not None and t.is_inference() for t in self.parts())
+
     @property
     def is_eager(self) -> bool:
         return is_untraced(*self.parts())
@@ -256,7 +260,7 @@ class LinearLogits(TensorLike):
             return self.tensor.detach()
         new: LinearLogits = self.changed()
         new.make_constant()
-        return new
+        return self.viewed(new)
 
     def make_constant(self) -> None:
         bias = None if self.bias is None else self.bias.detach()
@@ -277,7 +281,8 @@ class LinearLogits(TensorLike):
         return new
 
     def check_unchanged(self) -> None:
-        """Raise if hidden states or parameters were written to since the logits were made from them."""
+        """Raise if hidden states, parameters or logits were written to since the logits were made."""
+        self.check_unwritten()
         made = self.__dict__.get("versions")
         now = made if made is None else _versions(*self.parts())
         if now is not None and made != now:
@@ -309,7 +314,7 @@ class LinearLogits(TensorLike):
 
     def transformed_by(self, options: Options) -> "Options | None":
         """The options of a loss, after the transform of these logits; None if their composition is no transform."""
-        transform = compose(self.transform, options.transform)
+        transform = self.transform.then(options.transform)
         return None if self.tensor is not None or transform is None else options._replace(transform=transform)
 
     def statistics(self, inputs: Inputs, options: Options) -> Fields:
@@ -369,7 +374,7 @@ class LinearLogits(TensorLike):
 
     def divergence(self, teacher: LogitsSource, read: PairRows, options: PairOptions, divisor: Divisor) -> Tensor:
         """See `LogitsSource.divergence`. The teacher is a constant, and may be a linear head too."""
-        of_student = compose(self.transform, options.student)
+        of_student = self.transform.then(options.student)
         shard = shared_columns(self.shard, teacher.shard, options.columns)
         is_tiled = not (self.shard.sizes or teacher.shard.sizes)
         if shard is not None:
@@ -386,7 +391,7 @@ class LinearLogits(TensorLike):
             options = options._replace(columns=shard.size)
         read = PairRows(*[None if t is None else t.reshape(-1) for t in read])
         head = teacher if isinstance(teacher, LinearLogits) and teacher.tensor is None else None
-        of_head = None if head is None or head.shard != self.shard else compose(head.transform, options.teacher)
+        of_head = None if head is None or head.shard != self.shard else head.transform.then(options.teacher)
         if head is not None and of_head is not None:
             options = options._replace(teacher=of_head)
             of = TeacherDtypes(head.gemm_dtype, head.dtype_of_divergence)

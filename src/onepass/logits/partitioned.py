@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
+from onepass.core.checks import described
 from onepass.core.dispatch import constant_in_trace
 from onepass.softmax.shards import process_group
 
@@ -22,8 +23,13 @@ def gather_parameters(gather: Gather | None) -> None:
     does DeepSpeed ZeRO-3, for which `deepspeed.zero.GatheredParameters` is used. For any other partitioning,
     ``gather(parameters)`` returns a context manager within which they are complete. None restores the default. The
     ``shape`` of a parameter, or its ``ds_shape`` as in ZeRO-3, must always be that of the complete parameter.
+
+    Raises:
+        TypeError: ``gather`` is neither callable nor None.
     """
     global _gather
+    if gather is not None and not callable(gather):
+        raise TypeError(f"gather: expected a callable or None, got {described(gather)}")
     _gather = gather
 
 

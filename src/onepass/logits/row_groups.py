@@ -30,7 +30,11 @@ class RowGroups:
         return numbers.new_zeros(count).index_add_(0, self.ids, numbers)
 
     def sum(self, per_row: Tensor) -> Tensor:
-        """The sum of ``(n, *)`` over the rows of each group, ``(G, *)``, differentiable. Masked rows are left out."""
+        """The sum of ``(n, *)`` over the rows of each group, ``(G, *)``, differentiable. Masked rows are left out.
+
+        Of integers and bools it is float32.
+        """
+        per_row = per_row if per_row.is_floating_point() else per_row.float()
         if self.row_mask is not None:
             mask = self.row_mask.reshape(-1, *[1] * (per_row.dim() - 1))
             per_row = per_row.where(mask, torch.zeros((), dtype=per_row.dtype, device=per_row.device))
@@ -39,8 +43,9 @@ class RowGroups:
 
     def mean(self, per_row: Tensor) -> Tensor:
         """The mean of ``(n, *)`` over the rows of each group, ``(G, *)``; 0 for a group without any."""
-        count = self.lengths.clamp(min=1).to(per_row.dtype)
-        return self.sum(per_row) / count.reshape(-1, *[1] * (per_row.dim() - 1))
+        total = self.sum(per_row)
+        count = self.lengths.clamp(min=1).to(total.dtype)
+        return total / count.reshape(-1, *[1] * (per_row.dim() - 1))
 
 
 class GroupTooLong(Exception):

@@ -136,6 +136,7 @@ class StatisticsLoss:
         rows, options, backend = tile.rows, self.options, backend_of(tile.hidden[0])
         read = self.inputs.rows(rows.take)._replace(row_mask=row_mask)
         fused = out is not None and self.linear and not tile.heads[0].settings.shard.sizes
+        fused = fused and not any(i.requires_grad for i in self.row_inputs)
         fused = fused and read.support is None and backend.supports_fused_loss(tile.logits[0], read.index, options)
         # Launched before all that it does not need: the device may be waiting for the host.
         results = None if fused else tile.statistics(read, options)

@@ -227,7 +227,9 @@ def as_source(
     if not isinstance(logits, LogitsSource):
         wrapper = WRAPPERS.get(type(logits).__name__)
         if wrapper is not None:
-            return as_source(wrapper(logits, name), name, inplace_backward)
+            if inplace_backward:
+                raise ValueError(f"inplace_backward: expected a tensor of logits, got a {type(logits).__name__}")
+            return as_source(wrapper(logits, name), name)
         check_logits(logits, name)
         return TensorLogits(logits, bool(inplace_backward))
     if inplace_backward:

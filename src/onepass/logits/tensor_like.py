@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from onepass.core.caller import stacklevel_outside
 from onepass.core.options import IDENTITY, Transform
+from onepass.logits.indexing import divided_index, is_view, leading_columns
 from onepass.logits.source import LogitsSource
 from onepass.reference.softmax import transformed
 
@@ -29,17 +30,25 @@ TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}  # losses of torch, and func
 
 
 class TensorLike(LogitsSource):
-    """Logits ``(..., V)`` with some methods of a tensor. Views do not share memory.
+    """Logits ``(..., V)`` with some methods of a tensor.
+
+    Views do not share memory. Once logits are changed in place, those that a tensor would share memory with raise an
+    error when they are used: the view of changed logits, or the logits of which a view was changed.
 
     Attributes:
         transform: of the logits of the linear layer, before any transform that a loss applies.
         tensor: the logits, once they are materialized. All operations then act on them.
         is_whole: whether a tensor of these logits would be contiguous: they are no slice.
+        writes: how often logits and their views were changed in place, one number that all of them share; None if there
+            is no view.
+        seen: how many of these changes this object has, which is all unless another one was changed.
     """
 
     transform: Transform = IDENTITY
     tensor: Tensor | None = None
     is_whole = True
+    writes: list[int] | None = None
+    seen = 0
     __array_priority__ = 1000  # a number of numpy leaves its operators to this class, as with a tensor
 
     def untransformed(self) -> Tensor:
@@ -60,11 +69,38 @@ class TensorLike(LogitsSource):
 
     def changed(self, **attributes: Any) -> Any:
         """A copy with other attributes; without a gradient where gradients are disabled, as of any operation."""
+        self.check_unwritten()
         new = object.__new__(type(self))
-        new.__dict__ |= self.__dict__ | attributes
+        new.__dict__ |= self.__dict__ | {"writes": None, "seen": 0} | attributes
         if not torch.is_grad_enabled() and new.requires_grad:
             new.make_constant()
         return new
+
+    def viewed(self, new: Any) -> Any:
+        """``new``, logits that would share memory with these if they were tensors."""
+        if self.writes is None:
+            self.writes = [0]
+        new.writes, new.seen = self.writes, self.seen
+        return new
+
+    def written(self) -> None:
+        """Note a change in place."""
+        if self.writes is not None:
+            self.writes[0] += 1
+            self.seen = self.writes[0]
+
+    def check_unwritten(self) -> None:
+        """Raise if logits that would share memory with these have been changed in place."""
+        if self.writes is not None and self.writes[0] != self.seen:
+            raise RuntimeError(
+                "logits: expected logits that share no memory with others that were changed in place, got some whose "
+                "view was changed, or a view of some that were; clone() the view before, or call logits.materialize() "
+                "before the view is made"
+            )
+
+    def is_inference(self) -> bool:
+        """Whether the logits are computed from tensors that were made in inference mode."""
+        raise NotImplementedError
 
     def make_constant(self) -> None:
         """Detach the tensors that the logits are computed from."""
@@ -75,9 +111,10 @@ class TensorLike(LogitsSource):
 
         Whatever is computed from this object later reads that tensor: a divergence, too, which else has float32 logits.
         """
+        self.check_unwritten()
         if self.tensor is None:
             # The graph is recorded even if gradients are disabled: the tensor may be used where they are enabled.
-            with torch.inference_mode(False), torch.enable_grad():
+            with torch.inference_mode(False), torch.set_grad_enabled(not self.is_inference()):
                 self.tensor = self.transformed(self.untransformed())
         return self.tensor
 
@@ -190,27 +227,29 @@ class TensorLike(LogitsSource):
             sizes[sizes.index(-1)] = self.numel() // rest if rest else 0
         if self.tensor is not None or not whole or not sizes or sizes[-1] != self.shape[-1]:
             return self.materialize_for("reshape").reshape(*shape)
-        return self.with_rows(lambda t: t.reshape(*sizes[:-1], t.shape[-1]))
+        new = self.with_rows(lambda t: t.reshape(*sizes[:-1], t.shape[-1]))
+        return self.viewed(new) if self.is_whole else new
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         if self.tensor is not None or end_dim % self.dim() == self.dim() - 1 != start_dim % self.dim():
             return self.materialize_for("flatten").flatten(start_dim, end_dim)
-        return self.with_rows(lambda t: t.flatten(start_dim, end_dim))
+        new = self.with_rows(lambda t: t.flatten(start_dim, end_dim))
+        return self.viewed(new) if self.is_whole else new
 
     def squeeze(self, dim: int | tuple[int, ...] | None = None) -> Any:
         if self.tensor is not None or not isinstance(dim, int) or dim % self.dim() == self.dim() - 1:
             return self.materialize_for("squeeze").squeeze(*([] if dim is None else [dim]))
-        return self.with_rows(lambda t: t.squeeze(dim))
+        return self.viewed(self.with_rows(lambda t: t.squeeze(dim)))
 
     def unsqueeze(self, dim: int) -> Any:
         if self.tensor is not None or dim % (self.dim() + 1) == self.dim():
             return self.materialize_for("unsqueeze").unsqueeze(dim)
-        return self.with_rows(lambda t: t.unsqueeze(dim))
+        return self.viewed(self.with_rows(lambda t: t.unsqueeze(dim)))
 
     def __getitem__(self, key: Any) -> Any:
         parts = [*key] if isinstance(key, tuple) else [key]
-        found = None if self.tensor is not None else _columns(parts, self.dim())
-        columns = None if found is None else _first(found[1], self.shape[-1])
+        found = None if self.tensor is not None else divided_index(parts, self.dim())
+        columns = None if found is None else leading_columns(found[1], self.shape[-1])
         if found is None or columns is None:
             return self.materialize_for("indexing")[key]
         rows = found[0]
@@ -219,7 +258,8 @@ class TensorLike(LogitsSource):
             source = self.with_columns(columns)
         if source is None:
             return self.materialize_for("indexing")[key]
-        return source.with_rows(lambda t: t[rows]) if rows else source
+        new = source.with_rows(lambda t: t[rows]) if rows else source
+        return new if new is self or not is_view(rows) else self.viewed(new)
 
     def __iter__(self) -> Iterator[Any]:
         return (self[n] for n in range(len(self)))
@@ -228,7 +268,7 @@ class TensorLike(LogitsSource):
 
     def mul(self, other: Any) -> Any:
         number = _number(other)
-        scaled = None if number is None or self.tensor is not None else _times(self.transform, number)
+        scaled = None if number is None or self.tensor is not None else self.transform.times(number)
         if scaled is None:
             return self.materialize_for("mul") * _plain(other)
         return self.changed(transform=scaled)
@@ -237,7 +277,7 @@ class TensorLike(LogitsSource):
         number = _number(other) if rounding_mode is None else None
         scaled = None
         if number and math.isfinite(1 / number) and self.tensor is None:
-            scaled = _times(self.transform, 1 / number)
+            scaled = self.transform.times(1 / number)
         if scaled is None:
             return torch.div(self.materialize_for("div"), _plain(other), rounding_mode=rounding_mode)
         return self.changed(transform=scaled)
@@ -278,13 +318,16 @@ class TensorLike(LogitsSource):
     @data.setter
     def data(self, value: Any) -> None:
         self.materialize_for("data").data = _plain(value)  # which keeps the graph, as a tensor does
+        self.written()
 
     def become(self, result: Any) -> Any:
         """Take the result of an operation in place, so that other names of this object see it too."""
         if isinstance(result, TensorLike):
-            self.__dict__ |= result.__dict__
+            kept = {"writes": self.writes, "seen": self.seen}
+            self.__dict__ |= result.__dict__ | kept
         else:
             self.tensor = result
+        self.written()
         return self
 
     def __bool__(self) -> bool:
@@ -298,7 +341,10 @@ class TensorLike(LogitsSource):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.materialize_for(name), name)
+        found = getattr(self.materialize_for(name), name)
+        if is_in_place(name):
+            self.written()
+        return found
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -315,6 +361,10 @@ class TensorLike(LogitsSource):
             args = args[::-1]
         if bare in LAZY and args and isinstance(args[0], TensorLike) and "out" not in kwargs:
             return getattr(args[0], bare)(*args[1:], **kwargs)
+        for changed in (kwargs.get("out"), args[0] if args and is_in_place(name) else None):
+            if isinstance(changed, TensorLike):
+                changed.materialize_for(name)
+                changed.written()
         with torch._C.DisableTorchFunctionSubclass():
             return function(*tree_map(lambda a: _plain(a, name), args), **tree_map(lambda a: _plain(a, name), kwargs))
 
@@ -329,7 +379,10 @@ def _operator(name: str) -> Callable[..., Any]:
     function = getattr(operator, name)
 
     def apply(self: TensorLike, *others: Any) -> Any:
-        return function(self.materialize_for(name), *map(_plain, others))
+        tensor = self.materialize_for(name)
+        if name == "__setitem__":
+            self.written()
+        return function(tensor, *map(_plain, others))
 
     return apply
 
@@ -354,25 +407,6 @@ for _name in ("sub", "pow", "mod", "floordiv"):
 TensorLike.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
-def compose(inner: Transform, outer: Transform) -> Transform | None:
-    """The transform ``outer(inner(x))``; None if it is not a `Transform`."""
-    if inner == IDENTITY:
-        return outer
-    if inner.softcap is None:
-        return outer._replace(logit_scale=outer.logit_scale * inner.factors()[0])
-    if outer.softcap is not None:
-        return None
-    return _times(inner, outer.factors()[0])
-
-
-def _times(transform: Transform, number: float) -> Transform | None:
-    """The transform, multiplied by a number."""
-    if transform.softcap is None:
-        return Transform(1.0, None, transform.factors()[0] * number)
-    temperature = transform.temperature / number if number > 0 else 0.0
-    return transform._replace(temperature=temperature) if 0 < temperature < math.inf else None
-
-
 def _number(value: Any) -> float | None:
     """A finite number as a float; None for anything else, and for a tensor that is not a constant on the CPU."""
     if isinstance(value, Tensor):
@@ -383,38 +417,10 @@ def _number(value: Any) -> float | None:
     return float(value) if is_number else None
 
 
+def is_in_place(name: str) -> bool:
+    """Whether an operation of a tensor changes its numbers."""
+    return name.endswith("_") and not name.startswith("_") and name != "requires_grad_"
+
+
 def _plain(value: Any, name: str = "an operation") -> Any:
     return value.materialize_for(name) if isinstance(value, TensorLike) else value
-
-
-def _columns(key: list[Any], dims: int) -> tuple[tuple[Any, ...], Any] | None:
-    """Divide an index into that of the rows and that of the columns; None if it cannot be."""
-    if not all(_is_index(k) for k in key):
-        return None
-    used = sum(k.dim() if isinstance(k, Tensor) and k.dtype == torch.bool else 1 for k in key if k is not Ellipsis)
-    if used > dims:
-        return None  # an error, which indexing a tensor raises
-    if Ellipsis in [k for k in key if not isinstance(k, Tensor)]:
-        if used < dims and key[-1] is Ellipsis:
-            return tuple(key), slice(None)
-        # The last part indexes the columns. For the hidden states it is replaced by a full slice.
-        return (*key[:-1], slice(None)), key[-1]
-    if used < dims:
-        return tuple(key), slice(None)
-    return tuple(key[:-1]), key[-1]
-
-
-def _is_index(part: Any) -> bool:
-    """Whether a part of an index can be divided: not a new dimension, a mask that is no tensor, or a nested list."""
-    if isinstance(part, list):
-        return all(isinstance(n, int) and not isinstance(n, bool) for n in part)
-    if isinstance(part, Tensor):
-        return part.dtype != torch.uint8
-    return part is Ellipsis or isinstance(part, slice) or (isinstance(part, int) and not isinstance(part, bool))
-
-
-def _first(columns: Any, vocab: int) -> int | None:
-    """How many leading columns a slice selects; None for any other index."""
-    if not isinstance(columns, slice) or columns.step not in (None, 1) or columns.start not in (None, 0):
-        return None
-    return len(range(vocab)[columns]) or None

@@ -53,8 +53,8 @@ def entropy_from_logits(
 ) -> Tensor:
     r"""Entropy in nats of :math:`p = \mathrm{softmax}(x / T)`, :math:`-\sum_j p_j \log p_j`, in one read.
 
-    The arguments and errors are those of `selective_log_softmax`; the result has the shape of the rows, ``(...)``.
-    Classes of probability 0 contribute 0.
+    The arguments and errors are those of `selective_log_softmax`, without an index. The result has the shape of the
+    rows, ``(...)``, in float32, or float64 for float64 logits. Classes of probability 0 contribute 0.
     """
     transform = temperature, softcap, logit_scale
     return fields_of_rows("entropy", logits, None, row_mask, support, transform, inplace_backward)["entropy"]

@@ -27,6 +27,14 @@ class LossModule(torch.nn.Module):
         """The options of the loss, as the attributes are now."""
         return {name: getattr(self, name) for name in self.defaults}
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # `to` and the like also move an option that is a tensor, such as a temperature of each row.
+        super()._apply(fn, recurse)
+        for name, value in self.options().items():
+            if isinstance(value, Tensor) and name not in self._buffers:
+                setattr(self, name, fn(value))
+        return self
+
     def extra_repr(self) -> str:
         """The options that do not have their default values."""
         shown = []

@@ -51,8 +51,9 @@ def ratio_report(log_probs: Tensor, sampler_log_probs: Tensor, row_mask: Tensor 
         row_mask: ``(...)``, bool or 0/1; tokens where it is 0 may have any log-probs.
 
     Returns:
-        Numbers in float64, without a gradient. Nothing is copied from the device before they are read. All but
-        ``tokens`` are NaN if no token is left. A token that the trainer gives the log-prob -inf has the ratio 0.
+        `RatioReport`, whose ``to_dict()`` has these numbers by name. They are float64, without a gradient, and stay on
+        the device until they are read. All but ``tokens`` are NaN if no token is left. A token that the trainer gives
+        the log-prob -inf has the ratio 0.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape or device.

@@ -9,7 +9,7 @@ from copy import copy, deepcopy
 from functools import wraps
 from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -48,14 +48,14 @@ class Followed:
     Attributes:
         slot: the number of this object, by which operations inside a compiled graph find it when they run.
         followers: in the order in which they came; the last that has a choice makes it.
-        backward_choice: called for the choice of a call in a backward, where the backward that runs has set it.
-        users: who needs this object to stay; it is removed with the last of them.
+        users: weak references to those who need this object to stay; it is removed with the last of them.
+        backward_of: a weak reference to the forward pass whose backward runs, if that has said so.
         is_of_copy: whether the router was copied from one that is followed.
     """
 
     def __init__(self, router: nn.Module, name: str, method: Callable[..., Any]) -> None:
-        self.router, self.followers, self.users = router, list[Follower](), list[Any]()
-        self.backward_choice: Callable[[nn.Module], Tensor | None] | None = None
+        self.router, self.followers, self.users = router, list[Follower](), list[ref[Any]]()
+        self.backward_of: Callable[[], Any] | None = None
         self.is_of_copy = False
         number = next(_numbers)
         self.slot = torch.tensor(number)
@@ -65,11 +65,14 @@ class Followed:
         self.before = vars(router).get(self.name)
         setattr(router, self.name, unless_copied(method).__get__(router))
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Nobody follows a copy of the router, also one that was loaded from a file. It calls its `own` method.
+        nobody: dict[str, Any] = {"followers": [], "users": [], "backward_of": None, "is_of_copy": True}
+        return vars(self) | nobody
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Followed":
-        """The `Followed` of a copy of the router. Nobody follows the copy, which calls its `own` method."""
         found = copy(self)
         found.router, found.before = deepcopy(self.router, memo), deepcopy(self.before, memo)
-        found.followers, found.users, found.backward_choice, found.is_of_copy = [], [], None, True
         return found
 
     def own(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,6 +88,12 @@ class Followed:
         else:
             setattr(self.router, self.name, self.before)
         delattr(self.router, ATTRIBUTE)
+
+    def forget(self, user: "ref[Any]") -> None:
+        """Remove a user that no longer exists, such as a forward pass whose backward raised an error."""
+        self.users = [u for u in self.users if u is not user]
+        if not self.users and vars(self.router).get(ATTRIBUTE) is self:
+            self.remove()
 
     def route(self, logits: Tensor, arguments: dict[str, Any]) -> Routing:
         """`route` with the followers' choice, of which they are told the results."""
@@ -108,8 +117,8 @@ class Followed:
         """The experts of this call, of the given shape; None if the router selects them."""
         ids = None
         if in_backward():
-            ask = self.backward_choice or self.only_choice
-            ids = ask(self.router)
+            of = self.only_pass() if self.backward_of is None else self.backward_of()
+            ids = None if of is None else of.made.get(self.router)
         else:
             for follower in reversed(self.followers):
                 ids = follower.choice(self.router)
@@ -117,20 +126,20 @@ class Followed:
                     break
         if ids is None:
             return None
-        if ids.numel() != torch.Size(shape).numel():
+        if ids.numel() != torch.Size(shape).numel() or ids.shape[-1] != shape[-1]:
             raise ValueError(f"record: expected {torch.Size(shape[:-1]).numel()} tokens of {shape[-1]} experts in this "
                              f"forward pass, as the model has, got {tuple(ids.shape)}")  # fmt: skip
         return ids.to(device, non_blocking=True).reshape(shape)
 
-    def only_choice(self, router: nn.Module) -> Tensor | None:
-        """The choice for a backward that has not said which forward pass it belongs to."""
+    def only_pass(self) -> Any:
+        """The forward pass of a backward that has not said which it belongs to; None if there is none."""
         waiting = [p for follower in self.followers for p in getattr(follower, "waiting", {}).values()]
         if len(waiting) > 1:
             raise RuntimeError(
                 "a layer is computed again, and it is unknown for which of several forward passes: call "
                 "record_routing and replay_routing with the model that is called, such as that of torch.compile(model)"
             )
-        return waiting[0].made.get(router) if waiting else None
+        return waiting[0] if waiting else None
 
     def note(self, experts: Tensor, counts: Tensor, changed: Tensor | None, replayed: bool) -> None:
         """Tell the followers the results, unless this call only computes a layer again."""
@@ -140,11 +149,13 @@ class Followed:
 
 
 def unless_copied(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The ``method`` of a router that is followed. In a copy of the router it calls the router's `own` instead."""
+    """The ``method`` of a router that is followed. In a copy, or once nobody follows, it is the router's own."""
 
     @wraps(method)
     def call(router: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        followed: Followed = getattr(router, ATTRIBUTE)
+        followed: Followed | None = getattr(router, ATTRIBUTE, None)
+        if followed is None:
+            return getattr(type(router), method.__name__)(router, *args, **kwargs)
         return followed.own(*args, **kwargs) if followed.is_of_copy else method(router, *args, **kwargs)
 
     return call
@@ -169,8 +180,8 @@ def follow(router: nn.Module, user: Any, name: str, method: Callable[..., Any]) 
     if followed is None:
         followed = Followed(router, name, method)
         setattr(router, ATTRIBUTE, followed)
-    if user not in followed.users:
-        followed.users.append(user)
+    if not any(u() is user for u in followed.users):
+        followed.users.append(ref(user, followed.forget))
     if isinstance(user, Follower) and user not in followed.followers:
         followed.followers.append(user)
     return followed
@@ -180,7 +191,7 @@ def unfollow(router: nn.Module, user: Any) -> None:
     """End what `follow` began; the last user restores the router."""
     followed: Followed | None = getattr(router, ATTRIBUTE, None)
     if followed is not None:
-        followed.users = [u for u in followed.users if u is not user]
+        followed.users = [u for u in followed.users if u() is not user]
         followed.followers = [f for f in followed.followers if f is not user]
         if not followed.users:
             followed.remove()
@@ -201,6 +212,6 @@ def _choice(logits: Tensor, k: int, slot: Tensor) -> Tensor:
 @operation("onepass::followed_results", lambda experts, counts, changed, slot: torch.empty_like(experts))
 def _noted(experts: Tensor, counts: Tensor, changed: Tensor, slot: Tensor) -> Tensor:
     followed = _followed[int(slot)]
-    replayed = any([f.choice(followed.router) is not None for f in followed.followers]) and not in_backward()
+    replayed = not in_backward() and any([f.choice(followed.router) is not None for f in followed.followers])
     followed.note(experts, counts, changed, replayed)
     return experts.clone()

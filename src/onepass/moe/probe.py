@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from functools import cache
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,20 +13,44 @@ from onepass.moe.family import Parts, RouterDescription, called, unwrapped
 from onepass.moe.followers import ATTRIBUTE
 
 PLAIN = (bool, int, float, str, type(None))
-LISTS = (list, tuple, dict, set)
+KEYS = frozenset((*PLAIN, FunctionType, torch.dtype, type))
 OF_MODULES = frozenset(vars(nn.Module()))  # what every module has, `training` among it
 TOKENS = 160  # that are tried
 OF_LOGITS = 64  # experts that are tried for a method whose input are logits
+DEPTH = 4  # of objects within objects that a key has
+
+
+@cache
+def class_of(cls: Any) -> Any:
+    """The class of a module as it was written: FSDP2 and parametrizations make subclasses of it."""
+    written = [c for c in cls.__mro__ if issubclass(c, nn.Module) and not c.__module__.startswith("torch.")]
+    return written[0] if written else next((c for c in cls.__mro__ if "forward" in vars(c)), cls)
+
+
+@cache
+def written(cls: Any) -> dict[str, Any]:
+    """The attributes of a class and of its bases, but those of every module."""
+    bases = [c for c in class_of(cls).__mro__ if c not in nn.Module.__mro__ and not c.__module__.startswith("torch.")]
+    return {n: method(cls, n) for n in dict.fromkeys(n for c in bases for n in vars(c))}
 
 
 @cache
 def methods_of(cls: Any) -> tuple[str, ...]:
     """The names of methods that may route: `forward`, or methods that it calls, if they call ``topk``."""
-    cls = next((c for c in cls.__mro__ if "forward" in vars(c)), cls)  # FSDP2 and parametrizations make subclasses
-    own = {n: f for n in vars(cls) if isinstance(f := method(cls, n), FunctionType)}
-    topk = [n for n, f in own.items() if "topk" in inspect.unwrap(f).__code__.co_names]
+    own = {n: f for n, f in written(cls).items() if isinstance(f, FunctionType)}
+    topk = [n for n, f in own.items() if "topk" in getattr(inspect.unwrap(f), "__code__", f.__code__).co_names]
     names = ["forward"] if "forward" in topk else ["forward", *topk] if topk else []
-    return tuple(n for n in names if 2 <= len(inspect.signature(own[n]).parameters) <= 3)
+    return tuple(n for n in names if n in own and 2 <= len(inspect.signature(own[n]).parameters) <= 3)
+
+
+@cache
+def names_in_code(cls: Any) -> frozenset[str]:
+    """The names of attributes that the methods of a class use."""
+    functions = [inspect.unwrap(f) for f in written(cls).values() if callable(f)]
+    codes = [f.__code__ for f in functions if isinstance(f, FunctionType)]
+    for code in codes:  # which grows by the functions inside
+        codes += [c for c in code.co_consts if isinstance(c, CodeType)]
+    return frozenset(n for code in codes for n in code.co_names)
 
 
 def method(cls: type, name: str) -> Any:
@@ -37,9 +61,8 @@ def method(cls: type, name: str) -> Any:
 
 def settings(module: nn.Module, name: str) -> Any:
     """What a description depends on: code, settings and shapes, and, of a `forward`, those of the children."""
-    config = getattr(vars(module).get("config"), "__dict__", {})
     deep = (children_of(module), tuple((n, t.shape) for n, t in tensors_of(module))) if name == "forward" else ()
-    return method(type(module), name), held_by(module), plain(config), *deep
+    return method(type(module), name), held_by(module), *deep
 
 
 def plain(held: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -53,17 +76,56 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
             if n not in beside and not (isinstance(v, MethodType) and hasattr(type(module), n))}  # fmt: skip
 
 
-def held_by(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """The attributes of a module as something that can be hashed; of other objects, their class."""
-    return tuple(
-        (n, v if isinstance(v, (*PLAIN, FunctionType, torch.dtype)) else repr(v) if type(v) in LISTS else type(v))
-        for n, v in attributes_of(module).items() if n not in OF_MODULES
-    )  # fmt: skip
+def held_by(module: nn.Module) -> tuple[Any, ...]:
+    """The class of a module and its attributes, as something that can be hashed."""
+    cls: Any = class_of(type(module))  # type: ignore[arg-type]
+    named = names_in_code(cls)
+    own = [(n, key_of(v) if n in named or type(v) in KEYS else type(v))
+           for n, v in attributes_of(module).items() if n not in OF_MODULES]  # fmt: skip
+    return cls, tuple([key_of(getattr(cls, n)) for n in constants_of(cls)]), tuple(own)
+
+
+@cache
+def constants_of(cls: Any) -> tuple[str, ...]:
+    """The names of a class's attributes that its methods use and that are not methods."""
+    return tuple(n for n, v in written(cls).items() if n in names_in_code(cls) and not hasattr(v, "__get__"))
+
+
+class Same:
+    """A key that equals itself alone: that of an object which cannot be read, or a tensor."""
+
+    def __init__(self, of: Any) -> None:
+        self.of = of
+
+    def __hash__(self) -> int:
+        return id(self.of)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.of is self.of
+
+
+def key_of(x: Any, depth: int = DEPTH) -> Any:
+    """A value as something that can be hashed, and that changes where the value or what it holds does."""
+    kind = type(x)
+    if kind in KEYS:
+        return x
+    if depth == 0 or isinstance(x, nn.Module):
+        return kind
+    if isinstance(x, Tensor):
+        return Same(x), None if x.is_inference() else x._version
+    if isinstance(x, (list, tuple)):
+        return kind, *[v if type(v) in KEYS else key_of(v, depth - 1) for v in x]
+    if isinstance(x, (set, frozenset)):
+        return kind, frozenset([key_of(v, depth - 1) for v in x])
+    held = x if isinstance(x, dict) else getattr(x, "__dict__", None)
+    if held is None:
+        return Same(x)
+    return kind, *[(n, v if type(v) in KEYS else key_of(v, depth - 1)) for n, v in held.items()]
 
 
 def children_of(module: nn.Module) -> tuple[Any, ...]:
     children = [(n, unwrapped(child)[0]) for n, child in module._modules.items() if child is not None]
-    return tuple((n, type(c), held_by(c), children_of(c)) for n, c in children if n != "parametrizations")
+    return tuple((n, held_by(c), children_of(c)) for n, c in children if n != "parametrizations")
 
 
 def tensors_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -72,14 +134,16 @@ def tensors_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tenso
         yield from ((prefix + n, t) for n, t in held.items() if t is not None)
     for name, child in module._modules.items():
         if name == "parametrizations" and child is not None:
-            yield from ((prefix + n, p.original) for n, p in child.named_children())  # type: ignore[misc]
+            # One that is made of several tensors, as by a weight normalization, is computed.
+            for n, p in child.named_children():
+                yield prefix + n, p.original if hasattr(p, "original") else getattr(module, n)  # type: ignore[misc]
         elif child is not None:
             yield from tensors_of(unwrapped(child)[0], f"{prefix}{name}.")
 
 
 def twin_of(module: nn.Module, values: dict[str, Tensor], training: bool = False, prefix: str = "") -> nn.Module:
     """An object of the same class with other tensors, and without hooks, adapters and parametrizations."""
-    twin: nn.Module = object.__new__(next(c for c in type(module).__mro__ if "forward" in vars(c)))
+    twin: nn.Module = object.__new__(class_of(type(module)))  # type: ignore[arg-type]
     twin.__dict__ |= attributes_of(module) | vars(nn.Module())
     twin.__dict__["training"] = training
     for held, own in ((module._parameters, twin._parameters), (module._buffers, twin._buffers)):

@@ -78,6 +78,9 @@ def dequantize_experts(model: nn.Module) -> int:
 
     The inverse of `quantize_experts`, also for the other kinds that `QuantizedWeight.from_transformers` knows: for
     merging adapters into the weights, which PEFT cannot do with codes.
+
+    Raises:
+        TypeError, ValueError: a weight is quantized in another way, which the message names.
     """
     count = 0
     for _, experts in list(model.named_modules()):
@@ -112,13 +115,21 @@ def names_of(module: nn.Module) -> list[str]:
 
 
 class ExpertWeight(NamedTuple):
-    """A weight of experts in a model, as `describe` finds it."""
+    """A weight of experts in a model, as `describe` finds it.
+
+    Attributes:
+        name: of the parameter in the model.
+        format: ``"nf4"`` and the like with its blocks, or a dtype.
+        shape: ``(E, outputs, inputs)``, or as the model has it.
+        bytes: of codes and scales, or of the tensor.
+        path: what multiplies it.
+    """
 
     name: str
-    format: str  # "nf4" etc., or a dtype
+    format: str
     shape: tuple[int, ...]
     bytes: int
-    path: str  # what multiplies it
+    path: str
 
     def __str__(self) -> str:
         return f"{self.name}: {self.format} {self.shape}, {self.bytes / 2**20:.1f} MiB; {self.path}"

@@ -24,6 +24,7 @@ ORDINARY = 120  # the first of the tokens, by which the selection is found
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 DTYPES = (FLOAT32, FLOAT32), (BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT32), (FLOAT32, BFLOAT16)  # of tokens and weights
 
+MOST_KNOWN = 256  # descriptions that are kept
 _known: dict[Any, RouterDescription | None] = {}
 _last: "WeakKeyDictionary[nn.Module, dict[str, tuple[Any, RouterDescription | None]]]" = WeakKeyDictionary()
 
@@ -39,7 +40,9 @@ def described_method(module: nn.Module, name: str) -> RouterDescription | None:
             _disable_current_modes(), torch._C.DisableTorchFunction(), torch.random.fork_rng(devices=[]),
             torch.no_grad(), torch.autocast("cpu", enabled=False),
         ):  # fmt: skip
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # `torch.manual_seed` would set those of all devices
+            if len(_known) >= MOST_KNOWN:
+                _known.clear()
             _known[key] = _recognised(module, name)
     _last[module][name] = key, _known[key]
     return _known[key]

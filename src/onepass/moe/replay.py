@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +27,14 @@ class Pass:
     def begin_backward(self, _: Any) -> None:
         """Have layers that are computed again take the same choices, also after the context was left."""
         for router in self.routers:
-            follow(router, self, *own_method(router)).backward_choice = self.made.get
+            follow(router, self, *own_method(router)).backward_of = ref(self)
         Variable._execution_engine.queue_callback(self.end_backward)
 
     def end_backward(self) -> None:
         for router in self.routers:
             followed = follow(router, self, *own_method(router))
-            if followed.backward_choice == self.made.get:
-                followed.backward_choice = None
+            if followed.backward_of is not None and followed.backward_of() is self:
+                followed.backward_of = None
             unfollow(router, self)
 
 

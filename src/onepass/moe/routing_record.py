@@ -86,7 +86,7 @@ class RoutingRecord:
             raise ValueError(f"lengths: expected at most {found + 1} tokens, got {sum(lengths)}")
         if dtype == torch.uint8 and joined.numel() and not 0 <= int(joined.min()) <= int(joined.max()) < 256:
             raise ValueError("dtype: expected torch.int16 for ids below 0 or above 255, got torch.uint8")
-        flat, places = joined.flatten(0, 1), _places(found, batch, attention_mask, lengths)
+        flat, places = joined.flatten(0, 1), _places(found, attention_mask, lengths)
         arrays = [flat[at[:-1]].to(dtype).numpy() for at in places]
         return arrays[0] if attention_mask is None and lengths is None else arrays
 
@@ -133,7 +133,7 @@ class RoutingRecord:
             width = sum(lengths)
         elif attention_mask is None:
             width = first[0] + len(rows[0]) + 1
-        places = _places(width, batch, attention_mask, lengths)
+        places = _places(width, attention_mask, lengths)
         if len(places) != len(rows):
             raise ValueError(f"arrays: expected {len(places)}, one for each sequence, got {len(rows)}")
         experts = torch.full((batch * width, *rows[0].shape[1:]), -1, dtype=torch.int16)
@@ -183,8 +183,8 @@ def _sequences(attention_mask: Any) -> tuple[int, int]:
     return attention_mask.shape[0], attention_mask.shape[1]
 
 
-def _places(width: int, batch: int, attention_mask: Tensor | None, lengths: Sequence[int] | None) -> list[Tensor]:
-    """The tokens of each sequence, among the ``batch·width`` tokens of a pass."""
+def _places(width: int, attention_mask: Tensor | None, lengths: Sequence[int] | None) -> list[Tensor]:
+    """The tokens of each sequence, among those of a pass, of which each sequence has ``width``."""
     if attention_mask is not None:
         if lengths is not None:
             raise ValueError("lengths: expected None beside an attention_mask, got both")

@@ -4,7 +4,7 @@ The gradients are written out, since autograd does not record inside an operatio
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -57,14 +57,20 @@ def slopes(gate: Tensor, up: Tensor, o: ExpertOptions) -> tuple[Tensor, Tensor]:
 
 
 class Layer:
-    """The linear layers of all experts, with optional LoRA adapters. `backward` stores their gradients."""
+    """The linear layers of all experts, with optional LoRA adapters.
 
-    def __init__(self, weight: Weight, bias: Maybe, a: Maybe, b: Maybe, scale: float, transposed: bool) -> None:
+    `backward` stores the gradients of weight, bias, A and B that are ``needed``.
+    """
+
+    def __init__(
+        self, weight: Weight, bias: Maybe, a: Maybe, b: Maybe, scale: float, transposed: bool,
+        needed: Sequence[bool] = (),
+    ) -> None:  # fmt: skip
         self.weight = weight.mT if transposed else weight
         self.tensors = {"bias": bias, "a": a, "b": b}
         self.scale, self.transposed = scale, transposed
-        trained: dict[str, Any] = {"weight": self.weight if isinstance(self.weight, Tensor) else None} | self.tensors
-        self.grads = {name: None if t is None else t.new_zeros(t.shape) for name, t in trained.items()}
+        trained: list[Any] = [t if n else None for t, n in zip((self.weight, bias, a, b), needed)] or [None] * 4
+        self.grads = [None if t is None else t.new_zeros(t.shape) for t in trained]
 
     def of(self, e: int) -> Iterator[Maybe]:
         """Weight, bias, A and B of expert e."""
@@ -80,20 +86,24 @@ class Layer:
     def backward(self, grad: Tensor, x: Tensor, e: int) -> Tensor:
         """Store the gradients of expert e's tensors, and return the gradient of ``x``."""
         weight, _, a, b = self.of(e)
-        found = {"weight": grad.mT @ x, "bias": grad.sum(0)}
+        of_weight, of_bias, of_a, of_b = self.grads
         of_x = grad @ weight  # type: ignore[operator]
+        if of_weight is not None:
+            of_weight[e] = grad.mT @ x
+        if of_bias is not None:
+            of_bias[e] = grad.sum(0)
         if a is not None and b is not None:
             low = self.scale * grad @ b
-            found |= {"a": low.mT @ x, "b": self.scale * grad.mT @ F.linear(x, a)}
             of_x = of_x + low @ a
-        for name, total in self.grads.items():
-            if total is not None:
-                total[e] = found[name]
+            if of_a is not None:
+                of_a[e] = low.mT @ x
+            if of_b is not None:
+                of_b[e] = self.scale * grad.mT @ F.linear(x, a)
         return of_x
 
     def results(self) -> tuple[Maybe, ...]:
-        """The gradients of weight, bias, A and B of all experts."""
-        weight, *others = self.grads.values()
+        """The gradients of weight, bias, A and B of all experts; None for those that are not needed."""
+        weight, *others = self.grads
         return (weight.mT.contiguous() if self.transposed and weight is not None else weight, *others)
 
 
@@ -121,10 +131,16 @@ def wide(t: Tensor) -> torch.dtype:
     return torch.promote_types(t.dtype, torch.float32)
 
 
-def layers(t: ExpertTensors, o: ExpertOptions) -> tuple[Layer, Layer]:
-    """The two layers of an expert MLP, gate_up and down."""
-    first = Layer(t.gate_up, t.gate_up_bias, t.gate_up_lora_a, t.gate_up_lora_b, o.gate_up_scaling, o.transposed)
-    return first, Layer(t.down, t.down_bias, t.down_lora_a, t.down_lora_b, o.down_scaling, o.transposed)
+def layers(t: ExpertTensors, o: ExpertOptions, needed: Sequence[bool] = ()) -> tuple[Layer, Layer]:
+    """The two layers of an expert MLP, gate_up and down. ``needed`` are the gradients, in the order of the tensors."""
+    n = ExpertTensors(*needed) if needed else None  # type: ignore[arg-type]
+
+    def layer(name: str, scale: float) -> Layer:
+        names = name, f"{name}_bias", f"{name}_lora_a", f"{name}_lora_b"
+        weight, bias, a, b = (getattr(t, name) for name in names)
+        return Layer(weight, bias, a, b, scale, o.transposed, [getattr(n, name) for name in names] if n else ())
+
+    return layer("gate_up", o.gate_up_scaling), layer("down", o.down_scaling)
 
 
 def expert_mlp(
@@ -147,7 +163,7 @@ def expert_mlp_gradient(
 ) -> ExpertGradients:  # fmt: skip
     """The gradients of the tensors, None where not needed. ``h`` is not used."""
     t, o = tensors, options
-    first, second = layers(t, o)
+    first, second = layers(t, o, needed)
     of_hidden = torch.zeros(t.hidden.shape, dtype=wide(t.hidden), device=t.hidden.device)
     of_weights = t.weights.new_zeros(t.weights.shape)
     for e, token, k in assignments_of_experts(experts, len(t.gate_up)):
@@ -215,7 +231,7 @@ def scattered_linear_gradient(
     """The gradients of the tensors, None where not needed."""
     (x, weight, bias, weights), o = tensors, options
     order, bounds = groups.order.long(), groups.offsets.tolist()
-    layer = Layer(weight, bias, None, None, 0.0, o.transposed)
+    layer = Layer(weight, bias, None, None, 0.0, o.transposed, [needed[1], needed[2], False, False])
     of_weights = None
     if weights is not None:
         of_weights = (y.view(*weights.shape, y.shape[-1]) * grad.unsqueeze(1)).sum(-1, dtype=weights.dtype)  # type: ignore[union-attr]
