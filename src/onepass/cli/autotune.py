@@ -22,11 +22,15 @@ from onepass.cli.outputs import check_writable
 from onepass.cli.timing import SMALL, kernel_us, median_ms
 from onepass.cli.workloads import (
     EXPERT_FORM,
+    GPT_OSS,
     LOSS_FORM,
     LOSS_SHAPES,
     MIXTRAL,
+    OLMOE,
     OPERATIONS,
     QWEN3_30B,
+    QWEN3_NEXT,
+    WIDE,
     Workload,
     parse_shape,
     random_logits,
@@ -36,7 +40,7 @@ from onepass.kernels.grouped_gemm import grouped_gemm
 from onepass.kernels.grouped_weight_gradient import weight_gradient
 from onepass.kernels.launch import forget
 
-EXPERTS, EXPERT_SHAPES = "experts", (QWEN3_30B, MIXTRAL)
+EXPERTS, EXPERT_SHAPES = "experts", (QWEN3_30B, MIXTRAL, GPT_OSS, QWEN3_NEXT, OLMOE, WIDE)
 OPS = [*OPERATIONS, EXPERTS]
 ROUNDS = 2  # over all candidates: between the first and the last a GPU's clock changes by more than they differ
 AHEAD = 0.99  # of the rule's time: less is noise
