@@ -249,7 +249,7 @@ def verl_head(shard: Shard) -> Run:
 def on_a_head(load: Callable[[Shard], Run], shard: Shard) -> Run:
     """``F.linear`` and a peer's loss of logits. The gradient of the hidden states is summed over the processes.
 
-    In its own memory: `onepass.softmax.shards.Replicated` would copy it, at the peer's expense.
+    In its own memory: `onepass.core.collectives.Replicated` would copy it, at the peer's expense.
     """
     forward = load(shard)
 

@@ -17,7 +17,7 @@ import onepass
 from onepass.cli.demo_curve import Curve, train
 from onepass.cli.demo_head import HEADS, Head, Loss, mixed_precision
 from onepass.cli.demo_model import Size, build_model
-from onepass.softmax.shards import Replicated
+from onepass.core.collectives import Replicated
 
 
 def train_sharded(head: str, size: Size, seed: int, windows: Tensor, processes: int) -> Curve:

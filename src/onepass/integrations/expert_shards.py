@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onepass.core.collectives import Replicated
 from onepass.logits.partitioned import whole
-from onepass.softmax.shards import Replicated
 
 Factors = tuple[Tensor, Tensor, float]
 

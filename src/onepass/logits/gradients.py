@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onepass.backend import backend_of
+from onepass.core.collectives import group_named
 from onepass.logits.head import ALL, Head
 from onepass.logits.tile_plan import Rows, TilePlan, needs_sum
 from onepass.logits.tiles import Tile, empty_logits
-from onepass.softmax.shards import group_named
 
 ROWS_OF_PART = 1024  # see `Gradients.parts`; GEMMs are slow for fewer
 

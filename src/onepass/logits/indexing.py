@@ -32,7 +32,7 @@ def _is_index(part: Any) -> bool:
     return part is Ellipsis or isinstance(part, slice) or (isinstance(part, int) and not isinstance(part, bool))
 
 
-def leading_columns(columns: Any, vocab: int) -> int | None:
+def count_of_columns(columns: Any, vocab: int) -> int | None:
     """How many leading columns a slice selects; None for any other index."""
     if not isinstance(columns, slice) or columns.step not in (None, 1) or columns.start not in (None, 0):
         return None

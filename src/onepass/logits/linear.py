@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.checks import Adapter, check_integer, described
+from onepass.core.collectives import GatheredColumns, GatheredRows, Replicated, group_named
 from onepass.core.dispatch import autocast_dtype, is_untraced, without_autocast
 from onepass.core.invariance import is_batch_invariant
 from onepass.core.options import Inputs, Options, PairOptions, PairRows
@@ -29,7 +30,6 @@ from onepass.logits.tiled_divergence import TeacherDtypes, TeacherTensors, row_d
 from onepass.logits.tiled_loss import tiled_loss
 from onepass.logits.tiled_statistics import tiled_statistics
 from onepass.logits.vocab_parallel import agreed, all_weights, group_of
-from onepass.softmax.shards import GatheredColumns, GatheredRows, Replicated, group_named
 
 
 def _versions(*tensors: Tensor | None) -> tuple[int, ...] | None:

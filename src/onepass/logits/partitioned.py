@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onepass.core.checks import described
+from onepass.core.collectives import process_group
 from onepass.core.dispatch import constant_in_trace
-from onepass.softmax.shards import process_group
 
 Gather = Callable[[Sequence[Tensor]], AbstractContextManager[Any]]
 _gather: Gather | None = None

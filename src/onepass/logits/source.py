@@ -21,13 +21,13 @@ from onepass.core.checks import (
     check_temperature,
     check_transform,
 )
+from onepass.core.collectives import Replicated, group_named
 from onepass.core.dispatch import is_plain
 from onepass.core.invariance import is_batch_invariant
 from onepass.core.options import Average, Inputs, Options, PairOptions, PairRows, Transform
 from onepass.core.shard import NOT_SHARDED, Shard, shared_columns
 from onepass.core.support import Support, check_support
 from onepass.softmax.divergence import divergence_of
-from onepass.softmax.shards import Replicated, group_named
 from onepass.softmax.statistics import check_range, gather_logits, statistics_of
 
 MOST_ROWS_OF_MEAN = 2**17  # one program reduces them

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from onepass.backend import backend_of
+from onepass.core.collectives import group_named, of_all_ranks
 from onepass.core.dispatch import (
     check_upstream,
     empty_gradients,
@@ -29,12 +30,7 @@ from onepass.logits.partitioned import gathered
 from onepass.logits.tile_plan import INDEX, ROW, Use, plan
 from onepass.logits.tiles import Tile, tiles
 from onepass.logits.valid_rows import defers
-from onepass.softmax.shards import (
-    empty_states,
-    group_named,
-    merge_states,
-    of_all_ranks,
-)
+from onepass.softmax.shards import empty_states, merge_states
 from onepass.softmax.statistics import returned
 
 

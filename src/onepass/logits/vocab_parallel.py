@@ -15,19 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from onepass.backend import is_debugging
 from onepass.core.checks import FLOATS, check_integer, described
+from onepass.core.collectives import GatheredColumns, Sum, gathered_columns, group_named, process_group
 from onepass.core.dispatch import constant_in_trace, is_plain
 from onepass.core.options import Average, Inputs, Options, Transform
 from onepass.core.shard import Group, Shard, leading
 from onepass.logits.partitioned import in_order
 from onepass.logits.source import WRAPPERS, Fields, LogitsSource, TensorLogits, divided_by
-from onepass.softmax.shards import (
-    GatheredColumns,
-    Sum,
-    gathered_columns,
-    group_named,
-    process_group,
-    statistics_of_shards,
-)
+from onepass.softmax.shards import statistics_of_shards
 from onepass.softmax.statistics import gather_logits
 
 

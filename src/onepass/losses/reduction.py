@@ -7,12 +7,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onepass.core.checks import check_choice, check_number, described, short
+from onepass.core.collectives import group_named, process_group, sum_of_all_ranks
 from onepass.core.dispatch import constant_in_trace, is_plain
 from onepass.core.options import REDUCTIONS, Reduction
 from onepass.core.shard import Group
 from onepass.logits.source import Divisor, LogitsSource, divided
 from onepass.logits.vocab_parallel import group_of
-from onepass.softmax.shards import group_named, process_group, sum_of_all_ranks
 
 
 def divisor_of(

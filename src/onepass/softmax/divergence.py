@@ -11,10 +11,11 @@ from torch import Tensor
 
 from onepass import reference
 from onepass.backend import backend_of
+from onepass.core.collectives import group_named, of_all_ranks
 from onepass.core.dispatch import check_upstream, empty_gradient, operation
 from onepass.core.options import DIVERGENCE, PAIR_NUMBERS, PairOptions, PairRows, empty_pair_numbers, normalizers
 from onepass.core.shard import NOT_SHARDED, PAIR_STATE, Shard
-from onepass.softmax.shards import group_named, merge_states, of_all_ranks, state_of_rows
+from onepass.softmax.shards import merge_states, state_of_rows
 
 MEANS = [n for n, name in enumerate(PAIR_NUMBERS) if name.endswith("mean") or n == DIVERGENCE]
 
