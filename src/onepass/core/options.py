@@ -137,9 +137,10 @@ class FieldGradients(NamedTuple):
     weighted_logit: Tensor | None = None
     tempered_log_normalizer: Tensor | None = None
     selected: Tensor | None = None  # that of `log_probs` instead, if they are requested
-    # (3,), of an average: the weight of a row, `factor / count / divisor`; the gradient of every row's number that the
-    # forward assumed when it computed the gradient of the logits; and the upstream gradient, which the backward writes,
-    # for the next average to assume. The first multiplies the gradient of `selected`.
+    # Of an average, (3,):
+    # [0] the weight of a row, `factor / count / divisor`, which multiplies the gradient of `selected`;
+    # [1] the gradient of every row's number that the forward assumed when it computed the gradient of the logits;
+    # [2] the upstream gradient, which the backward writes, for the next average to assume.
     row_weight: Tensor | None = None
 
     @classmethod

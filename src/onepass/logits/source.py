@@ -88,7 +88,7 @@ class LogitsSource:
 
     @property
     def compares_mask(self) -> bool:
-        """Whether a row mask may hold any integers, of which `Options.masked` marks masked rows. Else it is 0 there."""
+        """Whether kernels compare a row mask with `Options.masked`, so that labels can be the mask; else it is bool."""
         return False
 
     def materialize(self) -> Tensor:
