@@ -362,12 +362,12 @@ def test_what_is_shipped_is_used(interpreted, monkeypatch):
     ):  # fmt: skip
         forget()
         changed = replace(record, **fields)
-        monkeypatch.setattr(own, "shipped", lambda changed=changed: {changed.kernel: [changed]})
+        monkeypatch.setattr(own, "shipped", lambda gpu, changed=changed: {changed.kernel: [changed]})
         torch.testing.assert_close(onepass.selective_log_softmax(logits, target), expected)
         taken = {name: plans[-1].constexprs[name] for name in numbers}
         assert taken == (numbers if used else question.rule), fields
     assert own.collect_own() == [record] and record in autotune.collect()
-    monkeypatch.setattr(own, "shipped", lambda: {record.kernel: [replace(record, source_hash="version 2"), record]})
+    monkeypatch.setattr(own, "shipped", lambda gpu: {record.kernel: [replace(record, source_hash="version 2"), record]})
     for version, used in ((1, True), (2, True), (3, False)):
         monkeypatch.setitem(sources.VERSIONS, record.kernel, version)
         forget()

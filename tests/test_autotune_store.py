@@ -115,6 +115,32 @@ def test_another_gpu_or_triton_is_another_question(library, tmp_path):
     assert kept.warm() == 1 and fresh.run() and fresh.benchmarks == []
 
 
+def test_records_of_two_gpus_of_one_architecture_are_kept(library, tmp_path):
+    """That of this GPU is used, although the other was faster."""
+    assert library.run()
+    (record,) = autotune.collect()
+    other = replace(record, gpu="another", milliseconds=record.milliseconds / 2, config=record.config | {"BLOCK": 1})
+    for order in ((record, other), (other, record)):
+        kept = ConfigStore()
+        kept.add(order)
+        assert len(kept) == 2
+        fresh = library.again()
+        assert kept.warm() == 1 and fresh.run() and fresh.benchmarks == []
+
+
+def test_a_time_of_another_gpu_is_not_reported_as_that_of_this_one(library, tmp_path):
+    assert library.run()
+    (record,) = autotune.collect()
+    kept = ConfigStore(tmp_path / "store.json")
+    kept.add([replace(record, gpu="another")])
+    kept.save()
+    fresh = library.again()
+    with autotune.session(tmp_path / "store.json"):
+        assert fresh.run() and fresh.benchmarks == []
+        (found,) = autotune.collect()
+    assert found.gpu == "another" and found.milliseconds == record.milliseconds
+
+
 def test_a_configuration_that_is_not_declared_is_not_used(library):
     assert library.run()
     (record,) = autotune.collect()
@@ -431,6 +457,7 @@ def test_how_far_apart_numbers_are():
     ):
         for a, b in ((known, wanted), (wanted, known)):
             assert store.distance({"n": a}, {"n": b}) == apart
+            assert store.distance({"n": a, "m": "x"}, {"m": "x", "n": b}) == apart
 
 
 def test_a_kernel_without_a_source_is_not_known(library, monkeypatch):
@@ -500,7 +527,7 @@ def test_reading_needs_no_filelock(tmp_path):
 import sys
 sys.modules["filelock"] = None
 from onepass.autotune import ConfigStore, own, session
-assert own.shipped() is not None and len(ConfigStore(sys.argv[1])) == 1
+assert own.shipped("") is not None and len(ConfigStore(sys.argv[1])) == 1
 try:
     ConfigStore(sys.argv[1]).save()
 except ModuleNotFoundError:

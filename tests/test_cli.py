@@ -17,6 +17,8 @@ import onepass
 from onepass.autotune import AutotuneRecord
 from onepass.cli import demo, demo_curve, demo_report, distill, doctor
 from onepass.cli.app import app
+from onepass.cli.autotune import sizes_of
+from onepass.cli.environment import commit
 
 
 def run(*arguments):
@@ -218,6 +220,35 @@ def test_autotune_refuses_files_that_are_no_stores(tmp_path, monkeypatch, comman
     result = run("autotune", *command)
     assert result.exit_code == 2 and "Invalid value" in result.output, result.output
     assert {f.name: f.read_text() for f in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("options, says", [
+    (("--op", "log_probs", "--op", "nope"), "got nope"), (("--dtype", "bf16"), "expected one of bfloat16"),
+    (("--op", "experts", "--shape", "8x9"), "8x9: expected shapes of experts"),
+    (("--op", "log_probs", "--shape", "8x9x3x4x2"), "8x9x3x4x2: expected shapes of log_probs"),
+    (("--shape", "8x9", "--shape", "8x9x3"), "8x9x3': expected TOKENSx"),
+])  # fmt: skip
+def test_autotune_run_checks_all_options_first(tmp_path, monkeypatch, options, says):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    result = run("autotune", "run", "--out", tmp_path / "out.json", *options)
+    assert result.exit_code == 2 and says in " ".join(result.output.replace("│", "").split()), result.output
+
+
+def test_shapes_of_losses_and_of_experts_in_one_run():
+    both = ["8x9", "8x9x3x4x2"]
+    assert sizes_of(both, ["log_probs", "experts"]) == (["8x9"], ["8x9x3x4x2"])
+
+
+def test_a_commit_of_somebody_elses_repository_is_none(tmp_path, monkeypatch):
+    monkeypatch.delenv("ONEPASS_COMMIT", raising=False)
+    package = tmp_path / "venv" / "onepass"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (tmp_path / ".gitignore").write_text("venv")
+    for command in (["init"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "."]):
+        subprocess.run(["git", "-C", tmp_path, *command], check=True, capture_output=True)
+    monkeypatch.setattr(onepass, "__file__", str(package / "__init__.py"))
+    assert commit() is None
 
 
 def test_autotune_creates_the_folder_of_an_export(tmp_path):

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import forks
 import onepass
 from onepass.cli.app import app
 from onepass.cli.script import is_script
 from onepass.integrations import patching
 from onepass.integrations.switch import libraries_asked_for
 
-pytestmark = pytest.mark.xdist_group("onepass run")  # one worker has the process that is forked
+pytestmark = forks.GROUP  # and that of `run`
 
 SOURCE = Path(onepass.__file__).parents[1]
 # What Python sets for a script, in one line.
@@ -230,7 +231,8 @@ def test_run_patches_before_the_script(tmp_path, write):
     pytest.importorskip("transformers")
     pytest.importorskip("trl")
     write("script.py", STATE)
-    result = python("-m", "onepass", "run", "script.py", folder=tmp_path)
+    code = "import runpy; runpy._run_module_as_main('onepass')"  # as `python -m` does
+    result = forks.run(code, "run", "script.py", folder=tmp_path, environment=environment(None))
     assert result.returncode == 0, result.stderr
     assert result.stdout == "transformers patched\ntrl patched\n"
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("onepass: ")]
@@ -239,7 +241,7 @@ def test_run_patches_before_the_script(tmp_path, write):
 
 def test_the_variable_patches_on_import(tmp_path):
     pytest.importorskip("transformers")
-    result = python("-c", "import onepass\n" + STATE, folder=tmp_path, patch="transformers")
+    result = forks.run("import onepass\n" + STATE, folder=tmp_path, environment=environment("transformers"))
     assert result.stdout == "transformers patched\ntrl not imported\n", result.stderr
 
 

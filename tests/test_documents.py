@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import forks
 import onepass
 import reading
 from hub.build import build
@@ -57,16 +58,16 @@ def broken(pages, folder, imports=""):
     """What is wrong with the blocks of these pages: nothing, or a traceback with the page and the line."""
     code = json.dumps([(str(page), blocks(page, "python")) for page in pages])
     environment = os.environ | {"TRITON_INTERPRET": "", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error:onepass", "-c", imports + RUN], input=code, cwd=folder, env=environment,
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = forks.run(
+        imports + RUN, stdin=code, folder=folder, environment=environment, warnings=("error:onepass",), timeout=300
+    )
     if not done.returncode:
         return ""
     errors = folder / "errors"
     return (errors.read_text() if errors.exists() else "") + done.stderr[-500:]
 
 
+@forks.GROUP
 def test_its_code_runs(tmp_path):
     """The blocks of a page run one after the other in one namespace, as if a reader had pasted them.
 
@@ -79,6 +80,7 @@ def test_its_code_runs(tmp_path):
     assert not errors, errors
 
 
+@forks.GROUP
 def test_a_broken_block_is_found(tmp_path):
     """By its page and its line; the pages after it run all the same."""
     texts = {"broken.md": "```python\nx = 1\n```\ntext\n```python\nassert x == 2\n```\n",

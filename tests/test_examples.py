@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import forks
 import onepass
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -24,20 +25,24 @@ for path in paths:
 """
 
 
-def run(*arguments):
-    environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(Path(onepass.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
-    script = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+def environment():
+    left = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
+    return left | {"PYTHONPATH": str(Path(onepass.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def output_of(script):
     assert script.returncode == 0, script.stderr
     return script.stdout
 
 
 @pytest.fixture(scope="module")
-def printed():
+def printed(tmp_path_factory):
     """What each example prints, all run by one process."""
     pytest.importorskip("transformers")
     names = [*OF_ONE_PROCESS, *OF_TRL * (find_spec("trl") is not None)]
-    parts = run("-c", ALL_OF_THEM, *[EXAMPLES / name for name in names]).split("example ")[1:]
+    paths, folder = [EXAMPLES / name for name in names], tmp_path_factory.mktemp("examples")
+    script = forks.run(ALL_OF_THEM, *paths, folder=folder, environment=environment())
+    parts = output_of(script).split("example ")[1:]
     return {Path(path).name: text for path, _, text in (part.partition("\n") for part in parts)}
 
 
@@ -45,7 +50,7 @@ def test_there_is_a_test_for_each():
     assert {path.name for path in EXAMPLES.iterdir() if path.suffix == ".py"} == {*OF_ONE_PROCESS, *OF_TRL}
 
 
-@pytest.mark.xdist_group("examples")
+@forks.GROUP
 @pytest.mark.parametrize("name, value, factor", [
     ("sft.py", "loss", 0.7), ("distillation.py", "student .* loss", 0.5), ("policy_loss.py", "reward", 2.0),
     ("preference_losses.py", "loss", 0.7),
@@ -56,14 +61,14 @@ def test_it_learns(printed, name, value, factor):
     assert found[-1] < factor * found[0] if factor < 1 else found[-1] > factor * found[0]
 
 
-@pytest.mark.xdist_group("examples")
+@forks.GROUP
 def test_trl(printed):
     pytest.importorskip("trl")
     text = printed["trl_grpo.py"]
     assert "-> onepass.integrations.trl." in text and re.search(r"reward 0\.\d+ after 5 steps", text)
 
 
-@pytest.mark.xdist_group("examples")
+@forks.GROUP
 def test_trl_with_the_samplers_options(printed):
     """The ratios of fresh samples are nearer to 1 with each of the sampler's options, and with all of them tenfold."""
     pytest.importorskip("trl")
@@ -74,7 +79,7 @@ def test_trl_with_the_samplers_options(printed):
     assert sum(exact) < 0.6 * sum(kept) < 0.6 * sum(own)
 
 
-@pytest.mark.xdist_group("examples")
+@forks.GROUP
 def test_trl_with_the_samplers_experts(printed):
     """The weights are the same and the experts are not: replayed, the ratios are 1 up to the arithmetic."""
     pytest.importorskip("trl")
@@ -86,11 +91,12 @@ def test_trl_with_the_samplers_experts(printed):
     assert all(r < 5e-6 < 5e-4 < o for r, o in zip(replayed, own))
 
 
-@pytest.mark.xdist_group("examples")
+@forks.GROUP
 def test_tensor_parallel(printed):
     """The losses of two processes are those of one."""
-    both = run("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
-               "--rdzv-endpoint", "localhost:0", EXAMPLES / "tensor_parallel.py")  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
+               "--rdzv-endpoint", "localhost:0", EXAMPLES / "tensor_parallel.py"]  # fmt: skip
+    both = output_of(subprocess.run(command, env=environment(), capture_output=True, text=True))
     alone, sharded = ([float(number) for number in re.findall(r"loss ([\d.]+)", text)]
                       for text in (printed["tensor_parallel.py"], both))  # fmt: skip
     assert len(alone) == 4 and alone[-1] < 0.8 * alone[0]

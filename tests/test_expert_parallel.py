@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 import transformers
 from packaging.version import Version
 
+import forks
 from onepass.integrations import expert_shards
 from onepass.integrations import transformers_experts as integration
 
@@ -22,6 +22,7 @@ def has_implementations():
     return Version(transformers.__version__) >= Version("5.23")
 
 
+@forks.GROUP
 @pytest.mark.skipif(not has_implementations(), reason="transformers chooses an EPImplementation from 5.23 on")
 def test_as_one_process(tmp_path):
     """Losses and gradients of ten steps, and checkpoints; see the worker's layouts."""
@@ -32,11 +33,8 @@ def test_as_one_process(tmp_path):
     }
     jobs = [dict(ranks=n, variants=[], functions=[f"expert_parallel_worker.{f}" for f in names[n]]) for n in names]
     environment = os.environ | {"TRITON_INTERPRET": "", "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(
-        [sys.executable, "-W", "ignore", WORKER, tmp_path, json.dumps(jobs)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=400,
-    )  # fmt: skip
-    assert not process.returncode, process.stdout
+    failed, printed = forks.run_file(WORKER, tmp_path, json.dumps(jobs), environment=environment, warnings=("ignore",))
+    assert not failed, printed
 
 
 @pytest.mark.parametrize("version, registered", [("5.22.1", False), ("5.23.0", True)])

@@ -88,13 +88,13 @@ REDUCED = ({"reduction": "mean"}, {"reduction": "sum"}, {"num_items": 3}, {"num_
 @pytest.mark.parametrize("logits", [{"temperature": 0.7, "logit_scale": -2.0}, {"temperature": "rows"}], ids=str)
 def test_statistics_and_gradient_take_one_read(device, early, monkeypatch, options, logits):
     """The gradient is bitwise that of the backward, for a right guess of its upstream gradient and for wrong ones."""
-    x = torch.randn(4, 6, 72, device=device).requires_grad_()
-    target = torch.randint(72, (4, 6), device=device)
-    target[1, 2], target[3, 3] = -100, 71
+    x = torch.randn(2, 5, 72, device=device).requires_grad_()
+    target = torch.randint(72, (2, 5), device=device)
+    target[0, 2], target[1, 3] = -100, 71
     items = torch.tensor(3, device=device)
     options = options | logits | ({"num_items": items} if options.get("num_items") == "tensor" else {})
     if logits.get("temperature") == "rows":
-        options["temperature"] = torch.rand(4, 6, device=device) + 0.5
+        options["temperature"] = torch.rand(2, 5, device=device) + 0.5
     reads, backend = [], backend_of(x)
     for name in ("softmax_average", "softmax_statistics", "softmax_gradient"):
         real = getattr(backend, name)

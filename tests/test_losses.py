@@ -357,6 +357,16 @@ def test_a_linear_loss_with_row_inputs_that_have_a_gradient():
     assert found[0][1].abs().min() > 0
 
 
+def test_a_softcap_that_saturates(device):
+    """Its slope is small there, and not the difference of two numbers next to 1."""
+    x = torch.linspace(-300, 300, 4 * 64, dtype=torch.float64).view(4, 64)
+    index, found = torch.arange(4) * 20, []
+    for logits in (x.float().to(device).requires_grad_(), x.clone().requires_grad_()):
+        loss = onepass.cross_entropy(logits, index.to(logits.device), softcap=15.0)
+        found.append(torch.autograd.grad(loss, logits)[0].double().cpu())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=0)
+
+
 def test_a_module_moves_the_temperatures_of_its_rows():
     for loss in (onepass.CrossEntropyLoss(temperature=torch.ones(3)), onepass.KLDivLoss(temperature=torch.ones(3))):
         assert loss.to("meta").temperature.device.type == "meta"

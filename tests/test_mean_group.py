@@ -3,6 +3,7 @@
 Two more cases share the processes of test_vocab_parallel.py.
 """
 
+import forks
 from test_vocab_parallel import job, run
 
 
@@ -10,6 +11,7 @@ def of_cases(*names):
     return [f"mean_group_cases.{name}" for name in names]
 
 
+@forks.GROUP
 def test_means_over_a_group(tmp_path):
     failed, printed = run(
         tmp_path,

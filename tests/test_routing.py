@@ -105,6 +105,8 @@ def on(device, options):
 def test_equals_the_definition(device, dtype, name, tokens):
     if name == "many" and tokens > 33:
         pytest.skip("the definition takes seconds")
+    if tokens > 33 and device.type == "cpu" and (dtype == torch.float32 or not interpreted(device)):
+        pytest.skip("it has no programs, or the general kernel has as many for bfloat16")
     x, k, options = inputs(name, tokens)
     mine = x.to(device, dtype).requires_grad_()
     routing = route(mine, k, **on(device, options))

@@ -120,15 +120,17 @@ def test_the_average_of_few_rows_takes_one_launch(device, monkeypatch, rows, nam
         index = torch.randint(vocab, (rows,), generator=generator).to(device)
         index[2::3], inside = -100, index.clone()
         outside = index.where(torch.arange(rows, device=device) != rows - 1, vocab)
-        for target, mask, masked in (
-            (index, index, -100), (inside, None, 0), (outside, outside, -100), (inside, index != -100, 0),
-            (torch.full_like(index, -100), torch.full_like(index, -100), -100),
+        none = torch.full_like(index, -100)
+        # Every guess, where some rows count and where none does; a wrong one elsewhere.
+        for target, mask, masked, guesses in (
+            (index, index, -100, (1.0, 2.0, torch.nan)), (inside, None, 0, (2.0,)), (outside, outside, -100, (2.0,)),
+            (inside, index != -100, 0, (2.0,)), (none, none, -100, (1.0, 2.0, torch.nan)),
         ):  # fmt: skip
             average = Average(*AVERAGES[name], divisor, masked)
             if mask is None and average.counted:
                 continue
             options, inputs = PLAIN._replace(masked=masked), Inputs(target, mask)
-            for guess in (1.0, 2.0, torch.nan):
+            for guess in guesses:
                 last = None if guess == 1.0 else torch.tensor([5.0, 7.0, guess], device=device)
                 found = []
                 for few in (512, 0):

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import forks
+
+pytestmark = forks.GROUP
 DEPRECATED = "`torch.distributed."  # what torch says of names that it deprecates begins so
 WORKER = Path(__file__).parent / "vocab_parallel_worker.py"
 
@@ -16,8 +19,12 @@ WORKER = Path(__file__).parent / "vocab_parallel_worker.py"
 def run(folder, *jobs, interpreter=False):
     """Run jobs, one after the other: of how many processes failed, and what they printed."""
     environment = os.environ | {"TRITON_INTERPRET": "1" if interpreter else "", "OMP_NUM_THREADS": "1"}
+    warnings = "ignore", f"error:{DEPRECATED}:FutureWarning"
+    if not interpreter:
+        return forks.run_file(WORKER, folder, json.dumps(jobs), environment=environment, warnings=warnings)
+    options = [o for warning in warnings for o in ("-W", warning)]  # Triton is imported anew
     process = subprocess.run(
-        [sys.executable, "-W", "ignore", "-W", f"error:{DEPRECATED}:FutureWarning", WORKER, folder, json.dumps(jobs)],
+        [sys.executable, *options, WORKER, folder, json.dumps(jobs)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=300,
     )  # fmt: skip
     return process.returncode, process.stdout

@@ -17,7 +17,8 @@ class AutotuneReportCallback(TrainerCallback):
     """Report once, after the first of the first 5 steps with something to report.
 
     After that, a step costs one test of a flag. Only the first process of all reports. Nothing is reported unless this
-    callback is added, and nothing leaves the machine unless a sink sends it: the default is one log line per record.
+    callback is added, and nothing leaves the machine unless a sink sends it: the default is one log line per record, at
+    level INFO of the logger ``onepass.autotune``.
 
     Args:
         sinks: callables that take a list of `AutotuneRecord`, see `onepass.autotune`: ``LogSink()``,

@@ -15,7 +15,8 @@ def collect() -> list[AutotuneRecord]:
     found = ConfigStore()
     found.add(own.collect_own())
     for tuner in tuners.autotuners():
-        measured = [key for key in tuner.cache if key not in tuners.borrowed.get(tuner, ())]
+        answered = tuners.answered.get(tuner, {})
+        measured = [key for key in tuner.cache if key not in answered]
         records = [tuners.record_of(tuner, key, tuner.cache[key], tuners.timings_of(tuner, key)) for key in measured]
-        found.add([r for r in records if r is not None])
+        found.add([r for r in (*records, *answered.values()) if r is not None])
     return found.records

@@ -48,7 +48,8 @@ def choose(kernel: Any, key: dict[str, Any], rule: Numbers) -> Numbers:
         if question in _tried:
             return _tried[question]
     identity = identity_of(kernel)
-    known = [r for r in shipped().get(name, ()) if r.source_hash == identity and r.config.keys() == rule.keys()]
+    records = shipped(here()["gpu"]).get(name, ())
+    known = [r for r in records if r.source_hash == identity and r.config.keys() == rule.keys()]
     record = closest(known, key)
     if record is None:
         return rule
@@ -62,11 +63,11 @@ def collect_own() -> list[AutotuneRecord]:
 
 
 @lru_cache
-def shipped() -> dict[str, list[AutotuneRecord]]:
-    """The records of this GPU model, by the name of the kernel."""
+def shipped(gpu: str) -> dict[str, list[AutotuneRecord]]:
+    """The records of a GPU model, by the name of the kernel."""
     found: dict[str, list[AutotuneRecord]] = {}
     for record in (r for path in sorted(SHIPPED.glob("*.json")) for r in ConfigStore(path).records):
-        if record.gpu == here()["gpu"]:
+        if record.gpu == gpu:
             found.setdefault(record.kernel, []).append(record)
     return found
 

@@ -108,7 +108,7 @@ class AutotuneRecord:
         kernel: the function's name.
         module: the module that defines it, if it belongs to an installed package; else "local".
         source_hash: `onepass.autotune.sources.identity_of` the kernel: the sha256 of its source and of the functions
-            that it calls; for kernels of onepass ``"version 1"``.
+            that it calls; for kernels of onepass its version, such as ``"version 1"``.
         key: the arguments in the ``key`` of `triton.autotune`, by name.
         dtypes: the dtypes of all tensor arguments in order, which Triton adds to the key.
         config: the selected meta-parameters, ``num_warps``, ``num_stages`` and ``num_ctas``.
@@ -143,8 +143,8 @@ class AutotuneRecord:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """The lookup key of a store: kernel, source, architecture, Triton's minor version, key and dtypes."""
-        return (*self.place, self.label)
+        """What no two records of a store share: kernel, source, architecture, version of Triton, key, dtypes, GPU."""
+        return (*self.place, self.label, self.gpu)
 
     @property
     def place(self) -> tuple[str, ...]:

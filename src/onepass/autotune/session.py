@@ -154,8 +154,8 @@ def _answer(tuner: Autotuner, key: tuple[Any, ...], configs: list[Config]) -> li
     if record is None or config is None:
         _of_thread.wanted = tuner, key, len(configs)
         return configs
-    if tuners.cache_key(record) != key:
-        tuners.borrowed.setdefault(tuner, set()).add(key)
+    answer = record if tuners.cache_key(record) == key else None
+    tuners.answered.setdefault(tuner, {})[key] = answer
     _of_thread.known = tuner, config, record.milliseconds or 0.0
     return [config]
 
@@ -191,6 +191,7 @@ def _so_far() -> str | None:
 def _finish(tuning: Tuning) -> None:
     tuning.close()
     tuners.observed.setdefault(tuning.tuner, {})[tuning.key] = tuning.timings
+    tuners.answered.get(tuning.tuner, {}).pop(tuning.key, None)
     best = min(tuning.timings, key=tuning.timings.__getitem__)
     record = tuners.record_of(tuning.tuner, tuning.key, best, tuning.timings)
     with _lock:

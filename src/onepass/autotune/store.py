@@ -12,7 +12,7 @@ from typing import Any
 from onepass.autotune.extras import needed_by
 from onepass.autotune.record import AutotuneRecord, NotPlain, here, label_of, minor
 from onepass.autotune.sources import identity_of
-from onepass.autotune.tuners import autotuners, cache_key, labelled, matching
+from onepass.autotune.tuners import answered, autotuners, cache_key, labelled, matching
 
 FORMAT, VERSION = "onepass autotune store", 1
 LEFT_OUT = "it is left out, as if there were none"
@@ -80,7 +80,7 @@ class ConfigStore:
     # Lookup.
 
     def find(self, tuner: Any, key: tuple[Any, ...], nearest: bool = False) -> AutotuneRecord | None:
-        """The record for a key of an autotuner, on the current device.
+        """The record for a key of an autotuner, on the current device, or else on another GPU of the same architecture.
 
         Args:
             nearest: fall back to the closest record of the same kernel and dtypes in which no number differs by more
@@ -94,9 +94,14 @@ class ConfigStore:
             return None
         about = here()
         place = tuner.base_fn.__name__, identity, about["compute_capability"], minor(about["triton"])
-        known = self._records.get((*place, label_of(labels, dtypes)))
-        if known is None and nearest:
-            known = closest([r for r in self.records if r.place == place and r.dtypes == dtypes], labels)
+        label, gpu = label_of(labels, dtypes), about["gpu"]
+        known = self._records.get((*place, label, gpu))
+        if known is None:
+            here_first = sorted(self.records, key=lambda r: r.gpu != gpu)
+            others = [r for r in here_first if r.place == place]
+            known = next((r for r in others if r.label == label), None)
+            if known is None and nearest:
+                known = closest([r for r in others if r.dtypes == dtypes], labels)
         return known
 
     def warm(self) -> int:
@@ -114,6 +119,7 @@ class ConfigStore:
                 config = matching(tuner.configs, record)
                 if key not in tuner.cache and config is not None and self.find(tuner, key) is record:
                     tuner.cache[key] = config
+                    answered.setdefault(tuner, {})[key] = record
                     filled += 1
         return filled
 
@@ -200,7 +206,7 @@ def distance(known: dict[str, Any], wanted: dict[str, Any]) -> float:
     if known.keys() != wanted.keys():
         return math.inf
     total = 0.0
-    for a, b in zip(known.values(), wanted.values()):
+    for a, b in ((value, wanted[name]) for name, value in known.items()):
         if a == b and type(a) is type(b):
             continue
         if not (is_positive(a) and is_positive(b) and 1 / 4 <= a / b <= 4):

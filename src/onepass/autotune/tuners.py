@@ -23,8 +23,8 @@ LOG = logging.getLogger(__name__)
 Timings = dict[Config, float]
 # Timings that a session observed. Triton itself keeps only the timings of the last key.
 observed: "WeakKeyDictionary[Autotuner, dict[tuple[Any, ...], Timings]]" = WeakKeyDictionary()
-# Keys that were given the configuration of a near key, and therefore were not measured.
-borrowed: "WeakKeyDictionary[Autotuner, set[tuple[Any, ...]]]" = WeakKeyDictionary()
+# Keys that a store answered, which therefore were not measured, with the record; None for that of a near key.
+answered: "WeakKeyDictionary[Autotuner, dict[tuple[Any, ...], AutotuneRecord | None]]" = WeakKeyDictionary()
 
 
 def autotuners() -> list[Autotuner]:

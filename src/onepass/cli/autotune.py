@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from onepass.kernels.launch import forget
 
 EXPERTS, EXPERT_SHAPES = "experts", (QWEN3_30B, MIXTRAL, GPT_OSS, QWEN3_NEXT, OLMOE, WIDE)
 OPS = [*OPERATIONS, EXPERTS]
+DTYPES = "bfloat16", "float16", "float32"
 ROUNDS = 2  # over all candidates: between the first and the last a GPU's clock changes by more than they differ
 AHEAD = 0.99  # of the rule's time: less is noise
 app = typer.Typer(no_args_is_help=True, help=__doc__)
@@ -114,18 +115,24 @@ def run(
             help=f"{LOSS_FORM}; of experts {EXPERT_FORM}.", show_default=", ".join([*LOSS_SHAPES, *EXPERT_SHAPES])
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the logits, of the experts.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help=f"Of the logits, of the experts: {', '.join(DTYPES)}.")] = "bfloat16",
     milliseconds: Annotated[int, typer.Option(help="Measured of each candidate.")] = 30,
 ) -> None:
     """Time the kernels of onepass with launch parameters around the defaults, and store the fastest."""
     if not torch.cuda.is_available():
         raise typer.BadParameter("expected a CUDA or ROCm GPU, got none")
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}, got {dtype}", param_hint="--dtype")
+    for name in op or ():
+        if name not in OPS:
+            raise typer.BadParameter(f"expected one of {', '.join(OPS)}, got {name}", param_hint="--op")
+    given = sizes_of(shape or [], op or OPS)
     device, console, store = torch.device("cuda"), Console(), opened(out)
     done: set[str] = set()
     for name in op or OPS:
-        if name not in OPS:
-            raise typer.BadParameter(f"expected one of {', '.join(OPS)}, got {name}", param_hint="--op")
-        for step, small in steps(name, shape, getattr(torch, dtype), device):
+        if shape and not given[name == EXPERTS]:
+            continue
+        for step, small in steps(name, given[name == EXPERTS], getattr(torch, dtype), device):
 
             def time(call: Callable[[], object], small: bool = small) -> float:
                 return (kernel_us(call, device) or 0) / 1e3 if small else median_ms(call, device, milliseconds)
@@ -136,8 +143,27 @@ def run(
     show([out])
 
 
+def sizes_of(shapes: Sequence[str], ops: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The shapes of losses, and those of experts.
+
+    Raises:
+        typer.BadParameter: a shape has neither form, or that of no operation that is measured.
+    """
+    of_losses = [s for s in shapes if len(s.split("x")) == len(LOSS_FORM.split("x"))]
+    of_experts = [s for s in shapes if s not in of_losses]
+    for some, form, example, asked in (
+        (of_losses, LOSS_FORM, LOSS_SHAPES[0], any(op != EXPERTS for op in ops)),
+        (of_experts, EXPERT_FORM, MIXTRAL, EXPERTS in ops),
+    ):
+        for shape in some:
+            parse_shape(shape, form, example)
+            if not asked:
+                raise typer.BadParameter(f"{shape}: expected shapes of {', '.join(ops)}", param_hint="--shape")
+    return of_losses, of_experts
+
+
 def steps(
-    op: str, shapes: list[str] | None, dtype: torch.dtype, device: torch.device
+    op: str, shapes: list[str], dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[Callable[[], object], bool]]:
     """What is measured of an operation, and whether that is so small that only the kernels' own time says something."""
     if op == EXPERTS:

@@ -88,6 +88,8 @@ def demo(
     if out.suffix.lower() not in FORMATS:
         raise typer.BadParameter(f"expected a name that ends in {' or '.join(FORMATS)}, got {out}", param_hint="--out")
     check_writable(out)
+    if autotune_report is not None:
+        check_writable(autotune_report, "--autotune-report")
     console = Console()
     here = environment()
     gpu = here["gpu"] if place == "cuda" else "CPU"
@@ -162,6 +164,8 @@ def compare_losses(
         console.print(str(agreements[-1]))
     plot(head, reference, ours, out)
     console.print(f"All steps are drawn in {out}.")
+    if autotune_report is not None and not autotune_report.exists():
+        console.print(f"No kernel was autotuned: {autotune_report} is not written.")
 
     console.print(f"\n[bold]2. Memory of the {head.part}, apart from the model[/bold]")
     milliseconds = reference.milliseconds, ours.milliseconds

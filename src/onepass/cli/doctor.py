@@ -168,7 +168,8 @@ def check(name: str, device: str, dtype: torch.dtype) -> tuple[str, str, bool]:
     interpreted = device == "cpu" and path(device, dtype) == PATHS["onepass.kernels"]
     rounding = torch.finfo(dtype).eps * (1 if interpreted else 0.5) + TOLERANCE
     result_error, first = compare(results, expected, TOLERANCE * expected.abs().clamp(min=1))
-    gradient_error, second = compare(gradient, exact, rounding * exact.abs() + 0.1 * TOLERANCE * exact.abs().max())
+    # It is a difference of numbers up to the upstream gradient, which is at most 1, times a probability.
+    gradient_error, second = compare(gradient, exact, rounding * exact.abs() + 0.1 * TOLERANCE)
     return result_error, gradient_error, first and second
 
 

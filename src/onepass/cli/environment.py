@@ -48,6 +48,8 @@ def commit() -> str | None:
     if "ONEPASS_COMMIT" in os.environ:
         return os.environ["ONEPASS_COMMIT"]
     root = Path(onepass.__file__).parent
+    if output_of("git", "-C", str(root), "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None  # also where onepass is installed inside of another repository
     head = output_of("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
     return head and head + ("+" if output_of("git", "-C", str(root), "status", "--porcelain", "--", str(root)) else "")
 

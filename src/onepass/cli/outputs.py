@@ -6,8 +6,8 @@ from pathlib import Path
 import typer
 
 
-def check_writable(path: Path) -> None:
-    """Raise unless a file can be written there. The folder is created.
+def check_writable(path: Path, option: str = "--out") -> None:
+    """Raise unless a file can be written where an option says. The folder is created.
 
     Raises:
         typer.BadParameter: no file can be created in its folder.
@@ -17,4 +17,4 @@ def check_writable(path: Path) -> None:
         with tempfile.NamedTemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise typer.BadParameter(f"{path} cannot be written: {error.strerror}", param_hint="--out") from None
+        raise typer.BadParameter(f"{path} cannot be written: {error.strerror}", param_hint=option) from None

@@ -200,10 +200,19 @@ def decode(weight: Encoded, out: Tensor, first: int = 0, offsets: Tensor | None 
     return out
 
 
-@lru_cache
 def codes_of(name: str, device: torch.device) -> Tensor | None:
     """The values of a format's 4-bit codes, on the device, unless they are computed."""
-    return torch.tensor(FORMATS[name].codes, device=device) if kind_of(name) == "table" else None
+    if kind_of(name) != "table":
+        return None
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # a graph copies nothing from the host
+        return torch.cat([torch.full((1,), code, device=device) for code in FORMATS[name].codes])
+    return table_of(name, device)
+
+
+@lru_cache
+def table_of(name: str, device: torch.device) -> Tensor:
+    """The values of a format's codes."""
+    return torch.tensor(FORMATS[name].codes, device=device)
 
 
 def kind_of(name: str) -> str:

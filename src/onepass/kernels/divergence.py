@@ -68,6 +68,7 @@ class Side(NamedTuple):
 @triton.jit
 def read_normalizer(numbers, rows, row):
     """Load the shift and the log-normalizer of a row."""
+    rows = rows.to(tl.int64)
     return tl.load(numbers + SHIFT * rows + row), tl.load(numbers + LOG_NORMALIZER * rows + row)
 
 
@@ -215,6 +216,7 @@ def divergence_kernel(
     TILE: tl.constexpr = LANES * VEC
     row = (tl.program_id(0) // SPLITS).to(tl.int64)
     split = tl.program_id(0) % SPLITS
+    rows = rows.to(tl.int64)
     active = is_active(row_mask, row, 0)
     p_inner, p_outer = factors_of_row(p_inner, p_outer, p_temperature, row, DIVERGENCE.P_SOFTCAP)
     q_inner, q_outer = factors_of_row(q_inner, q_outer, q_temperature, row, DIVERGENCE.Q_SOFTCAP)

@@ -90,7 +90,7 @@ def divergence_gradient_kernel(
     if g != 0.0:
         x_shift, x_norm = read_normalizer(x_numbers, rows, row)
         y_shift, y_norm = read_normalizer(y_numbers, rows, row)
-        mean = tl.load(x_numbers + MEAN * rows + row)
+        mean = tl.load(x_numbers + MEAN * rows.to(tl.int64) + row)
         of_x = Side(x_base, x_inner, x_outer, w_x, x_shift, x_norm)
         of_y = Side(y_base, y_inner, y_outer, w_y, y_shift, y_norm)
         for col in range(low, high, TILE):

@@ -47,8 +47,8 @@ class WeightStrides(NamedTuple):
 
 @triton.jit
 def load_weight(
-    w, descriptor, e, k0, n0, column, inside, K: tl.constexpr, STRIDES: tl.constexpr, BLOCK_K: tl.constexpr,
-    WIDTH: tl.constexpr, TMA: tl.constexpr,
+    w, descriptor, e, k0, n0, column, inside, K: tl.constexpr, COLUMNS: tl.constexpr, STRIDES: tl.constexpr,
+    BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """``w[e, column, k0 : k0 + BLOCK_K]``, transposed to ``[BLOCK_K, WIDTH]``; zeros beyond K."""
     if TMA == "K":
@@ -60,6 +60,8 @@ def load_weight(
         mask = inside[None, :]
         if K % BLOCK_K != 0:
             mask = mask & (k[:, None] < K)
+        if K * STRIDES.K + COLUMNS * STRIDES.N >= 2**31:
+            k, column = k.to(tl.int64), column.to(tl.int64)
         place = e.to(tl.int64) * STRIDES.E + k[:, None] * STRIDES.K + column[None, :] * STRIDES.N
         return tl.load(w + place, mask=mask, other=0.0)
 
@@ -144,7 +146,9 @@ def grouped_gemm_kernel(
             if R > 0:
                 r = tl.arange(0, BLOCK_R)[None, :]
                 adapted = tl.load(low + at_row * R + r, mask=there[:, None] & (r < R), other=0.0)
-                adapter = load_weight(lora, lora, expert, 0, n0, column, inside, R, LORA_STRIDES, BLOCK_R, WIDTH, "")
+                adapter = load_weight(
+                    lora, lora, expert, 0, n0, column, inside, R, COLUMNS, LORA_STRIDES, BLOCK_R, WIDTH, ""
+                )
                 acc = tl.dot(adapted, adapter, acc, input_precision=PRECISION)
             for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
                 k = (k0 + tl.arange(0, BLOCK_K))[None, :]
@@ -152,7 +156,19 @@ def grouped_gemm_kernel(
                 a = tl.load(x + source[:, None] * X_ROW + k, mask=mask, other=0.0)
                 if CODE is None:
                     b = load_weight(
-                        w, descriptor, expert - first, k0, n0, column, inside, K, W_STRIDES, BLOCK_K, WIDTH, TMA
+                        w,
+                        descriptor,
+                        expert - first,
+                        k0,
+                        n0,
+                        column,
+                        inside,
+                        K,
+                        COLUMNS,
+                        W_STRIDES,
+                        BLOCK_K,
+                        WIDTH,
+                        TMA,
                     )
                 else:
                     b = decode_tile(encoding, expert.to(tl.int64), k0, n0, CODE, HALVES, BLOCK_K, WIDTH)

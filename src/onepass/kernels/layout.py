@@ -161,18 +161,29 @@ def power_of_two(n: int) -> int:
 
 
 @lru_cache
+def target_of(device: int) -> Any:
+    """What Triton compiles for on a device."""
+    driver = triton.runtime.driver.active
+    if device == driver.get_current_device():
+        return driver.get_current_target()
+    with torch.cuda.device(device):
+        return driver.get_current_target()
+
+
+def target(device: int = -1) -> Any:
+    """`target_of` a device, of the current one by default."""
+    return target_of(triton.runtime.driver.active.get_current_device() if device < 0 else device)
+
+
 def threads_per_warp() -> int:
-    """The warp size of the device; 32 in the interpreter."""
-    if one_at_a_time():
-        return 32
-    return triton.runtime.driver.active.get_current_target().warp_size
+    """The warp size of the current device; 32 in the interpreter."""
+    return 32 if one_at_a_time() else target().warp_size
 
 
-@lru_cache
-def compute_capability() -> int:
-    """The compute capability as Triton writes it (90 for Hopper); 0 on AMD GPUs and in the interpreter."""
-    target = None if one_at_a_time() else triton.runtime.driver.active.get_current_target()
-    return target.arch if target is not None and target.backend == "cuda" else 0
+def compute_capability(device: int = -1) -> int:
+    """That of a device as Triton writes it (90 for Hopper); 0 on AMD GPUs and in the interpreter."""
+    found = None if one_at_a_time() else target(device)
+    return found.arch if found is not None and found.backend == "cuda" else 0
 
 
 def precision() -> str:
@@ -180,9 +191,9 @@ def precision() -> str:
     return "tf32x3" if compute_capability() else "ieee"
 
 
-def has_tma() -> bool:
+def has_tma(device: int = -1) -> bool:
     """Whether tiles can be loaded by descriptors (TMA): from Hopper on, and in the interpreter."""
-    return compute_capability() >= 90 or one_at_a_time()
+    return compute_capability(device) >= 90 or one_at_a_time()
 
 
 def tma_dimension(operand: torch.Tensor, k: int, n: int, only_k: bool = False) -> str:
@@ -195,7 +206,7 @@ def tma_dimension(operand: torch.Tensor, k: int, n: int, only_k: bool = False) -
     fits = strides[contiguous] == 1 and not (only_k and name == "N") and operand.numel() > 0
     others = [stride for d, stride in enumerate(strides) if d != contiguous]
     aligned = all(s > 0 and s * size % 16 == 0 for s in others) and operand.data_ptr() % 16 == 0
-    return name if has_tma() and fits and aligned else ""
+    return name if has_tma(operand.get_device()) and fits and aligned else ""
 
 
 SHARED_KIB = {0: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}

@@ -190,7 +190,7 @@ def load_numbers(states, numbers, rows, tile, row, inside, number, other):
 
 
 @triton.jit(
-    do_not_specialize=["rows"],
+    do_not_specialize=["rows", "N"],
     do_not_specialize_on_alignment=["index", "row_mask", "z_selected", "first_max", "packed", "selected", "is_top1"],
 )
 def merge_tiles_kernel(

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from onepass.core.options import Inputs, Options, PairOptions, PairRows, Results, empty_pair_numbers, empty_results
 from onepass.core.shard import Shard, per_row, state_fields
+from onepass.kernels import layout
 from onepass.kernels.divergence import MEAN, STATE, PairState, merge_kl
 from onepass.kernels.launch import Flat, Out, Plan, launch
 from onepass.kernels.layout import power_of_two
@@ -22,6 +23,7 @@ from onepass.kernels.softmax_fields import (
 )
 
 BLOCK = 128
+REGISTERS = 40  # per thread; ptxas would take 32, and one more in memory
 
 
 @triton.jit
@@ -99,12 +101,14 @@ def plan_for(rows: int, K: int, shard: Shard, options: Options) -> Plan:
     fields = state_fields(options, K)
     constexprs = dict(WANTED=wanted(options, reads_logits=False), RANKS=power_of_two(shard.ranks), BLOCK=BLOCK)
     numbers = (rows, K, shard.ranks, len(fields), options.sharpness, shard.vocab)
-    return Plan(merge_shards_kernel, triton.cdiv(rows, BLOCK), numbers, constexprs, 4)
+    registers = REGISTERS if layout.compute_capability() > 0 else None
+    return Plan(merge_shards_kernel, triton.cdiv(rows, BLOCK), numbers, constexprs, 4, registers=registers)
 
 
 def merge_shards(states: torch.Tensor, logits: torch.Tensor, inputs: Inputs, shard: Shard, options: Options) -> Results:
     """The statistics of every row from the states ``(ranks, numbers, rows)``; ``logits`` are those of one shard."""
     index, row_mask = inputs[:2]
+    assert options.masked == 0, "labels are no mask of a sharded vocabulary"
     results = empty_results(logits, index, options)
     rows, K = logits.shape[:-1].numel(), per_row(index, logits.dim())
     if rows:
@@ -123,6 +127,7 @@ def merge_divergences_kernel(
     Inputs: ``states`` ``(ranks, STATE, rows)``, see `core.shard.PAIR_STATE`; ``row_mask`` ``(rows,)`` or None.
     Outputs: as of `divergence_kernel`. Bytes moved: inputs and outputs.
     """
+    rows = rows.to(tl.int64)
     rank, row, present, active, inside = places_of(row_mask, rows, ranks, RANKS, BLOCK)
     mp = load_state(states, STATE, rows, rank, row, inside, 0, LOWEST)
     sp = load_state(states, STATE, rows, rank, row, inside, 1, 0.0)

@@ -49,7 +49,7 @@ class Wanted(NamedTuple):
 class State(NamedTuple):
     """The numbers of the table above, of each lane or of a row. Those that are not wanted are 0.
 
-    In the state of a shard of the vocabulary, ``u`` is not divided by V.
+    In the state of a shard of the vocabulary, or of a tile of a linear head, ``u`` is not divided by V.
     """
 
     m: Any

@@ -106,11 +106,11 @@ def routing_gradient_kernel(
         g = (g - (tl.sum(g * r, axis=1) / n)[:, None]) / n[:, None]
     a = tl.zeros([BLOCK_T], tl.float32)  # the gradient is p·(a + G), plus g at the selected experts
     if SCORE == SOFTMAX:
-        g = g * r
+        of_all = tl.sum(g * r, axis=1)
         if SCORING.AFTER:
-            g -= r * tl.sum(g, axis=1)[:, None]
+            g = (g - of_all[:, None]) * r
         else:
-            a -= tl.sum(g, axis=1)
+            g, a = g * r, a - of_all
     elif SCORE == SIGMOID:
         g = g * r * (1.0 - s)
     else:

@@ -112,6 +112,7 @@ def row_average(
     values: torch.Tensor, row_mask: torch.Tensor | None, average: Average, row_weight: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The average of ``values``, and the weight of a row: ``row_weight`` if it is known, which is written again."""
+    assert row_mask is None or row_mask.numel() == values.numel(), "a value and a mask of every row"
     total = values.new_empty(())
     row_weight = values.new_empty(1) if row_weight is None else row_weight
     about = values.numel(), average.factor, average.counted, average.masked

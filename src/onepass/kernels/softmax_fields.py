@@ -94,7 +94,7 @@ def write_state(packed, row, rows, state, present, WANTED: tl.constexpr):
     Of one row, or of those that are ``present``. Returns where the selected logits belong.
     """
     m, s, t, w, c, q, u = state
-    to = packed + row
+    to, rows = packed + row, rows.to(tl.int64)
     tl.store(to, m, mask=present)
     tl.store(to + rows, s, mask=present)
     if WANTED.EXPECTED:
@@ -107,7 +107,7 @@ def write_state(packed, row, rows, state, present, WANTED: tl.constexpr):
         tl.store(to + AFTER * rows, q, mask=present)
     if WANTED.MEAN:
         tl.store(to + (AFTER + WANTED.TEMPERED) * rows, u, mask=present)
-    return to + (AFTER + WANTED.TEMPERED + WANTED.MEAN) * rows.to(tl.int64)
+    return to + (AFTER + WANTED.TEMPERED + WANTED.MEAN) * rows
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def write_number(packed, value, active, present):
 @triton.jit
 def write_statistics(packed, row, rows, statistics, WANTED: tl.constexpr, active=True, present=None):
     """Write the statistics that are wanted: of one row, or of several with ``present``. See `write_number`."""
-    packed += row
+    packed, rows = packed + row, rows.to(tl.int64)
     log_normalizer = statistics.log_normalizer
     write_number(packed + SHIFT * rows, statistics.shift, active, present)
     write_number(packed + LOG_NORMALIZER * rows, log_normalizer, active, present)
@@ -161,14 +161,14 @@ def derivative_of_fields(upstream, of_rows, row, sharpness, WANTED: tl.constexpr
         a = tl.load(upstream.log_normalizer + row * upstream.n_stride)
     if WANTED.EXPECTED:
         b = tl.load(upstream.expected_logit + row * upstream.e_stride)
-        expected_logit = tl.load(of_rows.packed + EXPECTED_LOGIT * of_rows.rows + row)
+        expected_logit = tl.load(of_rows.packed + EXPECTED_LOGIT * of_rows.rows.to(tl.int64) + row)
         a += b * (expected_logit if WANTED.ENTROPY else 1.0 - expected_logit)
         b = -b if WANTED.ENTROPY else b
     if WANTED.WEIGHTED:
         d = tl.load(upstream.weighted_logit + row * upstream.w_stride)
     if WANTED.TEMPERED:
         h = tl.load(upstream.tempered_log_normalizer + row * upstream.t_stride) * sharpness
-        tempered = tl.load(of_rows.packed + TEMPERED_LOG_NORMALIZER * of_rows.rows + row)
+        tempered = tl.load(of_rows.packed + TEMPERED_LOG_NORMALIZER * of_rows.rows.to(tl.int64) + row)
     return a, b, d, h, tempered
 
 

@@ -111,8 +111,9 @@ def write_piece(
                 a -= tl.sum(w, axis=0)
 
     if needed:
-        shift = tl.load(of_rows.packed + SHIFT * of_rows.rows + row)
-        log_normalizer = tl.load(of_rows.packed + LOG_NORMALIZER * of_rows.rows + row)
+        rows = of_rows.rows.to(tl.int64)
+        shift = tl.load(of_rows.packed + SHIFT * rows + row)
+        log_normalizer = tl.load(of_rows.packed + LOG_NORMALIZER * rows + row)
         derivative = Derivative(shift, log_normalizer, tempered, a, b, d, h)
         if upstream.selected is not None:
             # Selected logits are read before `write_tile` may overwrite them, and their gradients are written after it.

@@ -204,8 +204,8 @@ def support_gradient_kernel(
             if WANTED.LOG_PROBS:
                 a -= tl.sum(g_selected, axis=0)
     if needed:
-        shift = tl.load(packed + SHIFT * rows + row)
-        log_normalizer = tl.load(packed + LOG_NORMALIZER * rows + row)
+        shift = tl.load(packed + SHIFT * rows.to(tl.int64) + row)
+        log_normalizer = tl.load(packed + LOG_NORMALIZER * rows.to(tl.int64) + row)
         derivative = Derivative(shift, log_normalizer, tempered, a, b, d, h)
         for j0 in range(0, count, LANES):
             j = j0 + tl.arange(0, LANES)

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.core.moe_options import LOG_TINY, RouterOptions, RoutingGradients, RoutingResults
+from onepass.reference.softmax import slope_of_tanh
 
 
 def route(
@@ -116,7 +117,7 @@ def route_gradient(
     dense = p * (a + of_sums) if every or options.sums else torch.zeros_like(z)
     grad = dense.scatter_add(-1, experts, g)
     if options.softcap is not None:
-        grad = grad * (1 - (z / options.softcap).square())
+        grad = grad * slope_of_tanh(logits.to(z.dtype) * options.factors()[0])
     bad = undefined(z, options)
     if given is not None:
         bad = bad | replayed(given, experts, token_mask, z.shape[-1])[1]

@@ -50,12 +50,19 @@ def transformed(
     z = z if inner == 1.0 else z * inner
     slope: Tensor | float = inner
     if transform.softcap is not None:
-        z = z.tanh()
-        z, slope = z * outer, (1 - z * z) * (inner * outer)
+        slope = slope_of_tanh(z) * (inner * outer)
+        z = z.tanh() * outer
     if temperature is None:
         return z, slope
     t = temperature.where((temperature > 0) & (temperature < torch.inf), torch.nan).unsqueeze(-1)
     return z / t, slope / t
+
+
+def slope_of_tanh(z: Tensor) -> Tensor:
+    """The derivative of tanh, which is ``1 - tanh(z)**2`` without the cancellation where that is next to 1."""
+    e = z.abs().mul_(-2).exp_()
+    square = (e + 1).square_()
+    return e.mul_(4).div_(square)
 
 
 def less(z: Tensor, shift: Tensor, x: Tensor, room: Tensor | None) -> Tensor:
