@@ -157,8 +157,8 @@ def batches():
         yield {k: torch.stack([row[k] for row in of_step]) for k in of_step[0]}
 
 
-def steps_of(model, rank=0, world=1, sync=lambda loss: loss):
-    """Losses and gradients of every step of SGD."""
+def steps_of(model, rank=0, world=1, sync=lambda loss: loss, own=False):
+    """Losses and gradients of every step of SGD, of the loss of the model or of one's ``own`` of its logits."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     losses, gradients = [], []
     for batch in batches():
@@ -166,8 +166,11 @@ def steps_of(model, rank=0, world=1, sync=lambda loss: loss):
         optimizer.zero_grad()
         out = model(**share)
         assert world == 1 or isinstance(out.logits, onepass.LinearLogits), type(out.logits)
-        out.loss.backward()
-        losses.append(sync(out.loss.detach()))
+        loss = out.loss
+        if own:
+            loss = nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), share["labels"][:, 1:].flatten())
+        loss.backward()
+        losses.append(sync(loss.detach()))
         gradients.append({name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
     weights = {name: whole(p) for name, p in model.named_parameters()}
@@ -179,17 +182,17 @@ def whole(tensor):
     return tensor.detach().clone()
 
 
-def ddp(model):
-    return nn.parallel.DistributedDataParallel(model)
+def ddp(model, **options):
+    return nn.parallel.DistributedDataParallel(model, **options)
 
 
-def fsdp(model, *units, **policy):
+def fsdp(model, *units, layers=True, reshards=None, **policy):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh("cpu", (PROCESSES,))
-    for unit in (*model.model.layers, *units, model):
-        fully_shard(unit, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
+    mesh, options = init_device_mesh("cpu", (PROCESSES,)), {} if reshards is None else {"reshard_after_forward": True}
+    for unit in (*(model.model.layers if layers else ()), *units, model):
+        fully_shard(unit, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy), **options)
     return model
 
 
@@ -205,11 +208,16 @@ WRAPPED = {
     "FSDP2, the head and the norm": lambda: (lambda model: fsdp(model, [model.lm_head, model.model.norm]), tiny()),
     "FSDP2, bfloat16": lambda: (lambda model: fsdp(model, **BFLOAT16), tiny()),
     "FSDP2, bfloat16, the head apart": lambda: (lambda model: fsdp(model, model.lm_head, **BFLOAT16), tiny()),
+    "DDP, static graph": lambda: (lambda model: ddp(model, static_graph=True), tiny()),
+    "FSDP2, the model alone": lambda: (lambda model: fsdp(model, layers=False), tiny()),
+    "FSDP2, all sharded again": lambda: (lambda model: fsdp(model, reshards=True), tiny()),
 }
+OWN = "DDP, static graph", "FSDP2, the model alone", "FSDP2, all sharded again", "FSDP2, the head apart"
 
 
 # Every way to wrap a model is patched, and attached before or after it is wrapped.
 WAYS = [(name, by) for n, name in enumerate(WRAPPED) for by in ("patch", ("attach before", "attach after")[n % 2])]
+WAYS += [(name, f"{by}, own loss") for name, by in WAYS if name in OWN and by != "attach after"]
 
 
 def linear_loss(hidden, weight, target):
@@ -254,13 +262,13 @@ def process(rank, folder):
     for name, by in WAYS:
         wrap, model = WRAPPED[name]()
         try:
-            if by == "attach before":
+            if by.startswith("attach before"):
                 onepass.attach(model)
             wrapped = wrap(model)
             if by == "attach after":
                 onepass.attach(wrapped)
-            with onepass.patch("transformers") if by == "patch" else contextlib.nullcontext():
-                found[name, by] = steps_of(wrapped, rank, PROCESSES, mean)
+            with onepass.patch("transformers") if by.startswith("patch") else contextlib.nullcontext():
+                found[name, by] = steps_of(wrapped, rank, PROCESSES, mean, by.endswith("own loss"))
         except RuntimeError as error:
             found[name, by] = f"{type(error).__name__}: {error}"
     found["sharded weight"] = of_sharded_weight(rank)
@@ -286,7 +294,7 @@ def test_processes(name, by, distributed):
     """Losses, gradients and weights of two processes are those of one process on the whole batch."""
     _, model = WRAPPED[name]()
     close = dict(rtol=0, atol=0.05) if "bfloat16" in name else dict(rtol=1e-5, atol=1e-5)
-    losses, gradients, weights = steps_of(model)
+    losses, gradients, weights = steps_of(model, own=by.endswith("own loss"))
     assert losses[0] > losses[-1]
     for found in distributed:
         assert not isinstance(found[name, by], str), found[name, by]

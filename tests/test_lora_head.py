@@ -180,6 +180,69 @@ def group():
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+def test_dtensors_of_different_vocabularies(group):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh, hidden = init_device_mesh("cpu", (1,)), torch.randn(3, 4)
+    for vocab in (11, 12, 11):
+        weight = distribute_tensor(torch.randn(vocab, 4), mesh, [Shard(0)])
+        found = onepass.linear_cross_entropy(hidden, weight, torch.arange(3), vocab_group=group)
+        torch.testing.assert_close(found, F.cross_entropy(hidden @ weight.full_tensor().T, torch.arange(3)))
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+@pytest.mark.parametrize("wrapped", [{"target_modules": ["q_proj", "lm_head"]},
+                                     {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}])  # fmt: skip
+@pytest.mark.parametrize("unit", ["model", "head"])
+def test_heads_that_fsdp_shards_again(group, wrapped, unit):
+    """An adapter on the head, and a head that is trained beside adapters: their parameters go after the forward."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, ids, found = init_device_mesh("cpu", (1,)), torch.arange(12).view(2, 6), []
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=31, **sizes))
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **wrapped))
+        if attached:
+            onepass.attach(model)
+        for part in (model.base_model.model.lm_head, model)[unit == "model" :]:
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        out = model(input_ids=ids, labels=ids)
+        loss = out.loss + onepass.entropy_from_logits(out.logits).mean()
+        loss.backward()
+        grads = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+        found.append((loss.detach(), grads))
+    assert any("lm_head" in name for name in found[0][1])
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+def test_a_head_of_tensor_parallelism(group):
+    """Its style takes and returns DTensors."""
+    transformers = pytest.importorskip("transformers")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh, ids, found = init_device_mesh("cpu", (1,)), torch.arange(12).view(2, 6), []
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=31, **sizes))
+        parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+        if attached:
+            onepass.attach(model)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found.append((loss.detach(), model.lm_head.weight.grad.full_tensor()))
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 def test_sharded_parameters(group):
     """DTensors, as of FSDP2, and a sharded vocabulary with padding; test_vocab_parallel.py has several processes."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -7,17 +7,22 @@ The loss function of the model then computes the loss in tiles, whether it is th
 import functools
 import inspect
 import itertools
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo, and Triton, at once
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import register_pytree_node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from onepass.core.checks import check_integer, described
@@ -32,8 +37,11 @@ from onepass.logits.valid_rows import RowCount, expecting
 class HeadLogits(LinearLogits):
     """The logits of a linear module, or of PEFT's LoRA layer of one.
 
-    The parameters of a unit of FSDP2 are looked up when they are used: they are sharded after the head's forward.
+    Parameters that FSDP2 has sharded again after the forward are looked up when they are used. For torch's pytrees it
+    is a node whose leaf are the hidden states, so that DDP with ``static_graph`` sees a tensor in the model's output.
     """
+
+    looks_up = False
 
     def __init__(
         self,
@@ -50,8 +58,31 @@ class HeadLogits(LinearLogits):
         super().__init__(hidden, head.weight, head.bias, lora=lora, max_memory=max_memory, logits_dtype=logits_dtype)
         _watched.update((p, None) for p in (head.weight, head.bias, *(lora or ())[:2]) if p is not None)
         _watch_optimizers()
-        if hasattr(head, "unshard"):
-            del self.weight, self.bias, self.lora, self.versions  # found by __getattr__
+
+    def check_unchanged(self) -> None:
+        now = () if self.looks_up else parameters_of(self.head)
+        if any(a is not b and hasattr(b, "device_mesh") for a, b in zip(self.parts()[1:], now)):
+            self.looks_up = True
+            for name in ("weight", "bias", "lora", "versions"):
+                del self.__dict__[name]  # the first three are found by __getattr__
+        super().check_unchanged()
+
+    def with_leaf(self, leaf: Any) -> "HeadLogits":
+        """The same logits from other hidden states, or these as another tensor if they are materialized."""
+        old = self.hidden if self.tensor is None else self.tensor
+        if leaf is old:
+            return self
+        new: HeadLogits = self.changed()
+        if self.tensor is not None:
+            new.tensor = leaf
+        elif isinstance(leaf, Tensor):
+            # A cast is meant for the output: `output_dtype` of FSDP2.
+            new.hidden, new.dtype = leaf.to(old.dtype), self.dtype if leaf.dtype == old.dtype else leaf.dtype
+            if self.__dict__.get("versions"):
+                new.versions = (new.hidden._version, *self.versions[1:])  # type: ignore[index]
+        else:
+            new.hidden = leaf
+        return new
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("weight", "bias", "lora") or "head" not in self.__dict__:
@@ -62,6 +93,25 @@ class HeadLogits(LinearLogits):
         if torch.is_grad_enabled() and any(a is not b for a, b in zip(parts, parameters)):
             self.__dict__[name] = found  # gathered once
         return found
+
+
+class Node:
+    """What a pytree keeps of logits beside their leaf. Nodes are compared by identity."""
+
+    def __init__(self, logits: HeadLogits) -> None:
+        self.logits = logits
+
+
+def _flatten(logits: HeadLogits) -> tuple[list[Any], Node]:
+    return [logits.hidden if logits.tensor is None else logits.tensor], Node(logits)
+
+
+register_pytree_node(HeadLogits, _flatten, lambda leaves, node: node.logits.with_leaf(*leaves))
+
+
+def parameters_of(head: nn.Linear) -> tuple[Tensor | None, ...]:
+    """The parameters of `HeadLogits`, in the order of its `parts`."""
+    return head.weight, head.bias, *(adapter_factors(head) or ())[:2]
 
 
 _watched = WeakTensorKeyDictionary()  # parameters of heads
@@ -281,15 +331,36 @@ def _lazy(self: nn.Linear, hidden: Tensor, **others: Any) -> Any:
     use = _use.get()  # None in another thread
     known = use is not None and torch.is_grad_enabled() and isinstance(hidden, Tensor) and not others
     known = known and not (is_adapted(self) and adapter_reason(self))
-    known = known and hidden.shape[-1:] == (self.in_features,)
+    known = known and hidden.shape[-1:] == (self.in_features,) and not hasattr(hidden, "device_mesh")
     if known and (hidden.dtype == self.weight.dtype or torch.is_autocast_enabled(hidden.device.type)):
-        if hasattr(self, "unshard") and hidden.requires_grad:
-            # FSDP2 gathers a unit's parameters in the backward of the tensor it returns; this forward returns none.
-            # Modules before the head may belong to the same unit.
-            unshard: Any = self.unshard
-            hidden.register_hook(lambda gradient: unshard(async_op=False))
+        if hidden.requires_grad:
+            for state in fsdp_states(self):
+                # FSDP2 does so for the tensors that a unit returns, of which these logits are none.
+                hidden.register_hook(partial(run_before_backward, state))
         return HeadLogits(hidden, self, *use)  # type: ignore[misc]
     return type(self).forward(self, hidden, **others)
+
+
+def run_before_backward(state: Any, gradient: Tensor) -> None:
+    """Have a unit of FSDP2 gather its parameters, and reduce their gradients after the backward."""
+    state._pre_backward(gradient)
+
+
+def fsdp_states(head: nn.Module) -> list[Any]:
+    """The states of the units of FSDP2 that a module belongs to, the outermost first."""
+    module = sys.modules.get("torch.distributed._composable_state")
+    states: Any = getattr(module, "_module_state_mapping", {})
+    if not states:
+        return []
+    known = _units.get(head)
+    if known is None or known[0] != len(states):
+        units = [m for m in list(states) if hasattr(m, "unshard") and any(part is head for part in m.modules())]
+        units.sort(key=lambda m: -sum(1 for _ in m.modules()))
+        known = _units[head] = len(states), [weakref.ref(m) for m in units]
+    return [unit._get_fsdp_state() for unit in (r() for r in known[1]) if unit is not None]
+
+
+_units: "WeakKeyDictionary[nn.Module, tuple[int, list[Any]]]" = WeakKeyDictionary()
 
 
 class Attached(Restorable):

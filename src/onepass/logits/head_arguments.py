@@ -18,7 +18,8 @@ def checked_head(
             raise TypeError(f"{name}: expected a floating-point tensor, got {described(value)}")
     weight, bias = whole(weight, group), None if bias is None else whole(bias, group, "bias")
     shape = tuple(getattr(weight, "ds_shape", weight.shape))  # parameters of ZeRO-3 are empty unless gathered
-    if hidden.dim() < 1 or len(shape) != 2 or 0 in shape or hidden.shape[-1] != shape[1]:
+    none = shape[:1] == (0,) and group is None  # else all processes raise, once they know of each other's columns
+    if hidden.dim() < 1 or len(shape) != 2 or none or 0 in shape[1:] or hidden.shape[-1] != shape[1]:
         raise ValueError(
             "weight: expected shape (V, H) for hidden states (..., H), "
             f"got {shape} for hidden states of shape {tuple(hidden.shape)}"
@@ -48,7 +49,10 @@ def checked_adapter(
     for n, (value, expected) in enumerate(((A, (rank, shape[1])), (B, (shape[0], rank)))):
         if value.dtype not in FLOATS:
             raise TypeError(f"lora[{n}]: expected a floating-point tensor, got {described(value)}")
-        if tuple(getattr(value, "ds_shape", value.shape)) != expected or 0 in expected:
+        if tuple(getattr(value, "ds_shape", value.shape)) != expected or 0 in (
+            *expected[1:],
+            1 if n and group is not None else expected[0],
+        ):
             raise ValueError(
                 f"lora[{n}]: expected shape {expected} for a weight of shape {shape}, got {tuple(value.shape)}"
             )

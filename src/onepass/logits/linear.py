@@ -71,7 +71,7 @@ class LinearLogits(TensorLike):
             ``bias`` are then those of this process (of a DTensor, its local part). All processes pass the same hidden
             states, labels and options, and get the same results. They exchange a few numbers per row in the forward,
             and the gradient of the hidden states.
-        vocab_size: with ``vocab_group``, V; rows of the weight from V on are padding.
+        vocab_size: with ``vocab_group``, V; rows of the weight from V on are padding. By default, all rows are classes.
         sequence_parallel: with ``vocab_group``, whether each process holds an equal part of the hidden states, along
             their first dimension. They are gathered, so that results have all rows, and their gradient is
             reduce-scattered.
@@ -120,6 +120,8 @@ class LinearLogits(TensorLike):
         if vocab_group is None and (vocab_size is not None or sequence_parallel):
             raise ValueError("vocab_group: expected a process group with vocab_size or sequence_parallel, got None")
         group = None if vocab_group is None else group_of(vocab_group, "vocab_group")
+        if group is not None and vocab_size is None and hasattr(weight, "device_mesh"):
+            vocab_size = weight.shape[0]
         weight, bias, shape = checked_head(hidden, weight, bias, group)
         self.gemm_dtype = autocast_dtype(hidden) or hidden.dtype
         self.dtype = self.logits_dtype = self.wider(logits_dtype)

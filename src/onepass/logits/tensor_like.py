@@ -366,7 +366,8 @@ class TensorLike(LogitsSource):
                 changed.materialize_for(name)
                 changed.written()
         with torch._C.DisableTorchFunctionSubclass():
-            return function(*tree_map(lambda a: _plain(a, name), args), **tree_map(lambda a: _plain(a, name), kwargs))
+            args, kwargs = tree_map(lambda a: _plain(a, name), (args, kwargs), is_leaf=is_lazy)
+            return function(*args, **kwargs)
 
 
 LAZY = frozenset(
@@ -415,6 +416,10 @@ def _number(value: Any) -> float | None:
         value = value.item()
     is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if is_number else None
+
+
+def is_lazy(value: Any) -> bool:
+    return isinstance(value, TensorLike)
 
 
 def is_in_place(name: str) -> bool:
