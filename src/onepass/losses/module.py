@@ -31,7 +31,7 @@ class LossModule(torch.nn.Module):
         # `to` and the like also move an option that is a tensor, such as a temperature of each row.
         super()._apply(fn, recurse)
         for name, value in self.options().items():
-            if isinstance(value, Tensor) and name not in self._buffers:
+            if isinstance(value, Tensor) and value.dim() and name not in self._buffers:
                 setattr(self, name, fn(value))
         return self
 
