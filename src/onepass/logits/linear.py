@@ -21,7 +21,7 @@ from onepass.logits.head import HeadTensors, Settings
 from onepass.logits.head_arguments import checked_adapter, checked_head
 from onepass.logits.invariant_linear import linear
 from onepass.logits.observer import Observer, observed
-from onepass.logits.partitioned import gathered
+from onepass.logits.partitioned import gathered, rows_of_dtensor
 from onepass.logits.row_groups import GroupTooLong
 from onepass.logits.row_loss import RowLoss, StatisticsLoss
 from onepass.logits.source import Count, Divisor, Fields, LogitsSource, LossFunction, TensorLogits, divided
@@ -120,8 +120,8 @@ class LinearLogits(TensorLike):
         if vocab_group is None and (vocab_size is not None or sequence_parallel):
             raise ValueError("vocab_group: expected a process group with vocab_size or sequence_parallel, got None")
         group = None if vocab_group is None else group_of(vocab_group, "vocab_group")
-        if group is not None and vocab_size is None and hasattr(weight, "device_mesh"):
-            vocab_size = weight.shape[0]
+        if group is not None and vocab_size is None:
+            vocab_size = rows_of_dtensor(weight, group)
         weight, bias, shape = checked_head(hidden, weight, bias, group)
         self.gemm_dtype = autocast_dtype(hidden) or hidden.dtype
         self.dtype = self.logits_dtype = self.wider(logits_dtype)

@@ -52,6 +52,14 @@ def gathered(*parameters: Tensor | None) -> AbstractContextManager[Any]:
     return gather
 
 
+def rows_of_dtensor(weight: Tensor, vocab_group: Any) -> int | None:
+    """The rows of a weight on all processes of ``vocab_group``; None unless it is a DTensor that this group shards."""
+    if not hasattr(weight, "device_mesh"):
+        return None
+    dim = dimension_of(vocab_group.group_name, weight.device_mesh, weight.placements, "weight")  # type: ignore[attr-defined]
+    return None if dim is None else weight.shape[0]
+
+
 def whole(parameter: Tensor, vocab_group: Any = None, name: str = "weight") -> Tensor:
     """The full tensor of a DTensor or, with ``vocab_group``, the rows that belong to this process of that group.
 
