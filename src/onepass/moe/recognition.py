@@ -4,6 +4,7 @@ Nothing depends on the name of its class. What is run is a twin: an object of th
 shapes in float32 on the CPU and without hooks, so that the module itself is neither called nor changed.
 """
 
+import ctypes
 import inspect
 from collections.abc import Iterator
 from itertools import product
@@ -31,6 +32,17 @@ _last: "WeakKeyDictionary[nn.Module, dict[str, tuple[Any, RouterDescription | No
 
 def described_method(module: nn.Module, name: str) -> RouterDescription | None:
     """The description of a method of a module, by its code and its settings; None if it computes something else."""
+    # Before torch 2.13 a function that is called while torch traces takes no module, but numbers.
+    return described_object(id(module), name) if torch.compiler.is_compiling() else described(module, name)
+
+
+def described_object(number: int, name: str) -> RouterDescription | None:
+    """`described` of the module with this ``id``, which exists: torch is tracing a call of it."""
+    return described(ctypes.cast(number, ctypes.py_object).value, name)
+
+
+def described(module: nn.Module, name: str) -> RouterDescription | None:
+    """See `described_method`."""
     key = settings(module, name)
     last = _last.setdefault(module, {}).get(name)
     if last is not None and last[0] == key:
@@ -48,7 +60,7 @@ def described_method(module: nn.Module, name: str) -> RouterDescription | None:
     return _known[key]
 
 
-constant_in_trace(described_method)
+constant_in_trace(described_object)
 
 
 def _recognised(module: nn.Module, name: str) -> RouterDescription | None:

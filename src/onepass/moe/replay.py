@@ -64,8 +64,8 @@ class Choices(Follower):
         return experts.to(torch.int16)
 
     def watch(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        """A forward hook: the backward through the outputs is that of the last pass."""
-        if torch.compiler.is_compiling() or in_backward():
+        """The backward through the outputs is that of the last pass."""
+        if in_backward():
             return
         last = max(self.calls.values()) - 1
         seen = [t for t in tensors_of(output) if t.requires_grad] if last in self.waiting else []
@@ -73,6 +73,17 @@ class Choices(Follower):
             t.register_hook(self.waiting[last].begin_backward)
         if seen or not torch.is_grad_enabled():
             self.waiting.pop(last, None)
+
+
+class Watch:
+    """The forward hook that calls `Choices.watch`: one class, for which torch compiles once, whatever the choices."""
+
+    def __init__(self, choices: Choices) -> None:
+        self.choices = choices
+
+    def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.choices.watch(model, inputs, output)
 
 
 class Recorder(Choices):
@@ -181,7 +192,7 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[Replay]:
 @contextmanager
 def following(model: nn.Module, follower: Choices) -> Iterator[None]:
     """A context in which the routers are followed, and the outputs of the model and its decoder are watched."""
-    handles = [m.register_forward_hook(follower.watch) for m in {decoder_of(model, follower.routers), model}]
+    handles = [m.register_forward_hook(Watch(follower)) for m in {decoder_of(model, follower.routers), model}]
     try:
         for router in follower.calls:
             follow(router, follower, *own_method(router))
