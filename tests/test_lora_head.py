@@ -202,17 +202,22 @@ def test_heads_that_fsdp_shards_again(group, wrapped, unit):
     from torch.distributed.fsdp import fully_shard
 
     mesh, ids, found = init_device_mesh("cpu", (1,)), torch.arange(12).view(2, 6), []
+    bias = torch.linspace(0, 3, 31)
     sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     for attached in (False, True):
         torch.manual_seed(0)
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=31, **sizes))
         model = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **wrapped))
+        head = model.base_model.model.lm_head
+        head.register_forward_hook(lambda head, given, logits: logits + bias)  # before its parameters go
         if attached:
             onepass.attach(model)
-        for part in (model.base_model.model.lm_head, model)[unit == "model" :]:
+        for part in (head, model)[unit == "model" :]:
             fully_shard(part, mesh=mesh, reshard_after_forward=True)
         out = model(input_ids=ids, labels=ids)
-        loss = out.loss + onepass.entropy_from_logits(out.logits).mean()
+        loss = onepass.entropy_from_logits(out.logits[..., :29]).sum()
+        loss = loss + onepass.entropy_from_logits(out.logits + bias).sum()
+        loss = loss + out.loss + onepass.entropy_from_logits(out.logits).mean()
         loss.backward()
         grads = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
         found.append((loss.detach(), grads))

@@ -41,8 +41,6 @@ class HeadLogits(LinearLogits):
     is a node whose leaf are the hidden states, so that DDP with ``static_graph`` sees a tensor in the model's output.
     """
 
-    looks_up = False
-
     def __init__(
         self,
         hidden: Tensor,
@@ -60,12 +58,20 @@ class HeadLogits(LinearLogits):
         _watch_optimizers()
 
     def check_unchanged(self) -> None:
-        now = () if self.looks_up else parameters_of(self.head)
-        if any(a is not b and hasattr(b, "device_mesh") for a, b in zip(self.parts()[1:], now)):
-            self.looks_up = True
-            for name in ("weight", "bias", "lora", "versions"):
-                del self.__dict__[name]  # the first three are found by __getattr__
+        held = {} if torch.compiler.is_compiling() else {n: self.__dict__.get(n) for n in ("weight", "bias", "lora")}
+        for name, value in held.items():
+            if any(is_freed(t) for t in (value if isinstance(value, tuple) else (value,))):
+                del self.__dict__[name]  # it is found by __getattr__
+                self.__dict__.pop("versions", None)
         super().check_unchanged()
+
+    def with_columns(self, count: int) -> LinearLogits | None:
+        self.check_unchanged()  # before the parameters are read
+        return super().with_columns(count)
+
+    def with_bias(self, bias: Tensor) -> LinearLogits | None:
+        self.check_unchanged()
+        return super().with_bias(bias)
 
     def with_leaf(self, leaf: Any) -> "HeadLogits":
         """The same logits from other hidden states, or these as another tensor if they are materialized."""
@@ -89,6 +95,9 @@ class HeadLogits(LinearLogits):
             return super().__getattr__(name)
         parameters: Any = adapter_factors(self.head) or () if name == "lora" else (getattr(self.head, name),)
         parts = [whole(p) if isinstance(p, Tensor) else p for p in parameters]
+        last = 1 if name == "lora" else 0  # the one that has rows for the columns of the logits, which may be a slice
+        if parts and parts[last] is not None and len(parts[last]) > self.shape[-1]:
+            parts[last] = parts[last][: self.shape[-1]]
         found = (tuple(parts) or None) if name == "lora" else parts[0]
         if torch.is_grad_enabled() and any(a is not b for a, b in zip(parts, parameters)):
             self.__dict__[name] = found  # gathered once
@@ -109,9 +118,9 @@ def _flatten(logits: HeadLogits) -> tuple[list[Any], Node]:
 register_pytree_node(HeadLogits, _flatten, lambda leaves, node: node.logits.with_leaf(*leaves))
 
 
-def parameters_of(head: nn.Linear) -> tuple[Tensor | None, ...]:
-    """The parameters of `HeadLogits`, in the order of its `parts`."""
-    return head.weight, head.bias, *(adapter_factors(head) or ())[:2]
+def is_freed(value: Any) -> bool:
+    """Whether the memory of a tensor has been freed, as FSDP2 does with parameters that it shards again."""
+    return isinstance(value, Tensor) and value.numel() > 0 == value.untyped_storage().size()
 
 
 _watched = WeakTensorKeyDictionary()  # parameters of heads

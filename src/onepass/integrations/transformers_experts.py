@@ -154,9 +154,8 @@ def quantized_of(experts: nn.Module, name: str) -> QuantizedWeight | None:
         )
     if torch.compiler.is_compiling():
         return QuantizedWeight.from_transformers(experts, name)  # nothing is checked
-    key = data if isinstance(data, Tensor) else None, *scales_of(experts, name)
-    key = id(data), *[(t.data_ptr(), t.is_inference() or t._version, t.device, t.requires_grad)
-                      for t in key if isinstance(t, Tensor)]  # fmt: skip
+    tensors = [t for t in (data, *scales_of(experts, name)) if isinstance(t, Tensor)]
+    key = id(data), *[(t.data_ptr(), t.is_inference() or t._version, t.device, t.requires_grad) for t in tensors]
     known = _quantized.setdefault(experts, {})
     if name not in known or known[name][0] != key:
         known[name] = key, QuantizedWeight.from_transformers(experts, name)

@@ -23,8 +23,8 @@ DEPTH = 4  # of objects within objects that a key has
 @cache
 def class_of(cls: Any) -> Any:
     """The class of a module as it was written: FSDP2 and parametrizations make subclasses of it."""
-    written = [c for c in cls.__mro__ if issubclass(c, nn.Module) and not c.__module__.startswith("torch.")]
-    return written[0] if written else next((c for c in cls.__mro__ if "forward" in vars(c)), cls)
+    own = [c for c in cls.__mro__ if issubclass(c, nn.Module) and not c.__module__.startswith("torch.")]
+    return own[0] if own else next((c for c in cls.__mro__ if "forward" in vars(c)), cls)
 
 
 @cache

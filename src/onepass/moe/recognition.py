@@ -33,15 +33,15 @@ _last: "WeakKeyDictionary[nn.Module, dict[str, tuple[Any, RouterDescription | No
 def described_method(module: nn.Module, name: str) -> RouterDescription | None:
     """The description of a method of a module, by its code and its settings; None if it computes something else."""
     # Before torch 2.13 a function that is called while torch traces takes no module, but numbers.
-    return described_object(id(module), name) if torch.compiler.is_compiling() else described(module, name)
+    return described_object(id(module), name) if torch.compiler.is_compiling() else _described(module, name)
 
 
 def described_object(number: int, name: str) -> RouterDescription | None:
-    """`described` of the module with this ``id``, which exists: torch is tracing a call of it."""
-    return described(ctypes.cast(number, ctypes.py_object).value, name)
+    """`_described` of the module with this ``id``, which exists: torch is tracing a call of it."""
+    return _described(ctypes.cast(number, ctypes.py_object).value, name)
 
 
-def described(module: nn.Module, name: str) -> RouterDescription | None:
+def _described(module: nn.Module, name: str) -> RouterDescription | None:
     """See `described_method`."""
     key = settings(module, name)
     last = _last.setdefault(module, {}).get(name)
