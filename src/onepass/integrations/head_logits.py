@@ -1,0 +1,203 @@
+"""`HeadLogits`: the logits that the head of a model returns in place of a tensor, and what other libraries see of them.
+
+`lazy_logits` makes them. FSDP2 and DDP look for tensors in the output of a module, and fused optimizers write to
+parameters unseen: what they need to know is here.
+"""
+
+import functools
+import sys
+import weakref
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import register_pytree_node
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from onepass.core.dispatch import autocast_dtype
+from onepass.integrations.adapters import adapter_factors
+from onepass.logits.linear import LinearLogits
+from onepass.logits.partitioned import whole
+
+
+class Metrics:
+    """Sums over tokens, on the device: of the entropy, of the tokens that are the argmax, and their number."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor | int] = {}
+
+    def begin(self, count: Tensor | int) -> None:
+        self.sums["num_tokens"] = self.sums.get("num_tokens", 0) + count
+
+    def add(self, fields: dict[str, Tensor]) -> None:
+        for name, field in (("entropy", "entropy"), ("mean_token_accuracy", "is_top1")):
+            self.sums[name] = self.sums.get(name, 0) + fields[field].sum()
+
+    def read(self) -> dict[str, Tensor]:
+        """The means since the last call, and the number of tokens."""
+        sums, self.sums = self.sums, {}
+        if not sums:
+            return {}
+        tokens = torch.as_tensor(sums["num_tokens"])
+        means = {name: torch.as_tensor(sums.get(name, 0)) / tokens for name in ("entropy", "mean_token_accuracy")}
+        return means | {"num_tokens": tokens}
+
+
+class Once:
+    """Metrics of the first loss of a forward; those of further losses of the same logits are left out."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics, self.losses, self.backward = metrics, 0, -1
+
+    def begin(self, count: Tensor | int) -> None:
+        self.losses += 1
+        if self.losses == 1:
+            self.backward = torch._C._current_graph_task_id()  # of a checkpoint's recomputation, else -1
+            self.metrics.begin(count)
+
+    def add(self, fields: dict[str, Tensor]) -> None:
+        # The backward of a loss of each row computes its tiles again.
+        if self.losses == 1 and torch._C._current_graph_task_id() == self.backward:
+            self.metrics.add(fields)
+
+
+class HeadLogits(LinearLogits):
+    """The logits of a linear module, or of PEFT's LoRA layer of one.
+
+    Parameters that FSDP2 has sharded again after the forward are looked up when they are used. For torch's pytrees it
+    is a node whose leaf are the hidden states, so that DDP with ``static_graph`` sees a tensor in the model's output.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        head: nn.Linear,
+        max_memory: int | None = None,
+        observer: "Metrics | None" = None,
+        logits_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.head, self.observer = head, None if observer is None else Once(observer)
+        gemms = autocast_dtype(hidden) or hidden.dtype
+        logits_dtype = logits_dtype if gemms.itemsize == 2 else None
+        lora = adapter_factors(head)
+        super().__init__(hidden, head.weight, head.bias, lora=lora, max_memory=max_memory, logits_dtype=logits_dtype)
+        _watched.update((p, None) for p in (head.weight, head.bias, *(lora or ())[:2]) if p is not None)
+        _watch_optimizers()
+
+    def check_unchanged(self) -> None:
+        held = {} if torch.compiler.is_compiling() else {n: self.__dict__.get(n) for n in ("weight", "bias", "lora")}
+        for name, value in held.items():
+            if any(is_freed(t) for t in (value if isinstance(value, tuple) else (value,))):
+                del self.__dict__[name]  # it is found by __getattr__
+                self.__dict__.pop("versions", None)
+        super().check_unchanged()
+
+    def with_columns(self, count: int) -> LinearLogits | None:
+        self.check_unchanged()  # before the parameters are read
+        return super().with_columns(count)
+
+    def with_bias(self, bias: Tensor) -> LinearLogits | None:
+        self.check_unchanged()
+        return super().with_bias(bias)
+
+    def with_leaf(self, leaf: Any) -> "HeadLogits":
+        """The same logits from other hidden states, or these as another tensor if they are materialized."""
+        old = self.hidden if self.tensor is None else self.tensor
+        if leaf is old:
+            return self
+        new: HeadLogits = self.changed()
+        if self.tensor is not None:
+            new.tensor = leaf
+        elif isinstance(leaf, Tensor):
+            # A cast is meant for the output: `output_dtype` of FSDP2.
+            new.hidden, new.dtype = leaf.to(old.dtype), self.dtype if leaf.dtype == old.dtype else leaf.dtype
+            if self.__dict__.get("versions"):
+                new.versions = (new.hidden._version, *self.versions[1:])  # type: ignore[index]
+        else:
+            new.hidden = leaf
+        return new
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("weight", "bias", "lora") or "head" not in self.__dict__:
+            return super().__getattr__(name)
+        parameters: Any = adapter_factors(self.head) or () if name == "lora" else (getattr(self.head, name),)
+        parts = [whole(p) if isinstance(p, Tensor) else p for p in parameters]
+        last = 1 if name == "lora" else 0  # the one that has rows for the columns of the logits, which may be a slice
+        if parts and parts[last] is not None and len(parts[last]) > self.shape[-1]:
+            parts[last] = parts[last][: self.shape[-1]]
+        found = (tuple(parts) or None) if name == "lora" else parts[0]
+        if torch.is_grad_enabled() and any(a is not b for a, b in zip(parts, parameters)):
+            self.__dict__[name] = found  # gathered once
+        return found
+
+
+class Node:
+    """What a pytree keeps of logits beside their leaf. Nodes are compared by identity."""
+
+    def __init__(self, logits: HeadLogits) -> None:
+        self.logits = logits
+
+
+def _flatten(logits: HeadLogits) -> tuple[list[Any], Node]:
+    return [logits.hidden if logits.tensor is None else logits.tensor], Node(logits)
+
+
+register_pytree_node(HeadLogits, _flatten, lambda leaves, node: node.logits.with_leaf(*leaves))
+
+
+def is_freed(value: Any) -> bool:
+    """Whether the memory of a tensor has been freed, as FSDP2 does with parameters that it shards again."""
+    return isinstance(value, Tensor) and value.numel() > 0 == value.untyped_storage().size()
+
+
+_watched = WeakTensorKeyDictionary()  # parameters of heads
+
+
+@functools.cache
+def _watch_optimizers() -> Any:
+    """Count the steps of fused optimizers as changes of the heads, so that logits read after one are an error.
+
+    Other optimizers write with torch's operations, which do so themselves.
+    """
+
+    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if any(group.get("fused") for group in optimizer.param_groups):
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p in _watched]
+            torch.autograd.graph.increment_version(parameters)
+
+    return register_optimizer_step_post_hook(after_step)
+
+
+def gather_before_backward(hidden: Tensor, head: nn.Module) -> None:
+    """Have the units of FSDP2 that a head belongs to gather their parameters before the backward of its logits.
+
+    FSDP2 does so for the tensors that a unit returns, of which these logits are none.
+    """
+    if hidden.requires_grad:
+        for state in fsdp_states(head):
+            hidden.register_hook(partial(run_before_backward, state))
+
+
+def run_before_backward(state: Any, gradient: Tensor) -> None:
+    """Have a unit of FSDP2 gather its parameters, and reduce their gradients after the backward."""
+    state._pre_backward(gradient)
+
+
+def fsdp_states(head: nn.Module) -> list[Any]:
+    """The states of the units of FSDP2 that a module belongs to, the outermost first."""
+    module = sys.modules.get("torch.distributed._composable_state")
+    states: Any = getattr(module, "_module_state_mapping", {})
+    if not states:
+        return []
+    known = _units.get(head)
+    if known is None or known[0] != len(states):
+        units = [m for m in list(states) if hasattr(m, "unshard") and any(part is head for part in m.modules())]
+        units.sort(key=lambda m: -sum(1 for _ in m.modules()))
+        known = _units[head] = len(states), [weakref.ref(m) for m in units]
+    return [unit._get_fsdp_state() for unit in (r() for r in known[1]) if unit is not None]
+
+
+_units: "WeakKeyDictionary[nn.Module, tuple[int, list[Any]]]" = WeakKeyDictionary()
