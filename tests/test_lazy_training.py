@@ -4,6 +4,7 @@ import contextlib
 import os
 import warnings
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -247,6 +248,34 @@ def of_sharded_weight(rank):
     return found
 
 
+def losses_of_fsdp1(orig, way):
+    """Losses of three steps under FSDP1, whose parameters and gradients are shards of flat ones."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    model, rank = tiny(), torch.distributed.get_rank()
+    if way == "attach":
+        onepass.attach(model)
+    policy = ModuleWrapPolicy({LlamaDecoderLayer})
+    model = FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, use_orig_params=orig, device_id=torch.device("cpu")
+    )
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=RATE), []
+    with onepass.patch("transformers") if way == "patch" else contextlib.nullcontext():
+        for batch in batches():
+            optimizer.zero_grad()
+            out = model(**{k: v[rank * BATCH // PROCESSES : (rank + 1) * BATCH // PROCESSES] for k, v in batch.items()})
+            assert way == "plain" or isinstance(out.logits, onepass.LinearLogits)
+            out.loss.backward()
+            losses.append(out.loss.detach())
+            optimizer.step()
+    return losses
+
+
+OF_FSDP1 = [(orig, way) for orig in (True, False) for way in ("plain", "patch", "attach")]
+
+
 def process(rank, folder):
     """All cases in one process of a group."""
     torch.set_num_threads(1)
@@ -272,6 +301,7 @@ def process(rank, folder):
         except RuntimeError as error:
             found[name, by] = f"{type(error).__name__}: {error}"
     found["sharded weight"] = of_sharded_weight(rank)
+    found |= {("FSDP1", *case): losses_of_fsdp1(*case) for case in OF_FSDP1}
     torch.save(found, os.path.join(folder, f"{rank}.pt"))
     torch.distributed.destroy_process_group()
 
@@ -303,6 +333,27 @@ def test_processes(name, by, distributed):
         torch.testing.assert_close(of_losses, losses, **close)
         torch.testing.assert_close([*map(bare, of_gradients)], gradients, **close)
         torch.testing.assert_close(bare(of_weights), weights, **close)
+
+
+@pytest.mark.xdist_group("lazy processes")
+def test_fsdp1(distributed):
+    for found in distributed:
+        expected = found["FSDP1", True, "plain"]
+        assert len(expected) == DISTRIBUTED_STEPS
+        for case in OF_FSDP1:
+            torch.testing.assert_close(found[("FSDP1", *case)], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_label_smoothing_under_fsdp1(monkeypatch):
+    """FSDP1 looks for tensors in what a model returns, and without labels the logits are all that it returns."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from onepass.integrations import lazy_logits, transformers
+
+    monkeypatch.setattr(transformers, "original", lambda *name: lambda *args: lazy_logits._asked.get())
+    trainer = SimpleNamespace(label_smoother=object(), compute_loss_func=None)
+    asked = [transformers.compute_loss(trainer, m) for m in (tiny(), object.__new__(FullyShardedDataParallel))]
+    assert asked == [True, False]
 
 
 @pytest.mark.xdist_group("lazy processes")

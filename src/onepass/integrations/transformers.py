@@ -94,8 +94,10 @@ def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
     """`Trainer.compute_loss`. With label smoothing it removes the labels from the model's inputs."""
     smooths = getattr(self, "label_smoother", None) is not None and getattr(self, "compute_loss_func", None) is None
     model = kwargs.get("model", args[0] if args else None)
-    # The model returns no loss here, so that DDP looks for tensors in its other outputs.
+    # The model returns no loss here, so that these wrappers look for tensors in its other outputs.
     looks = isinstance(model, DistributedDataParallel) and model.find_unused_parameters
+    fsdp1 = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    looks = looks or isinstance(model, fsdp1)
     with asked_for() if smooths and not looks else nullcontext():
         return original(*TRAINER)(self, *args, **kwargs)
 
