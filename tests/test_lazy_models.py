@@ -306,16 +306,21 @@ def test_copies(copied):
 
 
 @pytest.mark.parametrize("attach", [onepass.attach, lambda _: onepass.patch("transformers")], ids=["attach", "patch"])
-@pytest.mark.parametrize("of", ["plain", "modules_to_save", "head", "head among others"])
+@pytest.mark.parametrize("of", ["plain", "modules_to_save", "head", "head among others", "a tied copy"])
 def test_lora(of, attach):
     peft = pytest.importorskip("peft")
+    if of == "a tied copy" and "ensure_weight_tying" not in peft.LoraConfig.__dataclass_fields__:
+        pytest.skip("needs a PEFT that ties copies")
     options = {
         "plain": {"target_modules": ["q_proj", "v_proj"]},
         "modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
         "head": {"target_modules": ["lm_head"]},
         "head among others": {"target_modules": ["q_proj", "lm_head"]},
-    }[of]
-    model = llama(tie_word_embeddings=False)
+        "a tied copy": {
+            "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True,
+        },
+    }[of]  # fmt: skip
+    model = llama(tie_word_embeddings=of == "a tied copy")
     given = lazy_models.inputs(model)
     torch.manual_seed(0)
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, lora_dropout=0.0, **options))
@@ -327,6 +332,21 @@ def test_lora(of, attach):
     assert is_lazy(ours[0])
     report = str(onepass.attach(model))
     assert report.endswith("(Linear): no logits") and "\n" not in report.replace("original_module", "")
+
+
+def test_transforms_of_functions():
+    """`torch.func` knows tensors only, which the head then returns."""
+    model = llama(tie_word_embeddings=False).eval()
+    given = lazy_models.inputs(model)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (), given).loss
+
+    expected = torch.func.grad(loss)(parameters)
+    with onepass.attach(model):
+        torch.testing.assert_close(torch.func.grad(loss)(parameters), expected)
+        assert isinstance(model(**given).logits, onepass.LinearLogits)
 
 
 NOT_PLAIN = {

@@ -273,6 +273,28 @@ def test_arrays_of_all_layers_of_the_decoder():
         replay_routing(model, RoutingRecord([[]])).__enter__()
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_routers_that_peft_has_copied(family):
+    """A router and the copy of it that is trained, of which one is called, are one router."""
+    peft = pytest.importorskip("peft")
+    model, inputs = build(family).eval(), batches()
+    with record_routing(model) as record:
+        losses(model, inputs)
+    options = peft.LoraConfig(r=2, target_modules=["o_proj"], modules_to_save=["gate"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, options)
+    absent = [torch.zeros_like(record.passes[0][0])] * (model.config.num_hidden_layers - len(record.passes[0]))
+    for layers in (record.passes[0], absent + record.passes[0]):
+        with replay_routing(model, RoutingRecord([layers])) as replay:
+            losses(model, inputs)
+        assert int(replay.changed) == 0
+    with record_routing(model) as again:
+        with model.disable_adapter():
+            losses(model, inputs)
+        losses(model, inputs)
+    assert len(again) == 2 and all(same(layers, record.passes[0]) for layers in again.passes)
+    assert (again[0].to_array(torch.ones(B, S))[0] == record.to_array(torch.ones(B, S))[0]).all()
+
+
 def test_compiled_models():
     """No second compilation for another record; recorded, replayed and trained with checkpointing."""
     torch._dynamo.reset()

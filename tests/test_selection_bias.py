@@ -138,6 +138,23 @@ def test_counts_of_micro_batches(models):
         count_experts(models.build("mixtral")).__enter__()
 
 
+@pytest.mark.parametrize("how", ["cast", "assigned"])
+def test_a_bias_that_is_replaced(how, models):
+    """A cast and a state that is assigned replace the tensor of the bias."""
+    model, inputs = models.build("deepseek_v3"), models.batches()
+    router = model.model.layers[1].mlp.gate
+    with count_experts(model) as counts:
+        if how == "cast":
+            model.bfloat16()
+        else:
+            model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+        models.losses(model, inputs)
+        before, loads = router.e_score_correction_bias.clone(), counts.counts[0].clone()
+        counts.update(0.5)
+    expected = update_selection_bias(before.clone(), loads, 0.5)
+    assert torch.equal(router.e_score_correction_bias, expected) and not torch.equal(expected, before)
+
+
 def test_a_trainer_updates_after_each_step(models, tmp_path, monkeypatch):
     import transformers
 

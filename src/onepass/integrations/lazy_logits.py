@@ -112,6 +112,8 @@ def trains(model: nn.Module, labels: Any) -> bool:
     """Whether this is the forward of a training step: gradients are enabled, and labels are given or `asked_for`."""
     if not torch.is_grad_enabled() or getattr(model, "_is_replica", False):  # DataParallel gathers tensors only
         return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # transforms of torch.func know tensors only
+        return False
     return labels is not None or _asked.get()
 
 
@@ -183,7 +185,9 @@ def _lazy(self: nn.Linear, hidden: Tensor, **others: Any) -> Any:
     use = _use.get()  # None in another thread
     known = use is not None and torch.is_grad_enabled() and isinstance(hidden, Tensor) and not others
     known = known and not (is_adapted(self) and adapter_reason(self))
-    known = known and hidden.shape[-1:] == (self.in_features,) and not hasattr(hidden, "device_mesh")
+    # PEFT's `ensure_weight_tying` makes a head whose `in_features` are those of the embedding.
+    known = known and hidden.shape[-1:] in ((self.in_features,), self.weight.shape[-1:])
+    known = known and not hasattr(hidden, "device_mesh")
     if known and (hidden.dtype == self.weight.dtype or torch.is_autocast_enabled(hidden.device.type)):
         gather_before_backward(hidden, self)
         return HeadLogits(hidden, self, *use)  # type: ignore[misc]

@@ -42,7 +42,9 @@ class Choices(Follower):
     """Counts the calls of each router, which tell the forward passes of a model apart.
 
     Attributes:
-        routers: by name, in the order of layers.
+        routers: the modules of each, by name, in the order of layers; see `routers_of`.
+        layers: the place of each module's router in this order.
+        calls: of each router.
         waiting: the passes of which no output of the model has been seen yet.
     """
 
@@ -50,24 +52,26 @@ class Choices(Follower):
 
     def __init__(self, model: nn.Module) -> None:
         self.routers = routers_of(model)
-        self.calls = dict.fromkeys(self.routers.values(), 0)
+        self.layers = {module: n for n, modules in enumerate(self.routers.values()) for module in modules}
+        self.calls = [0] * len(self.routers)
         self.waiting: dict[int, Pass] = {}
 
     def note(self, router: nn.Module, experts: Tensor, counts: Tensor, changed: Tensor | None, replayed: bool) -> None:
-        n = self.calls[router]
-        self.calls[router] = n + 1
+        layer = self.layers[router]
+        n = self.calls[layer]
+        self.calls[layer] = n + 1
         if n not in self.waiting:
-            self.waiting[n] = Pass(tuple(self.calls))
-        self.waiting[n].made[router] = self.kept(n, router, experts.detach().flatten(0, -2))
+            self.waiting[n] = Pass(tuple(self.layers))
+        self.waiting[n].made[router] = self.kept(n, layer, experts.detach().flatten(0, -2))
 
-    def kept(self, n: int, router: nn.Module, experts: Tensor) -> Tensor:
+    def kept(self, n: int, layer: int, experts: Tensor) -> Tensor:
         return experts.to(torch.int16)
 
     def watch(self, model: nn.Module, inputs: Any, output: Any) -> None:
         """The backward through the outputs is that of the last pass."""
         if in_backward():
             return
-        last = max(self.calls.values()) - 1
+        last = max(self.calls) - 1
         seen = [t for t in tensors_of(output) if t.requires_grad] if last in self.waiting else []
         for t in seen:
             t.register_hook(self.waiting[last].begin_backward)
@@ -90,13 +94,12 @@ class Recorder(Choices):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.record = RoutingRecord()
-        self.layers = {router: n for n, router in enumerate(self.calls)}
 
-    def kept(self, n: int, router: nn.Module, experts: Tensor) -> Tensor:
-        ids = super().kept(n, router, experts)
+    def kept(self, n: int, layer: int, experts: Tensor) -> Tensor:
+        ids = super().kept(n, layer, experts)
         while len(self.record.passes) <= n:
-            self.record.passes.append([ids[:0]] * len(self.layers))
-        self.record.passes[n][self.layers[router]] = ids
+            self.record.passes.append([ids[:0]] * len(self.routers))
+        self.record.passes[n][layer] = ids
         return ids
 
 
@@ -113,7 +116,7 @@ class Replay(Choices):
         self.changed: Tensor | None = None
         self.passes = [self.of_routers(layers) for layers in record.passes]
 
-    def of_routers(self, layers: Sequence[Tensor]) -> dict[nn.Module, Tensor]:
+    def of_routers(self, layers: Sequence[Tensor]) -> list[Tensor]:
         """The experts of each router, on its device."""
         numbers = list(range(len(self.routers)))
         if len(layers) != len(numbers):  # those of all layers of the decoder, also of such without experts
@@ -121,18 +124,19 @@ class Replay(Choices):
             if not 0 <= min(numbers) <= max(numbers) < len(layers):
                 raise ValueError(f"record: expected {len(numbers)} layers, those with a router, or all layers of the "
                                  f"decoder, got {len(layers)}")  # fmt: skip
-        found = {}
-        for n, router in zip(numbers, self.routers.values()):
+        found = []
+        for n, (router, *_) in zip(numbers, self.routers.values()):
             device = next((p.device for p in router.parameters()), layers[n].device)
-            found[router] = layers[n].to("cpu" if device.type == "meta" else device, torch.int16)
+            found.append(layers[n].to("cpu" if device.type == "meta" else device, torch.int16))
         return found
 
     def choice(self, router: nn.Module) -> Tensor | None:
-        n = self.calls[router]
+        layer = self.layers[router]
+        n = self.calls[layer]
         if n >= len(self.passes):
             raise ValueError(f"record: expected one with every forward pass of the model, got {len(self.passes)} and "
                              f"another forward pass")  # fmt: skip
-        return self.passes[n][router]
+        return self.passes[n][layer]
 
     def note(self, router: nn.Module, experts: Tensor, counts: Tensor, changed: Tensor | None, replayed: bool) -> None:
         super().note(router, experts, counts, changed, replayed)
@@ -194,18 +198,21 @@ def following(model: nn.Module, follower: Choices) -> Iterator[None]:
     """A context in which the routers are followed, and the outputs of the model and its decoder are watched."""
     handles = [m.register_forward_hook(Watch(follower)) for m in {decoder_of(model, follower.routers), model}]
     try:
-        for router in follower.calls:
+        for router in follower.layers:
             follow(router, follower, *own_method(router))
         yield
     finally:
         for handle in handles:
             handle.remove()
-        for router in follower.calls:
+        for router in follower.layers:
             unfollow(router, follower)
 
 
-def routers_of(model: nn.Module) -> dict[str, nn.Module]:
+def routers_of(model: nn.Module) -> dict[str, list[nn.Module]]:
     """The routers of a model by name, in the order of its layers.
+
+    A router is one module, or several of which one is called: PEFT's ``modules_to_save`` keeps the original module
+    beside the copy that is trained.
 
     Raises:
         TypeError: there are none, or a block with experts has one of an unknown class.
@@ -223,10 +230,18 @@ def routers_of(model: nn.Module) -> dict[str, nn.Module]:
     if not found:
         raise TypeError(f"model: expected a model with routers that route_block recognises, got "
                         f"{type(model).__name__}, which has none")  # fmt: skip
-    return found
+    wrappers = [n for n, m in model.named_modules() if {"original_module", "modules_to_save"} <= m._modules.keys()]
+    places: dict[str, list[nn.Module]] = {}
+    for name, module in found.items():
+        for wrapper in wrappers:
+            rest = name.removeprefix(f"{wrapper}.")
+            if rest != name:  # "original_module" or "modules_to_save.<adapter>", and what is inside
+                name = ".".join([wrapper, *rest.split(".")[1 + rest.startswith("modules_to_save.") :]])
+        places.setdefault(name, []).append(module)
+    return places
 
 
-def decoder_of(model: nn.Module, routers: dict[str, nn.Module]) -> nn.Module:
+def decoder_of(model: nn.Module, routers: dict[str, list[nn.Module]]) -> nn.Module:
     """The module that has the list of layers with the routers."""
     parts = next(iter(routers)).split(".")
     for n in range(1, len(parts)):

@@ -121,9 +121,9 @@ def route(
         IndexError, ValueError: an id of ``experts`` is not -1 or an expert, or is repeated in a token that is not
             masked. Only on a CPU: elsewhere this token has NaN weights, a NaN gradient and the experts 0 … k - 1.
 
-    A logit of -inf disables an expert: its score is 0, and it is selected only if too few others remain. A token with a
-    NaN logit, or whose scores are not finite or (softmax) not a distribution, has NaN weights and the experts
-    0 … k - 1: no id is ever out of range.
+    A logit of -inf disables an expert, unless there is a ``softcap``, after which it is finite: its score is 0, and it
+    is selected only if too few others remain. A token with a NaN logit, or whose scores are not finite or (softmax) not
+    a distribution, has NaN weights and the experts 0 … k - 1: no id is ever out of range.
     """
     if not isinstance(router_logits, Tensor):
         raise TypeError(f"router_logits: expected a tensor, got {described(router_logits)}")

@@ -67,16 +67,26 @@ class ExpertCounts(Follower):
 
     def __init__(self, model: nn.Module, replayed: bool) -> None:
         self.replayed = replayed
-        self.biases: dict[nn.Module, Tensor] = {}
-        for name, router in routers_of(model).items():
-            parts, d = Parts(router, [], model.get_submodule(name.rpartition(".")[0])), own_description(router)
-            bias = d and selection_bias_of(parts, d)
-            if bias is not None:
-                self.biases[router] = bias
+        self.parents = {
+            router: model.get_submodule(name.rpartition(".")[0])
+            for name, routers in routers_of(model).items()
+            for router in routers
+        }
         if not self.biases:
             raise TypeError(f"model: expected routers with a selection bias, got {type(model).__name__}, "
                             "whose routers have none")  # fmt: skip
         self.of_router: dict[nn.Module, Tensor] = {}
+
+    @property
+    def biases(self) -> dict[nn.Module, Tensor]:
+        """The selection bias of each router that has one, as it is now: a cast of the model makes another tensor."""
+        found = {}
+        for router, parent in self.parents.items():
+            d = own_description(router)
+            bias = d and selection_bias_of(Parts(router, [], parent), d)
+            if bias is not None:
+                found[router] = bias
+        return found
 
     @property
     def counts(self) -> list[Tensor]:
@@ -130,10 +140,11 @@ def count_experts(model: nn.Module, *, replayed: bool = True) -> Iterator[Expert
         TypeError: as `record_routing`, or no router of the model has a selection bias.
     """
     counts = ExpertCounts(model, replayed)
+    routers = list(counts.biases)
     try:
-        for router in counts.biases:
+        for router in routers:
             follow(router, counts, *own_method(router))
         yield counts
     finally:
-        for router in counts.biases:
+        for router in routers:
             unfollow(router, counts)
