@@ -180,3 +180,20 @@ def refused(rank, ranks):
     )  # fmt: skip
     with pytest.raises(Exception, match=r"expected the same shape of the rows .* vocab_size .* on all ranks, got"):
         call(torch.zeros(3, 6))
+
+
+def after_an_error(rank, ranks):
+    """Without fullgraph the error is that of eager mode, and calls that follow have their backward."""
+    _agreed.clear()
+    hidden, *shards = head_of_rank(rank, ranks)
+    padded = [torch.nn.functional.pad(t, (0,) * (2 * t.dim() - 1) + (3 * rank,)) for t in shards]
+
+    def call(part, weight, bias, vocab_size):
+        options = dict(vocab_group=dist.group.WORLD, vocab_size=vocab_size, sequence_parallel=True)
+        return onepass.linear_cross_entropy(part, weight, TARGET[:2], bias=bias, **options)
+
+    compiled = torch.compile(call, backend="eager")
+    parts = [hidden[rank : rank + 1], *padded]
+    with pytest.raises(ValueError, match=r"^vocab_size: expected 1 to \d+, the columns of all ranks, got 1000"):
+        compiled(*parts, 1000)
+    compare(lambda *parts: call(*parts, VOCAB), parts, "after an error", compiled=lambda *p: compiled(*p, VOCAB))

@@ -76,7 +76,7 @@ def test_meshes(tmp_path):
 
 
 def test_compiled(tmp_path):
-    names = ["logits", "heads", "shapes", "dtensors", "refused"]
+    names = ["logits", "heads", "shapes", "dtensors", "refused", "after_an_error"]
     if shutil.which(os.environ.get("CXX", "g++")):  # a fresh machine has no C++ compiler
         names.insert(3, "inductor")
     names = [f"compiled_worker.{name}" for name in names]

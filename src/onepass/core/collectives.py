@@ -30,10 +30,16 @@ def group_named(name: str) -> Any:
     return name if torch.compiler.is_compiling() else process_group(name)
 
 
+def resolved(group: Any) -> Any:
+    """The process group, if only its name is known: the backward of what torch has traced in part may run eagerly."""
+    return process_group(group) if isinstance(group, str) else group
+
+
 def of_all_ranks(tensor: Tensor, group: Any) -> Tensor:
     """The tensors ``(...)`` of all ranks, ``(ranks, ...)``."""
     if torch.compiler.is_compiling():
         return functional.all_gather_tensor(tensor.unsqueeze(0), 0, group)
+    group = resolved(group)
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return tensor.unsqueeze(0)
@@ -47,7 +53,7 @@ def sum_of_all_ranks(tensor: Tensor, group: Any) -> Tensor:
     if torch.compiler.is_compiling():
         return functional.all_reduce(tensor.contiguous(), "sum", group)
     total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    dist.all_reduce(total, group=resolved(group))
     return total
 
 
@@ -99,9 +105,9 @@ class GatheredRows(torch.autograd.Function):
         check_upstream(grad)
         if torch.compiler.is_compiling():
             return functional.reduce_scatter_tensor(grad.contiguous(), "sum", 0, ctx.group), None
-        ranks = dist.get_world_size(ctx.group)
-        mine = grad.new_empty((grad.shape[0] // ranks, *grad.shape[1:]))
-        reduce_scatter(mine, grad.contiguous(), group=ctx.group)
+        group = resolved(ctx.group)
+        mine = grad.new_empty((grad.shape[0] // dist.get_world_size(group), *grad.shape[1:]))
+        reduce_scatter(mine, grad.contiguous(), group=group)
         return mine, None
 
 

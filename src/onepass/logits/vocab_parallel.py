@@ -156,14 +156,17 @@ def agreed(
     if torch.compiler.is_compiling():
         rows, columns = (), operator.index(columns)  # constants, if shapes are dynamic
         vocab_size = None if vocab_size is None else operator.index(vocab_size)
-    return Shard(*shard_of(rows, columns, dtype, device, group.group_name, vocab_size, argument))
+    found = shard_or_error(rows, columns, dtype, device, group.group_name, vocab_size, argument)
+    if isinstance(found, str):
+        raise ValueError(found)
+    return Shard(*found)
 
 
 def shard_of(
     rows: Sequence[int], columns: int, dtype: torch.dtype, device: torch.device, name: str, vocab_size: int | None,
     argument: str,
 ) -> tuple[int, tuple[int, ...], str]:  # fmt: skip
-    """`agreed` with numbers and names as arguments, so that torch can call it while tracing."""
+    """`agreed` with numbers and names as arguments."""
     group = process_group(name)
     # The key has only values that must agree, so that all processes find it or none does.
     about = (len(rows), *rows, -1 if vocab_size is None else vocab_size, FLOATS.index(dtype))
@@ -199,7 +202,15 @@ def shard_of(
     return shard
 
 
-constant_in_trace(shard_of)
+def shard_or_error(*arguments: Any) -> tuple[int, tuple[int, ...], str] | str:
+    """`shard_of`, or the text of its error, which torch would replace by one of its own while tracing."""
+    try:
+        return shard_of(*arguments)
+    except ValueError as error:
+        return str(error)
+
+
+constant_in_trace(shard_or_error)
 
 
 def all_weights(weights: Tensor, columns: int, shard: Shard) -> Tensor:
