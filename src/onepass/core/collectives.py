@@ -1,7 +1,7 @@
 """Exchanges between the ranks of a process group, and those that autograd knows.
 
-In a function that torch compiles they are torch's functional collectives, which compilers run in the same order on all
-ranks.
+Groups are given by name, as torch traces and registered operations hold them. In a function that torch compiles, the
+exchanges are torch's functional collectives, which compilers run in the same order on all ranks.
 """
 
 from typing import Any
@@ -21,39 +21,29 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def process_group(name: str) -> Any:
-    """The process group of this name. Options of registered operations, and of what torch traces, hold only names."""
+    """The process group of this name."""
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
-def group_named(name: str) -> Any:
-    """The process group of this name or, in a function that torch compiles, the name itself: see `of_all_ranks`."""
-    return name if torch.compiler.is_compiling() else process_group(name)
-
-
-def resolved(group: Any) -> Any:
-    """The process group, if only its name is known: the backward of what torch has traced in part may run eagerly."""
-    return process_group(group) if isinstance(group, str) else group
-
-
-def of_all_ranks(tensor: Tensor, group: Any) -> Tensor:
+def of_all_ranks(tensor: Tensor, group: str) -> Tensor:
     """The tensors ``(...)`` of all ranks, ``(ranks, ...)``."""
     if torch.compiler.is_compiling():
-        return functional.all_gather_tensor(tensor.unsqueeze(0), 0, group)
-    group = resolved(group)
-    ranks = dist.get_world_size(group)
+        return functional.all_gather_tensor(tensor.unsqueeze(0), 0, group)  # type: ignore[arg-type]
+    of_ranks = process_group(group)
+    ranks = dist.get_world_size(of_ranks)
     if ranks == 1:
         return tensor.unsqueeze(0)
     out = tensor.new_empty(ranks * tensor.numel())
-    all_gather(out, tensor.reshape(-1), group=group)
+    all_gather(out, tensor.reshape(-1), group=of_ranks)
     return out.view(ranks, *tensor.shape)
 
 
-def sum_of_all_ranks(tensor: Tensor, group: Any) -> Tensor:
+def sum_of_all_ranks(tensor: Tensor, group: str) -> Tensor:
     """The sum of the tensors of all ranks, contiguous."""
     if torch.compiler.is_compiling():
-        return functional.all_reduce(tensor.contiguous(), "sum", group)
+        return functional.all_reduce(tensor.contiguous(), "sum", group)  # type: ignore[arg-type]
     total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=resolved(group))
+    dist.all_reduce(total, group=process_group(group))
     return total
 
 
@@ -61,7 +51,7 @@ def gathered_columns(tensor: Tensor, shard: Shard) -> Tensor:
     """All columns of a tensor that is sharded over its last dimension like the logits."""
     padded = tensor.new_zeros((*tensor.shape[:-1], max(shard.sizes)))
     padded[..., : shard.size] = tensor[..., : shard.size]
-    parts = of_all_ranks(padded, group_named(shard.group))
+    parts = of_all_ranks(padded, shard.group)
     return torch.cat([part[..., :size] for part, size in zip(parts, shard.sizes)], -1)
 
 
@@ -69,7 +59,7 @@ class Sum(torch.autograd.Function):
     """The sum of the tensors of all ranks, each of which computes the same loss of it."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:
         return sum_of_all_ranks(tensor, group)
 
     @staticmethod
@@ -82,7 +72,7 @@ class Replicated(torch.autograd.Function):
     """A tensor that is the same on all ranks, each of which computes a part of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:
         ctx.group = group
         return tensor.view_as(tensor)
 
@@ -96,7 +86,7 @@ class GatheredRows(torch.autograd.Function):
     """The tensors of all ranks, one after the other; each rank computes a part of the gradient of all of them."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:
         ctx.group = group
         return of_all_ranks(tensor.contiguous(), group).flatten(0, 1)
 
@@ -105,7 +95,7 @@ class GatheredRows(torch.autograd.Function):
         check_upstream(grad)
         if torch.compiler.is_compiling():
             return functional.reduce_scatter_tensor(grad.contiguous(), "sum", 0, ctx.group), None
-        group = resolved(ctx.group)
+        group = process_group(ctx.group)
         mine = grad.new_empty((grad.shape[0] // dist.get_world_size(group), *grad.shape[1:]))
         reduce_scatter(mine, grad.contiguous(), group=group)
         return mine, None

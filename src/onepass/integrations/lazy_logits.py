@@ -20,8 +20,9 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dyn
 from onepass.core.checks import check_integer, described
 from onepass.core.dispatch import is_plain
 from onepass.integrations.adapters import adapter_reason, is_adapted
-from onepass.integrations.head_logits import HeadLogits, Metrics, gather_before_backward
+from onepass.integrations.head_logits import HeadLogits, gather_before_backward
 from onepass.integrations.patching import Restorable
+from onepass.logits.observer import Metrics
 from onepass.logits.valid_rows import RowCount, expecting
 
 

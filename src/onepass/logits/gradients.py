@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onepass.backend import backend_of
-from onepass.core.collectives import group_named
+from onepass.core.collectives import process_group
 from onepass.logits.head import ALL, Head
 from onepass.logits.tile_plan import Rows, TilePlan, needs_sum
 from onepass.logits.tiles import Tile, empty_logits
@@ -162,7 +162,7 @@ class Gradients:
         if self.waiting is not None:
             (rows, part), self.waiting = self.waiting, None
             self.finish()
-            work = dist.all_reduce(part, group=group_named(self.head.settings.shard.group), async_op=True)
+            work = dist.all_reduce(part, group=process_group(self.head.settings.shard.group), async_op=True)
             self.under_way = work, rows, part
 
     def finish(self) -> None:

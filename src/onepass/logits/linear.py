@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.checks import Adapter, check_integer, described
-from onepass.core.collectives import GatheredColumns, GatheredRows, Replicated, group_named
+from onepass.core.collectives import GatheredColumns, GatheredRows, Replicated
 from onepass.core.dispatch import autocast_dtype, is_untraced, without_autocast
 from onepass.core.invariance import is_batch_invariant
 from onepass.core.options import Inputs, Options, PairOptions, PairRows
@@ -134,7 +134,7 @@ class LinearLogits(TensorLike):
             vocab = self.shard.vocab
             if adapter is not None:
                 A, B, scaling = adapter
-                A = Replicated.apply(A, group_named(self.shard.group)) if sequence_parallel else A
+                A = Replicated.apply(A, self.shard.group) if sequence_parallel else A
                 adapter = A, B[: self.shard.size], scaling
         self.hidden, self.weight, self.bias, self.lora = hidden, weight, bias, adapter
         self.shape = torch.Size((*hidden.shape[:-1], vocab))
@@ -176,7 +176,7 @@ class LinearLogits(TensorLike):
         if self.shard.size < len(weight):  # else a slice would copy the gradient
             weight, bias = weight[: self.shard.size], None if bias is None else bias[: self.shard.size]
         if sequence_parallel:
-            hidden = GatheredRows.apply(hidden, group_named(self.shard.group))
+            hidden = GatheredRows.apply(hidden, self.shard.group)
         return hidden, weight, bias
 
     def parts(self) -> tuple[Tensor | None, ...]:
@@ -205,7 +205,7 @@ class LinearLogits(TensorLike):
 
     def replicated(self, hidden: Tensor, low: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """``hidden`` and ``low``, with gradients that are summed over the processes."""
-        group = group_named(self.shard.group)
+        group = self.shard.group
         return Replicated.apply(hidden, group), None if low is None else Replicated.apply(low, group)
 
     def low_rank(self, hidden: Tensor, row_mask: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:

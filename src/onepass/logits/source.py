@@ -21,7 +21,7 @@ from onepass.core.checks import (
     check_temperature,
     check_transform,
 )
-from onepass.core.collectives import Replicated, group_named
+from onepass.core.collectives import Replicated
 from onepass.core.dispatch import is_plain
 from onepass.core.invariance import is_batch_invariant
 from onepass.core.options import Average, Inputs, Options, PairOptions, PairRows, Transform
@@ -159,7 +159,7 @@ class LogitsSource:
 
     def local_columns(self, shard: Shard) -> Tensor:
         """The logits of this process's columns, at least those of ``shard``, which are compared; differentiable."""
-        logits: Tensor = Replicated.apply(self.materialize(), group_named(shard.group))
+        logits: Tensor = Replicated.apply(self.materialize(), shard.group)
         return logits[..., shard.first : shard.first + shard.size]
 
 

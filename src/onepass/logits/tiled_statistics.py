@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onepass.backend import backend_of
-from onepass.core.collectives import group_named, of_all_ranks
+from onepass.core.collectives import of_all_ranks
 from onepass.core.dispatch import (
     check_upstream,
     empty_gradients,
@@ -48,7 +48,7 @@ def results(tensors: HeadTensors, inputs: Inputs, final: bool, settings: Setting
     if not (shard.sizes and torch.compiler.is_compiling()):
         found: Results = _forward(tensors, inputs, final, settings, options)
         return found
-    states = of_all_ranks(_states(tensors, inputs, final, settings, options), group_named(shard.group))
+    states = of_all_ranks(_states(tensors, inputs, final, settings, options), shard.group)
     merged: Results = merge_states(states, rows_of(tensors, settings), inputs, shard, options)
     return merged
 

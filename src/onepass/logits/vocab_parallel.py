@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from onepass.backend import is_debugging
 from onepass.core.checks import FLOATS, check_integer, described
-from onepass.core.collectives import GatheredColumns, Sum, gathered_columns, group_named, process_group
+from onepass.core.collectives import GatheredColumns, Sum, gathered_columns, process_group
 from onepass.core.dispatch import constant_in_trace, is_plain
 from onepass.core.options import Average, Inputs, Options, Transform
 from onepass.core.shard import Group, Shard, leading
@@ -116,7 +116,7 @@ class VocabParallelLogits(LogitsSource):
             wide = torch.promote_types(self.dtype, torch.float32)
             found = local.sum(-1, keepdim=index.dim() == local.dim(), dtype=wide).expand(index.shape)
         outside = (index < 0) | (index >= self.shard.vocab)
-        of_all: Tensor = Sum.apply(found, group_named(self.shard.group))
+        of_all: Tensor = Sum.apply(found, self.shard.group)
         return of_all.masked_fill(outside, torch.nan)
 
 

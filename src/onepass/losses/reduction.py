@@ -1,13 +1,11 @@
 """The reduction of the losses of all rows to a mean or a sum, which all loss functions call."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from onepass.core.checks import check_choice, check_number, described, short
-from onepass.core.collectives import group_named, process_group, sum_of_all_ranks
+from onepass.core.collectives import process_group, sum_of_all_ranks
 from onepass.core.dispatch import constant_in_trace, is_plain
 from onepass.core.options import REDUCTIONS, Reduction
 from onepass.core.shard import Group
@@ -62,8 +60,8 @@ def reduced(
 
 def group_of_mean(
     source: LogitsSource, reduction: Reduction, num_items: float | Tensor | None, mean_group: Group | None
-) -> Any:
-    """The process group over whose ranks the rows of a mean are counted; None to count those of this process."""
+) -> str | None:
+    """The name of the group over whose ranks the rows of a mean are counted; None to count those of this process."""
     if mean_group is None:
         return None
     group = group_of(mean_group, "mean_group")
@@ -75,7 +73,8 @@ def group_of_mean(
             "mean_group: expected no other process of vocab_group than this one, since all of them have the same rows, "
             f"got {shared_ranks(group.group_name, source.shard.group)} of its processes"
         )
-    return group_named(group.group_name)
+    name: str = group.group_name
+    return name
 
 
 def shared_ranks(first: str, second: str) -> int:
@@ -87,7 +86,7 @@ def shared_ranks(first: str, second: str) -> int:
 constant_in_trace(shared_ranks)
 
 
-def summed(counts: Tensor, group: Any) -> Tensor:
+def summed(counts: Tensor, group: str | None) -> Tensor:
     """The sum of the counts of all rows of this process or, with a group, of all its ranks; it stays on the device."""
     total = counts.sum()
     return total if group is None else sum_of_all_ranks(total, group)

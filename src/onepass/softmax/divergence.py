@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onepass import reference
 from onepass.backend import backend_of
-from onepass.core.collectives import group_named, of_all_ranks
+from onepass.core.collectives import of_all_ranks
 from onepass.core.dispatch import check_upstream, empty_gradient, operation
 from onepass.core.options import DIVERGENCE, PAIR_NUMBERS, PairOptions, PairRows, empty_pair_numbers, normalizers
 from onepass.core.shard import NOT_SHARDED, PAIR_STATE, Shard
@@ -44,19 +44,18 @@ def pair_numbers(student: Tensor, teacher: Tensor, read: PairRows, shard: Shard,
         return packed
     columns, options = slice(options.columns), options._replace(columns=None)
     student, teacher = student[..., columns], teacher[..., columns]
-    group = group_named(shard.group)
     if options.direction != "jsd":
-        states = of_all_ranks(_states(student, teacher, read, options), group)
+        states = of_all_ranks(_states(student, teacher, read, options), shard.group)
         packed = _merged(states, student, teacher, read, options)
         return packed
     fields = list(zip(*normalizers(read, options)))
     parts = [state_of_rows(x, *of_x) for x, of_x in zip((student, teacher), fields)]
-    of_both = of_all_ranks(torch.cat(parts), group).chunk(2, 1)
+    of_both = of_all_ranks(torch.cat(parts), shard.group).chunk(2, 1)
     wide = student if student.dtype.itemsize >= teacher.dtype.itemsize else teacher
     of_student, of_teacher = (
         merge_states(s.contiguous(), wide, inputs, shard, of_x)[0][:2] for s, (inputs, of_x) in zip(of_both, fields)
     )
-    means = of_all_ranks(_means(student, teacher, read, of_student, of_teacher, options), group).sum(0)
+    means = of_all_ranks(_means(student, teacher, read, of_student, of_teacher, options), shard.group).sum(0)
     return torch.cat([of_student, means[:1], of_teacher, means[1:]])
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onepass import reference
 from onepass.backend import backend_of
-from onepass.core.collectives import group_named, of_all_ranks
+from onepass.core.collectives import of_all_ranks
 from onepass.core.dispatch import check_upstream, empty_gradient, operation, refuse_forward_mode
 from onepass.core.options import Average, FieldGradients, Inputs, Options, Results, empty_results, pick
 from onepass.core.shard import Shard, per_row, state_fields
@@ -68,7 +68,7 @@ def merged(logits: Tensor, inputs: Inputs, shard: Shard, options: Options) -> Re
 
 def merged_states(states: Tensor, logits: Tensor, inputs: Inputs, shard: Shard, options: Options) -> Results:
     """`merged`, from the states of this rank. Only shape and dtype of ``logits`` are used."""
-    of_all = of_all_ranks(states, group_named(shard.group))
+    of_all = of_all_ranks(states, shard.group)
     results: Results = merge_states(of_all, logits, inputs, shard, options)
     return results
 
