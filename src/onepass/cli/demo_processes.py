@@ -47,7 +47,8 @@ def run(rank: int, ranks: int, folder: str, head: str, size: Size, seed: int, wi
 
 def local_logits(model: Any, ids: Tensor) -> tuple[Tensor, ...]:
     # Each process has the gradient from its columns of the logits, and all of them need the sum.
-    hidden = Replicated.apply(model.model(ids).last_hidden_state, dist.group.WORLD)
+    world: Any = dist.group.WORLD
+    hidden = Replicated.apply(model.model(ids).last_hidden_state, world.group_name)
     return (model.lm_head(hidden),)
 
 

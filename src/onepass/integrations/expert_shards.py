@@ -92,7 +92,8 @@ def local_factors(experts: nn.Module, name: str, weight: Tensor, base: Any, fact
         first = own_experts(base, len(left), len(weight))
         group = group_of_same_batch(experts, base)
         left, right = (
-            (t if group is None else Replicated.apply(t, group))[first : first + len(weight)] for t in (left, right)
+            (t if group is None else Replicated.apply(t, group.group_name))[first : first + len(weight)]
+            for t in (left, right)
         )
     if left.shape[1] != weight.shape[1] or right.shape[2] != weight.shape[2]:
         raise NotImplementedError(
