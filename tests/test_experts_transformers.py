@@ -130,6 +130,17 @@ def test_which_activation_it_is(act, name):
     assert integration.gate_of(experts_of("mixtral", hidden_act=act)) == (name, False, 1.702, 7.0)
 
 
+@pytest.mark.parametrize("family, name, value", [("gpt_oss", "limit", 0.3), ("gpt_oss", "alpha", 0.1),
+                                                 ("mixtral", "act_fn", torch.nn.GELU())])  # fmt: skip
+def test_a_setting_that_changes(family, name, value, routed):
+    experts = experts_of(family)
+    before = run(experts, "onepass", *routed)[0]
+    setattr(experts, name, value)
+    ours, theirs = run(experts, "onepass", *routed)[0], run(experts, "eager", *routed)[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert (ours - before).abs().max() > 1e-3
+
+
 def test_an_unknown_gate_is_an_error(routed):
     experts = experts_of("mixtral", hidden_act="relu")
     with pytest.raises(NotImplementedError, match=r"MixtralExperts\._apply_gate is none of silu"):

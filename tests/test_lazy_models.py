@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from functools import partial
 from importlib import import_module
+from types import MethodType
 
 import pytest
 import torch
@@ -258,6 +259,19 @@ def test_restored():
         assert state(model) == before
 
 
+def test_unwrapped_by_accelerate():
+    """Accelerate removes the functions around a forward that have a `__wrapped__`, and must not remove ours."""
+    from accelerate.utils import extract_model_from_parallel
+    from accelerate.utils.operations import convert_outputs_to_fp32
+
+    model = llama()
+    with onepass.attach(model):
+        model._original_forward = model.forward
+        model.forward = MethodType(convert_outputs_to_fp32(model.forward.__func__), model)
+        extract_model_from_parallel(model, keep_fp32_wrapper=False)
+        assert is_lazy(model(**lazy_models.inputs(model)))
+
+
 def test_signature():
     """Trainers inspect it for the columns of their data."""
     model = llama()
@@ -414,6 +428,20 @@ def test_compiled(by):
     for step in ours:
         assert_same(step, theirs, 1e-5)
     assert is_lazy(ours[1][0])
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("attach", [onepass.attach, lambda _: onepass.patch("transformers")], ids=["attach", "patch"])
+def test_compiled_as_a_whole_where_nothing_trains(attach):
+    model = llama(num_hidden_layers=1).eval()
+    given = {"input_ids": lazy_models.inputs(model)["input_ids"], "use_cache": False}
+    with torch.no_grad(), attach(model):
+        expected = model(**given).logits
+        torch.compiler.reset()
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(**given).logits, expected)
+        exported = torch.export.export(model, (), given, strict=False)
+        torch.testing.assert_close(exported.module()(**given).logits, expected)
     torch.compiler.reset()
 
 

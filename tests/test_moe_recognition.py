@@ -9,7 +9,7 @@ from torch import nn
 
 import onepass
 from onepass.moe import recognition, route_block
-from onepass.moe.blocks import recognised_parts, routed
+from onepass.moe.blocks import recognised_parts, routed, routing_method
 
 H, E, K = 12, 16, 4
 
@@ -156,6 +156,26 @@ def test_subclasses_and_settings_of_held_objects():
     WithConstant.normalized = True
     assert_recognised(WithConstant())
     WithConstant.normalized = False
+
+
+def test_a_subclass_that_calls_its_base(monkeypatch):
+    """Only the method of the class itself is replaced, not that of its base, which is a part of what it computes."""
+    replacement = routing_method(Normalized.forward, "forward")
+
+    class Scaled(Normalized):
+        def forward(self, hidden_states):
+            weights, experts = super().forward(hidden_states)
+            return weights * 2, experts
+
+    router, x = Scaled(), torch.randn(9, H)
+    expected = router(x)
+    monkeypatch.setattr(Normalized, "forward", replacement)
+    torch.testing.assert_close(router(x), expected)
+    before = Normalized.forward
+    monkeypatch.setattr(Normalized, "forward", lambda self, h: tuple(t * 3 for t in before(self, h)))
+    router = Normalized()
+    weights, experts = before(router, x)
+    torch.testing.assert_close(router(x), (weights * 3, experts * 3))
 
 
 def test_classes_that_torch_makes_of_another():

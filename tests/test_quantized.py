@@ -510,6 +510,41 @@ def test_a_copy_is_decoded_alone(families, monkeypatch):
     assert moe.dequantize_experts(experts) == 2 and torch.equal(experts.gate_up_proj, expected)
 
 
+@pytest.mark.parametrize("unloads", [False, True])
+def test_adapters_are_not_merged_into_codes(families, unloads, monkeypatch):
+    """PEFT would add them to a copy of the values."""
+    peft = pytest.importorskip("peft", "0.21")
+    block = torch.nn.ModuleDict({"experts": families.experts_of("qwen3_moe")})
+    moe.quantize_experts(block, "nf4")
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    model = peft.PeftModel(block, peft.LoraConfig(r=3, init_lora_weights=False, target_modules=[],
+                                                  target_parameters=names))  # fmt: skip
+    with onepass.patch("transformers"):
+        message = "expected a weight that is not quantized, to merge an adapter into it, got 'nf4'; call onepass"
+        with pytest.raises(ValueError, match=message):
+            model.merge_and_unload() if unloads else model.merge_adapter()
+        assert moe.dequantize_experts(model) == 2
+        model.merge_adapter()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_cast_of_the_model(families, dtype):
+    """The values have the dtype of the model, as those of its other parameters."""
+    model = torch.nn.ModuleDict({"experts": families.experts_of("qwen3_moe"), "gate": torch.nn.Linear(3, 3)})
+    moe.quantize_experts(model, "nf4")
+    expected = model["experts"].down_proj
+    model.to(dtype)
+    assert model["experts"].down_proj.dtype == dtype
+    assert moe.dequantize_experts(model) == 2
+    assert all(p.dtype == dtype for p in model.parameters())
+    torch.testing.assert_close(model["experts"].down_proj.data, expected.to(dtype))
+
+
+def test_a_cast_to_integers_is_an_error():
+    with pytest.raises(TypeError, match=r"target: expected a floating-point dtype, got torch.int32"):
+        quantize(randn(2, 4, 64), "nf4").to(torch.int32)
+
+
 def test_a_weight_that_is_moved_leaves_nothing_behind():
     weight = moe.quantize(randn(2, 8, 64), "nf4")
     moved = weight.to("meta")

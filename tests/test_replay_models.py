@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import pickle
+from functools import partial
 
 import numpy
 import pytest
@@ -458,6 +459,48 @@ def test_a_backward_that_raises_leaves_nothing():
     model.zero_grad()
     with replay_routing(model, record):
         losses(model, inputs)[0].backward()
+
+
+def test_a_forward_that_raises_is_undone():
+    """Passes are told apart by how often routers were called, which a forward that fails half way must not change."""
+    model, (ids, other) = build("mixtral").eval(), batches(2)
+
+    def fails(*_):
+        raise RuntimeError("out of memory, say")
+
+    def fail(inputs):
+        handle = model.model.layers[1].register_forward_pre_hook(fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(input_ids=inputs)
+        handle.remove()
+
+    with record_routing(model) as expected:
+        logits = [model(input_ids=x).logits for x in (ids, other)]
+    with record_routing(model) as record:
+        model(input_ids=ids)
+        fail(ids)
+        model(input_ids=other)
+        fail(ids)
+    assert len(record) == 2 and all(same(a, b) for a, b in zip(record.passes, expected.passes, strict=True))
+    with replay_routing(model, record) as replay:
+        for x, of_x in zip((ids, other), logits):
+            fail(x)
+            assert torch.equal(model(input_ids=x).logits, of_x)
+    assert replay.changed == 0
+
+
+def test_a_router_with_a_method_of_its_own():
+    """Its results would be lost, as routers compute `route_block`."""
+    model = build("mixtral")
+    router = model.model.layers[1].mlp.gate
+    router.forward = partial(router.forward)
+    with pytest.raises(TypeError, match=r"^model: expected routers with the methods of their class, got forward of it"):
+        record_routing(model).__enter__()
+    del router.forward
+    router.forward = router.forward  # bound anew
+    with record_routing(model) as record:
+        losses(model, batches())
+    assert len(record) == 1
 
 
 def test_a_saved_model_is_not_followed():

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -263,13 +264,16 @@ def _attached_forward(model: nn.Module, use: HeadOptions, number: int, replaced:
         owner, active = self.__dict__.get(OWNER, (None, None))
         # A wrapper may call this after the model was restored, and even attached again.
         before = self.__dict__.get(BEFORE) if active == number else replaced if self is model else None
-        own = MethodType(type(self).forward, self) if before is None else before
+        own = partial(type(self).forward, self) if before is None else before
         if active != number:
+            return own(*args, **kwargs)
+        if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # no break of the graph
             return own(*args, **kwargs)
         is_copy = owner != id(self)
         return run(self, own, args, kwargs, use._replace(observer=None) if is_copy else use)
 
-    forward.__wrapped__ = type(model).forward  # type: ignore[attr-defined]
+    # Accelerate takes functions that have a `__wrapped__` for its own wrappers, and removes them.
+    forward.__signature__ = inspect.signature(type(model).forward)  # type: ignore[attr-defined]
     setattr(forward, BEFORE, True)  # marks a forward that `attach` installed
     return forward
 

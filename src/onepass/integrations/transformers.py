@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,10 +18,12 @@ from onepass.integrations.routers import router_targets
 from onepass.integrations.transformers_experts import (
     INTERFACE,
     PEFT,
+    PEFT_MERGE,
     PEFT_PLAN,
     SINCE,
     activate_lora,
     experts_forward,
+    merge_lora,
     register,
     tp_plan_and_mesh,
 )
@@ -70,6 +73,8 @@ def ForCausalLMLoss(
 
 def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """`torch.nn.Module.__call__`, whose heads return `onepass.LinearLogits` if the call trains; see `attach`."""
+    if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # no break of the graph where nothing trains
+        return nn.Module.__call__(self, *args, **kwargs)
     return run(self, partial(nn.Module.__call__, self), args, kwargs)
 
 
@@ -113,6 +118,12 @@ TRAINER = "transformers.trainer", "Trainer.compute_loss"
 TUNER = "peft.tuners.tuners_utils", "BaseTuner.forward"
 
 
+OF_PEFT = [
+    Target(*TUNER, tuner_forward, ("self, args, kwargs",), since="0.17"),
+    Target(*PEFT, activate_lora, ("self, active_adapters",), since="0.21"),
+    Target(*PEFT_MERGE, merge_lora, ("self, safe_merge, adapter_names",), since="0.21"),
+    Target(*PEFT_PLAN, tp_plan_and_mesh, ("model, current_key",), since="0.21.1"),
+]
 TARGETS = [
     Target(
         "transformers.loss.loss_utils", "ForCausalLMLoss", ForCausalLMLoss,
@@ -133,10 +144,8 @@ TARGETS = [
         ("self, model_output, labels, shift_labels", "self, model_output, labels, shift_labels, num_items_in_batch"),
         since="4.56",
     ),
-    *([Target(*TUNER, tuner_forward, ("self, args, kwargs",), since="0.17")] if find_spec("peft") else []),
     Target(*INTERFACE, experts_forward, ("key, value",), since=SINCE, method="register", registered=True),
-    *([Target(*PEFT, activate_lora, ("self, active_adapters",), since="0.21")] if find_spec("peft") else []),
-    *([Target(*PEFT_PLAN, tp_plan_and_mesh, ("model, current_key",), since="0.21.1")] if find_spec("peft") else []),
+    *(OF_PEFT if find_spec("peft") else []),
 ]  # fmt: skip
 
 

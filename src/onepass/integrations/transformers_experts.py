@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from inspect import unwrap
 from typing import Any, NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
@@ -14,6 +15,7 @@ from onepass.core.quantized import Weight
 from onepass.integrations.expert_shards import Factors, is_sharded, local_factors, local_weight, whole_factors
 from onepass.integrations.patching import original, unsupported
 from onepass.moe.experts import Adapter, expert_mlp
+from onepass.moe.probe import children_of, held_by, key_of
 from onepass.moe.quantized import QuantizedWeight
 from onepass.moe.router import Routing
 from onepass.reference.experts import activate
@@ -24,6 +26,7 @@ FP8 = "transformers.integrations.finegrained_fp8", "ALL_FP8_EXPERTS_FUNCTIONS"
 EXCHANGES = "transformers.distributed.expert_parallel", "EPImplementationInterface", "5.23"
 SINCE = "5.7"  # the first version of transformers whose models accept a registered name
 PEFT = "peft.tuners.lora.layer", "ParamWrapper._activate_lora"
+PEFT_MERGE = "peft.tuners.lora.layer", "ParamWrapper.merge"
 PEFT_PLAN = "peft.tuners.lora.model", "get_tp_plan_and_mesh"
 DEFAULTS = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False}
 HELD = "_onepass_adapters"  # the attribute of experts that has the LoRA factors while their forward runs
@@ -38,7 +41,7 @@ class Gate(NamedTuple):
     limit: float
 
 
-_gates: "WeakKeyDictionary[nn.Module, Gate]" = WeakKeyDictionary()
+_gates: "WeakKeyDictionary[nn.Module, tuple[Any, Gate]]" = WeakKeyDictionary()  # with what it depends on
 _quantized: "WeakKeyDictionary[nn.Module, dict[str, tuple[Any, QuantizedWeight | None]]]" = WeakKeyDictionary()
 
 
@@ -73,7 +76,8 @@ def option(experts: nn.Module, name: str) -> bool:
 def gate_of(experts: nn.Module) -> Gate:
     """The activation that gives the results of the experts' own ``_apply_gate``, tried on a few numbers."""
     known = _gates.get(experts)
-    if known is None:
+    compiles = torch.compiler.is_compiling()
+    if known is None or not (compiles or known[0] == gate_settings(experts)):
         probe = torch.linspace(-21.0, 23.0, 96).view(2, 48).roll(5, -1)
         with torch.no_grad():
             theirs = experts._apply_gate(probe)  # type: ignore[operator]
@@ -81,14 +85,23 @@ def gate_of(experts: nn.Module) -> Gate:
             first, second = (probe[:, ::2], probe[:, 1::2]) if gate.interleaved else probe.chunk(2, -1)
             ours = activate(first, second, ExpertOptions(gate.activation, alpha=gate.alpha, limit=gate.limit))
             if theirs.shape == ours.shape and torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6):
-                known = _gates[experts] = gate
+                _gates[experts] = known = (None if compiles else gate_settings(experts), gate)
                 break
         else:
             raise NotImplementedError(
                 f"experts_implementation='{NAME}': {type(experts).__name__}._apply_gate is none of "
                 f"{', '.join(ACTIVATIONS)} of gate and up, side by side or in turns"
             )
-    return known
+    return known[1]
+
+
+def gate_settings(experts: nn.Module) -> tuple[Any, ...]:
+    """The attributes that ``_apply_gate`` uses, as something that can be compared."""
+    kind: Any = type(experts)
+    function: Any = unwrap(kind._apply_gate)
+    held = vars(experts) | experts._modules
+    used = [held.get(n, getattr(kind, n, None)) for n in function.__code__.co_names]
+    return function, *[(held_by(v), children_of(v)) if isinstance(v, nn.Module) else key_of(v) for v in used]
 
 
 def candidates(experts: nn.Module) -> list[Gate]:
@@ -209,6 +222,17 @@ def activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         del held[self.parameter_name]
+
+
+def merge_lora(self: Any, *args: Any, **kwargs: Any) -> None:
+    """`ParamWrapper.merge`, with an error where PEFT would add the adapter to a decoded copy, and lose it."""
+    quantized = quantized_of(self.get_base_layer(), self.parameter_name)
+    if quantized is not None:
+        raise ValueError(
+            f"{self.parameter_name}: expected a weight that is not quantized, to merge an adapter into it, got "
+            f"{quantized.format.name!r}; call onepass.moe.dequantize_experts(model) before"
+        )
+    original(*PEFT_MERGE)(self, *args, **kwargs)
 
 
 def tp_plan_and_mesh(model: Any, current_key: str) -> tuple[str | None, Any]:

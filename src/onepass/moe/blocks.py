@@ -86,9 +86,11 @@ def own_method(router: nn.Module) -> tuple[str, Callable[..., Any]]:
 def routing_method(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     """The replacement for a method that routes. It calls the original of a module whose router is not recognised."""
 
+    number = id(original)
+
     @wraps(original)
     def replacement(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        d = described_method(self, name)
+        d = described_method(self, name, number)
         if d is not None:
             given = dict(zip(d.inputs, args)) | kwargs
             inputs = [given.get(n) for n in d.inputs]

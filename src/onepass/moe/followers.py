@@ -60,8 +60,7 @@ class Followed:
         number = next(_numbers)
         self.slot = torch.tensor(number)
         _followed[number] = self
-        # Accelerate replaces `forward` by a function that moves the inputs and then calls this one.
-        self.name = "_old_forward" if name == "forward" and "_old_forward" in vars(router) else name
+        self.name = attribute_of(router, name)
         self.before = vars(router).get(self.name)
         setattr(router, self.name, unless_copied(method).__get__(router))
 
@@ -146,6 +145,14 @@ class Followed:
         if not in_backward():
             for follower in self.followers:
                 follower.note(self.router, experts, counts, changed, replayed)
+
+
+def attribute_of(router: nn.Module, name: str) -> str:
+    """The attribute of a router that has this method, if it has one of its own.
+
+    Accelerate replaces `forward` by a function that moves the inputs and then calls ``_old_forward``.
+    """
+    return "_old_forward" if name == "forward" and "_old_forward" in vars(router) else name
 
 
 def unless_copied(method: Callable[..., Any]) -> Callable[..., Any]:

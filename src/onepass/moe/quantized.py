@@ -151,6 +151,8 @@ class QuantizedWeight(Encoded):
 
     def to(self, target: torch.dtype | torch.device | str) -> "QuantizedWeight":
         """The weight on another device, or with another ``dtype`` of the decoded values."""
+        if isinstance(target, torch.dtype) and target not in FLOATS:
+            raise TypeError(f"target: expected a floating-point dtype, got {target}")
         found = super().to(target)
         if found.device != self.device and not self.source.requires_grad:
             found.source = found.data  # so that nothing keeps the memory of the other device

@@ -29,6 +29,10 @@ class Stored(nn.Module):
         for name in self.dtypes:
             self.register_buffer(name, getattr(weight.parts, name).reshape(-1).view(torch.uint8))
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype  # a cast of the model
+        return super()._apply(fn, recurse)
+
     def quantized_weight(self, data: Tensor, name: str) -> QuantizedWeight:
         parts = WeightParts(**{n: getattr(self, n).view(dtype) for n, dtype in self.dtypes.items()})
         found: QuantizedWeight = object.__new__(QuantizedWeight)

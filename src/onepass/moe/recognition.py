@@ -30,19 +30,25 @@ _known: dict[Any, RouterDescription | None] = {}
 _last: "WeakKeyDictionary[nn.Module, dict[str, tuple[Any, RouterDescription | None]]]" = WeakKeyDictionary()
 
 
-def described_method(module: nn.Module, name: str) -> RouterDescription | None:
-    """The description of a method of a module, by its code and its settings; None if it computes something else."""
-    # Before torch 2.13 a function that is called while torch traces takes no module, but numbers.
-    return described_object(id(module), name) if torch.compiler.is_compiling() else _described(module, name)
+def described_method(module: nn.Module, name: str, function: int | None = None) -> RouterDescription | None:
+    """The description of a method of a module, by its code and its settings; None if it computes something else.
+
+    With ``function``, the ``id`` of a function, also if the method is another: a subclass may call that of its base.
+    """
+    if torch.compiler.is_compiling():  # before torch 2.13 a function that is called then takes no module, but numbers
+        return described_object(id(module), name, function)
+    return _described(module, name, function)
 
 
-def described_object(number: int, name: str) -> RouterDescription | None:
+def described_object(number: int, name: str, function: int | None) -> RouterDescription | None:
     """`_described` of the module with this ``id``, which exists: torch is tracing a call of it."""
-    return _described(ctypes.cast(number, ctypes.py_object).value, name)
+    return _described(ctypes.cast(number, ctypes.py_object).value, name, function)
 
 
-def _described(module: nn.Module, name: str) -> RouterDescription | None:
+def _described(module: nn.Module, name: str, function: int | None) -> RouterDescription | None:
     """See `described_method`."""
+    if function is not None and id(method(type(module), name)) != function:
+        return None
     key = settings(module, name)
     last = _last.setdefault(module, {}).get(name)
     if last is not None and last[0] == key:

@@ -13,7 +13,8 @@ from torch.autograd import Variable
 
 from onepass.core.checks import described
 from onepass.moe.blocks import own_description, own_method
-from onepass.moe.followers import Follower, follow, in_backward, unfollow
+from onepass.moe.followers import Follower, attribute_of, follow, in_backward, unfollow
+from onepass.moe.probe import method
 from onepass.moe.routing_record import RoutingRecord
 
 
@@ -55,6 +56,7 @@ class Choices(Follower):
         self.layers = {module: n for n, modules in enumerate(self.routers.values()) for module in modules}
         self.calls = [0] * len(self.routers)
         self.waiting: dict[int, Pass] = {}
+        self.begun: dict[nn.Module, dict[str, Any]] = {}  # what there was before a forward that is under way
 
     def note(self, router: nn.Module, experts: Tensor, counts: Tensor, changed: Tensor | None, replayed: bool) -> None:
         layer = self.layers[router]
@@ -67,10 +69,25 @@ class Choices(Follower):
     def kept(self, n: int, layer: int, experts: Tensor) -> Tensor:
         return experts.to(torch.int16)
 
-    def watch(self, model: nn.Module, inputs: Any, output: Any) -> None:
+    def state(self) -> dict[str, Any]:
+        """What a forward pass changes."""
+        return {"calls": [*self.calls], "waiting": {**self.waiting}}
+
+    def begin(self, model: nn.Module) -> None:
+        """A forward begins."""
+        if not in_backward():
+            self.undo(model)
+            self.begun[model] = self.state()
+
+    def undo(self, model: nn.Module) -> None:
+        """Forget a forward that has not ended, but in an error."""
+        vars(self).update(self.begun.pop(model, {}))
+
+    def end(self, model: nn.Module, output: Any) -> None:
         """The backward through the outputs is that of the last pass."""
         if in_backward():
             return
+        self.begun.pop(model, None)
         last = max(self.calls) - 1
         seen = [t for t in tensors_of(output) if t.requires_grad] if last in self.waiting else []
         for t in seen:
@@ -80,20 +97,27 @@ class Choices(Follower):
 
 
 class Watch:
-    """The forward hook that calls `Choices.watch`: one class, for which torch compiles once, whatever the choices."""
+    """The hooks around a forward: one class, for which torch compiles once, whatever the choices."""
 
     def __init__(self, choices: Choices) -> None:
         self.choices = choices
 
-    def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:
+    def __call__(self, model: nn.Module, inputs: Any, *output: Any) -> None:
         if not torch.compiler.is_compiling():
-            self.choices.watch(model, inputs, output)
+            if output:
+                self.choices.end(model, *output)
+            else:
+                self.choices.begin(model)
 
 
 class Recorder(Choices):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.record = RoutingRecord()
+
+    def undo(self, model: nn.Module) -> None:
+        super().undo(model)
+        del self.record.passes[max(self.calls) :]
 
     def kept(self, n: int, layer: int, experts: Tensor) -> Tensor:
         ids = super().kept(n, layer, experts)
@@ -130,6 +154,9 @@ class Replay(Choices):
             found.append(layers[n].to("cpu" if device.type == "meta" else device, torch.int16))
         return found
 
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"changed": self.changed}
+
     def choice(self, router: nn.Module) -> Tensor | None:
         layer = self.layers[router]
         n = self.calls[layer]
@@ -152,6 +179,8 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
     weights bit for bit, where the kernels of transformers may round otherwise. A layer that gradient checkpointing
     computes again is not recorded again, and takes the choice of the first time, also after the context.
 
+    A forward pass that ends in an error is left out.
+
     Args:
         model: a model of transformers, also compiled, sharded by FSDP2 or with adapters; see `route_block` for the
             families.
@@ -171,9 +200,10 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
 def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[Replay]:
     """Have the routers of a model select the experts of a record, in every forward pass within the context.
 
-    The n-th forward pass takes the n-th pass of the record. Weights and gradients are those of the replayed experts,
-    from the live logits (`route`, ``experts``). The backward may run within the context or after it: a layer that
-    gradient checkpointing computes again takes the choice of its own forward pass, in whatever order backwards run.
+    The n-th forward pass takes the n-th pass of the record; one that ends in an error does not count. Weights and
+    gradients are those of the replayed experts, from the live logits (`route`, ``experts``). The backward may run
+    within the context or after it: a layer that gradient checkpointing computes again takes the choice of its own
+    forward pass, in whatever order backwards run.
 
     Args:
         model: as of `record_routing`.
@@ -196,7 +226,9 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[Replay]:
 @contextmanager
 def following(model: nn.Module, follower: Choices) -> Iterator[None]:
     """A context in which the routers are followed, and the outputs of the model and its decoder are watched."""
-    handles = [m.register_forward_hook(Watch(follower)) for m in {decoder_of(model, follower.routers), model}]
+    watched, watch = {decoder_of(model, follower.routers), model}, Watch(follower)
+    handles = [m.register_forward_pre_hook(watch) for m in watched]
+    handles += [m.register_forward_hook(watch) for m in watched]
     try:
         for router in follower.layers:
             follow(router, follower, *own_method(router))
@@ -204,6 +236,8 @@ def following(model: nn.Module, follower: Choices) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+        for m in watched:
+            follower.undo(m)
         for router in follower.layers:
             unfollow(router, follower)
 
@@ -215,11 +249,20 @@ def routers_of(model: nn.Module) -> dict[str, list[nn.Module]]:
     beside the copy that is trained.
 
     Raises:
-        TypeError: there are none, or a block with experts has one of an unknown class.
+        TypeError: there are none, a block with experts has one of an unknown class, or one has a method of its own.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a model of transformers, got {described(model)}")
-    found = {name: module for name, module in model.named_modules() if own_description(module) is not None}
+    found = {}
+    for name, module in model.named_modules():
+        d = own_description(module)
+        if d is not None:
+            own = vars(module).get(attribute_of(module, d.function))
+            own = getattr(own, "__func__", own)
+            if own is not None and getattr(own, "of_library", own) is not method(type(module), d.function):
+                raise TypeError(f"model: expected routers with the methods of their class, got {d.function} of its own "
+                                f"in {type(module).__name__} ({name or 'the model'})")  # fmt: skip
+            found[name] = module
     for name, module in model.named_modules():
         children = dict(module.named_children())
         inside = f"{name}." if name else ""

@@ -50,7 +50,8 @@ class RoutingRecord:
 
         An array has the shape ``(tokens - 1, layers, K)``, where layers are those with a router: an engine never
         computes the last token that it samples. The passes of a ``generate``, of the prompt and of each further token,
-        are joined.
+        are joined: pass the ``attention_mask`` of all tokens, without which the last one counts as sampled, which the
+        model of a ``generate`` has not computed anyway.
 
         Args:
             attention_mask: ``(B, S)``, of B sequences that are padded on the left or right.

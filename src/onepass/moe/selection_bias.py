@@ -24,7 +24,8 @@ def update_selection_bias(bias: Tensor, counts: Tensor, rate: float, group: dist
     Weights and gradients do not depend on the bias.
 
     Args:
-        bias: ``(E,)`` or any shape of E elements, floating-point; changed in place.
+        bias: ``(E,)`` or any shape of E elements, float32 or float64; changed in place. In half precision, as a cast of
+            the whole model makes it, an update of 0.001 would be lost: cast it back.
         counts: ``(E,)``, integers: the tokens of each expert (`Routing`, ``counts``), summed over the micro-batches of
             a step.
         rate: :math:`u`, at least 0; 0.001 in DeepSeek-V3.
@@ -41,6 +42,8 @@ def update_selection_bias(bias: Tensor, counts: Tensor, rate: float, group: dist
     """
     if not isinstance(bias, Tensor) or bias.dtype not in FLOATS:
         raise TypeError(f"bias: expected a floating-point tensor, got {described(bias)}")
+    if bias.element_size() < 4:
+        raise TypeError(f"bias: expected float32 or float64, got {bias.dtype}, in which small updates are lost")
     if any(stride == 0 and size > 1 for stride, size in zip(bias.stride(), bias.shape)):
         raise ValueError(f"bias: expected a tensor that is not expanded, got strides {bias.stride()}")
     if not isinstance(counts, Tensor) or counts.dtype not in INTEGERS:
