@@ -460,7 +460,7 @@ MAY_BE_WRITTEN = {
     "linear_cross_entropy, of rows": {"class_weights"},
     "linear_topk_kl_div, of rows": {"teacher_ids", "teacher_log_probs"},
     "linear_kl_div, a head teaches, of rows": {"row_mask"},
-    "linear_loss, of rows": {"row_mask"},
+    "linear_loss, of rows": {"row_mask", "row_inputs[0]", "row_inputs[1]"},
     "moe.route": {"selection_bias"},
     "moe.route, replayed": {"selection_bias"},
     "moe.sigmoid_topk": {"selection_bias"},

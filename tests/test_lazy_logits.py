@@ -624,6 +624,46 @@ def test_every_name_sees_a_change(name):
 
 
 @pytest.mark.filterwarnings("ignore::onepass.MaterializedLogits")
+@pytest.mark.parametrize("name", ["iadd", "isub", "imul", "itruediv", "ipow"])
+def test_views_of_materialized_logits_see_a_change(name):
+    """As those of a tensor do."""
+    found = []
+    for z in both(parts_of()):
+        z = z.detach()
+        z = z if isinstance(z, torch.Tensor) else onepass.LinearLogits(z.hidden, z.weight, z.bias)
+        (z if isinstance(z, torch.Tensor) else z.materialize()).argmax(-1)
+        view, same = z[1:], z
+        z = getattr(operator, name)(z, 2)
+        found.append([torch.as_tensor(view) + 0, same[:] + 0, z[:] + 0])
+    for ours, theirs in zip(*found, strict=True):
+        close(ours, theirs)
+
+
+SLICES = {
+    "reshape to the same rows": lambda z: z[:, -1].reshape(-1, z.shape[-1]),
+    "flatten of one dimension": lambda z: z[:, -1].flatten(0, 0),
+    "contiguous of a copy": lambda z: (copied := z[:, 1:].clone(), copied.contiguous())[1],
+    "reshape of rows apart": lambda z: z[:, 1:].reshape(-1, z.shape[-1]),
+}
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_a_view_of_a_slice(name):
+    """It shares memory with the slice where a tensor would; then the original is an error once the view has changed."""
+    hidden, weight = torch.randn(2, 3, 4), torch.randn(5, 4)
+    tensor, lazy = hidden @ weight.T, onepass.LinearLogits(hidden, weight)
+    theirs, ours, before = SLICES[name](tensor), SLICES[name](lazy), tensor.clone()
+    theirs *= 2
+    ours *= 2
+    close(ours.materialize(), theirs)
+    if torch.equal(tensor, before):
+        close(lazy.materialize(), tensor)
+    else:
+        with pytest.raises(RuntimeError, match="share no memory"):
+            lazy.materialize()
+
+
+@pytest.mark.filterwarnings("ignore::onepass.MaterializedLogits")
 def test_a_sum_with_0_is_another_tensor():
     lazy, tensor = both(parts_of())
     for logits in (lazy, tensor):

@@ -331,6 +331,30 @@ def test_one_backward(device):
         torch.autograd.grad(rows, hidden, create_graph=True)
 
 
+@pytest.mark.parametrize("how", ["eager", "rows", "compiled"])
+def test_what_masked_rows_hold_is_not_read(how, monkeypatch):
+    """Also not by the gradient of row inputs: 0 times NaN is NaN."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    hidden, weight = torch.randn(2, 3, H), torch.randn(V, H)
+    target, mask = torch.randint(V, (2, 3)), torch.tensor([[1, 0, 1], [1, 1, 0]]).bool()
+    old = torch.randn(2, 3).masked_fill(~mask, float("nan"))
+    old[1, 2] = float("-inf")
+
+    def loss(old):
+        reduction = "none" if how == "rows" else "sum"
+        return onepass.linear_loss(
+            hidden, weight, target, lambda s, a: (s.log_probs - a).exp(), old, row_mask=mask, reduction=reduction
+        ).sum()
+
+    traced = torch.compile(loss, backend="aot_eager") if how == "compiled" else loss
+    leaf = old.clone().requires_grad_()
+    (found,) = torch.autograd.grad(traced(leaf), leaf)
+    exact = old.masked_fill(~mask, 0.0).requires_grad_()
+    log_probs = (hidden @ weight.T).log_softmax(-1).gather(-1, target[..., None])[..., 0]
+    (expected,) = torch.autograd.grad((log_probs - exact).exp()[mask].sum(), exact)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 LEARNED = torch.ones(1, requires_grad=True)
 BAD_FUNCTIONS = {
     "a sum": (lambda s: s.log_probs.sum(), "loss_fn: expected a loss of every row"),
@@ -363,6 +387,17 @@ BAD_ARGUMENTS = {
     r"bias: expected shape \(83,\), got \(82,\)": lambda: linear(bias=torch.ones(V - 1)),
     "weight: expected torch.float32, the dtype of hidden, got torch.bfloat16": lambda: linear(
         weight=torch.ones(V, H, dtype=torch.bfloat16)
+    ),
+    r"hidden: expected a dense tensor, got a torch.sparse_coo one": lambda: linear(hidden=torch.eye(H).to_sparse()),
+    r"target: expected a dense tensor": lambda: onepass.cross_entropy(torch.eye(3), torch.arange(3).to_sparse()),
+    r"logits: expected a dense tensor, got a nested one": lambda: onepass.entropy_from_logits(
+        torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])
+    ),
+    r"row_mask: expected a dense tensor": lambda: onepass.entropy_from_logits(
+        torch.eye(3), row_mask=torch.ones(3).bool().to_sparse()
+    ),
+    r"lora\[0\]: expected shape \(0, 19\), with a rank of at least 1, for": lambda: onepass.LinearLogits(
+        torch.ones(2, H), torch.ones(V, H), lora=(torch.ones(0, H), torch.ones(V, 0), 1.0)
     ),
     "max_memory: expected an int, got 1.5": lambda: linear(max_memory=1.5),
     "max_memory: expected at least [0-9]+ bytes": lambda: onepass.entropy_from_logits(linear(max_memory=1000)),

@@ -45,8 +45,16 @@ def described(value: Any) -> str:
     return short(value) if isinstance(value, torch.Tensor) else f"{short(value)} ({type(value).__name__})"
 
 
+def check_dense(tensor: Any, name: str) -> None:
+    """Raise if ``tensor`` is sparse or nested."""
+    if isinstance(tensor, torch.Tensor) and (tensor.layout is not torch.strided or tensor.is_nested):
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise TypeError(f"{name}: expected a dense tensor, got a {kind} one")
+
+
 def check_logits(logits: Any, name: str = "logits") -> None:
     """Raise unless ``logits`` is a floating-point tensor of shape ``(..., V)``."""
+    check_dense(logits, name)
     if not isinstance(logits, torch.Tensor) or logits.dtype not in FLOATS:
         raise TypeError(f"{name}: expected a float16, bfloat16, float32 or float64 tensor, got {described(logits)}")
     if logits.dim() < 1 or not 0 < logits.shape[-1] < 2**31:
@@ -169,7 +177,8 @@ def check_transform(
 
 
 def check_device(tensor: LogitsLike, logits: LogitsLike, name: str) -> None:
-    """Raise unless ``tensor`` is on the device of the logits."""
+    """Raise unless ``tensor`` is dense, and on the device of the logits."""
+    check_dense(tensor, name)
     if tensor.device != logits.device:
         raise ValueError(f"{name}: expected device {logits.device}, that of the logits, got {tensor.device}")
 

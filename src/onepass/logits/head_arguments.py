@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from onepass.core.checks import FLOATS, Adapter, adapter_of, described
+from onepass.core.checks import FLOATS, Adapter, adapter_of, check_dense, described
 from onepass.core.dispatch import is_autocast_enabled
 from onepass.logits.partitioned import whole
 
@@ -16,6 +16,8 @@ def checked_head(
     for value, name in ((hidden, "hidden"), (weight, "weight"), (bias, "bias")):
         if (value is not None or name != "bias") and (not isinstance(value, Tensor) or value.dtype not in FLOATS):
             raise TypeError(f"{name}: expected a floating-point tensor, got {described(value)}")
+        if value is not None:
+            check_dense(value, name)
     weight, bias = whole(weight, group), None if bias is None else whole(bias, group, "bias")
     shape = tuple(getattr(weight, "ds_shape", weight.shape))  # parameters of ZeRO-3 are empty unless gathered
     none = shape[:1] == (0,) and group is None  # else all processes raise, once they know of each other's columns
@@ -53,8 +55,9 @@ def checked_adapter(
             *expected[1:],
             1 if n and group is not None else expected[0],
         ):
+            of_rank = ", with a rank of at least 1," if rank == 0 else ""
             raise ValueError(
-                f"lora[{n}]: expected shape {expected} for a weight of shape {shape}, got {tuple(value.shape)}"
+                f"lora[{n}]: expected shape {expected}{of_rank} for a weight of shape {shape}, got {tuple(value.shape)}"
             )
         if value.device != hidden.device:
             raise ValueError(f"lora[{n}]: expected device {hidden.device}, that of hidden, got {value.device}")

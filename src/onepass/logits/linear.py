@@ -222,6 +222,11 @@ class LinearLogits(TiledLogits):
         hidden = of(self.hidden)
         return self.derived(hidden=hidden, shape=torch.Size((*hidden.shape[:-1], self.shape[-1])))
 
+    def shares_rows(self, new: "LinearLogits") -> bool:
+        if self.is_whole or torch.compiler.is_compiling():
+            return True
+        return new.hidden.untyped_storage()._cdata == self.hidden.untyped_storage()._cdata
+
     def with_columns(self, count: int) -> "LinearLogits | None":
         if hasattr(self.weight, "ds_shape") or self.shard.sizes:  # a parameter of ZeRO-3 is empty outside of the GEMMs
             return None

@@ -59,6 +59,10 @@ class TensorLike(LogitsSource):
         """The logits of rows that ``of`` indexes or reshapes. It is applied to a tensor ``(..., n)`` for any n."""
         raise NotImplementedError
 
+    def shares_rows(self, new: Any) -> bool:
+        """Whether other rows that `with_rows` has returned would be a view of these if both were tensors."""
+        raise NotImplementedError
+
     def with_columns(self, count: int) -> "TensorLike | None":
         """The first ``count`` columns, or None."""
         raise NotImplementedError
@@ -181,7 +185,7 @@ class TensorLike(LogitsSource):
         return self.changed(is_whole=True)  # a copy, as of a slice of a tensor
 
     def clone(self, **_: Any) -> Any:
-        return self.changed() if self.tensor is None else self.tensor.clone()
+        return self.changed(is_whole=True) if self.tensor is None else self.tensor.clone()
 
     def float(self) -> Any:
         return self.to(torch.float32)
@@ -228,13 +232,13 @@ class TensorLike(LogitsSource):
         if self.tensor is not None or not whole or not sizes or sizes[-1] != self.shape[-1]:
             return self.materialize_for("reshape").reshape(*shape)
         new = self.with_rows(lambda t: t.reshape(*sizes[:-1], t.shape[-1]))
-        return self.viewed(new) if self.is_whole else new
+        return self.viewed(new) if self.shares_rows(new) else new
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         if self.tensor is not None or end_dim % self.dim() == self.dim() - 1 != start_dim % self.dim():
             return self.materialize_for("flatten").flatten(start_dim, end_dim)
         new = self.with_rows(lambda t: t.flatten(start_dim, end_dim))
-        return self.viewed(new) if self.is_whole else new
+        return self.viewed(new) if self.shares_rows(new) else new
 
     def squeeze(self, dim: int | tuple[int, ...] | None = None) -> Any:
         if self.tensor is not None or not isinstance(dim, int) or dim % self.dim() == self.dim() - 1:
@@ -301,15 +305,6 @@ class TensorLike(LogitsSource):
     multiply = __mul__ = __rmul__ = mul
     divide = true_divide = __truediv__ = div
     __add__ = __radd__ = add
-
-    def __imul__(self, other: Any) -> Any:  # type: ignore[misc]
-        return self.become(self * other)
-
-    def __itruediv__(self, other: Any) -> Any:  # type: ignore[misc]
-        return self.become(self / other)
-
-    def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]
-        return self.become(self + other)
 
     @property
     def data(self) -> Any:
@@ -394,8 +389,14 @@ def _reflected(name: str) -> Callable[..., Any]:
 
 
 def _in_place(name: str) -> Callable[..., Any]:
-    function = getattr(operator, name)
-    return lambda self, other: self.become(function(self, other))
+    function, of_tensor = getattr(operator, name), getattr(operator, f"i{name}")
+
+    def apply(self: TensorLike, other: Any) -> Any:
+        if self.tensor is None:
+            return self.become(function(self, other))
+        return self.become(of_tensor(self.tensor, _plain(other)))  # views of the tensor change too
+
+    return apply
 
 
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
@@ -403,7 +404,7 @@ for _name in ("neg", "abs", "pos", "invert", "sub", "pow", "mod", "floordiv", "m
     setattr(TensorLike, f"__{_name}__", _operator(f"__{_name}__"))
 for _name in ("sub", "truediv", "floordiv", "pow", "mod", "matmul"):
     setattr(TensorLike, f"__r{_name}__", _reflected(f"__{_name}__"))
-for _name in ("sub", "pow", "mod", "floordiv"):
+for _name in ("add", "sub", "mul", "truediv", "pow", "mod", "floordiv"):
     setattr(TensorLike, f"__i{_name}__", _in_place(_name))
 TensorLike.__hash__ = object.__hash__  # type: ignore[method-assign]
 

@@ -115,6 +115,11 @@ def linear_loss(
             raise ValueError(f"row_inputs: expected shapes {(*shape, '...')}, got {tuple(value.shape)}")
         check_device(value, logits, "row_inputs")
 
+    if row_mask is not None:  # autograd would multiply what a masked row holds, which may be NaN, by 0
+        masked = row_mask == 0
+        row_inputs = tuple(
+            [t.masked_fill(masked.reshape(*shape, *[1] * (t.dim() - len(shape))), 0) for t in row_inputs]
+        )
     if groups is not None:
         lengths = check_groups(groups, shape.numel())
         divide = partial(divisor_of, logits, reduction=reduction, num_items=num_items, mean_group=mean_group)
