@@ -118,7 +118,7 @@ def linear_loss(
     if row_mask is not None:  # autograd would multiply what a masked row holds, which may be NaN, by 0
         masked = row_mask == 0
         row_inputs = tuple(
-            [t.masked_fill(masked.reshape(*shape, *[1] * (t.dim() - len(shape))), 0) for t in row_inputs]
+            [t.masked_fill(masked.reshape((*shape, *[1] * (t.dim() - len(shape)))), 0) for t in row_inputs]
         )
     if groups is not None:
         lengths = check_groups(groups, shape.numel())
