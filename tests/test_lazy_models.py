@@ -431,9 +431,13 @@ def test_compiled(by):
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("adapted", [False, True], ids=["", "LoRA"])
 @pytest.mark.parametrize("attach", [onepass.attach, lambda _: onepass.patch("transformers")], ids=["attach", "patch"])
-def test_compiled_as_a_whole_where_nothing_trains(attach):
+def test_compiled_as_a_whole_where_nothing_trains(attach, adapted):
     model = llama(num_hidden_layers=1).eval()
+    if adapted:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
     given = {"input_ids": lazy_models.inputs(model)["input_ids"], "use_cache": False}
     with torch.no_grad(), attach(model):
         expected = model(**given).logits

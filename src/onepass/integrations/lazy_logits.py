@@ -152,12 +152,21 @@ def expecting_count(labels: Tensor, ignore_index: int) -> AbstractContextManager
     return expecting(known.rows)
 
 
-@_disable_dynamo(recursive=False)
 def run(
     model: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any],
     use: HeadOptions = DEFAULT,
 ) -> Any:  # fmt: skip
     """Call a forward of the model. If it trains, its heads return `LinearLogits` meanwhile."""
+    if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # nothing trains, so that no graph need break
+        return forward(*args, **kwargs)
+    return _run_with_heads(model, forward, args, kwargs, use)
+
+
+@_disable_dynamo(recursive=False)
+def _run_with_heads(
+    model: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], use: HeadOptions
+) -> Any:
+    """See `run`."""
     labels = labels_of(model, args, kwargs)
     heads = [h for h in heads_of(model) if not _reason(h)] if trains(model, labels) else []
     of_labels = _counted.set(counted(labels)) if heads and use is DEFAULT else None
@@ -266,8 +275,6 @@ def _attached_forward(model: nn.Module, use: HeadOptions, number: int, replaced:
         before = self.__dict__.get(BEFORE) if active == number else replaced if self is model else None
         own = partial(type(self).forward, self) if before is None else before
         if active != number:
-            return own(*args, **kwargs)
-        if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # no break of the graph
             return own(*args, **kwargs)
         is_copy = owner != id(self)
         return run(self, own, args, kwargs, use._replace(observer=None) if is_copy else use)

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -73,8 +72,6 @@ def ForCausalLMLoss(
 
 def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """`torch.nn.Module.__call__`, whose heads return `onepass.LinearLogits` if the call trains; see `attach`."""
-    if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # no break of the graph where nothing trains
-        return nn.Module.__call__(self, *args, **kwargs)
     return run(self, partial(nn.Module.__call__, self), args, kwargs)
 
 
