@@ -647,7 +647,7 @@ def test_17_selective_checkpointing(device):
 def test_17_a_bias_that_is_rounded_twice(device, reduction):
     """In a loss of rows as in the statistics."""
     pytest.importorskip("trl")
-    from onepass.integrations.trl import TwiceRounded
+    from onepass.integrations.trl_heads import TwiceRounded
 
     hidden, weight, bias, target = batch(device, torch.bfloat16)
     loss = onepass.cross_entropy(TwiceRounded(hidden, weight, bias), target, reduction=reduction)

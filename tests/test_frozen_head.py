@@ -150,7 +150,7 @@ def test_where_the_backward_computes_it(device, why):
 
 def test_trl_fused_heads(device):
     """As its trainers call them, with the entropy for their logs alone."""
-    from onepass.integrations.trl import ChunkedLogProbFunction
+    from onepass.integrations.trl_heads import ChunkedLogProbFunction
 
     hidden, weight, bias, index = draw(device)
     with Products() as products:

@@ -197,7 +197,7 @@ def test_fused_head_takes_no_more_tokens_at_a_time_than_trl_is_told_to(monkeypat
         None,
         torch.randint(V, (N,)),
     )
-    assert _ours("TOKENS") == chunked_logprob.TOKEN_CHUNK_SIZE
+    assert import_module("onepass.integrations.trl_heads").TOKENS == chunked_logprob.TOKEN_CHUNK_SIZE
     taken, mm = [], torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b, **kwargs: taken.append(len(a)) or mm(a, b, **kwargs))
     found = []

@@ -13,7 +13,7 @@ trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
 pytest.importorskip("datasets")
 trainers = import_module("trainers")
-of_trl = import_module("onepass.integrations.trl")
+of_trl = import_module("onepass.integrations.trl_heads")
 if tuple(int(part) for part in trl.__version__.split(".")[:2]) < (1, 16):
     pytest.skip("earlier versions take the log-probs otherwise", allow_module_level=True)
 
@@ -136,7 +136,7 @@ def test_sft_is_cross_entropy(kind, folder, tmp_path):
 
 
 def test_a_loss_that_does_not_sum_is_an_error():
-    from onepass.integrations.trl import _OfSum
+    from onepass.integrations.trl_heads import _OfSum
 
     total, values = torch.zeros((), requires_grad=True), torch.randn(4)
     valid = torch.tensor([True, True, False, True])
