@@ -968,3 +968,86 @@ def test_a_gradient_of_nan_and_an_id_that_is_out_of_range(device):
     )
     (grad,) = torch.autograd.grad(out, weights, torch.tensor([[float("nan")], [1.0]], device=device).expand(2, 3))
     assert grad[0, 0].isnan() and grad[0, 1] == 0 and grad[1].isfinite().all()
+
+
+def test_results_can_be_changed_in_place(device):
+    """A view of what a backward reads could not be: torch raises an error then."""
+    x = torch.randn(4, 7, device=device, requires_grad=True)
+    index = torch.arange(4, device=device)
+    calls = (
+        lambda: [onepass.kl_div(x, torch.ones_like(x), reduction="none")],
+        lambda: [onepass.entropy_from_logits(x)],
+        lambda: onepass.selective_log_softmax_and_entropy(x, index),
+    )
+    for call in calls:
+        plain = sum((n + 2) * r.sum() for n, r in enumerate(call()))
+        found = call()
+        for n, result in enumerate(found):
+            result *= n + 2
+        wanted, got = (torch.autograd.grad(t, x)[0] for t in (plain, sum(r.sum() for r in found)))
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("value", [float("-inf"), -1.0, float("nan")])
+def test_an_additive_mask(value):
+    with pytest.raises(ValueError, match="row_mask: expected 1 for the rows to read and 0 for the others, got"):
+        onepass.cross_entropy(torch.randn(3, 5), torch.arange(3), row_mask=torch.tensor([0.0, value, 0.0]))
+
+
+def test_labels_of_a_subclass_do_not_change_later_losses(monkeypatch):
+    from onepass.softmax import statistics
+
+    class Labels(torch.Tensor):
+        pass
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(statistics, "_last", {})
+    x, target = torch.randn(3, 5, requires_grad=True), torch.arange(3)
+    onepass.cross_entropy(x, target.as_subclass(Labels)).backward()
+    assert type(onepass.cross_entropy(x, target)) is torch.Tensor
+    assert all(type(kept) is torch.Tensor for kept in statistics._last.values())
+
+
+@pytest.mark.parametrize("name", ["temperature", "class_weights", "teacher_log_probs", "teacher"])
+def test_forward_mode_of_what_is_constant(name):
+    x, target = torch.randn(3, 5), torch.arange(3)
+    function, at = {
+        "temperature": (lambda t: onepass.selective_log_softmax(x, target, temperature=t), torch.ones(3)),
+        "class_weights": (lambda c: onepass.cross_entropy(x, target, class_weights=c), torch.ones(5)),
+        "teacher_log_probs": (lambda p: onepass.topk_kl_div(x, target[:, None], p), -torch.ones(3, 1)),
+        "teacher": (lambda t: onepass.linear_kl_div(torch.ones(3, 2), torch.ones(5, 2), t), x),
+    }[name]
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(function, (at,), (torch.ones_like(at),))
+
+
+def test_anomaly_mode_finds_no_nan_in_a_masked_row():
+    x, index = torch.randn(2, 5, requires_grad=True), torch.tensor([[0, 1], [2, 3]])
+    mask = torch.tensor([True, False])
+    with torch.autograd.detect_anomaly(check_nan=True):
+        loss = onepass.topk_kl_div(x, index, torch.full((2, 2), -1.0), row_mask=mask, renormalize=True)
+        loss.backward()
+    assert x.grad.isfinite().all() and not x.grad[1].any()
+
+
+def test_groups_under_another_default_device():
+    from onepass.logits.row_groups import ids_of
+
+    with torch.device("meta"):
+        assert ids_of([1, 3], torch.device("cpu")).tolist() == [0, 1, 1, 1]
+
+
+def test_a_dtensor_among_plain_tensors():
+    dist = torch.distributed
+    if not dist.is_available():
+        pytest.skip("torch without distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        target = distribute_tensor(torch.arange(3), init_device_mesh("cpu", (1,)), [Replicate()])
+        with pytest.raises(TypeError, match=r"target: expected a tensor, as the logits are, got a DTensor of \(3,\)"):
+            onepass.cross_entropy(torch.randn(3, 5), target)
+    finally:
+        dist.destroy_process_group()

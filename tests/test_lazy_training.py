@@ -306,6 +306,40 @@ def process(rank, folder):
     torch.distributed.destroy_process_group()
 
 
+def of_fewer_processes(rank, folder):
+    """Loss and gradients where FSDP2 shards the head over two of four processes after its forward, and sums them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(os.path.join(folder, "store"), 4)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    found, mesh, batch = [], init_device_mesh("cpu", (4,)), next(batches())
+    for attached in (False, True):
+        model = tiny().double()
+        if attached:
+            onepass.attach(model)
+        fully_shard(model.lm_head, mesh=mesh, reshard_after_forward=2)
+        fully_shard(model, mesh=mesh)
+        for unit in (model.lm_head, model):
+            unit.set_gradient_divide_factor(1.0)
+        loss = model(**batch).loss
+        loss.backward()
+        found.append((loss.detach(), {name: whole(p.grad) for name, p in model.named_parameters()}))
+    torch.save(found, os.path.join(folder, f"{rank}.pt"))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.xdist_group("lazy processes")
+def test_a_head_that_fsdp_shards_over_fewer_processes_after_its_forward(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    torch.multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, *IMPORTED])
+    torch.multiprocessing.start_processes(of_fewer_processes, (str(tmp_path),), 4, start_method="forkserver")
+    for rank in range(4):
+        plain, attached = torch.load(tmp_path / f"{rank}.pt")
+        torch.testing.assert_close(attached, plain)
+
+
 @pytest.fixture(scope="module")
 def distributed(tmp_path_factory):
     """What each of two processes has computed."""

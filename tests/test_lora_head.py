@@ -215,6 +215,7 @@ def test_heads_that_fsdp_shards_again(group, wrapped, unit):
         for part in (head, model)[unit == "model" :]:
             fully_shard(part, mesh=mesh, reshard_after_forward=True)
         out = model(input_ids=ids, labels=ids)
+        assert isinstance(out.logits, onepass.LinearLogits) == attached
         loss = onepass.entropy_from_logits(out.logits[..., :29]).sum()
         loss = loss + onepass.entropy_from_logits(out.logits + bias).sum()
         loss = loss + out.loss + onepass.entropy_from_logits(out.logits).mean()

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from onepass.core.dispatch import is_plain
+
 INF = float("inf")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
@@ -78,12 +80,20 @@ def check_index(index: torch.Tensor, logits: LogitsLike, name: str = "index", ma
 
 
 def check_row_mask(row_mask: torch.Tensor, logits: LogitsLike, name: str = "row_mask") -> None:
-    """Raise unless ``row_mask`` is a real tensor of shape ``(...)``. Its values are not read."""
+    """Raise unless ``row_mask`` is a real tensor of shape ``(...)``.
+
+    Its values are read on a CPU alone, if they are floating-point: an additive mask, with -inf for the rows to leave
+    out, would keep exactly those.
+    """
     if not isinstance(row_mask, torch.Tensor) or row_mask.dtype.is_complex:
         raise TypeError(f"{name}: expected a bool (or 0/1) tensor, got {described(row_mask)}")
     if row_mask.shape != logits.shape[:-1]:
         raise ValueError(f"{name}: expected shape {tuple(logits.shape[:-1])}, got {tuple(row_mask.shape)}")
     check_device(row_mask, logits, name)
+    if row_mask.is_cpu and row_mask.is_floating_point() and is_plain(row_mask):
+        bad = row_mask.detach()[~(row_mask >= 0)]
+        if bad.numel():
+            raise ValueError(f"{name}: expected 1 for the rows to read and 0 for the others, got {bad[0].item():g}")
 
 
 def check_temperature(temperature: torch.Tensor, logits: LogitsLike, name: str = "temperature") -> None:
@@ -179,6 +189,9 @@ def check_transform(
 def check_device(tensor: LogitsLike, logits: LogitsLike, name: str) -> None:
     """Raise unless ``tensor`` is dense, and on the device of the logits."""
     check_dense(tensor, name)
+    if hasattr(tensor, "device_mesh") and not hasattr(logits, "device_mesh"):
+        raise TypeError(f"{name}: expected a tensor, as the logits are, got a DTensor of {tuple(tensor.shape)}; "
+                        "pass its full_tensor() or to_local()")  # fmt: skip
     if tensor.device != logits.device:
         raise ValueError(f"{name}: expected device {logits.device}, that of the logits, got {tensor.device}")
 

@@ -1,5 +1,6 @@
 """The classes that the distribution of each row is restricted to: the argument ``support``, checked."""
 
+import math
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def check_support(support: Any, logits: Any, row_mask: Tensor | None, look: bool
         raise TypeError(f"{EXPECTED}, got dtypes {[str(t.dtype) for t in parts]}")
     for t in parts if full is None else (*parts, full):
         check_device(t, logits, "support")
-    ids, n = parts[0], rows.numel()
+    ids, n = parts[0], math.prod(rows)
     starts: Tensor | None = None
     lengths: Tensor | None = None
     if len(parts) == 1:
@@ -77,7 +78,7 @@ def of_each_row(ids: Tensor, starts: Tensor | None, lengths: Tensor | None) -> t
     """The flattened ids, where those of each row start, and how many it has."""
     if starts is not None and lengths is not None:
         return ids, starts.reshape(-1), lengths.reshape(-1)
-    n, S = ids.shape[:-1].numel(), ids.shape[-1]
+    n, S = math.prod(ids.shape[:-1]), ids.shape[-1]
     return ids.reshape(-1), torch.arange(n, device=ids.device) * S, torch.full((n,), S, device=ids.device)
 
 

@@ -7,12 +7,16 @@ from torch import nn
 
 from onepass.core.checks import Adapter
 from onepass.core.peft import lora_variant
+from onepass.logits.fsdp2 import sharded_parameter
 
 
 def is_adapted(head: Any) -> bool:
     """Whether a module is PEFT's LoRA layer of a linear one, with the forward of PEFT."""
     layers = sys.modules.get("peft.tuners.lora.layer")  # not imported for this: without it there is no such layer
-    return layers is not None and type(head) is layers.Linear
+    if layers is None:
+        return False
+    kinds = type(head).__mro__ if hasattr(head, "unshard") else (type(head),)
+    return layers.Linear in kinds[:3]  # FSDP2 gives a unit of its own a class with two bases: its own, and this one
 
 
 def active_adapters(head: Any) -> list[str]:
@@ -46,5 +50,6 @@ def adapter_factors(head: Any) -> Adapter | None:
     if not is_adapted(head):
         return None
     for name in active_adapters(head):
-        return head.lora_A[name].weight, head.lora_B[name].weight, head.scaling[name]
+        a, b = (sharded_parameter(factor[name], "weight") for factor in (head.lora_A, head.lora_B))
+        return a, b, head.scaling[name]
     return None

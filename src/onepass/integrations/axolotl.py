@@ -4,10 +4,12 @@ import logging
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
-from axolotl.integrations.base import BasePlugin
-from pydantic import BaseModel
-
+from onepass.autotune.extras import needed_by
 from onepass.integrations.patching import Patch, patch
+
+with needed_by("axolotl's plugin", "axolotl"):
+    from axolotl.integrations.base import BasePlugin
+    from pydantic import BaseModel
 
 LOG = logging.getLogger(__name__)
 

@@ -5,11 +5,14 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
-from transformers import TrainerCallback
 
+from onepass.autotune.extras import needed_by
 from onepass.core.checks import check_number
 from onepass.integrations.patching import Patch, Restorable, check_libraries, patch
 from onepass.moe.selection_bias import ExpertCounts, count_experts
+
+with needed_by("callbacks of a Trainer", "transformers"):
+    from transformers import TrainerCallback
 
 LOG = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ parameters of all experts, of which a process uses those of its own, or DTensors
 that own them are never called, so that FSDP2 does not gather them. (ZeRO-3 gathers a parameter when it is read.)
 """
 
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -131,8 +131,15 @@ def group_of_same_batch(experts: nn.Module, base: Any) -> Any:
     return mesh.get_group(dim) if mesh.size(dim) == size else tensor_group(size)
 
 
-@lru_cache
+_tensor_groups: "WeakKeyDictionary[Any, dict[int, Any]]" = (
+    WeakKeyDictionary()
+)  # of all processes: a new one, new groups
+
+
 def tensor_group(size: int) -> Any:
     """transformers' group of ``size`` tensor-parallel processes, which have successive ranks. All processes call it."""
-    ranks = range(dist.get_world_size())
-    return dist.new_subgroups_by_enumeration([[*ranks[n : n + size]] for n in ranks[::size]])[0]
+    known = _tensor_groups.setdefault(dist.group.WORLD, {})
+    if size not in known:
+        ranks = range(dist.get_world_size())
+        known[size] = dist.new_subgroups_by_enumeration([[*ranks[n : n + size]] for n in ranks[::size]])[0]
+    return known[size]

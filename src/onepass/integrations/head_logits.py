@@ -5,11 +5,8 @@ parameters unseen: what they need to know is here.
 """
 
 import functools
-import sys
-import weakref
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from onepass.core.dispatch import autocast_dtype
 from onepass.integrations.adapters import adapter_factors
+from onepass.logits.fsdp2 import sharded_parameter, states_of
 from onepass.logits.linear import LinearLogits
 from onepass.logits.observer import Metrics, Once
 from onepass.logits.partitioned import whole
@@ -83,7 +81,7 @@ class HeadLogits(LinearLogits):
     def __getattr__(self, name: str) -> Any:
         if name not in ("weight", "bias", "lora") or "head" not in self.__dict__:
             return super().__getattr__(name)
-        parameters: Any = adapter_factors(self.head) or () if name == "lora" else (getattr(self.head, name),)
+        parameters: Any = adapter_factors(self.head) or () if name == "lora" else (sharded_parameter(self.head, name),)
         parts = [whole(p) if isinstance(p, Tensor) else p for p in parameters]
         last = 1 if name == "lora" else 0  # the one that has rows for the columns of the logits, which may be a slice
         if parts and parts[last] is not None and len(parts[last]) > self.shape[-1]:
@@ -137,27 +135,10 @@ def gather_before_backward(hidden: Tensor, head: nn.Module) -> None:
     FSDP2 does so for the tensors that a unit returns, of which these logits are none.
     """
     if hidden.requires_grad:
-        for state in fsdp_states(head):
+        for state in states_of(head):
             hidden.register_hook(partial(run_before_backward, state))
 
 
 def run_before_backward(state: Any, gradient: Tensor) -> None:
     """Have a unit of FSDP2 gather its parameters, and reduce their gradients after the backward."""
     state._pre_backward(gradient)
-
-
-def fsdp_states(head: nn.Module) -> list[Any]:
-    """The states of the units of FSDP2 that a module belongs to, the outermost first."""
-    module = sys.modules.get("torch.distributed._composable_state")
-    states: Any = getattr(module, "_module_state_mapping", {})
-    if not states:
-        return []
-    known = _units.get(head)
-    if known is None or known[0] != len(states):
-        units = [m for m in list(states) if hasattr(m, "unshard") and any(part is head for part in m.modules())]
-        units.sort(key=lambda m: -sum(1 for _ in m.modules()))
-        known = _units[head] = len(states), [weakref.ref(m) for m in units]
-    return [unit._get_fsdp_state() for unit in (r() for r in known[1]) if unit is not None]
-
-
-_units: "WeakKeyDictionary[nn.Module, tuple[int, list[Any]]]" = WeakKeyDictionary()

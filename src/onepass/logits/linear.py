@@ -183,6 +183,10 @@ class LinearLogits(TiledLogits):
     def is_eager(self) -> bool:
         return is_untraced(*self.parts())
 
+    def __repr__(self) -> str:
+        state = "not materialized" if self.tensor is None else "materialized"
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, {state})"
+
     def tensors(self, row_mask: Tensor | None = None) -> HeadTensors:
         """The tensors of the head, with hidden states ``(N, H)``."""
         self.check_unchanged()

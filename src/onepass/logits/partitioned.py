@@ -7,10 +7,12 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from onepass.core.checks import described
 from onepass.core.collectives import process_group
 from onepass.core.dispatch import constant_in_trace
+from onepass.logits.fsdp2 import divide_factor
 
 Gather = Callable[[Sequence[Tensor]], AbstractContextManager[Any]]
 _gather: Gather | None = None
@@ -64,7 +66,8 @@ def whole(parameter: Tensor, vocab_group: Any = None, name: str = "weight") -> T
     """The full tensor of a DTensor or, with ``vocab_group``, the rows that belong to this process of that group.
 
     It is differentiable. Other tensors are returned unchanged. The processes over which it is gathered each compute the
-    gradient of their own batch; that of the DTensor is the mean, as in FSDP2.
+    gradient of their own batch; that of the DTensor is the mean, or their sum divided by the factor that was set for
+    the parameter's unit of FSDP2 (``set_gradient_divide_factor``), which a compiled function does not look up.
 
     Raises:
         ValueError: the processes of ``vocab_group`` are no dimension of the DTensor's mesh, or its rows are not sharded
@@ -83,8 +86,13 @@ def whole(parameter: Tensor, vocab_group: Any = None, name: str = "weight") -> T
     grad_placements = [Partial() if n in gathered else Shard(0) for n in range(mesh.ndim)]
     processes = mesh.size() if dim is None else mesh.size() // mesh.size(dim)
     part: Tensor = parameter.redistribute(placements=placements).to_local(grad_placements=grad_placements)  # type: ignore[attr-defined]
-    if part.requires_grad and processes > 1:
-        part.register_hook(lambda gradient: gradient / processes)
+
+    def divided(gradient: Tensor) -> Tensor:
+        factor = processes if is_compiling() else divide_factor(parameter, processes)
+        return gradient if factor == 1 else gradient / factor
+
+    if part.requires_grad:
+        part.register_hook(divided)
     return part
 
 

@@ -69,7 +69,7 @@ def check_groups(groups: Any, rows: int) -> list[int]:
 
 def ids_of(lengths: Sequence[int], device: torch.device) -> Tensor:
     """The group of each row, ``(n,)``."""
-    of_groups = torch.tensor(lengths, dtype=torch.int64)
+    of_groups = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     if device.type == "cuda":  # a copy from memory that is not pinned would wait for the device
         of_groups = of_groups.pin_memory().to(device, non_blocking=True)
     return torch.arange(len(lengths), device=device).repeat_interleave(of_groups.to(device), output_size=sum(lengths))

@@ -22,7 +22,7 @@ from onepass.core.checks import (
     check_transform,
 )
 from onepass.core.collectives import Replicated
-from onepass.core.dispatch import is_plain
+from onepass.core.dispatch import is_plain, refuse_forward_mode
 from onepass.core.invariance import is_batch_invariant
 from onepass.core.options import Average, Inputs, Options, PairOptions, PairRows, Transform
 from onepass.core.shard import NOT_SHARDED, Shard, shared_columns
@@ -294,6 +294,7 @@ def temperature_of_rows(
     if not isinstance(temperature, Tensor) or not temperature.dim():
         return None
     check_temperature(temperature, logits, name)
+    refuse_forward_mode(temperature)
     given, temperature = temperature, temperature.detach().to(torch.promote_types(logits.dtype, torch.float32))
     if (is_debugging() or logits.is_cpu) and logits.is_eager and is_plain(temperature):
         good = (temperature > 0) & (temperature < INF) & (1 / temperature < INF)

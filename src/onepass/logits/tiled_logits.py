@@ -3,12 +3,14 @@
 `LinearLogits` is what they are computed from.
 """
 
+import math
 from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from onepass.core.dispatch import refuse_forward_mode
 from onepass.core.options import Inputs, Options, PairOptions, PairRows
 from onepass.core.shard import NOT_SHARDED, shared_columns
 from onepass.logits.few_rows import few_rows
@@ -96,13 +98,13 @@ class TiledLogits(TensorLike):
         inputs = self.flat(inputs)
         index, row_mask = inputs[:2]
         rows = self.shape[:-1]
-        flat = [i.reshape(rows.numel(), *i.shape[len(rows) :]) for i in row_inputs]
+        flat = [i.reshape(math.prod(rows), *i.shape[len(rows) :]) for i in row_inputs]
         if self.observer is not None and index is not None and index.dim() == 1:
             field = options.fields
             loss_fn, linear = loss_fn or (lambda fields: fields[field]), False
             loss_fn = observed(loss_fn, self.observer, options.names())
             options = options._replace(fields=" ".join(dict.fromkeys((*options.names(), "entropy", "is_top1"))))
-            self.observer.begin(rows.numel() if row_mask is None else row_mask.bool().sum())
+            self.observer.begin(math.prod(rows) if row_mask is None else row_mask.bool().sum())
         row_loss = StatisticsLoss(
             loss_fn, options, self.gemm_dtype, inputs._replace(row_mask=None), flat, linear, groups
         )
@@ -136,8 +138,10 @@ class TiledLogits(TensorLike):
             of = TeacherDtypes(head.gemm_dtype, head.dtype_of_divergence)
             of_teacher = TeacherTensors(*head.tensors())
         else:
-            logits = (teacher.materialize() if shard is None else teacher.local_columns(shard)).detach()
-            logits = logits.reshape(self.shape[:-1].numel(), logits.shape[-1])
+            logits = teacher.materialize() if shard is None else teacher.local_columns(shard)
+            refuse_forward_mode(logits)
+            logits = logits.detach()
+            logits = logits.reshape(math.prod(self.shape[:-1]), logits.shape[-1])
             of = TeacherDtypes(teacher.dtype, teacher.dtype)
             of_teacher = TeacherTensors(logits if logits.stride(-1) == 1 else logits.contiguous())
         if self.is_eager:
@@ -145,6 +149,7 @@ class TiledLogits(TensorLike):
             return self.tiled(row_loss, read.row_mask, divisor, settings)
         read = read._replace(row_mask=None if read.row_mask is None else read.row_mask.bool())
         # Dynamo refuses a weight that student and teacher share.
+        refuse_forward_mode(*of_teacher)
         of_teacher = TeacherTensors(*[None if t is None else t.detach() for t in of_teacher])  # type: ignore[arg-type]
         loss = tiled_divergence(self.tensors(read.row_mask), of_teacher, read, of, settings, options)
         return divided(loss.reshape(self.shape[:-1]), divisor, self.dim() - 1)
@@ -153,7 +158,7 @@ class TiledLogits(TensorLike):
         """The inputs with all rows in one dimension; index and class weights are those of this process's columns."""
         rows = self.shape[:-1]
         if len(rows) != 1:
-            inputs = inputs.rows(lambda t: t.reshape(rows.numel(), *t.shape[len(rows) :]))
+            inputs = inputs.rows(lambda t: t.reshape(math.prod(rows), *t.shape[len(rows) :]))
         return inputs.columns(self.shard.first, self.shard.first + self.shard.size) if self.shard.sizes else inputs
 
     def tiled(

@@ -25,7 +25,7 @@ class RowCount:
         self.rows, self.count = rows, valid.count_nonzero()
         self.event: torch.cuda.Event | None = None
         if valid.is_cuda:
-            pinned = torch.empty((), dtype=torch.int64, pin_memory=True)
+            pinned = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
             with torch.cuda.device(valid.device):
                 self.count = pinned.copy_(self.count, non_blocking=True)
                 self.event = torch.cuda.Event()
@@ -61,9 +61,9 @@ def valid_rows(row_mask: Tensor | None) -> Tensor | None:
     expected = _expected.get()
     known = expected is not None and expected.rows == len(row_mask)
     # Counted first: what is launched next, if no row is masked, is the first GEMM.
-    count = expected.read() if known else int(row_mask.count_nonzero())  # type: ignore[union-attr]
-    if known and is_debugging() and count != int(row_mask.count_nonzero()):
-        raise RuntimeError(f"row_mask: expected {count} valid rows, got {int(row_mask.count_nonzero())}")
+    count = expected.read() if known else int(row_mask.ne(0).count_nonzero())  # type: ignore[union-attr]
+    if known and is_debugging() and count != int(row_mask.ne(0).count_nonzero()):
+        raise RuntimeError(f"row_mask: expected {count} valid rows, got {int(row_mask.ne(0).count_nonzero())}")
     if count == len(row_mask):
         return None
     if count == 0:

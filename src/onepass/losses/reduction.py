@@ -1,5 +1,7 @@
 """The reduction of the losses of all rows to a mean or a sum, which all loss functions call."""
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -38,7 +40,7 @@ def divisor_of(
         return check_number(num_items, "num_items", 0)
     if reduction == "mean":
         if rows is None:
-            count = source.shape[:-1].numel()
+            count = math.prod(source.shape[:-1])
             if group is None:
                 return max(count, 1)
             rows = torch.full((), count, device=source.device)

@@ -19,7 +19,7 @@ from onepass.core.checks import (
     check_transform,
 )
 from onepass.core.deprecated import renamed
-from onepass.core.dispatch import is_plain
+from onepass.core.dispatch import is_plain, refuse_forward_mode
 from onepass.core.options import Direction, Reduction
 from onepass.core.shard import Group
 from onepass.logits.source import (
@@ -239,6 +239,7 @@ class Teacher:
             check_teacher_mask(teacher_mask, ids)
             some = (teacher_mask != 0).any(-1)
             self.rows = some if self.rows is None else self.rows & some
+        refuse_forward_mode(log_probs)
         log_probs, is_float64 = log_probs.detach(), student.dtype == torch.float64
         if is_float64 != (log_probs.dtype == torch.float64):
             log_probs = log_probs.to(torch.float64 if is_float64 else torch.float32)
@@ -263,7 +264,8 @@ class Teacher:
 
 def normalized(z: Tensor, teacher: Tensor, given: Tensor) -> Tensor:
     """The student's log-probs from its logits ``z`` of the teacher's tokens; those of masked tokens may be NaN."""
-    return z.where(given, teacher).log_softmax(-1)  # the teacher's log-probs of masked tokens are -inf
+    z = z.where(given, teacher)  # the teacher's log-probs of masked tokens are -inf
+    return z.where(given.any(-1, keepdim=True), 0.0).log_softmax(-1)
 
 
 def terms(of_teacher: Sequence[Tensor], student: Tensor, direction: Direction, beta: float) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass import reference
 from onepass.backend import backend_of
 from onepass.core.checks import FLOATS, INF, Adapter, adapter_of, check_choice, check_device, check_number, described
 from onepass.core.dispatch import autocast_dtype, check_upstream, empty_gradients, operation
@@ -109,7 +110,7 @@ def expert_mlp(
         gate_up_format,
         down_format,
     )
-    tokens, K = hidden.shape[:-1].numel(), routing.experts.shape[-1]
+    tokens, K = math.prod(hidden.shape[:-1]), routing.experts.shape[-1]
     weights, experts = routing.weights.reshape(tokens, K), routing.experts.reshape(tokens, K)
     rows = tensors.hidden.reshape(tokens, hidden.shape[-1]).contiguous()
     if rows.dtype != torch.float64:
@@ -193,7 +194,8 @@ def parted(arguments: Sequence[Any]) -> tuple[ExpertTensors, Tensor, Groups, Exp
 def _like_forward(tensors: ExpertTensors, experts: Tensor, keep: bool, options: ExpertOptions, **_: Any) -> Any:
     shape = ExpertParts().join(tensors, options).gate_up.shape
     width = shape[2 if options.transposed else 1]
-    h = tensors.hidden.new_empty((experts.numel(), width)) if keep else None
+    kept = keep and backend_of(tensors.hidden) is not reference  # which keeps nothing
+    h = tensors.hidden.new_empty((experts.numel(), width)) if kept else None
     return torch.empty_like(tensors.hidden, memory_format=torch.contiguous_format), h
 
 

@@ -59,9 +59,11 @@ def quantize_experts(
         format, block_size, nested: as in `quantize`. Blocks are along the inputs, also of weights that are transposed.
 
     Raises:
-        TypeError, ValueError: as `quantize`. The error names the weight.
+        TypeError, ValueError: as `quantize`, where the error names the weight; or the model has no experts.
     """
     count = 0
+    if not any(names_of(module) for module in model.modules()):
+        raise TypeError(f"model: expected one with experts, got {type(model).__name__}, which has none")
     for prefix, experts in list(model.named_modules()):
         for name in names_of(experts):
             weight = experts._parameters.get(name)

@@ -175,8 +175,8 @@ def _like_forward(
 ) -> tuple[Tensor, Tensor | None]:
     x, weights = tensors.x, tensors.weights
     outputs = joined(tensors.weight, WeightParts(), options.format, x).shape[2 if options.transposed else 1]
-    rows = x.new_empty((len(groups.order), outputs))
-    return (rows, None) if weights is None else (x.new_empty((len(weights), outputs)), rows)
+    rows = x.new_empty((groups.order.shape[0], outputs))
+    return (rows, None) if weights is None else (x.new_empty((weights.shape[0], outputs)), rows)
 
 
 def _like_gradient(tensors: ScatterTensors, needed: list[bool], **_: Any) -> Any:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from onepass.core.checks import FLOATS, check_number, described
+from onepass.core.shard import Group
+from onepass.logits.vocab_parallel import group_of
 from onepass.moe.blocks import own_description, own_method
 from onepass.moe.family import Parts, selection_bias_of
 from onepass.moe.followers import Follower, follow, unfollow
@@ -17,19 +20,20 @@ from onepass.moe.replay import routers_of
 from onepass.moe.router import INTEGERS
 
 
-def update_selection_bias(bias: Tensor, counts: Tensor, rate: float, group: dist.ProcessGroup | None = None) -> Tensor:
+def update_selection_bias(bias: Tensor, counts: Tensor, rate: float, group: Group | None = None) -> Tensor:
     r"""Move a router's selection bias towards equal loads, to :math:`b_e + u\,\mathrm{sign}(\bar c - c_e)`.
 
     An expert with more tokens than the mean of all becomes less likely to be selected, one with fewer more likely.
     Weights and gradients do not depend on the bias.
 
     Args:
-        bias: ``(E,)`` or any shape of E elements, float32 or float64; changed in place. In half precision, as a cast of
-            the whole model makes it, an update of 0.001 would be lost: cast it back.
+        bias: ``(E,)`` or any shape of E elements, float32 or float64, or such a DTensor; changed in place. In half
+            precision, as a cast of the whole model makes it, an update of 0.001 would be lost: cast it back.
         counts: ``(E,)``, integers: the tokens of each expert (`Routing`, ``counts``), summed over the micro-batches of
             a step.
         rate: :math:`u`, at least 0; 0.001 in DeepSeek-V3.
-        group: the processes over which the counts are summed; None for those of this process alone.
+        group: the processes over which the counts are summed, a ProcessGroup or a DeviceMesh of one dimension; None for
+            those of this process alone, which a DTensor's processes must then have in common.
 
     Returns:
         ``bias``. Nothing is copied to the host.
@@ -55,10 +59,22 @@ def update_selection_bias(bias: Tensor, counts: Tensor, rate: float, group: dist
     rate = check_number(rate, "rate", 0, open_low=False)
     loads = counts.to(torch.int64, copy=True)
     if group is not None:
-        dist.all_reduce(loads, group=group)
-    sign = (loads.sum() - loads * len(loads)).sign()  # of the mean less the load, in integers
+        dist.all_reduce(loads, group=group_of(group))
+    sign = (loads.sum() - loads * len(loads)).sign().view(bias.shape)  # of the mean less the load, in integers
     with torch.no_grad():
-        return bias.add_(sign.view(bias.shape).to(bias.dtype), alpha=rate)
+        if hasattr(bias, "device_mesh"):
+            sign = own_part(sign, bias)
+        return bias.add_(sign.to(bias.dtype), alpha=rate)
+
+
+def own_part(whole: Tensor, like: Any) -> Tensor:
+    """A DTensor that is sharded as ``like``, from a tensor that all processes have."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    found: Tensor = replicated.redistribute(placements=like.placements)
+    return found
 
 
 class ExpertCounts(Follower):
@@ -100,7 +116,7 @@ class ExpertCounts(Follower):
             before = self.of_router.get(router)
             self.of_router[router] = counts.long() if before is None else before + counts
 
-    def update(self, rate: float, group: dist.ProcessGroup | None = None) -> None:
+    def update(self, rate: float, group: Group | None = None) -> None:
         """`update_selection_bias` of every router, then begin to count anew: to call after an optimizer's step.
 
         All processes of the group must call it, and have routers that were called.

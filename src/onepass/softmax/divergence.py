@@ -107,7 +107,7 @@ class _Divergence(torch.autograd.Function):
         packed = pair_numbers(student, teacher, read, shard, options)
         ctx.save_for_backward(student, teacher, *read, packed)
         ctx.options = options
-        return packed[DIVERGENCE]
+        return packed[DIVERGENCE].clone()  # not a view, which could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

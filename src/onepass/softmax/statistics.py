@@ -220,7 +220,7 @@ def last_row_weight(logits: Tensor) -> Tensor | None:
 
 def keep_row_weight(logits: Tensor, row_weight: Tensor) -> None:
     """Make this the `last_row_weight`, after its backward has been launched."""
-    if not is_capturing(logits):
+    if type(row_weight) is Tensor and not is_capturing(logits):  # of a subclass, it would come back in other losses
         _last[key_of_row_weight(logits)] = row_weight
 
 
@@ -274,8 +274,8 @@ def average_and_gradient(
 
 def returned(ctx: Any, fields: tuple[Tensor, ...], options: Options) -> tuple[Tensor, ...]:
     """The requested fields, as outputs of an autograd function."""
-    if torch.compiler.is_compiling():  # torch 2.11 loses the gradients of outputs that are views of the same tensor
-        fields = tuple([f.clone() for f in fields])
+    # Views of the same tensor could not be changed in place, and torch 2.11 loses their gradients when it compiles.
+    fields = tuple([f.clone() if torch.compiler.is_compiling() or f._is_view() else f for f in fields])
     if silent := not_differentiable(options.fields):
         ctx.mark_non_differentiable(*[fields[n] for n in silent])
     ctx.set_materialize_grads(False)
