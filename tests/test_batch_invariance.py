@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 from pkgutil import iter_modules
 
+import numpy as np
 import pytest
 import torch
 
@@ -143,7 +144,16 @@ def test_heads(device, name, dtype):
     assert differences(f, (hidden, target, teacher), (weight, bias), total, parts_of(total)) == 0
 
 
-def test_heads_of_any_width(device):
+@pytest.fixture
+def invariant_products(device):
+    """Skip the interpreter, whose products are NumPy's, where those of a row depend on its place among others."""
+    if interpreted(device):
+        a, order = np.random.default_rng(0).standard_normal((32, 32), dtype=np.float32), np.arange(32)[::-1]
+        if (np.matmul(a[order], a) != np.matmul(a, a)[order]).any():
+            pytest.skip("NumPy's product of a row depends on its place among others on this CPU")
+
+
+def test_heads_of_any_width(device, invariant_products):
     """The order of a sum must not follow from where a row lies: rows of an odd width start anywhere."""
     for width, vocab in ((17, 17), (33, 3), (129, 5)):
         g = torch.Generator().manual_seed(0)
@@ -203,7 +213,7 @@ def test_routers(device, name, experts, dtype):
 
 
 @pytest.mark.parametrize("family", ("Qwen3Moe", "DeepseekV3"))
-def test_gates(device, family):
+def test_gates(device, invariant_products, family):
     transformers = pytest.importorskip("transformers")
     sizes = dict(hidden_size=64, moe_intermediate_size=16, num_experts=16, n_routed_experts=16, num_experts_per_tok=4)
     config = getattr(transformers, f"{family}Config")(**sizes, **({"n_group": 4} if family == "DeepseekV3" else {}))
