@@ -131,9 +131,8 @@ def group_of_same_batch(experts: nn.Module, base: Any) -> Any:
     return mesh.get_group(dim) if mesh.size(dim) == size else tensor_group(size)
 
 
-_tensor_groups: "WeakKeyDictionary[Any, dict[int, Any]]" = (
-    WeakKeyDictionary()
-)  # of all processes: a new one, new groups
+# By the default process group: the groups of one that was destroyed are not taken for those of the next.
+_tensor_groups: "WeakKeyDictionary[Any, dict[int, Any]]" = WeakKeyDictionary()
 
 
 def tensor_group(size: int) -> Any:
