@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from onepass.moe import Routing, expert_mlp
+from onepass.moe import Routing, expert_mlp, scattered_linear
 
 ACTIVATIONS = {
     "silu": lambda g, u: F.silu(g) * u,
@@ -197,6 +198,36 @@ def test_compiled_without_a_break(device, rank):
     upstream = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out)
     got = out, dict(zip(names, torch.autograd.grad(out, list(tensors.values()), upstream)))
     close(got, (expected[0].cpu().double(), {n: g.cpu().double() for n, g in expected[1].items()}))
+
+
+class Operations(TorchDispatchMode):
+    """Keeps the operations of onepass that are called, with their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "onepass":
+            self.calls.append((function, args))
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_operations_are_well_formed(device, trains):
+    """A compiler allocates what the fake implementations say."""
+    of, experts = inputs(rank=2 if trains else 0)
+    tensors = leaves(of, torch.float32, device, frozen=() if trains else of)
+    with Operations() as of_step:
+        run(expert_mlp, tensors, experts.to(device))
+        y = scattered_linear(tensors["hidden"], tensors["gate_up"], experts.to(device), weights=tensors["weights"])
+        if trains:
+            y.sum().backward()
+    names = {f.name().partition("::")[2] for f, _ in of_step.calls}
+    both = {"expert_mlp", "scattered_linear", "group_by_expert"}
+    assert names == both | ({"expert_mlp_gradient", "scattered_linear_gradient"} if trains else set())
+    for function, arguments in of_step.calls:
+        torch.library.opcheck(function, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_autocast_takes_all_but_the_weights_of_the_routing(device):

@@ -11,7 +11,8 @@ import torch
 from packaging.version import Version
 
 import onepass
-from onepass.integrations import patching
+from onepass.cli import script
+from onepass.integrations import patching, switch
 
 transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")
@@ -121,8 +122,32 @@ def test_an_unknown_signature_is_refused_as_a_whole(monkeypatch):
         onepass.patch()
     assert loss_utils.ForCausalLMLoss is loss and utils.selective_log_softmax is selective_log_softmax
     monkeypatch.delattr(utils, "selective_log_softmax")
-    with pytest.raises(RuntimeError, match="has no such name; nothing was patched"):
+    with pytest.raises(RuntimeError, match="has no such name; nothing of it was patched"):
         onepass.patch("trl")
+
+
+def test_a_library_of_unknown_signatures_is_left_alone_as_a_whole(monkeypatch):
+    def selective_log_softmax(logits, index, something_new):
+        raise AssertionError
+
+    loss, entropy = loss_utils.ForCausalLMLoss, utils.entropy_from_logits
+    monkeypatch.setattr(utils, "selective_log_softmax", selective_log_softmax)
+    with (
+        pytest.warns(RuntimeWarning, match="trl .* has .*something_new") as caught,
+        onepass.patch(strict=False) as patched,
+    ):
+        assert loss_utils.ForCausalLMLoss is not loss
+        assert utils.selective_log_softmax is selective_log_softmax and utils.entropy_from_logits is entropy
+    assert [w.filename for w in caught] == [__file__]
+    own = {(k.module, k.name): k.reason for k in patched.kept if k.module.startswith("trl")}
+    assert {"selective_log_softmax", "entropy_from_logits"} <= {name for _, name in own}
+    assert all("something_new" in reason for reason in own.values())
+    assert not any(r.module.startswith("trl") for r in patched.replaced) and loss_utils.ForCausalLMLoss is loss
+    monkeypatch.setenv("ONEPASS_PATCH", "trl")
+    with pytest.warns(RuntimeWarning, match="something_new"):
+        switch.patch_process().restore()
+    with pytest.warns(RuntimeWarning, match="something_new"):
+        assert "(0 names replaced" in script.patch_libraries()
 
 
 def test_a_router_that_does_something_else_keeps_its_code(monkeypatch):
@@ -161,7 +186,7 @@ def test_routers_that_are_imported_later():
 
 def test_a_failure_half_way_is_undone(monkeypatch, module):
     original, loss = utils.selective_log_softmax, loss_utils.ForCausalLMLoss
-    write, count = patching._Place.write, Counter()
+    write, count = patching.Place.write, Counter()
 
     def fails(self, value):
         count["writes"] += 1
@@ -169,7 +194,7 @@ def test_a_failure_half_way_is_undone(monkeypatch, module):
             raise OSError("of somebody's __setattr__")
         write(self, value)
 
-    monkeypatch.setattr(patching._Place, "write", fails)
+    monkeypatch.setattr(patching.Place, "write", fails)
     with pytest.raises(OSError, match="somebody"):
         onepass.patch()
     assert utils.selective_log_softmax is module.chosen is original

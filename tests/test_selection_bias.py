@@ -45,6 +45,13 @@ def test_the_rule(device):
     assert update_selection_bias(parameter, torch.tensor([3, 1]), 0.5).tolist() == [-0.5, 0.5]
 
 
+def test_a_bias_that_is_a_dtensor(sharded):
+    """As FSDP2 makes it where the bias is a parameter."""
+    bias, counts = sharded(torch.zeros(4)), torch.tensor([9, 1, 2, 0])
+    assert update_selection_bias(bias, counts, 0.5) is bias
+    assert bias.full_tensor().tolist() == [-0.5, 0.5, 0.5, 0.5]
+
+
 def test_it_balances_skewed_data():
     """200 steps; the loads of the next batches are then within 1.2 of the mean, from more than 2.5 times."""
     g = torch.Generator().manual_seed(0)

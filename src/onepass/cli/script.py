@@ -66,7 +66,7 @@ def patch_libraries() -> str:
             return f"nothing patched, because none of {', '.join(LIBRARIES)} is installed"
     elif not names:
         return f"nothing patched ({VARIABLE}={os.environ[VARIABLE]})"
-    patched = onepass.patch(*names)
+    patched = onepass.patch(*names, strict=False)  # what is not supported is left alone with a warning
     versions = ", ".join(f"{name} {sys.modules[name].__version__}" for name in names)
     kept = f", {len(patched.kept)} kept" if patched.kept else ""
     return f"patched {versions} ({len(patched.replaced)} names replaced{kept})"

@@ -49,7 +49,7 @@ class OnepassPlugin(BasePlugin):
     def pre_model_load(self, cfg: Any) -> None:
         if self.patch is not None:
             return
-        self.patch = self.until_unloaded.enter_context(patch())
+        self.patch = self.until_unloaded.enter_context(patch(strict=False))
         LOG.info("onepass:\n%s", self.patch)
         if cfg.get("onepass_autotune_store"):
             from onepass.autotune import session

@@ -2,8 +2,8 @@
 
 import inspect
 import logging
-import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -12,11 +12,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch.torch_version import TorchVersion
 
+from onepass.core.caller import stacklevel_outside
+from onepass.integrations.references import INHERITED, Place, Replaced, places_of
+
 LOG = logging.getLogger("onepass")
 LIBRARIES = ("transformers", "trl")
 SHARDED = ("torch", "torchtitan", "megatron", "verl")  # their losses of sharded vocabularies, patched if they are named
 NAMES = (*LIBRARIES, *SHARDED)
-EXTRAS = (*LIBRARIES, "torchtitan", "megatron")  # of this package, which install a library
+EXTRAS = (*LIBRARIES, "torchtitan", "megatron", "verl")  # of this package, which install a library
 PACKAGES = {"megatron": "megatron.core"}  # where a library keeps its version, if not in its first package
 
 
@@ -48,19 +51,8 @@ class Target(NamedTuple):
     alone: bool = False
 
 
-INHERITED = object()  # the original of a method that is added to a class
-
-
-class Replaced(NamedTuple):
-    """One reference to the original: an attribute of a module or class, or an entry of a dict in a module."""
-
-    module: str
-    name: str
-    original: Any
-    replacement: Any
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name} -> {_path(self.replacement)}"
+class UnknownSignature(RuntimeError):
+    """A function of a library has a signature that no replacement is known for."""
 
 
 class Kept(NamedTuple):
@@ -79,20 +71,6 @@ class PatchPlan(NamedTuple):
 
     replaced: list[Replaced]
     kept: list[Kept]
-
-
-class _Place(NamedTuple):
-    holder: Any  # a module, a class, or a dict
-    key: Any
-    replaced: Replaced
-
-    def write(self, value: Any) -> None:
-        if value is INHERITED:
-            delattr(self.holder, self.key)
-        elif type(self.holder) is dict:
-            self.holder[self.key] = value
-        else:
-            setattr(self.holder, self.key, value)
 
 
 class _Active:
@@ -156,7 +134,7 @@ class Patch(Restorable):
         return f"<Patch: {len(self.replaced)} names replaced, {len(self.kept)} kept>"
 
 
-def patch(*libraries: str) -> Patch:
+def patch(*libraries: str, strict: bool = True) -> Patch:
     """Make the trainers and models of other libraries use onepass, without a change to user code.
 
     A function is replaced in its own module and wherever else it was imported to, also in modules that are imported
@@ -174,11 +152,14 @@ def patch(*libraries: str) -> Patch:
             - ``"torch"``: the cross-entropy of a DTensor.
             - ``"torchtitan"`` and ``"megatron"``: losses, also of a sharded vocabulary, routers and experts.
             - ``"verl"``: log-probs, entropies and linear heads, also of a sharded vocabulary.
+        strict: whether it is an error if a function has a signature that this version of onepass does not support, as
+            in a version of the library that is newer. With False, all of that library keeps its own code: nothing of it
+            is replaced, a RuntimeWarning says so, and `Patch.kept` lists its functions.
 
     Raises:
         ValueError: another name.
         ModuleNotFoundError: a named library is not installed.
-        RuntimeError: a function of the library has a signature that this version of onepass does not support.
+        RuntimeError: with ``strict``, a function has a signature that is not supported.
 
     Example::
 
@@ -186,8 +167,11 @@ def patch(*libraries: str) -> Patch:
             print(patched)
             GRPOTrainer(...).train()
     """
-    modules = _integrations(libraries)
+    modules, kept = _integrations(libraries), []
+    if not strict:
+        modules, kept = _supported(modules)
     patched = Patch(_targets(modules))
+    patched.kept += kept
     try:
         for module in modules:
             if hasattr(module, "register"):
@@ -235,6 +219,25 @@ def _integrations(libraries: Sequence[str]) -> list[ModuleType]:
     check_libraries(libraries)
     chosen = libraries or [name for name in LIBRARIES if is_installed(name)]
     return [import_module(f"onepass.integrations.{name}") for name in chosen]
+
+
+def _supported(integrations: Sequence[ModuleType]) -> tuple[list[ModuleType], list[Kept]]:
+    """The integrations all of whose signatures are known, and the functions of the others. It warns of each of these.
+
+    A library is replaced as a whole, since one replacement may rely on another.
+    """
+    found, kept = [], []
+    for module in integrations:
+        targets = _targets([module])
+        try:
+            with _lock:
+                _resolved(targets)
+            found.append(module)
+        except UnknownSignature as error:
+            reason = str(error).partition(": ")[2]
+            kept += [Kept(t.module, t.name, reason) for t in targets]
+            warnings.warn(f"{error} [OP004]", RuntimeWarning, stacklevel=stacklevel_outside("onepass.", "importlib."))
+    return found, kept
 
 
 def is_installed(library: str) -> bool:
@@ -315,9 +318,9 @@ def _check(t: Target, original: Any) -> None:
     library = t.module.partition(".")[0]
     known = " or ".join(f"({s})" for s in t.signatures)
     found = "no such name" if got is None else f"({got})"
-    raise RuntimeError(
+    raise UnknownSignature(
         f"{t.module}.{name}: onepass {_own_version()} knows it as {known}, but "
-        f"{library} {version_of(library)} has {found}; nothing was patched"
+        f"{library} {version_of(library)} has {found}; nothing of it was patched"
     )
 
 
@@ -348,14 +351,14 @@ def _activate(found: dict[tuple[str, str], _Active]) -> None:
         active.patches += 1
 
 
-def _find_places(new: dict[tuple[str, str], _Active]) -> list[_Place]:
+def _find_places(new: dict[tuple[str, str], _Active]) -> list[Place]:
     """All references to the originals; also stored in each `_Active`."""
-    places = _places({id(a.original): a.replacement for a in new.values() if a.holder is None})
+    places = places_of({id(a.original): a.replacement for a in new.values() if a.holder is None}, LIBRARIES)
     for (module, name), active in new.items():
         active.places = [p.replaced for p in places if p.replaced.original is active.original]
         if active.holder is not None:
             active.places = [Replaced(module, name, active.original, active.replacement)]
-            places.append(_Place(active.holder, name.rpartition(".")[2], active.places[0]))
+            places.append(Place(active.holder, name.rpartition(".")[2], active.places[0]))
     return places
 
 
@@ -368,33 +371,5 @@ def _release(keys: Sequence[tuple[str, str]]) -> None:
             ended.append(_active.pop(key))
             keys += active.later
     # Searched again, for modules imported since. A replacement that somebody else has overwritten is left alone.
-    for place in _places({id(a.replacement): a.original for a in ended}):
+    for place in places_of({id(a.replacement): a.original for a in ended}, LIBRARIES):
         place.write(place.replaced.replacement)
-
-
-def _places(to: dict[int, Any]) -> list[_Place]:
-    """References to objects whose ``id`` is in ``to``: in modules, in classes, and in dicts of the libraries."""
-    found: dict[tuple[int, Any], _Place] = {}  # a dict may have several names
-    for module_name, module in list(sys.modules.items()):
-        names = getattr(module, "__dict__", None)
-        package = module_name.partition(".")[0]
-        if not isinstance(names, dict) or package == "onepass":
-            continue
-        holders: list[tuple[Any, dict[Any, Any], str]] = [(module, names, "{}")]
-        for name, value in list(names.items()):
-            if type(value) is dict and package in LIBRARIES and not name.startswith("__"):
-                holders.append((value, value, f"{name}[{{!r}}]"))
-            elif issubclass(type(value), type) and value.__module__ == module_name:
-                holders.append((value, dict(vars(value)), f"{name}.{{}}"))
-        for holder, held, form in holders:
-            if to.keys().isdisjoint(map(id, list(held.values()))):  # the common case, three times as fast
-                continue
-            for key, value in list(held.items()):
-                if id(value) in to:
-                    replaced = Replaced(module_name, form.format(key), value, to[id(value)])
-                    found.setdefault((id(holder), key), _Place(holder, key, replaced))
-    return list(found.values())
-
-
-def _path(value: Any) -> str:
-    return f"{value.__module__}.{value.__qualname__}"

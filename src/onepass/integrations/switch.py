@@ -32,6 +32,9 @@ def libraries_asked_for() -> Sequence[str] | None:
 
 
 def patch_process() -> Patch | None:
-    """Apply `onepass.patch` to the libraries that ``ONEPASS_PATCH`` names, until the process ends; None if to none."""
+    """Apply `onepass.patch` to the libraries that ``ONEPASS_PATCH`` names, until the process ends; None if to none.
+
+    A library of a version that is not supported is left alone with a warning, since importing onepass must not fail.
+    """
     names = libraries_asked_for()
-    return patch(*names) if names else None
+    return patch(*names, strict=False) if names else None

@@ -105,7 +105,10 @@ def tile_kernel(
 
 def rows_of_tile(assignments: int, E: int) -> int:
     """Rows per tile: about as many as an expert has on average, but not fewer than 16 nor more than `MOST_ROWS`."""
-    return min(MOST_ROWS, max(16, power_of_two(assignments // max(E, 1))))
+    rows = 16
+    while rows < MOST_ROWS and rows < assignments // max(E, 1):  # comparisons, of which a trace of any size has few
+        rows *= 2
+    return rows
 
 
 def count_tiles(assignments: int, num_experts: int) -> int:
