@@ -51,7 +51,7 @@ from onepass.kernels.router_scores import (
 from onepass.kernels.router_topk import logit, tokens_and_threads
 from onepass.kernels.row_programs import unmasked
 
-MOST_THREADS = 256
+THREADS, MOST_THREADS = 128, 256  # per program
 REGISTERS = 64  # per thread; ptxas would take 100 to load all logits at once, and is 10% slower
 LOGITS = 64  # per thread, at most
 SPANS = 8  # at least, per expert of a token, if a thread has no more than MOST_KEYS to sort
@@ -356,7 +356,7 @@ def takes(E: int, stride: int, options: RouterOptions) -> bool:
 
 def tile_of(T: int, E: int, stride: int, options: RouterOptions) -> tuple[int, int]:
     """Tokens and threads per program."""
-    return tokens_and_threads(T, E, lanes_of(E, stride, options), MOST_THREADS, options)
+    return tokens_and_threads(T, E, lanes_of(E, stride, options), THREADS, MOST_THREADS, options)
 
 
 def plan_for(shape: Shape, options: RouterOptions) -> Plan:

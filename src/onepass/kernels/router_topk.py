@@ -43,8 +43,9 @@ SIGNS = tl.constexpr(-0x7FFF8000)  # the sign bits of two 16-bit floats
 MOST_K = 16
 LOGITS = 128  # per thread, at most
 SPANS = 4  # at least, per expert of a token
-# Threads per program, also of one that counts. Such programs add in turns, so that there must not be too many of them.
-THREADS, COUNTING_THREADS, MOST_THREADS, MOST_ADDITIONS = 128, 256, 512, 1 << 17
+# Threads per program. Small programs begin one after the other, so that some search while others still load logits.
+# Programs that count add in turns, 36 ps for a number on an H100, so that there must not be too many of them.
+THREADS, COUNTING_THREADS, MOST_THREADS, MOST_ADDITIONS = 32, 256, 512, 1 << 17
 
 
 @triton.jit
@@ -241,12 +242,15 @@ def lanes_of(E: int, options: RouterOptions) -> int:
 
 
 @lru_cache
-def tokens_and_threads(T: int, E: int, lanes: int, most: int, options: RouterOptions) -> tuple[int, int]:
-    """Tokens and threads per program, at most ``most`` threads; one program if the tokens are few."""
+def tokens_and_threads(T: int, E: int, lanes: int, usual: int, most: int, options: RouterOptions) -> tuple[int, int]:
+    """Tokens and threads per program: ``usual`` threads, but more and at most ``most`` for programs that count.
+
+    One program takes all tokens if they are few.
+    """
     T = MANY if options.invariant else T
     if power_of_two(T) * lanes <= most:
         return power_of_two(T), power_of_two(T) * lanes
-    threads = COUNTING_THREADS if options.counts else THREADS
+    threads = COUNTING_THREADS if options.counts else usual
     while options.counts and threads < most and -(-T * lanes // threads) * E > MOST_ADDITIONS:
         threads *= 2
     return threads // lanes, threads
@@ -254,7 +258,7 @@ def tokens_and_threads(T: int, E: int, lanes: int, most: int, options: RouterOpt
 
 def tile_of(T: int, E: int, options: RouterOptions) -> tuple[int, int]:
     """Tokens and threads per program."""
-    return tokens_and_threads(T, E, lanes_of(E, options), MOST_THREADS, options)
+    return tokens_and_threads(T, E, lanes_of(E, options), THREADS, MOST_THREADS, options)
 
 
 def plan_for(shape: Shape, options: RouterOptions, replays: bool) -> Plan:
