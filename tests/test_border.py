@@ -7,6 +7,7 @@ number is given in every type. What a function makes of valid arguments is teste
 
 import inspect
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -365,6 +366,25 @@ def test_choices_that_are_refused(device, case):
             wrong |= {"None": None, "a list": [case.arguments[leaf]]}
         checks += [(case, device, leaf, value, {leaf}, what) for what, value in wrong.items()]
     every_error(checks)
+
+
+@every_case
+def test_bools_that_are_refused(device, case):
+    wrong = {"a string": "no", "two": 2, "None": None, "a tensor": torch.ones(2), "an array": numpy.ones(2)}
+    every_error([(case, device, leaf, value, {leaf}, what) for leaf in case.leaves(bool)
+                 for what, value in wrong.items()])  # fmt: skip
+
+
+def test_bools_of_what_has_no_case():
+    model, weight = torch.nn.Linear(2, 2), torch.randn(2, 4, 64)
+    calls = {
+        "strict": lambda v: onepass.patch(strict=v), "metrics": lambda v: onepass.attach(model, metrics=v),
+        "nested": lambda v: onepass.moe.quantize(weight, "nf4", nested=v),
+    }  # fmt: skip
+    for name, call in calls.items():
+        for value in ("no", torch.ones(2)):
+            with pytest.raises(TypeError, match=f"{name}: expected a bool"):
+                call(value)
 
 
 # Shapes that no other argument contradicts.

@@ -986,8 +986,19 @@ def test_results_can_be_changed_in_place(device):
 
 @pytest.mark.parametrize("value", [float("-inf"), -1.0, float("nan")])
 def test_an_additive_mask(value):
-    with pytest.raises(ValueError, match="row_mask: expected 1 for the rows to read and 0 for the others, got"):
-        onepass.cross_entropy(torch.randn(3, 5), torch.arange(3), row_mask=torch.tensor([0.0, value, 0.0]))
+    mask, x = torch.tensor([0.0, value, 0.0]), torch.randn(3, 5)
+    ids, log_probs = torch.zeros(3, 1, dtype=torch.int64), torch.full((3, 1), -1.0)
+    calls = {
+        "row_mask": [lambda: onepass.cross_entropy(x, torch.arange(3), row_mask=mask),
+                     lambda: onepass.ratio_report(x[:, 0], x[:, 1], row_mask=mask)],
+        "teacher_mask": [lambda: onepass.topk_kl_div(x, ids, log_probs, teacher_mask=mask.unsqueeze(-1))],
+    }  # fmt: skip
+    if value == -1:
+        calls["row_mask"] += [lambda: onepass.cross_entropy(x, torch.arange(3), row_mask=mask.int())]
+    for name, of_name in calls.items():
+        for call in of_name:
+            with pytest.raises(ValueError, match=f"{name}: expected 1 for what to read and 0 for the rest, got"):
+                call()
 
 
 def test_labels_of_a_subclass_do_not_change_later_losses(monkeypatch):

@@ -12,7 +12,7 @@ from onepass import kernels, reference
 ROOT = Path(onepass.__file__).parent
 # Each imports only from those before it, or from itself.
 LAYERS = (
-    "autotune", "core", "kernels", "reference", "backend", "softmax", "logits", "losses", "moe", "integrations",
+    "core", "autotune", "kernels", "reference", "backend", "softmax", "logits", "losses", "moe", "integrations",
     "__init__", "cli", "__main__",
 )  # fmt: skip
 # Kernels ask for their tuned numbers; no other folder but the command line, axolotl's plugin and the package itself

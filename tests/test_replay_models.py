@@ -9,6 +9,7 @@ from functools import partial
 import numpy
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass.moe import RoutingRecord, record_routing, replay_routing
@@ -420,6 +421,20 @@ def test_a_copy_trains_under_checkpointing(within):
     close(gradients(copied), of_expected)
 
 
+def test_a_backward_after_the_context_of_a_compiled_model_with_checkpointing():
+    torch.compiler.reset()
+    model, ids = build("qwen3_moe"), batches()
+    with record_routing(model):
+        losses(model, ids)[0].backward()
+    expected = gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    compiled = torch.compile(model, backend="aot_eager")
+    with record_routing(compiled):
+        found = losses(compiled, ids)
+    found[0].backward()
+    close(gradients(model), expected)
+
+
 def test_a_backward_within_the_context_of_a_compiled_model():
     torch._dynamo.reset()
     model, inputs = build("mixtral"), batches()
@@ -459,6 +474,86 @@ def test_a_backward_that_raises_leaves_nothing():
     model.zero_grad()
     with replay_routing(model, record):
         losses(model, inputs)[0].backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("follow", ["record", "replay"])
+def test_one_backward_of_passes_within_and_without(follow, reentrant):
+    """A layer of a pass outside of any context is computed again as it was, whichever pass comes first."""
+    ids = batches(2)
+
+    def of(checkpointed, order):
+        model = build("qwen3_moe")
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        with record_routing(model) as record, torch.no_grad():
+            losses(model, ids[1:])
+        found = []
+        for within in order:
+            context = contextlib.nullcontext()
+            if within:
+                context = record_routing(model) if follow == "record" else replay_routing(model, drifted(record))
+            with context:
+                found += losses(model, ids[within : within + 1])
+        sum(found).backward()
+        return gradients(model)
+
+    for order in ((False, True), (True, False), (False, True, False)):
+        close(of(True, order), of(False, order))
+
+
+def test_a_checkpoint_of_the_whole_model():
+    (ids,) = batches()
+
+    def of(reentrant):
+        model = build("qwen3_moe")
+        embedded = model.get_input_embeddings()(ids)
+        run = lambda e: model(inputs_embeds=e, labels=ids, use_cache=False).loss  # noqa: E731
+        with record_routing(model) as record, torch.no_grad():
+            run(embedded)
+        with replay_routing(model, drifted(record)):
+            loss = run(embedded) if reentrant is None else checkpoint(run, embedded, use_reentrant=reentrant)
+            loss.backward()
+        return gradients(model)
+
+    close(of(False), of(None))
+    with pytest.raises(RuntimeError, match="ran without gradients, as in a reentrant checkpoint of the whole model"):
+        of(True)
+
+
+def test_a_record_of_inference_mode():
+    model, (ids,) = build("qwen3_moe"), batches()
+    with torch.inference_mode(), record_routing(model) as record:
+        model(input_ids=ids)
+    with replay_routing(model, record) as replay:
+        losses(model, [ids])[0].backward()
+    assert replay.changed == 0 and gradients(model)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_nothing_is_left_of_a_backward_that_raised(reentrant):
+    """While its loss is still referenced, which keeps the pass."""
+    model, ids = build("qwen3_moe"), batches(2)
+    losses(model, ids[1:])[0].backward()
+    expected = gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    with record_routing(model) as record, torch.no_grad():
+        losses(model, ids[:1])
+    with replay_routing(model, drifted(record)):
+        kept = losses(model, ids[:1])
+
+    def fail(_):
+        raise ZeroDivisionError
+
+    handle = model.model.layers[1].input_layernorm.weight.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        kept[0].backward(retain_graph=True)
+    handle.remove()
+    model.zero_grad()
+    losses(model, ids[1:])[0].backward()
+    close(gradients(model), expected)
 
 
 def test_a_forward_that_raises_is_undone():

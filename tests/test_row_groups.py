@@ -201,3 +201,24 @@ def test_sums_of_bools_and_integers():
     for dtype in (torch.bool, torch.int64):
         of = torch.ones(3, dtype=dtype)
         assert groups.sum(of).tolist() == [2.0, 0.0, 0.0] and groups.mean(of).tolist() == [1.0, 0.0, 0.0]
+
+
+def test_what_has_no_entry_for_each_row():
+    """It would be read out of bounds, since torch does not check the lengths."""
+    groups = onepass.RowGroups(torch.tensor([0, 0, 1, 1, 1]), 2)
+    for per_row in (torch.ones(2), torch.ones(9), torch.ones(2, 5), torch.tensor(1.0)):
+        for function in (groups.sum, groups.mean):
+            with pytest.raises(ValueError, match=r"per_row: expected shape \(5, ...\), a number or more for each row"):
+                function(per_row)
+    with pytest.raises(TypeError, match="per_row: expected a tensor, got"):
+        groups.sum([1.0] * 5)
+    with pytest.raises(TypeError, match="ids: expected an int64 tensor"):
+        onepass.RowGroups([0, 1], 2)
+    with pytest.raises(TypeError, match="row_mask: expected a bool tensor of shape"):
+        onepass.RowGroups(torch.tensor([0, 1]), 2, torch.ones(2))
+    h, w = torch.randn(6, 4), torch.randn(5, 4, requires_grad=True)
+    with pytest.raises(ValueError, match="per_row: expected shape"):  # one advantage per sequence, not per token
+        onepass.linear_loss(
+            h, w, torch.zeros(6, dtype=torch.int64), lambda s, advantages, groups: -groups.mean(advantages[:2]),
+            torch.ones(6), groups=[3, 3],
+        )  # fmt: skip

@@ -38,7 +38,10 @@ else:
 
     def __getattr__(name: str) -> Any:
         if name == "autotune":  # imports Triton, which is slow to import and available on Linux only
-            return importlib.import_module("onepass.autotune")
+            try:
+                return importlib.import_module("onepass.autotune")
+            except ModuleNotFoundError as error:
+                raise AttributeError(str(error)) from error
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -6,12 +6,15 @@ Nothing here runs unless it is called, and nothing adds to the time of a kernel 
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+if find_spec("triton") is None:
+    raise ModuleNotFoundError("onepass.autotune: triton is not installed; it is available on Linux only", name="triton")
+
 from onepass.autotune.collection import collect
-from onepass.autotune.extras import needed_by
 from onepass.autotune.record import AutotuneRecord
 from onepass.autotune.session import session
 from onepass.autotune.sinks import JSONLSink, LogSink, OpenTelemetrySink
 from onepass.autotune.store import ConfigStore
+from onepass.core.extras import needed_by
 
 __all__ = [
     "AutotuneRecord",

@@ -30,6 +30,8 @@ class AutotuneReportCallback(TrainerCallback):
     """
 
     def __init__(self, sinks: Sequence[Sink] | None = None) -> None:
+        if sinks is not None and not (isinstance(sinks, list | tuple) and all(map(callable, sinks))):
+            raise TypeError(f"sinks: expected a list of callables that take records, got {sinks!r}")
         self.sinks = [LogSink()] if sinks is None else list(sinks)
         self.looks = STEPS
 

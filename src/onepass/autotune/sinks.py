@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from onepass.autotune.extras import needed_by
 from onepass.autotune.record import AutotuneRecord
+from onepass.core.extras import needed_by
 
 Sink = Callable[[Sequence[AutotuneRecord]], Any]
 

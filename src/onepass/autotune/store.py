@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from onepass.autotune.extras import needed_by
 from onepass.autotune.record import AutotuneRecord, NotPlain, here, label_of, minor
 from onepass.autotune.sources import identity_of
 from onepass.autotune.tuners import answered, autotuners, cache_key, labelled, matching
+from onepass.core.caller import stacklevel_outside
+from onepass.core.extras import needed_by
 
 FORMAT, VERSION = "onepass autotune store", 1
 LEFT_OUT = "it is left out, as if there were none"
@@ -167,7 +168,8 @@ class ConfigStore:
         """Warn about a problem of the file, once; None for no problem."""
         if problem is not None and problem not in self._warned:
             self._warned.add(problem)
-            warnings.warn(f"autotune store {self.path}: {problem} [OP003]", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"autotune store {self.path}: {problem} [OP003]", RuntimeWarning,
+                          stacklevel=stacklevel_outside("onepass.", "contextlib."))  # fmt: skip
 
     def _read(self) -> tuple[list[AutotuneRecord], str]:
         """The records and the state of the file: "missing", "ours", "damaged", "foreign", "old" or "newer"."""

@@ -57,7 +57,8 @@ def demo(
         int, typer.Option(help="Shard the vocabulary of onepass's head over this many processes.")
     ] = 1,
     autotune_report: Annotated[
-        Path | None, typer.Option(help="Write what Triton's autotuner chose in the first steps, as lines of JSON.")
+        Path | None,
+        typer.Option(dir_okay=False, help="Write what Triton's autotuner chose in the first steps, as lines of JSON."),
     ] = None,
 ) -> None:
     """Train a small decoder with torch's loss and with that of onepass: equal losses, and memory and time of each.

@@ -82,18 +82,22 @@ def check_index(index: torch.Tensor, logits: LogitsLike, name: str = "index", ma
 def check_row_mask(row_mask: torch.Tensor, logits: LogitsLike, name: str = "row_mask") -> None:
     """Raise unless ``row_mask`` is a real tensor of shape ``(...)``.
 
-    Its values are read on a CPU alone, if they are floating-point: an additive mask, with -inf for the rows to leave
-    out, would keep exactly those.
+    An additive mask, with -inf for the rows to leave out, would keep exactly those.
     """
     if not isinstance(row_mask, torch.Tensor) or row_mask.dtype.is_complex:
         raise TypeError(f"{name}: expected a bool (or 0/1) tensor, got {described(row_mask)}")
     if row_mask.shape != logits.shape[:-1]:
         raise ValueError(f"{name}: expected shape {tuple(logits.shape[:-1])}, got {tuple(row_mask.shape)}")
     check_device(row_mask, logits, name)
-    if row_mask.is_cpu and row_mask.is_floating_point() and is_plain(row_mask):
-        bad = row_mask.detach()[~(row_mask >= 0)]
+    check_not_additive(row_mask, name)
+
+
+def check_not_additive(mask: torch.Tensor, name: str) -> None:
+    """Raise if a mask has negative numbers or NaN, as additive masks have. Values are read on a CPU alone."""
+    if mask.is_cpu and mask.dtype.is_signed and is_plain(mask):
+        bad = mask.detach()[~(mask >= 0)]
         if bad.numel():
-            raise ValueError(f"{name}: expected 1 for the rows to read and 0 for the others, got {bad[0].item():g}")
+            raise ValueError(f"{name}: expected 1 for what to read and 0 for the rest, got {bad[0].item():g}")
 
 
 def check_temperature(temperature: torch.Tensor, logits: LogitsLike, name: str = "temperature") -> None:
@@ -151,6 +155,7 @@ def check_teacher_mask(mask: torch.Tensor, ids: torch.Tensor) -> None:
             f"teacher_mask: expected {tuple(ids.shape)}, the shape of teacher_ids, got {tuple(mask.shape)}"
         )
     check_device(mask, ids, "teacher_mask")
+    check_not_additive(mask, "teacher_mask")
 
 
 def check_pair(student: LogitsLike, teacher: LogitsLike, vocab_size: int | None) -> int | None:
@@ -242,6 +247,15 @@ def check_integer(value: Any, name: str, low: int = -(2**63), high: int = 2**63 
         bounds = f"{low} or more" if high == 2**63 - 1 > number else f"{low} to {high}"
         raise ValueError(f"{name}: expected {bounds}, got {short(value)}")
     return int(number)
+
+
+def check_bool(value: Any, name: str) -> bool:
+    """Return ``value`` as a bool. Raise unless it is a bool, also of NumPy, or 0 or 1."""
+    if value is True or value is False:
+        return value
+    if not (isinstance(value, Integral) or type(value).__name__ in ("bool_", "bool")) or value not in (0, 1):
+        raise TypeError(f"{name}: expected a bool, got {described(value)}")
+    return bool(value)
 
 
 def scalar(value: Any, name: str, wanted: str) -> Any:

@@ -4,7 +4,7 @@ import logging
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
-from onepass.autotune.extras import needed_by
+from onepass.core.extras import needed_by
 from onepass.integrations.patching import Patch, patch
 
 with needed_by("axolotl's plugin", "axolotl"):

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from onepass.autotune.extras import needed_by
 from onepass.core.checks import check_number
+from onepass.core.extras import needed_by
 from onepass.integrations.patching import Patch, Restorable, check_libraries, patch
 from onepass.moe.selection_bias import ExpertCounts, count_experts
 
@@ -60,7 +60,9 @@ class SelectionBiasCallback(TrainerCallback, Restorable):
     """Balance the experts of a mixture of experts without an auxiliary loss: `onepass.moe.update_selection_bias` of
     every router after each optimizer step.
 
-    Tokens are counted in all micro-batches of the step, by `onepass.moe.count_experts`, and summed over all processes.
+    Tokens are counted by `onepass.moe.count_experts`, in all forward passes of the step, and summed over all processes.
+    Passes without gradients count too if the model is in training mode, as in TRL's GRPO: completions that the trainer
+    generates itself, and the log-probs of the old policy.
     If training raises an error, the routers stay followed until `restore` or the end of a ``with`` block.
 
     Args:

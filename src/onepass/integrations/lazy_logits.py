@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo, and Triton, at once
 
-from onepass.core.checks import check_integer, described
+from onepass.core.checks import check_bool, check_integer, described
 from onepass.core.dispatch import is_plain
 from onepass.integrations.adapters import adapter_reason, is_adapted
 from onepass.integrations.head_logits import HeadLogits, gather_before_backward
@@ -325,4 +325,4 @@ def attach(
     limit = None if max_memory is None else check_integer(max_memory, "max_memory", 1)
     if logits_dtype not in (None, torch.float32):
         raise ValueError(f"logits_dtype: expected torch.float32 or None, got {described(logits_dtype)}")
-    return Attached(model, HeadOptions(limit, Metrics() if metrics else None, logits_dtype))
+    return Attached(model, HeadOptions(limit, Metrics() if check_bool(metrics, "metrics") else None, logits_dtype))

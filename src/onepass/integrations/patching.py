@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch.torch_version import TorchVersion
 
 from onepass.core.caller import stacklevel_outside
+from onepass.core.checks import check_bool
 from onepass.integrations.references import INHERITED, Place, Replaced, places_of
 
 LOG = logging.getLogger("onepass")
@@ -167,8 +168,9 @@ def patch(*libraries: str, strict: bool = True) -> Patch:
             print(patched)
             GRPOTrainer(...).train()
     """
-    modules, kept = _integrations(libraries), []
-    if not strict:
+    modules = _integrations(libraries)
+    kept: list[Kept] = []
+    if not check_bool(strict, "strict"):
         modules, kept = _supported(modules)
     patched = Patch(_targets(modules))
     patched.kept += kept

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.core.checks import Adapter, check_integer, described
+from onepass.core.checks import Adapter, check_bool, check_integer, described
 from onepass.core.collectives import GatheredColumns, GatheredRows, Replicated
 from onepass.core.dispatch import autocast_dtype, is_untraced, without_autocast
 from onepass.core.invariance import is_batch_invariant
@@ -106,6 +106,7 @@ class LinearLogits(TiledLogits):
         vocab_size: int | None = None,
         sequence_parallel: bool = False,
     ) -> None:
+        sequence_parallel = check_bool(sequence_parallel, "sequence_parallel")
         if vocab_group is None and (vocab_size is not None or sequence_parallel):
             raise ValueError("vocab_group: expected a process group with vocab_size or sequence_parallel, got None")
         group = None if vocab_group is None else group_of(vocab_group, "vocab_group")
@@ -115,11 +116,11 @@ class LinearLogits(TiledLogits):
         self.gemm_dtype = autocast_dtype(hidden) or hidden.dtype
         self.dtype = self.logits_dtype = self.wider(logits_dtype)
         self.widens = logits_dtype is None and self.gemm_dtype.itemsize == 2  # whether divergences take float32 logits
-        self.max_memory = None if max_memory is None else check_integer(max_memory, "max_memory")
+        self.max_memory = None if max_memory is None else check_integer(max_memory, "max_memory", 1)
         vocab = shape[0]
         adapter = checked_adapter(lora, hidden, shape, group)
         if group is not None:
-            hidden, weight, bias = self.sharded(hidden, weight, bias, group, vocab_size, bool(sequence_parallel))
+            hidden, weight, bias = self.sharded(hidden, weight, bias, group, vocab_size, sequence_parallel)
             vocab = self.shard.vocab
             if adapter is not None:
                 A, B, scaling = adapter

@@ -16,12 +16,21 @@ from onepass.core.checks import check_integer, described
 class RowGroups:
     """Which of some rows belong together. Groups are consecutive; a group may be empty.
 
+    Args:
+        ids: ``(n,)``, int64, the group of each row, from 0 on and in ascending order, which is not checked.
+        count: the number G of groups.
+        row_mask: ``(n,)``, bool; rows where it is False are left out.
+
     Attributes:
-        ids: ``(n,)``, int64, the group of each row, from 0 on.
+        ids: as given.
         lengths: ``(G,)``, int64, the number of rows of each group that are not masked.
     """
 
     def __init__(self, ids: Tensor, count: int, row_mask: Tensor | None = None) -> None:
+        if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 1:
+            raise TypeError(f"ids: expected an int64 tensor (n,), got {described(ids)}")
+        if row_mask is not None and (row_mask.dtype != torch.bool or row_mask.shape != ids.shape):
+            raise TypeError(f"row_mask: expected a bool tensor of shape {tuple(ids.shape)}, got {described(row_mask)}")
         self.ids, self.row_mask = ids, row_mask
         self._lengths = self._counted(torch.ones_like(ids), count)
         self.lengths = self._lengths if row_mask is None else self._counted(row_mask.long(), count)
@@ -33,7 +42,15 @@ class RowGroups:
         """The sum of ``(n, *)`` over the rows of each group, ``(G, *)``, differentiable. Masked rows are left out.
 
         Of integers and bools it is float32.
+
+        Raises:
+            TypeError, ValueError: ``per_row`` is no tensor with an entry for each row of these groups.
         """
+        if not isinstance(per_row, Tensor):
+            raise TypeError(f"per_row: expected a tensor, got {described(per_row)}")
+        if per_row.shape[:1] != self.ids.shape:
+            raise ValueError(f"per_row: expected shape ({len(self.ids)}, ...), a number or more for each row, "
+                             f"got {tuple(per_row.shape)}")  # fmt: skip
         per_row = per_row if per_row.is_floating_point() else per_row.float()
         if self.row_mask is not None:
             mask = self.row_mask.reshape(-1, *[1] * (per_row.dim() - 1))

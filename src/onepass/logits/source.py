@@ -14,6 +14,7 @@ from torch import Tensor
 from onepass.backend import is_debugging
 from onepass.core.checks import (
     INF,
+    check_bool,
     check_class_weights,
     check_logits,
     check_number,
@@ -220,6 +221,7 @@ def as_source(
         TypeError, ValueError: the logits are neither a floating-point tensor ``(..., V)`` nor a source, or
             ``inplace_backward`` is set for a source that is not a tensor.
     """
+    inplace_backward = check_bool(inplace_backward, "inplace_backward")
     if not early_gradient:
         source = copy(as_source(logits, name, inplace_backward))
         source.early_gradient = False
@@ -231,7 +233,7 @@ def as_source(
                 raise ValueError(f"inplace_backward: expected a tensor of logits, got a {type(logits).__name__}")
             return as_source(wrapper(logits, name), name)
         check_logits(logits, name)
-        return TensorLogits(logits, bool(inplace_backward))
+        return TensorLogits(logits, inplace_backward)
     if inplace_backward:
         raise ValueError(f"inplace_backward: expected a tensor of logits, got {type(logits).__name__}")
     return logits

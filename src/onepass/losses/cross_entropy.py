@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.checks import (
+    check_bool,
     check_choice,
     check_class_weights,
     check_index,
@@ -83,7 +84,9 @@ def cross_entropy(
     Raises:
         TypeError, ValueError, IndexError: as `onepass.softmax_statistics`, which also documents -inf and NaN logits.
     """
-    source = as_source(logits, inplace_backward=inplace_backward, early_gradient=bool(gradient_in_forward))
+    source = as_source(
+        logits, inplace_backward=inplace_backward, early_gradient=check_bool(gradient_in_forward, "gradient_in_forward")
+    )
     check_choice(reduction, "reduction", REDUCTIONS)
     label_smoothing = check_number(label_smoothing, "label_smoothing", 0, 1, open_low=False)
     z_loss_weight = check_number(z_loss_weight, "z_loss_weight", 0, open_low=False)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from onepass.core.checks import check_choice, check_index, described
+from onepass.core.checks import check_bool, check_choice, check_index, described
 from onepass.core.options import METRICS, Metric
 from onepass.core.support import Support
 from onepass.logits.source import Logits, as_source, inputs_for, options_for
@@ -88,7 +88,7 @@ def fields_of(
     if "is_top1" in metrics and index is None:
         raise ValueError("metrics: expected an index with 'is_top1', got index=None")
     fields = ["shift", "log_normalizer"]
-    fields += ["expected_logit"] if expected_logit else []
+    fields += ["expected_logit"] if check_bool(expected_logit, "expected_logit") else []
     fields += ["selected"] if index is not None else []
     fields += ["weighted_logit"] if class_weights is not None else []
     return " ".join([*fields, *metrics])

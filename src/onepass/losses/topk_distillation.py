@@ -10,6 +10,7 @@ from torch.nn.functional import logsigmoid
 
 from onepass.backend import is_debugging
 from onepass.core.checks import (
+    check_bool,
     check_index,
     check_integer,
     check_number,
@@ -114,6 +115,7 @@ def topk_kl_div(
     """
     student = as_source(student_logits, "student_logits")
     direction, beta = resolved(direction, beta)
+    renormalize = check_bool(renormalize, "renormalize")
     options = options_for("selected" if renormalize else "log_probs", temperature, softcap, logit_scale)
     teacher = Teacher(student, teacher_ids, teacher_log_probs, row_mask, teacher_mask, direction, renormalize)
 
@@ -179,6 +181,7 @@ def distillation_loss(
     of_each = temperature_of_rows(temperature, student, row_mask)
     # Rows with a teacher but no label are read too; their cross-entropy with token 0 is masked below.
     target = target.masked_fill(~valid, 0)
+    renormalize = check_bool(renormalize, "renormalize")
     if of_each is not None and not renormalize:  # two reads: a read has one second temperature for all rows
         soft = topk_kl_div(
             student, teacher_ids, teacher_log_probs, row_mask=row_mask, teacher_mask=teacher_mask, direction=given[0],
@@ -263,7 +266,7 @@ class Teacher:
 
 
 def normalized(z: Tensor, teacher: Tensor, given: Tensor) -> Tensor:
-    """The student's log-probs from its logits ``z`` of the teacher's tokens; those of masked tokens may be NaN."""
+    """The student's log-probs from its logits ``z`` of the teacher's tokens. Those of masked tokens have no meaning."""
     z = z.where(given, teacher)  # the teacher's log-probs of masked tokens are -inf
     return z.where(given.any(-1, keepdim=True), 0.0).log_softmax(-1)
 

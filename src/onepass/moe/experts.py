@@ -10,7 +10,17 @@ from torch import Tensor
 
 from onepass import reference
 from onepass.backend import backend_of
-from onepass.core.checks import FLOATS, INF, Adapter, adapter_of, check_choice, check_device, check_number, described
+from onepass.core.checks import (
+    FLOATS,
+    INF,
+    Adapter,
+    adapter_of,
+    check_bool,
+    check_choice,
+    check_device,
+    check_number,
+    described,
+)
 from onepass.core.dispatch import autocast_dtype, check_upstream, empty_gradients, operation
 from onepass.core.moe_options import (
     ACTIVATIONS,
@@ -95,14 +105,15 @@ def expert_mlp(
     dtype = autocast_dtype(hidden)
     if dtype is not None:
         tensors = ExpertTensors(*[cast(t, dtype) for t in tensors])._replace(weights=routing.weights)
-    check_experts(tensors, routing.experts, bool(transposed))
+    transposed, interleaved = check_bool(transposed, "transposed"), check_bool(interleaved, "interleaved")
+    check_experts(tensors, routing.experts, transposed)
     gate_up, gate_up_parts, gate_up_format = apart(tensors.gate_up, "gate_up_weight", max_memory)
     down, down_parts, down_format = apart(tensors.down, "down_weight", max_memory)
     parts = ExpertParts(gate_up_parts, down_parts)
     options = ExpertOptions(
         activation,
-        bool(transposed),
-        bool(interleaved),
+        transposed,
+        interleaved,
         gate_up_scaling,
         down_scaling,
         alpha,

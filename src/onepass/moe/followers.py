@@ -9,7 +9,7 @@ from copy import copy, deepcopy
 from functools import wraps
 from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,14 @@ from onepass.moe.router import Routing, route
 ATTRIBUTE = "_onepass_followed"
 
 
+def backward_task() -> int:
+    """The number of the backward that autograd is running in this thread; -1 if there is none."""
+    return torch._C._current_graph_task_id()
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward: a router is then called by gradient checkpointing, a second time."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_task() != -1
 
 
 class Follower:
@@ -30,9 +35,11 @@ class Follower:
 
     Attributes:
         keeps: whether a layer that is computed again takes the choice of the first time.
+        lost: whether there was a forward pass without gradients, of whose backward nothing will be known.
     """
 
     keeps = False
+    lost = False
 
     def choice(self, router: nn.Module) -> Tensor | None:
         """The experts ``(T, K)`` of this call, or None if they do not matter to the follower."""
@@ -49,15 +56,17 @@ class Followed:
         slot: the number of this object, by which operations inside a compiled graph find it when they run.
         followers: in the order in which they came; the last that has a choice makes it.
         users: weak references to those who need this object to stay; it is removed with the last of them.
-        backward_of: a weak reference to the forward pass whose backward runs, if that has said so.
+        backward_of: a weak reference to the forward pass whose backward runs, if that has said so, and the number of
+            this backward: one that ended in an error has said so for itself alone.
         is_of_copy: whether the router was copied from one that is followed.
     """
 
     def __init__(self, router: nn.Module, name: str, method: Callable[..., Any]) -> None:
         self.router, self.followers, self.users = router, list[Follower](), list[ref[Any]]()
-        self.backward_of: Callable[[], Any] | None = None
+        self.backward_of: tuple[Callable[[], Any], int] | None = None
         self.is_of_copy = False
-        number = next(_numbers)
+        # The same number as before: a compiled graph whose backward is still to come has kept it.
+        number = _numbers_of.setdefault(router, next(_numbers))
         self.slot = torch.tensor(number)
         _followed[number] = self
         self.name = attribute_of(router, name)
@@ -105,7 +114,7 @@ class Followed:
             return routing._replace(experts=experts)
         given = self.choice(shape, logits.device)
         replayed = given is not None
-        if given is None and torch.is_grad_enabled() and any([f.keeps for f in self.followers]):
+        if given is None and not in_backward() and torch.is_grad_enabled() and any([f.keeps for f in self.followers]):
             # Gradient checkpointing demands that a layer saves as many tensors when it is computed again.
             given = logits.new_full(shape, -1, dtype=torch.int16)
         routing = route(logits, experts=given, count_changed=replayed, **arguments)
@@ -116,8 +125,10 @@ class Followed:
         """The experts of this call, of the given shape; None if the router selects them."""
         ids = None
         if in_backward():
-            of = self.only_pass() if self.backward_of is None else self.backward_of()
-            ids = None if of is None else of.made.get(self.router)
+            of = self.pass_again()
+            if of is not None:
+                of.computed_again[self.router] = backward_task()
+                ids = of.made.get(self.router)
         else:
             for follower in reversed(self.followers):
                 ids = follower.choice(self.router)
@@ -129,6 +140,28 @@ class Followed:
             raise ValueError(f"record: expected {torch.Size(shape[:-1]).numel()} tokens of {shape[-1]} experts in this "
                              f"forward pass, as the model has, got {tuple(ids.shape)}")  # fmt: skip
         return ids.to(device, non_blocking=True).reshape(shape)
+
+    def pass_again(self) -> Any:
+        """The forward pass whose layer is computed again in a backward; None of a pass that was not followed.
+
+        A backward computes each layer of a pass again once. The next time is that of another pass.
+        """
+        task = backward_task()
+        known = self.backward_of is not None and self.backward_of[1] == task
+        of = self.backward_of[0]() if known else self.only_pass()  # type: ignore[index]
+        if of is None and not known and any([f.lost for f in self.followers]):
+            raise RuntimeError(
+                "a layer is computed again for a forward pass that ran without gradients, as in a reentrant checkpoint "
+                "of the whole model, and its choices are unknown: checkpoint the layers, or pass use_reentrant=False"
+            )
+        return None if of is None or of.computed_again.get(self.router) == task else of
+
+    def is_called(self) -> bool:
+        """Whether anybody follows this call: not a forward that only waits for a backward, nor a layer that is computed
+        again for a forward pass that called the router's own method."""
+        if torch.compiler.is_compiling() or any([not f.keeps for f in self.followers]):
+            return True
+        return self.pass_again() is not None if in_backward() else bool(self.followers)
 
     def only_pass(self) -> Any:
         """The forward pass of a backward that has not said which it belongs to; None if there is none."""
@@ -163,7 +196,8 @@ def unless_copied(method: Callable[..., Any]) -> Callable[..., Any]:
         followed: Followed | None = getattr(router, ATTRIBUTE, None)
         if followed is None:
             return getattr(type(router), method.__name__)(router, *args, **kwargs)
-        return followed.own(*args, **kwargs) if followed.is_of_copy else method(router, *args, **kwargs)
+        follows = not followed.is_of_copy and followed.is_called()
+        return method(router, *args, **kwargs) if follows else followed.own(*args, **kwargs)
 
     return call
 
@@ -175,6 +209,7 @@ def followed_of(router: nn.Module) -> Followed | None:
 
 
 _numbers = count()
+_numbers_of: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _followed: WeakValueDictionary[int, Followed] = WeakValueDictionary()
 
 
@@ -210,7 +245,8 @@ def unfollow(router: nn.Module, user: Any) -> None:
 @operation("onepass::followed_choice", lambda logits, k, slot: logits.new_empty((*logits.shape[:-1], k)).short())
 def _choice(logits: Tensor, k: int, slot: Tensor) -> Tensor:
     shape = (*logits.shape[:-1], k)
-    ids = _followed[int(slot)].choice(shape, logits.device)
+    followed = _followed.get(int(slot))  # None once nobody follows
+    ids = None if followed is None else followed.choice(shape, logits.device)
     if ids is None:
         return logits.new_full(shape, -1, dtype=torch.int16)
     return ids.to(torch.int16, copy=True, memory_format=torch.contiguous_format)
@@ -218,7 +254,9 @@ def _choice(logits: Tensor, k: int, slot: Tensor) -> Tensor:
 
 @operation("onepass::followed_results", lambda experts, counts, changed, slot: torch.empty_like(experts))
 def _noted(experts: Tensor, counts: Tensor, changed: Tensor, slot: Tensor) -> Tensor:
-    followed = _followed[int(slot)]
+    followed = _followed.get(int(slot))
+    if followed is None:
+        return experts.clone()
     replayed = not in_backward() and any([f.choice(followed.router) is not None for f in followed.followers])
     followed.note(experts, counts, changed, replayed)
     return experts.clone()

@@ -49,6 +49,8 @@ def router_z_loss(routing: Routing | Sequence[Routing]) -> Tensor:
 
 
 def _layers(routing: Routing | Sequence[Routing]) -> Sequence[Routing]:
+    if not isinstance(routing, Routing | Sequence) or isinstance(routing, str):
+        raise TypeError(f"routing: expected what `route` returns, or a sequence of these, got {described(routing)}")
     layers = [routing] if isinstance(routing, Routing) else list(routing)
     if not layers or any(getattr(r, "prob_sums", None) is None for r in layers):
         raise ValueError("routing: expected one or more from route(..., losses=True), got none or one without")

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.core.checks import FLOATS, check_choice, described
+from onepass.core.checks import FLOATS, check_bool, check_choice, described
 from onepass.core.quantized import FORMATS, NESTED_BLOCK, WeightFormat
 from onepass.moe.quantized import QuantizedWeight, block_of
 
@@ -37,6 +37,7 @@ def quantize(
         raise TypeError(f"{name}: expected a weight that is not sharded over processes, got a DTensor")
     check_choice(format, f"{name}: format", tuple(FORMATS))
     spec = FORMATS[format]
+    nested = check_bool(nested, "nested")
     if nested and not spec.flat:
         raise ValueError(f"{name}: nested: expected False for {format!r}, got True")
     E, rows, columns = tensor.shape

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from onepass.backend import backend_of
+from onepass.core.checks import described
 from onepass.core.quantized import FORMATS, Encoded, WeightFormat, WeightParts
 from onepass.moe.quantize import quantize
 from onepass.moe.quantized import QuantizedWeight
@@ -45,6 +46,13 @@ class Stored(nn.Module):
         return self.quantized_weight(data, "weight").dequantize()
 
 
+def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a model by name. Raises a TypeError if it is no module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {described(model)}")
+    return model.named_modules()
+
+
 def quantize_experts(
     model: nn.Module, format: str, *, block_size: int | tuple[int, int] | None = None, nested: bool = False
 ) -> int:
@@ -62,9 +70,9 @@ def quantize_experts(
         TypeError, ValueError: as `quantize`, where the error names the weight; or the model has no experts.
     """
     count = 0
-    if not any(names_of(module) for module in model.modules()):
+    if not any(names_of(module) for _, module in modules_of(model)):
         raise TypeError(f"model: expected one with experts, got {type(model).__name__}, which has none")
-    for prefix, experts in list(model.named_modules()):
+    for prefix, experts in list(modules_of(model)):
         for name in names_of(experts):
             weight = experts._parameters.get(name)
             if weight is None or not weight.is_floating_point() or weight.element_size() == 1:
@@ -89,7 +97,7 @@ def dequantize_experts(model: nn.Module) -> int:
         TypeError, ValueError: a weight is quantized in another way, which the message names.
     """
     count = 0
-    for _, experts in list(model.named_modules()):
+    for _, experts in list(modules_of(model)):
         for name in names_of(experts):
             weight = QuantizedWeight.from_transformers(experts, name)
             if weight is not None:
@@ -146,7 +154,7 @@ def describe(model: nn.Module) -> list[ExpertWeight]:
 
     Nothing is decoded. An element's ``str`` is a line for people.
     """
-    return [found for prefix, experts in model.named_modules() for found in _weights(prefix, experts)]
+    return [found for prefix, experts in modules_of(model) for found in _weights(prefix, experts)]
 
 
 def _weights(prefix: str, experts: nn.Module) -> Iterator[ExpertWeight]:

@@ -13,28 +13,34 @@ from torch.autograd import Variable
 
 from onepass.core.checks import described
 from onepass.moe.blocks import own_description, own_method
-from onepass.moe.followers import Follower, attribute_of, follow, in_backward, unfollow
+from onepass.moe.followers import Follower, attribute_of, backward_task, follow, in_backward, unfollow
 from onepass.moe.probe import method
 from onepass.moe.routing_record import RoutingRecord
 
 
 class Pass:
-    """One forward pass: the choices that were made in it, and the backward through it."""
+    """One forward pass: the choices that were made in it, and the backward through it.
+
+    Attributes:
+        made: the experts ``(T, K)`` that each router selected.
+        computed_again: of each router, the last backward that has computed its layer again.
+    """
 
     def __init__(self, routers: Sequence[nn.Module]) -> None:
         self.routers = routers
         self.made: dict[nn.Module, Tensor] = {}
+        self.computed_again: dict[nn.Module, int] = {}
 
     def begin_backward(self, _: Any) -> None:
         """Have layers that are computed again take the same choices, also after the context was left."""
         for router in self.routers:
-            follow(router, self, *own_method(router)).backward_of = ref(self)
+            follow(router, self, *own_method(router)).backward_of = ref(self), backward_task()
         Variable._execution_engine.queue_callback(self.end_backward)
 
     def end_backward(self) -> None:
         for router in self.routers:
             followed = follow(router, self, *own_method(router))
-            if followed.backward_of is not None and followed.backward_of() is self:
+            if followed.backward_of is not None and followed.backward_of[0]() is self:
                 followed.backward_of = None
             unfollow(router, self)
 
@@ -47,6 +53,7 @@ class Choices(Follower):
         layers: the place of each module's router in this order.
         calls: of each router.
         waiting: the passes of which no output of the model has been seen yet.
+        seen: the last of which one has.
     """
 
     keeps = True
@@ -56,6 +63,7 @@ class Choices(Follower):
         self.layers = {module: n for n, modules in enumerate(self.routers.values()) for module in modules}
         self.calls = [0] * len(self.routers)
         self.waiting: dict[int, Pass] = {}
+        self.seen: Pass | None = None
         self.begun: dict[nn.Module, dict[str, Any]] = {}  # what there was before a forward that is under way
 
     def note(self, router: nn.Module, experts: Tensor, counts: Tensor, changed: Tensor | None, replayed: bool) -> None:
@@ -89,11 +97,19 @@ class Choices(Follower):
             return
         self.begun.pop(model, None)
         last = max(self.calls) - 1
-        seen = [t for t in tensors_of(output) if t.requires_grad] if last in self.waiting else []
-        for t in seen:
-            t.register_hook(self.waiting[last].begin_backward)
-        if seen or not torch.is_grad_enabled():
-            self.waiting.pop(last, None)
+        if last not in self.waiting:
+            return
+        of = self.waiting[last]
+        for t in tensors_of(output):
+            if t.requires_grad:
+                t.register_hook(of.begin_backward)
+                self.seen = of
+        if self.begun:  # of a module around this one, whose outputs are hooked too
+            return
+        if not torch.is_grad_enabled():
+            self.lost = True
+        if self.seen is of or not torch.is_grad_enabled():
+            del self.waiting[last]
 
 
 class Watch:

@@ -8,6 +8,7 @@ from torch import Tensor
 from onepass.backend import backend_of
 from onepass.core.checks import (
     INF,
+    check_bool,
     check_choice,
     check_device,
     check_integer,
@@ -227,15 +228,15 @@ def check_options(experts: int, *options: Any) -> RouterOptions:
         n_group=n_group,
         topk_group=check_integer(o.topk_group, "topk_group", 1, n_group),
         group_score=o.group_score,
-        renormalize=bool(o.renormalize),
+        renormalize=check_bool(o.renormalize, "renormalize"),
         scale=check_number(o.scale, "scale", -INF),
         eps=check_number(o.eps, "eps", 0, open_low=False),
-        score_after_topk=bool(o.score_after_topk),
+        score_after_topk=check_bool(o.score_after_topk, "score_after_topk"),
         softcap=check_transform(1.0, o.softcap)[1],
-        sums=bool(o.sums),
+        sums=check_bool(o.sums, "losses"),
         invariant=o.invariant,
-        count_changed=bool(o.count_changed),
-        counts=bool(o.counts) or bool(o.sums),
+        count_changed=check_bool(o.count_changed, "count_changed"),
+        counts=check_bool(o.counts, "counts") or bool(o.sums),
         biased=o.biased,
     )
     check_choice(o.score, "score", SCORES)
@@ -263,6 +264,8 @@ class _Route(torch.autograd.Function):
         options: RouterOptions,
     ) -> RoutingResults:  # fmt: skip
         results = _forward(logits, selection_bias, token_mask, given, options)
+        if given is not None and not torch.compiler.is_compiling() and given.is_inference():
+            given = given.clone()  # which autograd can save
         ctx.save_for_backward(logits, results[1], token_mask, given)
         ctx.options = options
         ctx.mark_non_differentiable(*[results[n] for n in (1, 2, 5) if results[n] is not None])

@@ -27,6 +27,8 @@ class RoutingRecord:
     """
 
     def __init__(self, passes: Sequence[Sequence[Tensor]] = ()) -> None:
+        if not isinstance(passes, Sequence) or not all(isinstance(layers, Sequence) for layers in passes):
+            raise TypeError(f"passes: expected a sequence of sequences of tensors, got {described(passes)}")
         self.passes: list[list[Tensor]] = [list(layers) for layers in passes]
 
     def __len__(self) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.backend import backend_of
-from onepass.core.checks import FLOATS, check_device, described
+from onepass.core.checks import FLOATS, check_bool, check_device, check_integer, described
 from onepass.core.dispatch import autocast_dtype, check_upstream, empty_gradients, operation
 from onepass.core.moe_options import Activation, Groups, ScatterGradients, ScatterOptions, ScatterTensors
 from onepass.core.quantized import Encoded, Weight, WeightParts, cast, joined
@@ -57,6 +57,8 @@ def scattered_linear(
 
     Reference: Tan et al., "Scattered Mixture-of-Experts Implementation", arXiv:2403.08245.
     """
+    transposed, grouped_in = check_bool(transposed, "transposed"), check_bool(grouped_in, "grouped_in")
+    grouped_out = check_bool(grouped_out, "grouped_out")
     if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.dim() != 2:
         raise TypeError(f"x: expected a floating-point tensor (rows, inputs), got {described(x)}")
     if not isinstance(weight, Tensor | Encoded) or weight.dim() != 3:
@@ -91,7 +93,7 @@ def scattered_linear(
         raise ValueError("grouped_out: expected False where there are weights, got True")
     weights = weights if weights is None or x.dtype == torch.float64 else weights.float()
     data, parts, format = apart(weight, "weight", max_memory)
-    options = ScatterOptions(bool(transposed), bool(grouped_in), bool(grouped_out), K, format)
+    options = ScatterOptions(transposed, grouped_in, grouped_out, K, format)
     out: Tensor = _Scattered.apply(x.contiguous(), data, bias, weights, experts, options, *groups, *parts)
     return out
 
@@ -104,8 +106,10 @@ class ParallelExperts(nn.Module):
 
     def __init__(self, num_experts: int, input_size: int, output_size: int, bias: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_experts, output_size, input_size))
-        self.bias = nn.Parameter(torch.zeros(num_experts, output_size)) if bias else None
+        sizes = {"num_experts": num_experts, "output_size": output_size, "input_size": input_size}
+        E, outputs, inputs = [check_integer(size, name, 1) for name, size in sizes.items()]
+        self.weight = nn.Parameter(torch.empty(E, outputs, inputs))
+        self.bias = nn.Parameter(torch.zeros(E, outputs)) if check_bool(bias, "bias") else None
         nn.init.normal_(self.weight, std=0.02)
 
     def extra_repr(self) -> str:
