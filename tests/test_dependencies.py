@@ -55,12 +55,13 @@ sys.meta_path[:] = [Finder]
 """
 
 
-def run_alone(code: str) -> str:
-    """What a process prints in which only torch, triton and what they depend on can be imported."""
-    installed = with_dependencies(names(PROJECT["dependencies"]))
+def run_alone(code: str, roots: Iterable[str] = (), without: str = "") -> str:
+    """What a process prints in which only torch, triton, the ``roots`` and what they depend on can be imported."""
+    installed = with_dependencies([*names(PROJECT["dependencies"]), *roots])
     allowed = {"onepass", *sys.stdlib_module_names} | {
         module for module, of in DISTRIBUTIONS.items() if installed & set(map(canonicalize_name, of))
     }
+    allowed -= {without}
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, filter(None, sys.path)))
     done = subprocess.run(
@@ -107,6 +108,22 @@ for name in "AutotuneReportCallback", "OpenTelemetrySink":
         "OpenTelemetrySink: opentelemetry is not installed; pip install 'onepass[opentelemetry]'",
     ]
     assert run_alone(code).splitlines() == expected
+
+
+def test_without_triton():
+    """As on macOS and Windows."""
+    pytest.importorskip("transformers")
+    code = """
+import onepass
+from onepass.integrations import OnepassCallback, SelectionBiasCallback
+assert not hasattr(onepass, "autotune")
+try:
+    import onepass.autotune
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    expected = "onepass.autotune: triton is not installed; it is available on Linux only"
+    assert run_alone(code, ["transformers", "accelerate"], without="triton").splitlines() == [expected]
 
 
 def imported() -> dict[str, str]:
