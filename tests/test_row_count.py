@@ -109,7 +109,7 @@ def test_a_patched_model_counts_its_labels(reads, monkeypatch):
 
 
 def test_a_wrong_number_is_seen_in_debug_mode(device, monkeypatch):
-    monkeypatch.setattr("onepass.backend.DEBUG", True)
+    monkeypatch.setattr("onepass.core.checks.DEBUG", True)
     mask = torch.arange(8, device=device) % 2 == 0
     with expecting(RowCount(mask[1:], 8)), pytest.raises(RuntimeError, match="row_mask: expected 3 valid rows, got 4"):
         valid_rows(mask)

@@ -158,7 +158,7 @@ def test_index_outside_the_vocabulary(device, raises_index_error, bad, many):
 
 
 def test_index_outside_the_vocabulary_is_an_error_when_debugging(device, monkeypatch):
-    monkeypatch.setattr("onepass.backend.DEBUG", True)
+    monkeypatch.setattr("onepass.core.checks.DEBUG", True)
     x = torch.randn(2, 50, device=device)
     with pytest.raises(IndexError, match="got 50 in row 1"):
         onepass.softmax_statistics(x, torch.tensor([0, 50], device=device))

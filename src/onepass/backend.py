@@ -11,13 +11,6 @@ import torch
 from onepass import reference
 from onepass.core.memo import memo
 
-DEBUG = os.environ.get("ONEPASS_DEBUG") == "1"
-
-
-def is_debugging() -> bool:
-    """Whether values are also checked on a GPU, which synchronizes with the host (``ONEPASS_DEBUG=1``)."""
-    return DEBUG
-
 
 def backend_of(*inputs: Any) -> Any:
     """Return `onepass.kernels` or `onepass.reference`, two modules that define the same functions.

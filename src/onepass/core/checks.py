@@ -4,6 +4,7 @@ An error names the argument, the value that was passed and the value that was ex
 floats and ints.
 """
 
+import os
 import reprlib
 from collections.abc import Sequence
 from numbers import Integral, Real
@@ -11,13 +12,19 @@ from typing import Any, Protocol
 
 import torch
 
-from onepass.core.dispatch import is_plain
+from onepass.core.dispatch import is_plain, refuse_forward_mode
 
 INF = float("inf")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+DEBUG = os.environ.get("ONEPASS_DEBUG") == "1"
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
+
+
+def is_debugging() -> bool:
+    """Whether values are also checked on a GPU, which synchronizes with the host (``ONEPASS_DEBUG=1``)."""
+    return DEBUG
 
 
 class LogitsLike(Protocol):
@@ -93,8 +100,8 @@ def check_row_mask(row_mask: torch.Tensor, logits: LogitsLike, name: str = "row_
 
 
 def check_not_additive(mask: torch.Tensor, name: str) -> None:
-    """Raise if a mask has negative numbers or NaN, as additive masks have. Values are read on a CPU alone."""
-    if mask.is_cpu and mask.dtype.is_signed and is_plain(mask):
+    """Raise if a mask has negative numbers or NaN, as additive ones have. They are read on a CPU, and in debug mode."""
+    if (mask.is_cpu or is_debugging()) and mask.dtype.is_signed and is_plain(mask):
         bad = mask.detach()[~(mask >= 0)]
         if bad.numel():
             raise ValueError(f"{name}: expected 1 for what to read and 0 for the rest, got {bad[0].item():g}")
@@ -111,6 +118,7 @@ def check_temperature(temperature: torch.Tensor, logits: LogitsLike, name: str =
         )
     if temperature.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name}: expected a constant, got a tensor that requires a gradient; detach it")
+    refuse_forward_mode(temperature)
     check_device(temperature, logits, name)
 
 
@@ -122,6 +130,7 @@ def check_class_weights(weights: torch.Tensor, logits: LogitsLike, name: str) ->
         raise ValueError(f"{name}: expected shape ({logits.shape[-1]},), got {tuple(weights.shape)}")
     if weights.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name}: expected constants, got a tensor that requires a gradient; detach it")
+    refuse_forward_mode(weights)
     check_device(weights, logits, name)
 
 
@@ -144,6 +153,7 @@ def check_teacher(ids: torch.Tensor, log_probs: torch.Tensor, student_logits: Lo
     check_device(log_probs, student_logits, "teacher_log_probs")
     if log_probs.requires_grad and torch.is_grad_enabled():
         raise ValueError("teacher_log_probs: expected a constant, got a tensor that requires a gradient; detach it")
+    refuse_forward_mode(log_probs)
 
 
 def check_teacher_mask(mask: torch.Tensor, ids: torch.Tensor) -> None:

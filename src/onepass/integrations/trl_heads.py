@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.backend import is_debugging
-from onepass.core.checks import Adapter
+from onepass.core.checks import Adapter, is_debugging
 from onepass.core.dispatch import check_upstream
 from onepass.integrations.adapters import adapter_factors, adapter_reason, is_adapted
 from onepass.integrations.patching import original

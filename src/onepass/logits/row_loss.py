@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from onepass.backend import backend_of, is_debugging
+from onepass.backend import backend_of
+from onepass.core.checks import is_debugging
 from onepass.core.options import (
     DIVERGENCE,
     NOT_DIFFERENTIABLE,

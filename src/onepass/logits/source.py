@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.backend import is_debugging
 from onepass.core.checks import (
     INF,
     check_bool,
@@ -21,9 +20,10 @@ from onepass.core.checks import (
     check_row_mask,
     check_temperature,
     check_transform,
+    is_debugging,
 )
 from onepass.core.collectives import Replicated
-from onepass.core.dispatch import is_plain, refuse_forward_mode
+from onepass.core.dispatch import is_plain
 from onepass.core.invariance import is_batch_invariant
 from onepass.core.options import Average, Inputs, Options, PairOptions, PairRows, Transform
 from onepass.core.shard import NOT_SHARDED, Shard, shared_columns
@@ -296,7 +296,6 @@ def temperature_of_rows(
     if not isinstance(temperature, Tensor) or not temperature.dim():
         return None
     check_temperature(temperature, logits, name)
-    refuse_forward_mode(temperature)
     given, temperature = temperature, temperature.detach().to(torch.promote_types(logits.dtype, torch.float32))
     if (is_debugging() or logits.is_cpu) and logits.is_eager and is_plain(temperature):
         good = (temperature > 0) & (temperature < INF) & (1 / temperature < INF)

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from onepass.backend import is_debugging
+from onepass.core.checks import is_debugging
 
 
 class RowCount:

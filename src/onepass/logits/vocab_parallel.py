@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from onepass.backend import is_debugging
-from onepass.core.checks import FLOATS, check_integer, described
+from onepass.core.checks import FLOATS, check_integer, described, is_debugging
 from onepass.core.collectives import GatheredColumns, Sum, gathered_columns, process_group
 from onepass.core.dispatch import constant_in_trace, is_plain
 from onepass.core.options import Average, Inputs, Options, Transform

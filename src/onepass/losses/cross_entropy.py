@@ -15,7 +15,6 @@ from onepass.core.checks import (
     check_row_mask,
 )
 from onepass.core.deprecated import renamed
-from onepass.core.dispatch import refuse_forward_mode
 from onepass.core.options import REDUCTIONS, Reduction
 from onepass.core.shard import Group
 from onepass.logits.source import Count, Divisor, Logits, as_source, inputs_for, options_for
@@ -96,7 +95,6 @@ def cross_entropy(
         weights = source.all_class_weights(weights)
     if weights is not None:
         check_class_weights(weights, source, "class_weights")
-        refuse_forward_mode(weights)
         weights = weights.detach().to(torch.float64 if source.dtype == torch.float64 else torch.float32)
     check_index(target, source, "target", many=False)
     if target.dtype == torch.int32 and not -(2**31) <= ignore_index < 2**31:

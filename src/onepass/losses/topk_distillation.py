@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from onepass.backend import is_debugging
 from onepass.core.checks import (
     check_bool,
     check_index,
@@ -18,9 +17,10 @@ from onepass.core.checks import (
     check_teacher,
     check_teacher_mask,
     check_transform,
+    is_debugging,
 )
 from onepass.core.deprecated import renamed
-from onepass.core.dispatch import is_plain, refuse_forward_mode
+from onepass.core.dispatch import is_plain
 from onepass.core.options import Direction, Reduction
 from onepass.core.shard import Group
 from onepass.logits.source import (
@@ -242,7 +242,6 @@ class Teacher:
             check_teacher_mask(teacher_mask, ids)
             some = (teacher_mask != 0).any(-1)
             self.rows = some if self.rows is None else self.rows & some
-        refuse_forward_mode(log_probs)
         log_probs, is_float64 = log_probs.detach(), student.dtype == torch.float64
         if is_float64 != (log_probs.dtype == torch.float64):
             log_probs = log_probs.to(torch.float64 if is_float64 else torch.float32)

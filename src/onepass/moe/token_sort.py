@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from onepass.backend import backend_of, is_debugging
-from onepass.core.checks import FLOATS, check_device, check_integer, described
+from onepass.backend import backend_of
+from onepass.core.checks import FLOATS, check_device, check_integer, described, is_debugging
 from onepass.core.dispatch import is_plain, operation
 from onepass.core.moe_options import Groups
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from onepass import reference
-from onepass.backend import backend_of, is_debugging
+from onepass.backend import backend_of
+from onepass.core.checks import is_debugging
 from onepass.core.dispatch import (
     check_upstream,
     empty_gradient,
