@@ -43,9 +43,11 @@ SIGNS = tl.constexpr(-0x7FFF8000)  # the sign bits of two 16-bit floats
 MOST_K = 16
 LOGITS = 128  # per thread, at most
 SPANS = 4  # at least, per expert of a token
-# Threads per program. Small programs begin one after the other, so that some search while others still load logits.
-# Programs that count add in turns, 36 ps for a number on an H100, so that there must not be too many of them.
-THREADS, COUNTING_THREADS, MOST_THREADS, MOST_ADDITIONS = 32, 256, 512, 1 << 17
+# Threads per program, and of each of many programs: small ones begin one after the other, so that some search while
+# others still load logits. Programs that count add in turns, 36 ps for a number on an H100, so that there must not be
+# too many of them.
+THREADS, THREADS_OF_MANY, MANY_THREADS = 128, 32, 1 << 16
+COUNTING_THREADS, MOST_THREADS, MOST_ADDITIONS = 256, 512, 1 << 17
 
 
 @triton.jit
@@ -258,7 +260,9 @@ def tokens_and_threads(T: int, E: int, lanes: int, usual: int, most: int, option
 
 def tile_of(T: int, E: int, options: RouterOptions) -> tuple[int, int]:
     """Tokens and threads per program."""
-    return tokens_and_threads(T, E, lanes_of(E, options), THREADS, MOST_THREADS, options)
+    lanes = lanes_of(E, options)
+    usual = THREADS_OF_MANY if options.invariant or T * lanes >= MANY_THREADS else THREADS
+    return tokens_and_threads(T, E, lanes, usual, MOST_THREADS, options)
 
 
 def plan_for(shape: Shape, options: RouterOptions, replays: bool) -> Plan:
