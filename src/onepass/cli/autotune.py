@@ -45,7 +45,9 @@ OPS = [*OPERATIONS, EXPERTS]
 DTYPES = "bfloat16", "float16", "float32"
 ROUNDS = 2  # over all candidates: between the first and the last a GPU's clock changes by more than they differ
 AHEAD = 0.99  # of the rule's time: less is noise
-app = typer.Typer(no_args_is_help=True, help=__doc__)
+app = typer.Typer(
+    no_args_is_help=True, help="Tune the kernels of onepass on this GPU, and show, merge and export stored selections."
+)
 Stores = Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="Files that sessions wrote.")]
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from onepass.backend import backend_of
-from onepass.core.checks import FLOATS, check_bool, check_device, check_integer, described
+from onepass.core.checks import FLOATS, check_bool, check_choice, check_device, check_integer, described
 from onepass.core.dispatch import autocast_dtype, check_upstream, empty_gradients, operation
-from onepass.core.moe_options import Activation, Groups, ScatterGradients, ScatterOptions, ScatterTensors
+from onepass.core.moe_options import ACTIVATIONS, Activation, Groups, ScatterGradients, ScatterOptions, ScatterTensors
 from onepass.core.quantized import Encoded, Weight, WeightParts, cast, joined
 from onepass.moe.experts import expert_mlp
 from onepass.moe.quantized import apart
@@ -141,6 +141,7 @@ class GLUMLP(nn.Module):
         self, input_size: int, hidden_size: int, num_experts: int, bias: bool = False, activation: Activation = "silu"
     ) -> None:
         super().__init__()
+        check_choice(activation, "activation", ACTIVATIONS)
         self.activation = activation
         self.experts = ParallelExperts(num_experts, input_size, 2 * hidden_size, bias)
         self.output_experts = ParallelExperts(num_experts, hidden_size, input_size, bias)
