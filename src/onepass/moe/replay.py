@@ -53,7 +53,7 @@ class Choices(Follower):
         layers: the place of each module's router in this order.
         calls: of each router.
         waiting: the passes of which no output of the model has been seen yet.
-        seen: the last of which one has.
+        seen: the pass that is under way, once one has.
     """
 
     keeps = True
@@ -79,7 +79,7 @@ class Choices(Follower):
 
     def state(self) -> dict[str, Any]:
         """What a forward pass changes."""
-        return {"calls": [*self.calls], "waiting": {**self.waiting}}
+        return {"calls": [*self.calls], "waiting": {**self.waiting}, "seen": None}
 
     def begin(self, model: nn.Module) -> None:
         """A forward begins."""
@@ -106,10 +106,9 @@ class Choices(Follower):
                 self.seen = of
         if self.begun:  # of a module around this one, whose outputs are hooked too
             return
-        if not torch.is_grad_enabled():
-            self.lost = True
         if self.seen is of or not torch.is_grad_enabled():
             del self.waiting[last]
+        self.seen = None
 
 
 class Watch:
@@ -180,6 +179,11 @@ class Replay(Choices):
             raise ValueError(f"record: expected one with every forward pass of the model, got {len(self.passes)} and "
                              f"another forward pass")  # fmt: skip
         return self.passes[n][layer]
+
+    def end(self, model: nn.Module, output: Any) -> None:
+        super().end(model, output)
+        if not in_backward() and not torch.is_grad_enabled():
+            self.lost = True
 
     def note(self, router: nn.Module, experts: Tensor, counts: Tensor, changed: Tensor | None, replayed: bool) -> None:
         super().note(router, experts, counts, changed, replayed)
