@@ -506,8 +506,10 @@ def test_one_backward_of_passes_within_and_without(follow, reentrant):
 def test_a_checkpoint_of_the_whole_model():
     (ids,) = batches()
 
-    def of(reentrant):
+    def of(reentrant, layers=None):
         model = build("qwen3_moe")
+        if layers is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": layers})
         embedded = model.get_input_embeddings()(ids)
         run = lambda e: model(inputs_embeds=e, labels=ids, use_cache=False).loss  # noqa: E731
         with record_routing(model) as record, torch.no_grad():
@@ -518,6 +520,7 @@ def test_a_checkpoint_of_the_whole_model():
         return gradients(model)
 
     close(of(False), of(None))
+    close(of(False, layers=True), of(None))
     with pytest.raises(RuntimeError, match="ran without gradients, as in a reentrant checkpoint of the whole model"):
         of(True)
 

@@ -29,7 +29,8 @@ class RowGroups:
     def __init__(self, ids: Tensor, count: int, row_mask: Tensor | None = None) -> None:
         if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 1:
             raise TypeError(f"ids: expected an int64 tensor (n,), got {described(ids)}")
-        if row_mask is not None and (row_mask.dtype != torch.bool or row_mask.shape != ids.shape):
+        is_mask = isinstance(row_mask, Tensor) and row_mask.dtype == torch.bool and row_mask.shape == ids.shape
+        if row_mask is not None and not is_mask:
             raise TypeError(f"row_mask: expected a bool tensor of shape {tuple(ids.shape)}, got {described(row_mask)}")
         self.ids, self.row_mask = ids, row_mask
         self._lengths = self._counted(torch.ones_like(ids), count)

@@ -112,7 +112,8 @@ class Followed:
             routing = route(logits, experts=ids, count_changed=True, **arguments)
             experts = _noted(routing.experts, routing.counts, routing.changed, self.slot)
             return routing._replace(experts=experts)
-        given = self.choice(shape, logits.device)
+        # Without gradients, a checkpoint within another one computes its layer once more.
+        given = self.choice(shape, logits.device, last=torch.is_grad_enabled())
         replayed = given is not None
         if given is None and not in_backward() and torch.is_grad_enabled() and any([f.keeps for f in self.followers]):
             # Gradient checkpointing demands that a layer saves as many tensors when it is computed again.
@@ -121,14 +122,17 @@ class Followed:
         self.note(routing.experts, routing.counts, routing.changed, replayed)  # type: ignore[arg-type]
         return routing
 
-    def choice(self, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
-        """The experts of this call, of the given shape; None if the router selects them."""
+    def choice(self, shape: tuple[int, ...], device: torch.device, last: bool = True) -> Tensor | None:
+        """The experts of this call, of the given shape; None if the router selects them.
+
+        ``last`` says whether a layer that is computed again in a backward is computed for the last time in it.
+        """
         ids = None
         if in_backward():
             of = self.pass_again()
-            if of is not None:
+            if of is not None and last:
                 of.computed_again[self.router] = backward_task()
-                ids = of.made.get(self.router)
+            ids = None if of is None else of.made.get(self.router)
         else:
             for follower in reversed(self.followers):
                 ids = follower.choice(self.router)
