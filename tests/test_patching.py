@@ -147,7 +147,16 @@ def test_a_library_of_unknown_signatures_is_left_alone_as_a_whole(monkeypatch):
     with pytest.warns(RuntimeWarning, match="something_new"):
         switch.patch_process().restore()
     with pytest.warns(RuntimeWarning, match="something_new"):
-        assert "(0 names replaced" in script.patch_libraries()
+        assert script.patch_libraries().startswith("patched nothing (0 names replaced, ")
+
+
+@pytest.mark.parametrize("library", [name for name in patching.NAMES if patching.is_installed(name)])
+def test_what_is_patched_is_said_of_every_library(monkeypatch, library):
+    monkeypatch.setenv("ONEPASS_PATCH", library)
+    patched = patching.patch(library)
+    monkeypatch.setattr(script.onepass, "patch", lambda *names, strict: patched)
+    with patched:
+        assert script.patch_libraries().startswith(f"patched {library} {patching.version_of(library)} (")
 
 
 def test_a_router_that_does_something_else_keeps_its_code(monkeypatch):

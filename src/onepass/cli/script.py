@@ -11,7 +11,7 @@ from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 import onepass
-from onepass.integrations.patching import LIBRARIES, is_installed
+from onepass.integrations.patching import LIBRARIES, is_installed, version_of
 from onepass.integrations.switch import VARIABLE, libraries_asked_for
 
 # What Python itself calls for -m and for folders. The public functions restore __main__ and sys.argv when they return.
@@ -67,7 +67,8 @@ def patch_libraries() -> str:
     elif not names:
         return f"nothing patched ({VARIABLE}={os.environ[VARIABLE]})"
     patched = onepass.patch(*names, strict=False)  # what is not supported is left alone with a warning
-    versions = ", ".join(f"{name} {sys.modules[name].__version__}" for name in names)
+    packages = {place.module.partition(".")[0] for place in patched.replaced}
+    versions = ", ".join(f"{name} {version_of(name)}" for name in names if name in packages) or "nothing"
     kept = f", {len(patched.kept)} kept" if patched.kept else ""
     return f"patched {versions} ({len(patched.replaced)} names replaced{kept})"
 
