@@ -1,4 +1,4 @@
-"""Fused losses for language models: kernels compute statistics of each row of logits; losses are PyTorch on them."""
+"""Fused losses for language models: kernels compute statistics of each row of logits, losses are functions of these."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""The batch-invariant mode. Options and settings of an operation hold whether it is on when the operation is called."""
+"""The batch-invariant mode. The options of an operation include whether the mode is on when the operation is called."""
 
 import os
 from types import TracebackType
@@ -17,22 +17,22 @@ def is_batch_invariant() -> bool:
 class batch_invariant:
     """Make the results and gradients of a row bitwise the same, whatever other rows are computed with it.
 
-    This switches the mode on for the whole process. In a ``with`` statement the previous state is restored at the end.
-    ``ONEPASS_BATCH_INVARIANT=1`` switches it on from the start. It holds for the functions that are called while it is
-    on, and for their backward.
+    This switches the mode on for the whole process. In a ``with`` statement, the previous state is restored at the end.
+    ``ONEPASS_BATCH_INVARIANT=1`` switches it on from the start. The mode applies to the functions that are called while
+    it is on, and to their backward.
 
-    A kernel usually takes more programs per row the fewer rows there are, and a GEMM of another size may take another
-    kernel, so that the last bits of a row depend on how many rows there are. In this mode:
+    Usually, a kernel uses more programs per row if there are fewer rows, and GEMMs of different sizes use different
+    kernels, so that the last bits of a row's results depend on the number of rows. In this mode:
 
-    - the number of programs per row, and the columns that each thread reads, follow from the vocabulary alone;
-    - linear heads (`LinearLogits`, all ``linear_*`` functions and lazy logits) and the gates of routers compute logits
-      and the gradient of hidden states with a GEMM of onepass that sums in a fixed order, also where ``torch.mm`` is
-      replaced, and a head never computes slices of the vocabulary;
-    - `moe.route` takes tiles with a fixed number of tokens;
+    - the number of programs per row, and the columns that each thread reads, depend only on the vocabulary;
+    - linear heads (`LinearLogits`, all ``linear_*`` functions, and the heads of `onepass.attach` and `onepass.patch`)
+      and the gates of routers compute logits and the gradient of hidden states with a GEMM of onepass that sums in a
+      fixed order, even if ``torch.mm`` is replaced, and a head never computes slices of the vocabulary;
+    - programs of `moe.route` process a fixed number of tokens;
     - on a CPU, every row is computed alone, which is slow.
 
-    Sums over rows are not covered: means, the gradients of weights and biases, the losses of a router. Nor are experts,
-    and sums over more than two processes.
+    The mode does not cover sums over rows (means, the gradients of weights and biases, the losses of a router),
+    experts, and sums over more than two processes.
 
     Args:
         enabled: False switches the mode off.

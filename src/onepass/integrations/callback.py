@@ -23,7 +23,7 @@ class OnepassCallback(TrainerCallback, Restorable):
     If training raises an error, the patch stays in place until `restore` or the end of a ``with`` block.
 
     Args:
-        libraries: those of `onepass.patch`.
+        libraries: as in `onepass.patch`.
 
     Raises:
         ValueError, ModuleNotFoundError: as `onepass.patch`.
@@ -57,20 +57,20 @@ class OnepassCallback(TrainerCallback, Restorable):
 
 
 class SelectionBiasCallback(TrainerCallback, Restorable):
-    """Balance the experts of a mixture of experts without an auxiliary loss: `onepass.moe.update_selection_bias` of
-    every router after each optimizer step.
+    """Balance the experts of a mixture of experts without an auxiliary loss, by `onepass.moe.update_selection_bias`.
 
-    Tokens are counted by `onepass.moe.count_experts`, in all forward passes of the step, and summed over all processes.
-    Passes without gradients count too if the model is in training mode, as in TRL's GRPO: completions that the trainer
-    generates itself, and the log-probs of the old policy.
-    If training raises an error, the routers stay followed until `restore` or the end of a ``with`` block.
+    The selection bias of every router is updated after each optimizer step. Tokens are counted by
+    `onepass.moe.count_experts`, in all forward passes of the step, and summed over all processes. Passes without
+    gradients count too if the model is in training mode, as in TRL's GRPO: completions that the trainer generates
+    itself, and the log-probs of the old policy. If training raises an error, tokens are counted until `restore` or the
+    end of a ``with`` block.
 
     Args:
-        rate: the step of a bias; 0.001 in DeepSeek-V3.
+        rate: by how much a bias changes in a step; 0.001 in DeepSeek-V3.
         replayed: see `onepass.moe.count_experts`.
 
     Raises:
-        TypeError, ValueError: the rate is no number of at least 0, and when training begins: as `count_experts`.
+        TypeError, ValueError: the rate is not a number of at least 0. When training begins: as `count_experts`.
 
     Example::
 

@@ -209,7 +209,8 @@ class Attached(Restorable):
     """A model whose heads return `onepass.LinearLogits`, until `restore` or the end of the ``with`` block.
 
     Attributes:
-        heads: ``(name, module, reason)`` of every head; the reason says why its logits are materialized, if they are.
+        heads: ``(name, module, reason)`` of every head. The reason explains why its logits are materialized; it is
+            empty if they are not.
     """
 
     def __init__(self, model: nn.Module, use: HeadOptions) -> None:
@@ -228,11 +229,12 @@ class Attached(Restorable):
             m.__dict__["forward"] = MethodType(_attached_forward(m, use, number, m.__dict__[BEFORE]), m)
 
     def metrics(self) -> dict[str, Tensor]:
-        """Means over all tokens of the forwards that trained since the last call, as tensors on the device.
+        """Means over all tokens of the training forwards since the last call, as tensors on the device.
 
         Returns:
-            ``entropy`` (in nats), ``mean_token_accuracy`` and ``num_tokens``; empty if there was no such forward, or
-            if the model materialized the logits before its loss. Means of no tokens are NaN.
+            A dict with ``entropy`` (in nats), ``mean_token_accuracy`` and ``num_tokens``. It is empty if there was no
+            such forward, or if the model materialized the logits before its loss. The means are NaN if all tokens were
+            ignored.
 
         Raises:
             ValueError: the model is not attached with ``metrics=True``.
@@ -294,25 +296,25 @@ def attach(
 ) -> Attached:
     """Train a causal language model without its logits: its head returns `onepass.LinearLogits` to its loss function.
 
-    This holds for forwards with gradients and ``labels``. The loss, and whatever else a model does with its logits,
-    are the same as before. A scale, a soft-cap, a cast, a bias and an index of the rows keep the logits lazy; any other
-    operation computes them once, with a `MaterializedLogits` warning. Evaluation and generation see tensors. No code of
-    the model is replaced, so that any model works whose ``get_output_embeddings()`` is a `torch.nn.Linear`; heads that
-    are not are listed with the reason in the result. `onepass.patch` does the same for all models of transformers.
+    This applies to forwards with gradients and ``labels``; evaluation and generation get tensors. The model's own code
+    runs as before, and its loss is the same up to rounding. After a scale, a soft-cap, a cast, a bias or an index of
+    the rows, the logits are still not computed. Any other operation computes them once, with a `MaterializedLogits`
+    warning. Any model is supported whose ``get_output_embeddings()`` is a `torch.nn.Linear`; other heads are listed in
+    the result, with the reason. `onepass.patch` does the same for all models of transformers.
 
     Args:
         model: a model, or any module that contains one (PEFT, DDP, FSDP2).
         max_memory: bytes of workspace, see `onepass.LinearLogits`.
-        metrics: whether the entropy and the accuracy of the tokens are computed from the same read; see
+        metrics: whether the entropy and the accuracy of the tokens are computed along with the loss; see
             `Attached.metrics`.
         logits_dtype: ``torch.float32`` keeps the logits of bfloat16 and float16 heads in float32, see
-            `onepass.LinearLogits`. The logits that evaluation and generation see are those of the model.
+            `onepass.LinearLogits`. The logits of evaluation and generation keep the dtype of the model.
 
     Returns:
         `Attached`, with ``restore()``. It can be used in a ``with`` block.
 
     Raises:
-        TypeError: not a module.
+        TypeError: ``model`` is not a module.
         ValueError: the model is attached already, or ``logits_dtype`` is another dtype.
 
     Example::

@@ -112,7 +112,8 @@ class Patch(Restorable):
 
     Attributes:
         replaced: ``(module, name, original, replacement)`` for every reference that was replaced.
-        kept: ``(module, name, reason)`` for every function that the installed version has in another form or lacks.
+        kept: ``(module, name, reason)`` for every function that was not replaced, because the installed version has it
+            in another form or not at all.
     """
 
     def __init__(self, targets: Sequence[Target]) -> None:
@@ -138,13 +139,13 @@ class Patch(Restorable):
 def patch(*libraries: str, strict: bool = True) -> Patch:
     """Make the trainers and models of other libraries use onepass, without a change to user code.
 
-    A function is replaced in its own module and wherever else it was imported to, also in modules that are imported
-    later. Other references (a closure, a default argument) keep the original. Patches nest: the originals are
-    restored with the last `Patch.restore`. If an error is raised, nothing has been replaced. The logger ``onepass``
-    gets one line at level INFO.
+    A function is replaced in its own module and in all modules that import it, also those that are imported later.
+    Other references (a closure, a default argument) keep the original. Patches may be nested: the last `Patch.restore`
+    restores the originals. If an error is raised, nothing has been replaced. One line is logged at level INFO of the
+    logger ``onepass``.
 
     Args:
-        libraries: without any, those of transformers and TRL that are installed.
+        libraries: names of libraries. By default, transformers and TRL, if they are installed.
 
             - ``"transformers"``: heads, losses, routers and PEFT's adapters of heads and experts. In training with
               labels, ``outputs.logits`` is `LinearLogits`. The experts' implementation ``"onepass"`` stays registered
@@ -153,12 +154,12 @@ def patch(*libraries: str, strict: bool = True) -> Patch:
             - ``"torch"``: the cross-entropy of a DTensor.
             - ``"torchtitan"`` and ``"megatron"``: losses, also of a sharded vocabulary, routers and experts.
             - ``"verl"``: log-probs, entropies and linear heads, also of a sharded vocabulary.
-        strict: whether it is an error if a function has a signature that this version of onepass does not support, as
-            in a version of the library that is newer. With False, all of that library keeps its own code: nothing of it
-            is replaced, a RuntimeWarning says so, and `Patch.kept` lists its functions.
+        strict: whether it is an error if a function has a signature that this version of onepass does not support, for
+            example in a newer version of the library. With False, nothing is replaced in this library, a RuntimeWarning
+            is issued, and `Patch.kept` lists its functions.
 
     Raises:
-        ValueError: another name.
+        ValueError: there is no library of this name in the list above.
         ModuleNotFoundError: a named library is not installed.
         RuntimeError: with ``strict``, a function has a signature that is not supported.
 

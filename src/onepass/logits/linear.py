@@ -32,36 +32,38 @@ def _versions(*tensors: Tensor | None) -> tuple[int, ...] | None:
 class LinearLogits(TiledLogits):
     """The logits ``hidden @ weight.T + bias``, for any function of onepass that takes logits.
 
-    They are computed in tiles and never materialized, with one exception: in the cross-entropy (a mean or a sum, of a
-    weight that is trained) of few rows on a GPU, logits of up to 0.3 GiB that take less time than the host needs for
-    tiles are computed at once.
+    They are computed in tiles, each with the logits of some rows, and never materialized as a whole. There is one
+    exception: in a mean or sum of the cross-entropy of few rows on a GPU, with a weight that requires a gradient, all
+    logits are computed at once if they take up to 0.3 GiB, and less time than launching the kernels of tiles would.
 
     Args:
         hidden: ``(..., H)``, float16, bfloat16, float32 or float64. Hidden states whose rows are not evenly spaced
             (``hidden[:, :-1]``) are copied.
         weight: ``(V, H)``, any strides, with the dtype of ``hidden``. Under autocast it may have any dtype, and the
-            GEMMs have that of autocast. A DTensor is gathered once.
-        bias: ``(V,)`` or None; the same holds for its dtype.
-        logits_dtype: ``torch.float32`` keeps the result of the GEMMs in float32 where ``hidden`` and ``weight`` are
-            bfloat16 or float16, which are not copied; the gradient of the logits is rounded to their dtype once. By
-            default logits that `kl_div` compares with those of a teacher are float32, since rounding would hide the
-            difference of near distributions; all others have the dtype of the GEMMs, as those of a linear layer.
+            GEMMs have the dtype of autocast. A DTensor is gathered once.
+        bias: ``(V,)`` or None, with the same rules for its dtype.
+        logits_dtype: ``torch.float32`` keeps the result of the GEMMs in float32 if ``hidden`` and ``weight`` are
+            bfloat16 or float16. These are not copied; the gradient of the logits is rounded to their dtype once. By
+            default, logits that `kl_div` compares with those of a teacher are float32, since rounding would hide the
+            difference between nearly equal distributions. All others have the dtype of the GEMMs, as in a linear layer.
         lora: ``(A, B, scaling)`` of a low-rank adapter, which adds ``scaling * (hidden @ A.T) @ B.T`` to the logits, or
-            None. A is ``(R, H)`` and B ``(V, R)``, of any floating-point dtype; the GEMMs have that of the head. Its
-            part of a tile is rounded to the dtype of the logits before the head's is added. The head is never merged
-            with it. With ``vocab_group``, B has the rows of this process.
+            None. A is ``(R, H)`` and B ``(V, R)``, of any floating-point dtype; the GEMMs have the dtype of the head.
+            The contribution of the adapter to a tile is rounded to the dtype of the logits before that of the head is
+            added. The adapter is never merged into the weight. With ``vocab_group``, B has the rows of this process.
         max_memory: bytes of workspace, beyond inputs, results and gradients. The default follows from shapes alone, so
             that results do not depend on what else is in memory. On a GPU it is 0.65 GiB. If no gradient will be
-            computed, it is up to 2.5 GiB where this holds all logits. A loss per row with a gradient of the weight
-            takes all logits at once if they take at most 2.5 GiB more than a float32 sum of that gradient
-            (``4 V H`` bytes, which several tiles need); else it takes this sum and tiles of ``8 V H`` bytes, from 1.1
-            to 1.9 GiB. With ``vocab_group`` tiles have 1.18 GiB. ``logits_dtype=torch.float32`` adds up to 0.63 GiB.
+            computed, it is up to 2.5 GiB if this is enough for all logits. A mean or sum of losses with a gradient of
+            the weight computes all logits at once if they take at most 2.5 GiB more than a float32 sum of that gradient
+            (``4 V H`` bytes, which several tiles need). Otherwise the workspace is this sum and tiles of ``8 V H``
+            bytes, from 1.1 to 1.9 GiB. With ``vocab_group``, tiles have 1.18 GiB. ``logits_dtype=torch.float32`` adds
+            up to 0.63 GiB.
         vocab_group: a process group, or a `DeviceMesh` with one dimension, whose processes hold the rows of weight and
             bias: contiguous ranges in the order of their ranks, not necessarily of the same size. ``weight`` and
             ``bias`` are then those of this process (of a DTensor, its local part). All processes pass the same hidden
             states, labels and options, and get the same results. They exchange a few numbers per row in the forward,
             and the gradient of the hidden states.
-        vocab_size: with ``vocab_group``, V; rows of the weight from V on are padding. By default, all rows are classes.
+        vocab_size: with ``vocab_group``, the number V of classes; rows of the weight from V on are padding. By default,
+            all rows are classes.
         sequence_parallel: with ``vocab_group``, whether each process holds an equal part of the hidden states, along
             their first dimension. They are gathered, so that results have all rows, and their gradient is
             reduce-scattered.
@@ -70,13 +72,14 @@ class LinearLogits(TiledLogits):
     the weight is summed over tiles in float32 and rounded once.
 
     If only ``hidden`` requires a gradient (a frozen head), log-probs and all losses of log-probs take two GEMMs: the
-    forward computes the derivative of each log-prob, which is kept in float32, and the backward multiplies it. This
-    holds for one index per row, without ``max_memory`` or a support, not in float16 and outside of `torch.compile`.
-    With a ``lora`` whose B is trained, log-probs take three GEMMs of a frozen head, as B's gradient needs the logits
-    in the backward; losses whose gradient is computed in the forward take two.
+    forward computes and saves the derivative of each log-prob in float32, and the backward multiplies it by the
+    upstream gradient. This holds for one index per row, without ``max_memory`` or a support, not in float16, and
+    outside of `torch.compile`. With a ``lora`` whose B is trained, log-probs of a frozen head take three GEMMs, since
+    the gradient of B needs the logits in the backward; losses whose gradient is computed in the forward take two.
 
-    Rows that are masked or ignored take part in no GEMM, unless they are few, as above. The number of valid rows is
-    read from the device once per call. This is not possible while a CUDA graph is captured: then all rows take part.
+    The GEMMs exclude rows that are masked or ignored, except in the case of few rows above. For this, the number of
+    valid rows is read from the device once per call. This is not possible while a CUDA graph is captured: all rows are
+    then included.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape or device.

@@ -21,10 +21,10 @@ _gather: Gather | None = None
 def gather_parameters(gather: Gather | None) -> None:
     """Set how parameters that are partitioned over processes are gathered while a linear head uses them.
 
-    FSDP2 (DTensor) needs no setting: parameters are gathered once per call, and their gradients are averaged. Neither
-    does DeepSpeed ZeRO-3, for which `deepspeed.zero.GatheredParameters` is used. For any other partitioning,
-    ``gather(parameters)`` returns a context manager within which they are complete. None restores the default. The
-    ``shape`` of a parameter, or its ``ds_shape`` as in ZeRO-3, must always be that of the complete parameter.
+    FSDP2 (DTensor) needs no setting: parameters are gathered once per call, and their gradients are averaged. DeepSpeed
+    ZeRO-3 needs none either: `deepspeed.zero.GatheredParameters` is used. For any other partitioning,
+    ``gather(parameters)`` must return a context manager within which the parameters are complete. None restores the
+    default. The ``shape`` of a parameter, or its ``ds_shape`` as in ZeRO-3, must always be the complete shape.
 
     Raises:
         TypeError: ``gather`` is neither callable nor None.

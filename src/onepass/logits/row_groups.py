@@ -1,7 +1,7 @@
-"""Groups of consecutive rows, such as the tokens of a sequence, whose loss couples them.
+"""Groups of consecutive rows, such as the tokens of a sequence, of which a loss is computed together.
 
-`losses.linear_loss` passes `RowGroups` to the user's loss. A tile of a linear head holds whole groups, so that
-its gradient is taken while the tile is in memory.
+`losses.linear_loss` passes `RowGroups` to the user's loss. No group is split over two tiles of a linear head, so that
+the gradient can be computed while the tile is in memory.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from onepass.core.checks import check_integer, described
 
 
 class RowGroups:
-    """Which of some rows belong together. Groups are consecutive; a group may be empty.
+    """The groups of rows that `linear_loss` passes to a loss function. Groups are consecutive; a group may be empty.
 
     Args:
-        ids: ``(n,)``, int64, the group of each row, from 0 on and in ascending order, which is not checked.
+        ids: ``(n,)``, int64, the index of each row's group, from 0 on and in ascending order, which is not checked.
         count: the number G of groups.
-        row_mask: ``(n,)``, bool; rows where it is False are left out.
+        row_mask: ``(n,)``, bool; rows where it is False are excluded.
 
     Attributes:
         ids: as given.
@@ -40,12 +40,12 @@ class RowGroups:
         return numbers.new_zeros(count).index_add_(0, self.ids, numbers)
 
     def sum(self, per_row: Tensor) -> Tensor:
-        """The sum of ``(n, *)`` over the rows of each group, ``(G, *)``, differentiable. Masked rows are left out.
+        """The sum of ``(n, *)`` over the rows of each group, ``(G, *)``, differentiable. Masked rows are excluded.
 
-        Of integers and bools it is float32.
+        The sum of integers or bools is float32.
 
         Raises:
-            TypeError, ValueError: ``per_row`` is no tensor with an entry for each row of these groups.
+            TypeError, ValueError: ``per_row`` is not a tensor with an entry for each row of these groups.
         """
         if not isinstance(per_row, Tensor):
             raise TypeError(f"per_row: expected a tensor, got {described(per_row)}")
@@ -60,7 +60,7 @@ class RowGroups:
         return torch.segment_reduce(per_row.contiguous(), "sum", lengths=self._lengths, axis=0, unsafe=True, initial=0)
 
     def mean(self, per_row: Tensor) -> Tensor:
-        """The mean of ``(n, *)`` over the rows of each group, ``(G, *)``; 0 for a group without any."""
+        """The mean of ``(n, *)`` over the rows of each group, ``(G, *)``; 0 for a group without unmasked rows."""
         total = self.sum(per_row)
         count = self.lengths.clamp(min=1).to(total.dtype)
         return total / count.reshape(-1, *[1] * (per_row.dim() - 1))

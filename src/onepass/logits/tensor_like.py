@@ -1,7 +1,7 @@
 """What models do with logits between their head and their loss, for logits that are not materialized.
 
-`LinearLogits` inherits these operations. A scale, a soft-cap, a bias, a cast, and an index or another shape of the
-rows only change the source. Any other operation computes the logits once, with a warning, and acts on that tensor.
+`LinearLogits` inherits these operations. A scale, a soft-cap, a bias, a cast, and an index or another shape of the rows
+only change the source. Any other operation computes the logits once, with a warning, and is applied to that tensor.
 """
 
 import math
@@ -32,8 +32,8 @@ TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}  # losses of torch, and func
 class TensorLike(LogitsSource):
     """Logits ``(..., V)`` with some methods of a tensor.
 
-    Views do not share memory. Once logits are changed in place, those that a tensor would share memory with raise an
-    error when they are used: the view of changed logits, or the logits of which a view was changed.
+    Views do not share memory. Once logits are changed in place, using logits that would share memory with them, if they
+    were tensors, is an error: a view of the changed logits, or the logits of which a view was changed.
 
     Attributes:
         transform: of the logits of the linear layer, before any transform that a loss applies.

@@ -28,20 +28,21 @@ class VocabParallelLogits(LogitsSource):
     """Logits ``(..., V)`` of which every process holds some columns, for any function of onepass that takes logits.
 
     The processes of the group hold contiguous ranges of the vocabulary, in the order of their ranks and not necessarily
-    of the same size. All of them call the same functions with the same labels, masks and options, and get the same
-    results. A function exchanges a few float32 numbers a row; its backward exchanges nothing.
+    of the same size. All of them must call the same functions with the same labels, masks and options, and get the same
+    results. The forward exchanges a few float32 numbers per row; the backward exchanges nothing.
 
     Args:
-        local_logits: ``(..., columns)``, those of this process; float16, bfloat16, float32 or float64, any strides.
+        local_logits: ``(..., columns)``, the logits of this process; float16, bfloat16, float32 or float64, any
+            strides.
         group: a `torch.distributed.ProcessGroup`, or a `DeviceMesh` with one dimension.
-        vocab_size: V. The columns from V on, which the last processes hold, are padding: their
-            gradient is 0. Default: all columns.
+        vocab_size: the number V of classes. The columns from V on, which the last processes hold, are padding: their
+            gradient is 0. By default, all columns are classes.
 
-    Class weights are given for all classes, or for the classes of this process.
+    Class weights may be given for all classes, or for the classes of this process.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or shape, or the processes do not agree on rows, dtype and
-            vocabulary. That is checked once for every shape, and always with ``ONEPASS_DEBUG=1``.
+            vocabulary. The agreement is checked once for every shape, or in each call with ``ONEPASS_DEBUG=1``.
 
     Example::
 

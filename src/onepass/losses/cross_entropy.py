@@ -66,16 +66,16 @@ def cross_entropy(
         num_items: the number of items in the whole batch, a number or a tensor of one element. The sum is divided by it
             instead of being reduced by ``reduction``, so that gradient accumulation does not change the average.
         mean_group: a process group, or a `DeviceMesh` with one dimension, whose processes hold different rows of one
-            batch (data or context parallel). A mean then divides this process's sum by the count of all processes: the
-            losses of the processes, and their gradients, add up to those of the whole batch. Multiply the loss by the
-            number of processes if gradients are averaged over them, as in DDP and FSDP. An error with another
-            reduction or ``num_items``.
+            batch (data or context parallelism). A mean then divides the sum of this process by the number of rows of
+            all processes, so that the losses of the processes, and their gradients, add up to those of the whole batch.
+            Multiply the loss by the number of processes if gradients are averaged over them, as in DDP and FSDP. It is
+            an error with another reduction or with ``num_items``.
         temperature, softcap, logit_scale: the transform of the logits, see `onepass.softmax_statistics`.
         inplace_backward: see `onepass.selective_log_softmax`.
-        gradient_in_forward: whether the forward may compute the gradient of a tensor of logits too, from the same read,
-            if the loss is a mean or a sum without class weights, label smoothing and z-loss. The backward computes it
-            again if its upstream gradient is not that of the last backward. Set it to False for losses of logits that
-            require a gradient but have no backward. A linear head needs no such choice.
+        gradient_in_forward: whether the forward may also compute the gradient of the logits while it reads them, if the
+            loss is a mean or a sum without class weights, label smoothing and z-loss. The backward computes the
+            gradient again if its upstream gradient is not that of the last backward. Set this to False if logits
+            require a gradient but ``backward`` will not be called. It has no effect on a linear head.
 
     Returns:
         float32 (float64 for float64 logits): a scalar, or ``(...)`` for ``reduction="none"``.
@@ -209,7 +209,7 @@ def torch_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """`torch.nn.functional.cross_entropy` of logits that are not a tensor; None if it must be computed from a tensor.
+    """`torch.nn.functional.cross_entropy` for logits that are not a tensor; None if it must be computed from a tensor.
 
     A tensor is needed for targets that are probabilities, classes in another dimension, and deprecated arguments.
     """

@@ -47,19 +47,20 @@ def kl_div(
 
     Args:
         student_logits: ``(..., V)``, float16, bfloat16, float32 or float64, any strides. Or `onepass.LinearLogits`.
-        teacher_logits: likewise, and differentiable too; a gradient that is not required costs nothing. It must be a
-            constant if the student is `LinearLogits`; `LinearLogits` are materialized if the student is a tensor. With
-            a sharded vocabulary, it may be sharded like the student, or have all columns.
+        teacher_logits: as ``student_logits``, also differentiable; a gradient that is not required costs nothing. If
+            the student is `LinearLogits`, the teacher must not require a gradient. If the student is a tensor, a
+            teacher that is `LinearLogits` is materialized. With a sharded vocabulary, the teacher may be sharded like
+            the student, or have all columns.
         row_mask: ``(...)``, bool or 0/1. Rows where it is 0 are not read; their loss and gradient are 0.
         direction: ``"forward"``, ``"reverse"`` or ``"jsd"``.
         beta: weight of the teacher in ``"jsd"``, in [0, 1]; an error with another direction.
-        vocab_size: compare only the first ``vocab_size`` columns of both, for models of one tokenizer that pad their
-            vocabularies differently. Gradients of the other columns are 0.
+        vocab_size: compare only the first ``vocab_size`` columns of both, for models that have the same tokenizer and
+            pad their vocabularies differently. Gradients of the other columns are 0.
         reduction: ``"mean"`` (over the rows that are not masked; 0 if there are none), ``"sum"`` or ``"none"``.
         num_items, mean_group: divide the sum by another number than that of the rows, see `cross_entropy`.
         temperature, softcap, logit_scale: the transform of the student's logits, see `onepass.softmax_statistics`.
-        teacher_temperature, teacher_softcap, teacher_logit_scale: the transform of the teacher's logits; its default
-            temperature is the student's.
+        teacher_temperature, teacher_softcap, teacher_logit_scale: the transform of the teacher's logits. The default of
+            ``teacher_temperature`` is ``temperature``.
 
     Returns:
         float32 (float64 if either of the logits are): a scalar, or ``(...)`` for ``reduction="none"``.
@@ -67,10 +68,11 @@ def kl_div(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
 
-    A class of probability 0 contributes exactly 0 to an expectation under that distribution, so both sides may have
-    -inf logits. The divergence is +inf, as in torch, with no meaningful gradient, where the expectation is under one
-    distribution and the other one gives probability 0 to a class that the first can produce. NaN logits make their own
-    row NaN, as in `onepass.softmax_statistics`.
+    A class of probability 0 contributes exactly 0 to an expectation under its distribution, so both student and teacher
+    may have -inf logits. If the student gives probability 0 to a class with a positive probability of the teacher, the
+    forward divergence is +inf, as in torch, and its gradient has no meaning; the same holds for the reverse divergence
+    with student and teacher exchanged. NaN logits make the results of their row NaN, as in
+    `onepass.softmax_statistics`.
     """
     student = as_source(student_logits, "student_logits")
     teacher = as_source(teacher_logits, "teacher_logits")

@@ -42,7 +42,7 @@ def linear_softmax_statistics(
     vocab_group: Group | None = None,
     sequence_parallel: bool = False,
 ) -> SoftmaxStatistics:
-    """`softmax_statistics` of a linear head, for any loss, including one that couples rows.
+    """`softmax_statistics` of a linear head, for any loss, including one that depends on several rows at once.
 
     Forward and backward take four GEMMs, since the backward recomputes the logits. `linear_loss` takes three.
 
@@ -234,8 +234,9 @@ def linear_kl_div(
         lora: ``(A, B, scaling)`` of a low-rank adapter of the head, see `LinearLogits`.
         logits_dtype, max_memory: how the logits are computed, see `LinearLogits`.
         vocab_group, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
-        teacher_logits: a constant, either logits ``(..., V)`` or ``LinearLogits(teacher_hidden, teacher_weight)``,
-            which add a GEMM, and a tile to the workspace. Student and teacher may have different widths ``H``.
+        teacher_logits: logits ``(..., V)``, or ``LinearLogits(teacher_hidden, teacher_weight)``, which takes another
+            GEMM, and another tile of workspace. It must not require a gradient. Student and teacher may have different
+            widths ``H``.
 
     The other arguments, and what is returned and raised, are those of `kl_div`.
     """

@@ -46,17 +46,18 @@ def linear_loss(
     vocab_group: Group | None = None,
     sequence_parallel: bool = False,
 ) -> Tensor:
-    r"""Any loss that is a function of the statistics of a row, or of a group of rows: three GEMMs in all.
+    r"""Compute any loss that is a function of the statistics of a row, or of a group of rows, in three GEMMs.
 
-    ``loss_fn(statistics, *row_inputs)`` gets the `SoftmaxStatistics` of ``n`` rows at a time, with fields of shape
-    ``(n,)`` or ``(n, K)``, and the same rows of ``row_inputs``; it returns their loss, ``(n,)``. Autograd
-    differentiates it while the tile of logits is in memory. A row's loss must not depend on other rows, since any rows
-    may share a tile.
+    The logits ``hidden @ weight.T + bias`` are computed in tiles, each with the logits of some rows. For each tile,
+    ``loss_fn(statistics, *row_inputs)`` is called with the `SoftmaxStatistics` of its ``n`` rows, whose fields have
+    shape ``(n,)`` or ``(n, K)``, and with the same rows of ``row_inputs``. It returns the loss of these rows, ``(n,)``,
+    which autograd differentiates while the tile is in memory. The loss of a row must not depend on other rows, since
+    any rows may share a tile.
 
-    A loss that sums over a sequence first, as that of DPO, takes ``groups``: ``loss_fn(statistics, *row_inputs,
+    For a loss that first sums over a sequence, such as DPO, pass ``groups``. Then ``loss_fn(statistics, *row_inputs,
     groups)`` also gets `RowGroups`, with ``groups.sum(per_row)`` and ``groups.mean(per_row)``, ``(G,)``, and returns
-    the loss of every group, ``(G,)``. A tile has whole groups. If it cannot hold the longest one, forward and backward
-    take four GEMMs. ``examples/preference_losses.py`` has DPO, SimPO, ORPO and GSPO.
+    the loss of every group, ``(G,)``. No group is split over two tiles. If a tile cannot hold the longest group,
+    forward and backward take four GEMMs. ``examples/preference_losses.py`` has DPO, SimPO, ORPO and GSPO.
 
     Args:
         hidden, weight, bias: ``(..., H)``, ``(V, H)`` and ``(V,)``, see `LinearLogits`.
@@ -69,21 +70,22 @@ def linear_loss(
         class_weights, metrics, expected_logit, support, temperature, softcap, logit_scale: see `softmax_statistics`.
         row_mask: ``(...)``, bool or 0/1; rows where it is False are left out of all GEMMs. Their loss is 0.
         groups: the lengths of groups of consecutive rows, int32 or int64 ``(G,)`` or a sequence of ints, which add up
-            to the number of rows. What couples rows belongs to one group: a chosen and a rejected sequence, say. A
-            tensor on the GPU is read, which waits for the device, as does a ``row_mask`` with groups. The loss of a
-            group whose rows are all masked is 0.
+            to the number of rows. Rows on which one loss depends must be in one group, for example a chosen and a
+            rejected sequence. The CPU waits for the GPU if this is a tensor on the GPU, or if there is also a
+            ``row_mask``. The loss of a group whose rows are all masked is 0.
         reduction: ``"mean"`` (over the rows that are not masked, or the groups that have such rows; 0 if there are
             none), ``"sum"`` or ``"none"``, which takes four GEMMs in all.
         num_items, mean_group: divide the sum by another number than that of the rows, see `cross_entropy`.
 
     Returns:
         float32 (float64 for float64 inputs). The gradient of a sum or mean is computed in the forward pass: a second
-        backward through it is an error. `torch.compile` takes `linear_softmax_statistics` followed by ``loss_fn``.
+        backward through it is an error. Under `torch.compile`, ``loss_fn`` is applied to the result of
+        `linear_softmax_statistics`, which takes four GEMMs.
 
     Raises:
         TypeError, ValueError, IndexError: as `softmax_statistics`; also if ``loss_fn`` returns another shape, is
-            differentiable with respect to a tensor that is not among ``row_inputs``, or couples rows (checked on a CPU
-            and with ``ONEPASS_DEBUG=1``, in the gradient of the first row).
+            differentiable with respect to a tensor that is not among ``row_inputs``, or if the loss of a row depends on
+            other rows (checked on a CPU and with ``ONEPASS_DEBUG=1``, for the gradient of the first row).
 
     Example::
 

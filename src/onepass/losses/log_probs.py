@@ -26,7 +26,7 @@ def selective_log_softmax(
         logits: ``(..., V)``, float16, bfloat16, float32 or float64, any strides. Or `onepass.LinearLogits`.
         index: ``(...)`` or ``(..., K)``, int32 or int64.
         row_mask: ``(...)``, bool or 0/1. Rows where it is False are not read; their results and gradients are 0.
-        support: the classes that each row is restricted to, see `onepass.softmax_statistics`.
+        support: the classes that the softmax of each row is restricted to, see `onepass.softmax_statistics`.
         temperature, softcap, logit_scale: the transform of the logits, see `onepass.softmax_statistics`.
         inplace_backward: write the gradient over the logits instead of allocating it. A later use of those logits,
             or a second backward, is an error. It has no effect under `torch.compile`, which plans memory itself.

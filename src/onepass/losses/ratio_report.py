@@ -1,4 +1,4 @@
-"""How far a trainer's log-probs are from those of the sampler, for the logs of a trainer."""
+"""`ratio_report`: how far a trainer's log-probs are from those of the sampler, for the logs of a trainer."""
 
 import torch
 from torch import Tensor
@@ -50,13 +50,13 @@ def ratio_report(log_probs: Tensor, sampler_log_probs: Tensor, row_mask: Tensor 
 
     Args:
         log_probs: ``(...)``, floating-point, in nats.
-        sampler_log_probs: ``(...)``, likewise.
+        sampler_log_probs: ``(...)``, floating-point, in nats.
         row_mask: ``(...)``, bool or 0/1; tokens where it is 0 may have any log-probs.
 
     Returns:
         `RatioReport`, whose ``to_dict()`` has these numbers by name. They are float64, without a gradient, and stay on
-        the device until they are read. All but ``tokens`` are NaN if no token is left. A token that the trainer gives
-        the log-prob -inf has the ratio 0.
+        the device until they are read. All but ``tokens`` are NaN if all tokens are masked. A token to which the
+        trainer gives the log-prob -inf has the ratio 0.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape or device.

@@ -1,4 +1,4 @@
-"""`softmax_statistics`: the per-row statistics of logits, from which users write losses of their own."""
+"""`softmax_statistics`: the statistics of each row of logits, from which users write their own losses."""
 
 from collections.abc import Sequence
 
@@ -24,11 +24,11 @@ def softmax_statistics(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> SoftmaxStatistics:
-    r"""Read every row of logits once and return the statistics that losses are functions of, differentiably.
+    r"""Read every row of logits once and return its differentiable statistics, of which losses are functions.
 
     The statistics are those of :math:`z = \mathrm{cap}\cdot\tanh(\mathrm{scale}\cdot x / \mathrm{cap}) / T` (without
-    the tanh where ``softcap`` is None), computed in float32 (float64 for float64 logits) whatever the input dtype.
-    The gradient has the dtype of the logits and is rounded to it once.
+    the tanh if ``softcap`` is None), computed in float32 (float64 for float64 logits) whatever the input dtype. The
+    gradient has the dtype of the logits and is rounded to it once.
 
     Args:
         logits: ``(..., V)``, float16, bfloat16, float32 or float64. Any strides; logits are copied only if the last
@@ -36,14 +36,15 @@ def softmax_statistics(
         index: classes to select, ``(...)`` or ``(..., K)``, int32 or int64; classes may repeat.
         class_weights: the ``c`` of ``weighted_logit``: ``(V,)``, or one number for all classes. Not differentiable.
         row_mask: ``(...)``, bool or 0/1. Rows where it is False are not read; their results and gradients are 0.
-        support: the classes that the distribution of each row is restricted to and renormalized over, as by top-k or
-            top-p sampling; no other logit is read. Either ids ``(..., S)``, with -1 behind those of a row that has
-            fewer, or a tuple of the ids of all rows, ``(n,)``, and their offsets, ``(rows + 1,)``; int32 or int64. An
-            id may not occur twice in a row. A bool tensor ``(...)`` at the end of the tuple, ``(ids, full)`` or
-            ``(ids, offsets, full)``, says which rows have all classes. A selected class outside of the support has
-            log-prob -inf and gradient 0; a row without any class is NaN.
-        temperature: :math:`T > 0`, divides the logits after the soft-cap. A number, or one of each row: floating-point
-            ``(...)``, not differentiable. On a GPU, a row whose temperature is not above 0 is NaN.
+        support: the classes to which the softmax of each row is restricted, as in top-k or top-p sampling; no other
+            logit is read. Either ids ``(..., S)``, padded with -1 in a row that has fewer than S, or a tuple of the
+            concatenated ids of all rows, ``(n,)``, and the offsets at which the rows begin, ``(rows + 1,)``; int32 or
+            int64. An id may not occur twice in a row. A bool tensor ``(...)`` at the end of the tuple, ``(ids, full)``
+            or ``(ids, offsets, full)``, marks rows that are not restricted. A selected class outside of the support has
+            log-prob -inf and gradient 0. The results of a row with an empty support are NaN.
+        temperature: :math:`T > 0`, by which the logits are divided after the soft-cap. A number, or a tensor ``(...)``
+            with one for each row, floating-point and not differentiable. On a GPU, the results of a row whose
+            temperature is not above 0 are NaN; on a CPU, this is an error.
         softcap: the cap > 0, as in Gemma 2; None for no soft-cap.
         logit_scale: multiplies the logits before the soft-cap, as in Cohere's and Granite's models.
         metrics: any of ``"is_top1"`` (needs ``index``), ``"log_sum_sq_probs"``, ``"mean_logit"``. Not differentiable.
@@ -57,8 +58,8 @@ def softmax_statistics(
         IndexError: an index outside ``[0, V)`` in a row that is not masked, on a CPU or with ``ONEPASS_DEBUG=1``.
             On a GPU, where a check would synchronize, all results and gradients of that row are NaN instead.
 
-    -inf logits have probability 0 and gradient 0. A row that contains NaN or +inf, or only -inf, is NaN throughout,
-    as in `torch.log_softmax`.
+    -inf logits have probability 0 and gradient 0. All results of a row that contains NaN or +inf, or only -inf, are
+    NaN, as in `torch.log_softmax`.
 
     Reference: Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.
 

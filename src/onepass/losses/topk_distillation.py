@@ -90,15 +90,16 @@ def topk_kl_div(
         student_logits: ``(..., V)``, float16, bfloat16, float32 or float64, any strides. Or `onepass.LinearLogits`.
         teacher_ids: ``(..., K)``, int32 or int64.
         teacher_log_probs: ``(..., K)``, floating-point, in nats, already at the teacher's temperature; not
-            differentiable. A token of log-prob -inf has no term, as if it were masked, but its row counts in a mean.
+            differentiable. A token of log-prob -inf contributes nothing, as if it were masked, but its row counts in a
+            mean.
         row_mask: ``(...)``, bool or 0/1; 0 masks a row. Masked ids and log-probs may have any value.
-        teacher_mask: ``(..., K)``, bool or 0/1; 0 masks a token, likewise. Rows without any token are not read:
-            their loss and gradient are exactly 0.
+        teacher_mask: ``(..., K)``, bool or 0/1; 0 masks a token, in the same way. Rows whose tokens are all masked are
+            not read: their loss and gradient are exactly 0.
         direction: ``"forward"``, ``"reverse"`` or ``"jsd"``.
         beta: weight of the teacher in ``"jsd"``, in [0, 1]; an error with another direction.
         renormalize: False: the student is normalized over the whole vocabulary, and the teacher is not normalized.
             True: both are normalized over the row's tokens that are not masked; only those logits are read.
-        reduction: ``"mean"`` (over the rows in which the masks leave a token; 0 if there are none), ``"sum"`` or
+        reduction: ``"mean"`` (over the rows with a token that is not masked; 0 if there are none), ``"sum"`` or
             ``"none"`` (the shape of the rows).
         num_items, mean_group: divide the sum by another number than that of the rows, see `cross_entropy`.
         temperature, softcap, logit_scale: the transform of the student's logits, see `onepass.softmax_statistics`.
@@ -109,7 +110,7 @@ def topk_kl_div(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value. A teacher with fewer rows
-            than the student is not padded.
+            than the student is not padded, and is an error.
         IndexError: an id outside ``[0, V)`` that is not masked, on a CPU or with ``ONEPASS_DEBUG=1``; on a GPU that
             row is NaN instead.
     """
@@ -149,7 +150,7 @@ def distillation_loss(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Tensor:
-    r"""Cross-entropy with labels and divergence from a teacher's top-K tokens, in one read and with one gradient.
+    r"""Cross-entropy with labels plus divergence from a teacher's top-K tokens, in one read of the student's logits.
 
     :math:`\alpha\, D(\mathrm{teacher}, \mathrm{student}) + (1 - \alpha)\, \mathrm{CE}(\mathrm{target})`, where D
     is `topk_kl_div` and CE is `cross_entropy`, always at temperature 1.
@@ -157,7 +158,7 @@ def distillation_loss(
     Args:
         target: ``(...)``, int32 or int64; rows that are ``ignore_index`` have no cross-entropy, but do have a
             divergence unless they are masked.
-        row_mask: ``(...)``, bool or 0/1; rows where it is False have neither.
+        row_mask: ``(...)``, bool or 0/1; rows where it is False have neither cross-entropy nor divergence.
         alpha: weight of the divergence, in [0, 1].
         reduction: ``"mean"`` (of each part over its own rows), ``"sum"`` or ``"none"``.
         num_items, mean_group: divide the sums of both parts, see `topk_kl_div`.

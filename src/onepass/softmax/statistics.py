@@ -43,13 +43,15 @@ LEAST_VOCABULARY = 1 << 16
 
 @dataclass(frozen=True)
 class SoftmaxStatistics:
-    """Statistics of each row of ``z``, the logits after scale, soft-cap and temperature. ``(...)`` are the rows.
+    """Statistics of each row of ``z``, the logits after scale, soft-cap and temperature, which have shape ``(..., V)``.
 
     All fields are differentiable, except for `shift` and the metrics (`is_top1`, `log_sum_sq_probs`, `mean_logit`).
-    Fields that were not requested are None. Masked rows are 0. The dtype is float32 (float64 for float64 logits).
+    Fields that were not requested are None. The fields of masked rows are 0. The dtype is float32 (float64 for float64
+    logits).
 
     Attributes:
-        shift: ``max_j z_j``, shape ``(...)``. The logits below are relative to it, which avoids cancellation.
+        shift: ``max_j z_j``, the maximum of the row, shape ``(...)``. It is subtracted from the logits in the other
+            fields, so that no digits cancel.
         log_normalizer: ``log Σ_j exp(z_j - shift)`` >= 0, shape ``(...)``.
         expected_logit: ``Σ_j p_j (z_j - shift)`` <= 0, shape ``(...)``.
         selected: ``z[index] - shift`` <= 0, the shape of ``index``.
