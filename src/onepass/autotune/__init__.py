@@ -1,6 +1,6 @@
-"""The selections of Triton's autotuner: collect, report, store and reuse them. See docs/autotune.md.
+"""Collect, report, store and reuse the configurations that Triton's autotuner selects. See docs/autotune.md.
 
-Nothing here runs unless it is called, and nothing adds to the time of a kernel launch.
+Nothing here runs unless it is called, and launching a kernel takes no longer.
 """
 
 from importlib.util import find_spec

@@ -14,15 +14,16 @@ STEPS = 5
 
 
 class AutotuneReportCallback(TrainerCallback):
-    """Report once, after the first of the first 5 steps with something to report.
+    """Report the configurations that Triton's autotuner has selected, once in the first 5 training steps.
 
-    After that, a step costs one test of a flag. Only the first process of all reports. Nothing is reported unless this
-    callback is added, and nothing leaves the machine unless a sink sends it: the default is one log line per record, at
-    level INFO of the logger ``onepass.autotune``.
+    The report is made after the first step in which there is something to report; each later step costs one test of a
+    flag. Only the first of all processes reports. Nothing is reported unless this callback is added, and nothing leaves
+    the machine unless a sink sends it.
 
     Args:
-        sinks: callables that take a list of `AutotuneRecord`, see `onepass.autotune`: ``LogSink()``,
-            ``JSONLSink(path)``, ``OpenTelemetrySink()``, or any function.
+        sinks: callables that take a list of `AutotuneRecord`: ``LogSink()``, ``JSONLSink(path)``,
+            ``OpenTelemetrySink()``, or any function. The default is ``LogSink()``: one log line per record, at level
+            INFO of the logger ``onepass.autotune``.
 
     Example::
 

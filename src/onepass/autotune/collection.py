@@ -8,8 +8,8 @@ from onepass.autotune.store import ConfigStore
 def collect() -> list[AutotuneRecord]:
     """The selected configurations of all autotuned kernels of this process, of onepass and of other libraries.
 
-    Finds every object that `triton.autotune` or a subclass of its autotuner created, under any name and in any wrapper,
-    once each. A module that was imported twice counts once. Keys and configurations that contain objects are omitted,
+    All objects that `triton.autotune` or a subclass of its autotuner created are found, under any name and in any
+    wrapper. A module that was imported twice counts once. Keys and configurations that contain objects are omitted,
     since a record cannot hold them. A call takes some 100 ms in a large process.
     """
     found = ConfigStore()

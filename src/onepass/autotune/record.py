@@ -112,10 +112,12 @@ class AutotuneRecord:
         key: the arguments in the ``key`` of `triton.autotune`, by name.
         dtypes: the dtypes of all tensor arguments in order, which Triton adds to the key.
         config: the selected meta-parameters, ``num_warps``, ``num_stages`` and ``num_ctas``.
-        milliseconds: the time of the selected configuration; None if Triton did not keep it.
-        candidates: ``{"config": …, "milliseconds": …}`` of all that were timed, the fastest first; milliseconds are
-            None for one that cannot run. Empty if Triton did not keep them.
-        gpu, compute_capability, shared_memory: name, ``"9.0"`` (``"gfx942"``), bytes per block.
+        milliseconds: the time of the selected configuration; None if Triton did not store it.
+        candidates: ``{"config": …, "milliseconds": …}`` for all configurations that were timed, the fastest first;
+            milliseconds are None for one that cannot run. Empty if Triton did not store them.
+        gpu: the name of the GPU.
+        compute_capability: such as ``"9.0"``, or ``"gfx942"`` on AMD.
+        shared_memory: bytes per block.
         torch, triton: versions.
 
     Raises:
@@ -156,7 +158,7 @@ class AutotuneRecord:
 
     @property
     def margin(self) -> float | None:
-        """How much slower the second-best candidate is, as a fraction; None if unknown."""
+        """How much slower the second-best candidate is, as a fraction; None if this is not known."""
         others = [c["milliseconds"] for c in self.candidates if c["config"] != self.config and c["milliseconds"]]
         return min(others) / self.milliseconds - 1 if others and self.milliseconds else None
 

@@ -29,18 +29,19 @@ _of_thread = threading.local()
 def session(
     path: str | os.PathLike[str], *, nearest: bool = False, progress: bool | None = None
 ) -> Iterator[ConfigStore]:
-    """Use the records of a store, and add what is tuned to it: ``with session("tuned.json"): trainer.train()``.
+    """Use the records of a store, and add new selections to it: ``with session("tuned.json"): trainer.train()``.
 
-    On entry the caches of the autotuners are filled; that of a kernel imported later is filled at its first call.
-    Triton tunes unknown keys as usual; progress is shown and the result saved at once, so that a killed run keeps it.
-    On exit, including by an exception, all selections of the process are saved. Launches are not slowed down: only
-    methods that Triton calls to benchmark are wrapped. A store that cannot be read or saved is a warning. Saving needs
-    the extra ``autotune``.
+    On entry, the caches of the autotuners are filled from the store; the cache of a kernel that is imported later is
+    filled at its first call. Triton tunes unknown keys as usual. Meanwhile, progress is shown, and each result is saved
+    at once, so that it is not lost if the run is killed. On exit, including by an exception, all selections of the
+    process are saved. Launches are not slowed down: only methods that Triton calls to benchmark are wrapped. If a store
+    cannot be read or saved, there is a warning. Saving needs the extra ``autotune``.
 
     Args:
         path: the store, see `ConfigStore`. ``ONEPASS_AUTOTUNE_STORE`` sets it for a whole process.
-        nearest: use the nearest record for an unknown key, see `ConfigStore.find`.
-        progress: show progress on stderr, with a bar if tqdm is installed. None: on the first process of a node.
+        nearest: whether to use the nearest record for an unknown key, see `ConfigStore.find`.
+        progress: whether to show progress on stderr, with a bar if tqdm is installed. By default, only the first
+            process of a node does.
     """
     if progress is None:
         progress = os.environ.get("LOCAL_RANK", "0") == "0"

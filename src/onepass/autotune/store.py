@@ -28,11 +28,13 @@ WARNINGS = {
 
 
 class ConfigStore:
-    """Records by kernel, hash of its source (or version of a kernel of onepass), GPU architecture, minor version of
-    Triton, and key.
+    """Autotuning records in a JSON file, which several processes may read and write.
+
+    A record is found by kernel, hash of its source (or version of a kernel of onepass), GPU architecture, minor version
+    of Triton, and key.
 
     Args:
-        path: a JSON file, which is read now if it exists; None for a store in memory.
+        path: a JSON file, which is read now if it exists. With None, the store exists only in memory.
 
     If a file cannot be read, contains anything but valid `AutotuneRecord`, or is of another version, there is one
     warning and the store is empty. `save` renames a damaged file and one of an older version (``.damaged``, ``.old``);

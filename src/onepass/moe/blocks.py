@@ -1,7 +1,8 @@
 """`route_block`: `route` with the gate and the settings of a MoE block of transformers.
 
-A router is recognised by what it computes (`recognition.py`). In transformers 4 a block's gate is a Linear, and the
-block does everything else itself, so that there is no router to try: these blocks are known by name, in a table here.
+A router is recognised by what it computes: it is run on a few numbers (`recognition.py`). In transformers 4, the gate
+of a block is a Linear, and the block does everything else itself, so that there is no router to run. These blocks are
+listed by name, in a table here.
 """
 
 from collections.abc import Callable
@@ -139,17 +140,17 @@ def route_block(
 ) -> Routing:
     """`route` with the gate and the settings of a MoE block of transformers.
 
-    The router is recognised by what it computes: once for its class and settings, it is run on a few numbers, and its
-    experts and weights are compared with those of `route`. docs/moe.md lists the families of transformers. Logits are
-    computed in the precision of the router, scores and weights in float32. A PEFT LoRA on the gate is a GEMM of its
-    own, ``x Wᵀ + scaling (x Aᵀ) Bᵀ``, so that ``B A`` is never added to a sharded ``W``.
+    The options of `route` are found by what the router computes: once for its class and settings, a copy of it is run
+    on a few numbers, and its experts and weights are compared with those of `route`. A router for which options are
+    found is *recognised*; docs/moe.md lists the model families of transformers. Logits are computed in the precision of
+    the router, scores and weights in float32. A PEFT LoRA on the gate is computed by separate GEMMs, ``x Wᵀ + scaling
+    (x Aᵀ) Bᵀ``, so that ``B A`` is never added to a sharded ``W``.
 
     Args:
-        block: the block, or its router if that has all settings. A block of transformers 4, which has no router of its
-            own, is recognised by its class, or by the attributes of DeepSeek-V3's own code: ``top_k``,
-            ``scoring_func``, ``e_score_correction_bias``, ``n_group``, ``topk_group``, ``norm_topk_prob``,
-            ``routed_scaling_factor``.
-        hidden_states: ``(..., H)``, including the noise of a block that is trained with ``router_jitter_noise``.
+        block: the block, or its router if that has all settings. A block of transformers 4, which has no router module,
+            is identified by its class, or by the attributes of DeepSeek-V3's own code: ``top_k``, ``scoring_func``,
+            ``e_score_correction_bias``, ``n_group``, ``topk_group``, ``norm_topk_prob``, ``routed_scaling_factor``.
+        hidden_states: ``(..., H)``, to which the noise of ``router_jitter_noise`` must already be applied.
         token_mask, losses, experts, count_changed: see `route`.
 
     Returns:

@@ -58,12 +58,13 @@ def expert_mlp(
 ) -> Tensor:
     r"""The weighted sum of a token's experts: :math:`\sum_k w_k\, D_e\, f(G_e x, U_e x)`, e its k-th expert.
 
-    The work is proportional to the number of token-expert assignments, however uneven; nothing is padded or copied.
+    The work is proportional to the number of pairs of a token and an expert, however uneven the experts are used;
+    nothing is padded or copied.
 
     Args:
         hidden: ``(..., H)``, float16, bfloat16, float32 or float64.
         routing: `Routing` with ``weights`` and ``experts`` of shape ``(..., K)``, from `route` or any other router; its
-            counts are not read. Out-of-range ids are dropped; a token may be assigned to an expert twice.
+            counts are not read. Out-of-range ids are ignored; a token may have an expert twice.
         gate_up_weight: ``(E, 2 I, H)``: first all rows of G, then all of U; ``(E, H, 2 I)`` if ``transposed``.
         down_weight: ``(E, H, I)``; ``(E, I, H)`` if ``transposed``. Each weight may be a `QuantizedWeight`, frozen.
         activation: :math:`f(g, u)`: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"`` of g, times u; or ``"swiglu_clamped"``,
@@ -74,18 +75,18 @@ def expert_mlp(
             added to the weight, without being materialized.
         alpha, limit: parameters of ``"swiglu_clamped"``.
         groups: the result of `group_by_expert` for ``routing.experts``, as ``(T, K)``; it is called if this is None.
-        max_memory: bytes of decoded experts at a time (at least one expert is), 384 MiB by default. Only a
-            `QuantizedWeight` is decoded: each expert that has tokens, once in the forward and once in the backward; on
-            a GPU into no memory up to 128 assignments an expert.
+        max_memory: bytes of decoded weights at a time, 384 MiB by default, but at least one expert. It applies only to
+            a `QuantizedWeight`, whose experts with tokens are decoded once in the forward and once in the backward. On
+            a GPU, with up to 128 rows per expert on average, they are decoded within the GEMM, without a buffer.
 
     Returns:
-        The shape and dtype of ``hidden``, summed over k in float32. Differentiable with respect to ``hidden``, the
-        routing weights, both weights, biases and adapters; frozen tensors cost nothing.
+        A tensor with the shape and dtype of ``hidden``, summed over k in float32. Differentiable with respect to
+        ``hidden``, the routing weights, both weights, biases and adapters; frozen tensors cost nothing.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
 
-    Under autocast all tensors but the routing weights are cast to its dtype, unless ``hidden`` is float64.
+    Under autocast, all tensors except the routing weights are cast to its dtype, unless ``hidden`` is float64.
     """
     if not isinstance(hidden, Tensor) or hidden.dtype not in FLOATS or hidden.dim() < 1:
         raise TypeError(f"hidden: expected a floating-point tensor (..., H), got {described(hidden)}")

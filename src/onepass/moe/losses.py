@@ -10,20 +10,21 @@ from onepass.moe.router import Routing
 
 
 def load_balancing_loss(routing: Routing | Sequence[Routing]) -> Tensor:
-    r"""Load-balancing loss :math:`E \sum_e f_e P_e`, which is k where all experts get equally many tokens.
+    r"""Load-balancing loss :math:`E \sum_e f_e P_e`, which is k if all experts get equally many tokens.
 
-    :math:`f_e` is the fraction of tokens assigned to expert e (the fractions sum to k), :math:`P_e` its mean
-    probability, both over the tokens of all layers that are not masked. As transformers' ``load_balancing_loss_func``.
+    :math:`f_e` is the fraction of tokens that select expert e (the fractions sum to k), and :math:`P_e` is its mean
+    probability, both over the unmasked tokens of all layers. This is transformers' ``load_balancing_loss_func``.
 
     Args:
-        routing: of one layer, or of each layer, from `route` with ``losses=True``.
+        routing: the `Routing` of one layer, or a sequence of those of all layers, from `route` with ``losses=True``.
 
     Returns:
-        A scalar of the dtype of the sums, differentiable with respect to the probabilities; NaN without any token.
+        A scalar with the dtype of the sums, differentiable with respect to the probabilities; NaN if there is no token.
 
     Raises:
         TypeError: a field of a routing has the wrong type or dtype.
-        ValueError: there is no routing or one without sums, or their shapes, devices or numbers of choices differ.
+        ValueError: there is no routing or one without sums, or their shapes, devices or numbers of experts per token
+            differ.
 
     Reference: Fedus et al., "Switch Transformers", arXiv:2101.03961, equations 4 to 6.
     """
@@ -35,9 +36,9 @@ def load_balancing_loss(routing: Routing | Sequence[Routing]) -> Tensor:
 
 
 def router_z_loss(routing: Routing | Sequence[Routing]) -> Tensor:
-    r"""The mean of :math:`(\log \sum_e e^{z_e})^2` over tokens that are not masked, of one layer or of all.
+    r"""Router z-loss: the mean of :math:`(\log \sum_e e^{z_e})^2` over the unmasked tokens of one layer or of all.
 
-    The arguments, the kind of result and what is raised are those of `load_balancing_loss`.
+    The argument, the result and the errors are as in `load_balancing_loss`.
 
     Reference: Zoph et al., "ST-MoE", arXiv:2202.08906, equation 5.
     """

@@ -20,8 +20,8 @@ def quantize(
 ) -> QuantizedWeight:
     """Quantize a weight ``(E, outputs, inputs)``: every value to the nearest code times the scale of its block.
 
-    The scale makes the largest magnitude of a block the largest code: rounded up to a power of two in "mxfp4", and to
-    float8_e4m3fn in "nvfp4". A code that the dtype of the tensor has no number for is not used.
+    The scale of a block maps its largest magnitude to the largest code. It is rounded up to a power of two in "mxfp4",
+    and to float8_e4m3fn in "nvfp4". Codes that the dtype of the tensor cannot represent are not used.
 
     Args:
         tensor: floating-point, finite.

@@ -1,4 +1,4 @@
-"""`QuantizedWeight`: a frozen weight of experts in one of several formats, beside a tensor in `moe.expert_mlp`."""
+"""`QuantizedWeight`: a frozen weight of experts in one of several formats, an argument of `moe.expert_mlp`."""
 
 from typing import Any
 
@@ -23,20 +23,21 @@ class QuantizedWeight(Encoded):
     is its code times the scale of its block, computed in float32 and rounded to ``dtype`` once.
 
     Args:
-        data: the codes. Of "nf4" and "fp4" as bitsandbytes packs them; of "mxfp4" and "nvfp4" two in a byte, the first
-            in the low bits, and rows padded to complete blocks (the layout of gpt-oss); else one in a byte (int8 or
-            float8_e4m3fn). The shape is not read, its size is.
-        scales: one for each block. "nf4", "fp4": ``(blocks,)`` of consecutive elements; else ``(E, rows, columns)`` of
-            blocks. Floating-point; for "mxfp4" exponents (uint8 or float8_e8m0fnu), for "nvfp4" float8_e4m3fn.
+        data: the codes. For "nf4" and "fp4", as bitsandbytes packs them; for "mxfp4" and "nvfp4", two in a byte, the
+            first in the low bits, and rows padded to complete blocks (the layout of gpt-oss); otherwise, one in a byte
+            (int8 or float8_e4m3fn). It may have any shape of the right size.
+        scales: one for each block. For "nf4" and "fp4", ``(blocks,)``, where blocks are consecutive elements; otherwise
+            ``(E, rows, columns)`` of blocks. Floating-point; for "mxfp4" exponents (uint8 or float8_e8m0fnu), for
+            "nvfp4" float8_e4m3fn.
         format: "nf4" or "fp4" (bitsandbytes), "int8" (a scale for each row; codes times scales / 127), "mxfp4" (blocks
             of 32), "nvfp4" (blocks of 16), "fp8_block" (128 × 128) or "fp8_row" (a scale for each row).
         shape: ``(E, outputs, inputs)``.
-        dtype: of the decoded values; `to` changes it.
-        block_size: of "nf4" and "fp4" 32 to 4096, of "fp8_block" ``(rows, columns)``.
-        nested: ``(outer_scales, table, offset)``, where ``scales`` are 8-bit codes of bitsandbytes' double
-            quantization: the scale of block b is ``table[scales[b]] · outer_scales[b // 256] + offset``.
-        global_scale: of "nvfp4", a number or one for each expert, float32: a factor of all scales.
-        name: how errors name the weight.
+        dtype: the dtype of the decoded values; `to` changes it.
+        block_size: for "nf4" and "fp4" 32 to 4096, for "fp8_block" ``(rows, columns)``.
+        nested: ``(outer_scales, table, offset)``, if ``scales`` are 8-bit codes of bitsandbytes' double quantization:
+            the scale of block b is ``table[scales[b]] · outer_scales[b // 256] + offset``.
+        global_scale: for "nvfp4", a factor of all scales: a number or one for each expert, float32.
+        name: the name of the weight in errors.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; a scale is not finite, or
@@ -80,12 +81,14 @@ class QuantizedWeight(Encoded):
         """The weight that bitsandbytes has quantized, without a copy.
 
         Args:
-            data: its codes, from ``quantize_4bit`` (the state says "nf4" or "fp4") or ``int8_vectorwise_quant``.
-            state: its ``QuantState``; for int8 the statistics of the rows. By default those that ``data`` carries.
-            name: how errors name the weight.
+            data: the codes, from ``quantize_4bit`` or ``int8_vectorwise_quant``.
+            state: the ``QuantState``, which contains the format ("nf4" or "fp4"); for int8, the statistics of the rows.
+                By default, the state that is an attribute of ``data``.
+            name: the name of the weight in errors.
 
         Raises:
-            TypeError, ValueError: as the class; the weight does not have three dimensions; another table of codes.
+            TypeError, ValueError: as in the class, or the weight does not have three dimensions, or has another table
+                of codes.
         """
         if state is None:
             state = getattr(data, "quant_state", getattr(data, "SCB", None))
@@ -112,9 +115,9 @@ class QuantizedWeight(Encoded):
     def from_transformers(cls, experts: Any, name: str) -> "QuantizedWeight | None":
         """The weight ``name`` of a module of experts, without a copy; None if it is an ordinary tensor.
 
-        Known are transformers' experts of float8_e4m3fn (``FP8Experts``, also with codes of MXFP4) and of gpt-oss in
-        MXFP4, parameters that bitsandbytes (``replace_parameter_4bit``) or axolotl (8 bits) has quantized, and those of
-        `quantize_experts`.
+        Supported are transformers' experts of float8_e4m3fn (``FP8Experts``, also with codes of MXFP4) and of gpt-oss
+        in MXFP4, parameters that bitsandbytes (``replace_parameter_4bit``) or axolotl (8 bits) has quantized, and the
+        results of `quantize_experts`.
 
         Raises:
             TypeError, ValueError: as the class, or the module has a quantized weight of another kind.

@@ -58,13 +58,13 @@ def quantize_experts(
 ) -> int:
     """Quantize the weights of all experts of a model in place, and return their number.
 
-    Experts are modules with parameters ``gate_up_proj`` and ``down_proj`` of three dimensions, as those of
-    transformers. A weight becomes its codes under a parametrization of torch: read as an attribute it is decoded as a
-    whole, which ``experts_implementation="onepass"`` avoids. Weights that are quantized already are left as they are.
+    Experts are modules with parameters ``gate_up_proj`` and ``down_proj`` of three dimensions, as in transformers. A
+    weight is replaced by its codes, with a parametrization of torch: reading the attribute decodes the whole weight,
+    which ``experts_implementation="onepass"`` avoids. Weights that are already quantized are not changed.
 
     Args:
-        model: on any device.
-        format, block_size, nested: as in `quantize`. Blocks are along the inputs, also of weights that are transposed.
+        model: a model on any device.
+        format, block_size, nested: as in `quantize`. Blocks are along the inputs, also for transposed weights.
 
     Raises:
         TypeError, ValueError: as `quantize`, where the error names the weight; or the model has no experts.
@@ -90,8 +90,8 @@ def quantize_experts(
 def dequantize_experts(model: nn.Module) -> int:
     """Replace the quantized weights of all experts of a model by their values in place, and return their number.
 
-    The inverse of `quantize_experts`, also for the other kinds that `QuantizedWeight.from_transformers` knows: for
-    merging adapters into the weights, which PEFT cannot do with codes.
+    This is the inverse of `quantize_experts`, also for the other kinds that `QuantizedWeight.from_transformers`
+    supports. Use it before adapters are merged into the weights, which PEFT cannot do with codes.
 
     Raises:
         TypeError, ValueError: a weight is quantized in another way, which the message names.
@@ -129,14 +129,14 @@ def names_of(module: nn.Module) -> list[str]:
 
 
 class ExpertWeight(NamedTuple):
-    """A weight of experts in a model, as `describe` finds it.
+    """A weight of experts in a model, as `describe` returns it.
 
     Attributes:
         name: of the parameter in the model.
         format: ``"nf4"`` and the like with its blocks, or a dtype.
         shape: ``(E, outputs, inputs)``, or as the model has it.
         bytes: of codes and scales, or of the tensor.
-        path: what multiplies it.
+        path: how it is multiplied.
     """
 
     name: str
@@ -150,9 +150,9 @@ class ExpertWeight(NamedTuple):
 
 
 def describe(model: nn.Module) -> list[ExpertWeight]:
-    """Say for each weight of experts in a model in which format it is, how many bytes it takes, and what multiplies it.
+    """List the weights of experts in a model, with their formats, their bytes and how they are multiplied.
 
-    Nothing is decoded. An element's ``str`` is a line for people.
+    Nothing is decoded. ``str`` of an element is a readable line.
     """
     return [found for prefix, experts in modules_of(model) for found in _weights(prefix, experts)]
 

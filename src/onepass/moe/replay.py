@@ -1,4 +1,4 @@
-"""`record_routing` and `replay_routing`: the experts that a model's routers select, kept and selected again."""
+"""`record_routing` and `replay_routing`: record the experts that a model's routers select, and select them again."""
 
 from __future__ import annotations
 
@@ -143,11 +143,11 @@ class Recorder(Choices):
 
 
 class Replay(Choices):
-    """A replay that is under way, as `replay_routing` gives it.
+    """An active replay, which `replay_routing` yields.
 
     Attributes:
-        changed: scalar, int32: the replayed choices so far that are not among those that the router would have made;
-            None before the first. It stays on the device.
+        changed: scalar, int32: how many of the experts that were replayed so far the router would not have selected. It
+            stays on the device. None before the first forward pass.
     """
 
     def __init__(self, model: nn.Module, record: RoutingRecord) -> None:
@@ -193,23 +193,23 @@ class Replay(Choices):
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
-    """Keep the experts that the routers of a model select, in every forward pass within the context.
+    """Record the experts that the routers of a model select, in every forward pass within the context.
 
-    The routers compute `route_block` within the context, as they do under `onepass.patch`: a replay then has the same
-    weights bit for bit, where the kernels of transformers may round otherwise. A layer that gradient checkpointing
-    computes again is not recorded again, and takes the choice of the first time, also after the context.
-
-    A forward pass that ends in an error is left out.
+    Within the context, the routers compute `route_block`, as under `onepass.patch`, so that a replay has bitwise the
+    same weights; the code of transformers may round differently. A layer that gradient checkpointing computes again is
+    not recorded again, and uses the experts of the first time, also after the context has ended. A forward pass that
+    ends in an error is not recorded.
 
     Args:
         model: a model of transformers, also compiled, sharded by FSDP2 or with adapters; see `route_block` for the
-            families.
+            model families.
 
     Yields:
-        `RoutingRecord`, which is filled.
+        A `RoutingRecord`, to which each forward pass is added.
 
     Raises:
-        TypeError: the model has no router that `route_block` recognises, or a block with experts has none.
+        TypeError: the model has no router that `route_block` supports, or has a block with experts but without such a
+            router.
     """
     recorder = Recorder(model)
     with following(model, recorder):
@@ -218,23 +218,25 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
 
 @contextmanager
 def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[Replay]:
-    """Have the routers of a model select the experts of a record, in every forward pass within the context.
+    """Make the routers of a model select the experts of a record, in every forward pass within the context.
 
-    The n-th forward pass takes the n-th pass of the record; one that ends in an error does not count. Weights and
-    gradients are those of the replayed experts, from the live logits (`route`, ``experts``). The backward may run
-    within the context or after it: a layer that gradient checkpointing computes again takes the choice of its own
-    forward pass, in whatever order backwards run.
+    The n-th forward pass uses the n-th pass of the record; a pass that ends in an error does not count. Weights and
+    gradients are computed for the recorded experts, from the current logits, as by `route` with ``experts``. The
+    backward may run within the context or after it, and those of several passes in any order: a layer that gradient
+    checkpointing computes again uses the experts of its own forward pass.
 
     Args:
-        model: as of `record_routing`.
-        record: of `record_routing`, or of arrays of an inference engine (`RoutingRecord.from_array`).
+        model: as in `record_routing`.
+        record: from `record_routing`, or from arrays of an inference engine (`RoutingRecord.from_array`).
 
     Yields:
-        An object whose ``changed`` is the number of replayed choices that differ from the router's, a scalar tensor.
+        A `Replay`. Its ``changed`` is a scalar tensor, the number of recorded experts that the routers would not have
+        selected.
 
     Raises:
-        TypeError: as `record_routing`, or the record is no `RoutingRecord`.
-        ValueError: the record has other layers than the model, and within the context: fewer passes, or other tokens.
+        TypeError: as `record_routing`, or the record is not a `RoutingRecord`.
+        ValueError: the record has other layers than the model. Within the context: the record has too few passes, or a
+            pass has another number of tokens.
     """
     if not isinstance(record, RoutingRecord):
         raise TypeError(f"record: expected a RoutingRecord, got {described(record)}")

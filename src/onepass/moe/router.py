@@ -1,4 +1,4 @@
-"""Routing of tokens to experts, for the routers of all model families: one kernel forward and one backward."""
+"""Routing of tokens to experts, for the routers of many model families: one kernel forward and one backward."""
 
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ SCALARS = frozenset((int, float, bool, str, type(None)))
 
 
 class Routing(NamedTuple):
-    """The experts of each token. ``(...)`` is the shape of the tokens; each is assigned to K of E experts.
+    """The experts of each token and their weights. ``(...)`` is the shape of the tokens; each has K of E experts.
 
     Attributes:
         weights: ``(..., K)``, float32 (float64 for float64 logits), differentiable.
@@ -50,8 +50,8 @@ class Routing(NamedTuple):
         counts: ``(E,)``, int32: the number of tokens of each expert; None if `route` was told not to count them.
         prob_sums: ``(E,)``: softmax probabilities summed over tokens, differentiable; None without ``losses``.
         logsumexp: ``(...)``: ``log Σ_e exp(z_e)``, differentiable; None without ``losses``.
-        changed: scalar, int32: the number of replayed choices that differ from those that the router would have made;
-            None without ``count_changed``.
+        changed: scalar, int32: how many of the replayed experts the router would not have selected; None without
+            ``count_changed``.
     """
 
     weights: Tensor
@@ -86,9 +86,9 @@ def route(
 
     With :math:`z = \mathrm{cap}\cdot\tanh(x / \mathrm{cap})` (or :math:`z = x`), scores :math:`s = f(z)` and a
     selection bias :math:`b`, the experts are those of the k largest :math:`s_e + b_e`, in descending order; of equal
-    values the lower id comes first. (Without a bias this is the order of the logits, which are compared themselves, so
-    that rounding cannot make two scores equal.) Their weights are :math:`s_e`, divided by
-    :math:`\sum s + \mathrm{eps}` if ``renormalize``, times ``scale``. All in float32 (float64 for float64 logits).
+    values the lower id comes first. (Without a bias, the logits themselves are compared, so that rounding cannot make
+    two scores equal.) Their weights are :math:`s_e`, divided by :math:`\sum s + \mathrm{eps}` if ``renormalize``, times
+    ``scale``. Everything is computed in float32 (float64 for float64 logits).
 
     Args:
         router_logits: ``(..., E)``, float16, bfloat16, float32 or float64; E up to 1024.
@@ -102,29 +102,30 @@ def route(
         renormalize, scale, eps: see above.
         score_after_topk: select by :math:`z_e + b_e`, and compute scores over the k selected logits only (gpt-oss).
         softcap: the cap > 0; None for no soft-cap.
-        token_mask: ``(...)``, bool or 0/1. Tokens where it is False have weights and gradients of 0 and are left out of
-            counts and sums; their experts are valid ids.
-        losses: whether to return the sums that `load_balancing_loss` and `router_z_loss` need, from the same read.
-        experts: ``(..., K)``, of any integer dtype: a choice to replay, such as that of the sampler in reinforcement
-            learning (arXiv:2510.11370). It takes the place of the selection, in the given order, and neither groups nor
-            the bias restrict it. Weights, counts, sums and gradients are those of these experts, computed from all
-            logits as they are now. A token of which one id is -1 is routed naturally.
-        count_changed: whether to return how many replayed choices are not among the k that the router would have
+        token_mask: ``(...)``, bool or 0/1. Tokens where it is False have weights and gradients of 0 and are excluded
+            from counts and sums; their experts are valid ids.
+        losses: whether to return the sums that `load_balancing_loss` and `router_z_loss` need, without another read.
+        experts: ``(..., K)``, of any integer dtype: experts to use instead of the selection (a replay), such as those
+            of the sampler in reinforcement learning (arXiv:2510.11370). They keep the given order, and are not
+            restricted by groups or bias. Weights, counts, sums and gradients are computed for these experts, from the
+            given logits. If one id of a token is -1, the router selects all experts of this token.
+        count_changed: whether to return how many of the replayed experts are not among the k that the router would have
             selected. The number stays on the device.
-        counts: whether to count the tokens of each expert, for losses (with ``losses`` they are counted in any case),
-            statistics and `update_selection_bias`. It adds a fifth to a half to the time of the kernel on an H100.
+        counts: whether to count the tokens of each expert, which auxiliary losses (``losses`` always counts them) and
+            `update_selection_bias` need. It adds a fifth to a half to the time of the kernel on an H100.
 
     Returns:
         `Routing`. Weights and sums are differentiable with respect to the logits; the selection is not.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
-        IndexError, ValueError: an id of ``experts`` is not -1 or an expert, or is repeated in a token that is not
-            masked. Only on a CPU: elsewhere this token has NaN weights, a NaN gradient and the experts 0 … k - 1.
+        IndexError, ValueError: an id of ``experts`` is neither -1 nor an expert, or occurs twice in a token that is not
+            masked. This is raised only on a CPU: elsewhere, the token has NaN weights, a NaN gradient and the experts 0
+            … k - 1.
 
-    A logit of -inf disables an expert, unless there is a ``softcap``, after which it is finite: its score is 0, and it
-    is selected only if too few others remain. A token with a NaN logit, or whose scores are not finite or (softmax) not
-    a distribution, has NaN weights and the experts 0 … k - 1: no id is ever out of range.
+    A logit of -inf disables an expert (unless a ``softcap`` makes it finite): its score is 0, and it is selected only
+    if fewer than k others remain. A token with a NaN logit, or whose scores are not finite or (softmax) not a
+    distribution, has NaN weights and the experts 0 … k - 1: no id is ever out of range.
     """
     if not isinstance(router_logits, Tensor):
         raise TypeError(f"router_logits: expected a tensor, got {described(router_logits)}")

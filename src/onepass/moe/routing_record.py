@@ -16,10 +16,10 @@ DTYPES = (torch.int16, torch.uint8)
 
 
 class RoutingRecord:
-    """The experts of each token, by forward pass and by layer: what `record_routing` fills and `replay_routing` takes.
+    """The experts of each token, by forward pass and by layer, from `record_routing` and for `replay_routing`.
 
     A record is a sequence of forward passes: ``len(record)`` is their number, ``record[1]`` or ``record[:2]`` is a
-    record of some of them, and ``record + other`` has those of both, such as the micro-batches of a step.
+    record of some of them, and ``record + other`` concatenates records, such as those of the micro-batches of a step.
 
     Attributes:
         passes: for each forward pass, for each layer with a router, the experts ``(T, K)`` of its T tokens, int16. An
@@ -50,15 +50,15 @@ class RoutingRecord:
     ) -> Any:  # fmt: skip
         """The experts in the layout in which vLLM and SGLang return them.
 
-        An array has the shape ``(tokens - 1, layers, K)``, where layers are those with a router: an engine never
-        computes the last token that it samples. The passes of a ``generate``, of the prompt and of each further token,
-        are joined: pass the ``attention_mask`` of all tokens, without which the last one counts as sampled, which the
-        model of a ``generate`` has not computed anyway.
+        An array has the shape ``(tokens - 1, layers, K)``, where layers are those with a router: an engine runs no
+        forward pass for the last token that it samples. The passes of a ``generate``, for the prompt and for each
+        further token, are concatenated. For these, pass the ``attention_mask`` of all tokens, including the last;
+        without it, the array has no row for the last token of the record.
 
         Args:
-            attention_mask: ``(B, S)``, of B sequences that are padded on the left or right.
-            lengths: the number of tokens of each sequence, for sequences that follow each other in one row. Tokens
-                after the last one are padding.
+            attention_mask: ``(B, S)``, the mask of B sequences that are padded on the left or right.
+            lengths: the number of tokens of each sequence, for sequences that are packed into one row. Tokens after the
+                last sequence are padding.
             dtype: int16, or uint8 if there are at most 256 experts and no id is -1.
 
         Returns:
@@ -100,14 +100,15 @@ class RoutingRecord:
     ) -> RoutingRecord:  # fmt: skip
         """A record of one forward pass over sequences whose experts an inference engine has returned.
 
-        Positions without a row have the id -1, so that the router selects their experts: the last token of a sequence,
-        which an engine never computes; prompts, if an engine returns completions only; and padding.
+        Positions for which the arrays have no row get the id -1, so that the router selects their experts. These are
+        the last token of a sequence, for which an engine runs no forward pass; prompts, if an engine returns only
+        completions; and padding.
 
         Args:
-            arrays: ``(rows, layers, K)``, integers, for each sequence, in a list; one array without ``attention_mask``
-                and ``lengths``, whose pass has ``starts + rows + 1`` tokens. Layers are those with a router, or all of
-                the decoder, where rows of other layers are not read.
-            attention_mask, lengths: as of `to_array`.
+            arrays: ``(rows, layers, K)``, integers, for each sequence, in a list. Without ``attention_mask`` and
+                ``lengths``, one array, for a pass over ``starts + rows + 1`` tokens. The layers are those with a
+                router, or all layers of the decoder, of which those without a router are not read.
+            attention_mask, lengths: as in `to_array`.
             starts: the number of tokens of each sequence before its first row, such as the length of the prompt.
 
         Raises:

@@ -31,7 +31,9 @@ def scattered_linear(
     grouped_out: bool = False,
     max_memory: int | None = None,
 ) -> Tensor:
-    r"""Apply to each token-expert assignment a the linear layer of its expert: :math:`y_a = W_{e(a)} x + b_{e(a)}`.
+    r"""Apply to each assignment :math:`a` the linear layer of its expert: :math:`y_a = W_{e(a)} x + b_{e(a)}`.
+
+    An assignment is a pair of a token and one of its experts; T tokens with K experts each have T K assignments.
 
     Args:
         x: ``(T, inputs)``, whose rows are shared by the K assignments of a token; ``(T K, inputs)`` if ``grouped_in``;
@@ -40,15 +42,16 @@ def scattered_linear(
         experts: ``(T, K)``, int32 or int64.
         groups: the result of `group_by_expert`, which is called if it is None.
         bias: ``(E, outputs)``.
-        weights: ``(T, K)``, floating-point, used in float32: sums the assignments of a token with these weights.
-        grouped_in, grouped_out: whether the rows of ``x`` and of the result are in the order of ``groups``. The
-            latter is not possible with ``weights``.
+        weights: ``(T, K)``, floating-point, used in float32: the outputs of a token's K experts are added with these
+            weights.
+        grouped_in, grouped_out: whether the rows of ``x`` and of the result are sorted by expert, in the order of
+            ``groups``. ``grouped_out`` is not possible with ``weights``.
         max_memory: bytes of decoded experts at a time, as in `expert_mlp`.
 
     Returns:
-        ``(T, outputs)`` with ``weights``; else ``(T K, outputs)``, where row ``t·K + k`` is of the k-th expert of token
-        t unless ``grouped_out``. Rows of out-of-range ids are 0. Differentiable with respect to ``x``, ``weight``,
-        ``bias`` and ``weights``.
+        ``(T, outputs)`` with ``weights``; otherwise ``(T K, outputs)``, where row ``t·K + k`` is the output of the k-th
+        expert of token t, unless ``grouped_out``. Rows of out-of-range ids are 0. Differentiable with respect to ``x``,
+        ``weight``, ``bias`` and ``weights``.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.

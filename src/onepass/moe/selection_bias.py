@@ -1,4 +1,4 @@
-"""Balancing without an auxiliary loss: a router's selection bias is moved by the loads of its experts."""
+"""Balancing without an auxiliary loss: a router's selection bias follows from the number of tokens of its experts."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ def update_selection_bias(bias: Tensor, counts: Tensor, rate: float, group: Grou
     Weights and gradients do not depend on the bias.
 
     Args:
-        bias: ``(E,)`` or any shape of E elements, float32 or float64, or such a DTensor; changed in place. In half
-            precision, as a cast of the whole model makes it, an update of 0.001 would be lost: cast it back.
+        bias: ``(E,)`` or any shape of E elements, float32 or float64, or such a DTensor; changed in place. Half
+            precision, to which a cast of the whole model converts it, is an error, since an update of 0.001 would be
+            lost.
         counts: ``(E,)``, integers: the tokens of each expert (`Routing`, ``counts``), summed over the micro-batches of
             a step.
         rate: :math:`u`, at least 0; 0.001 in DeepSeek-V3.
-        group: the processes over which the counts are summed, a ProcessGroup or a DeviceMesh of one dimension; None for
-            those of this process alone, which a DTensor's processes must then have in common.
+        group: the processes over which the counts are summed, a ProcessGroup or a DeviceMesh of one dimension. None
+            uses the counts as they are; the processes of a DTensor must then pass the same counts.
 
     Returns:
-        ``bias``. Nothing is copied to the host.
+        ``bias``. The CPU does not wait for the GPU.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
@@ -78,10 +79,11 @@ def own_part(whole: Tensor, like: Any) -> Tensor:
 
 
 class ExpertCounts(Follower):
-    """The tokens of each expert since the last update, as `count_experts` gives them.
+    """The number of tokens of each expert since the last update, which `count_experts` yields.
 
     Attributes:
-        counts: ``(E,)``, int64, of each router that has a selection bias and was called, in the order of layers.
+        counts: a list of ``(E,)``, int64, one for each router that has a selection bias and was called, in the order of
+            layers.
     """
 
     def __init__(self, model: nn.Module, replayed: bool) -> None:
@@ -117,9 +119,9 @@ class ExpertCounts(Follower):
             self.of_router[router] = counts.long() if before is None else before + counts
 
     def update(self, rate: float, group: Group | None = None) -> None:
-        """`update_selection_bias` of every router, then begin to count anew: to call after an optimizer's step.
+        """Apply `update_selection_bias` to every router, and set the counts to 0. Call it after an optimizer's step.
 
-        All processes of the group must call it, and have routers that were called.
+        All processes of the group must call it.
         """
         for router, bias in self.biases.items():
             counts = self.of_router.get(router)
@@ -144,13 +146,13 @@ def count_experts(model: nn.Module, *, replayed: bool = True) -> Iterator[Expert
                 optimizer.step()
                 counts.update(0.001)
 
-    Counts are summed over forward passes of modules in training mode until `ExpertCounts.update`. A layer that gradient
-    checkpointing computes again does not count twice. Padding counts, as it is routed.
+    Counts are summed over forward passes of modules in training mode until `ExpertCounts.update` is called. A layer
+    that gradient checkpointing computes again does not count twice. Padding tokens are routed and therefore counted.
 
     Args:
-        model: as of `record_routing`.
-        replayed: whether tokens count in passes whose choices `replay_routing` gives: then the loads are those of the
-            sampler's choices, which the experts have been trained on. If not, such passes do not count.
+        model: as in `record_routing`.
+        replayed: whether to count the tokens of passes whose experts are replayed by `replay_routing`, for the replayed
+            experts, which are the ones that are trained. With False, such passes do not count.
 
     Yields:
         `ExpertCounts`.

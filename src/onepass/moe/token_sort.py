@@ -10,21 +10,21 @@ from onepass.core.moe_options import Groups
 
 
 def group_by_expert(experts: Tensor, num_experts: int, like: Tensor, *, counts: Tensor | None = None) -> Groups:
-    """Sort token-expert assignments by expert, once for any number of calls of `expert_mlp` and `scattered_linear`.
+    """Sort the pairs of a token and an expert by expert, for any number of `expert_mlp` and `scattered_linear` calls.
 
     Args:
-        experts: ``(T, K)``, int32 or int64, the ids of every token's experts. Out-of-range ids are dropped.
+        experts: ``(T, K)``, int32 or int64, the ids of every token's experts. Out-of-range ids are ignored.
         num_experts: the number E of experts.
         like: a tensor of the device and dtype of the GEMMs, float16, bfloat16, float32 or float64.
-        counts: ``(E,)``, int32 or int64, the number of assignments of every expert, if ``experts`` is in ascending
-            order already, as rows are that other processes sent. Nothing is sorted then. Out-of-range ids come last.
+        counts: ``(E,)``, int32 or int64, how often each expert occurs in ``experts``, if these are already in ascending
+            order, as for rows that other processes have sent. Nothing is then sorted. Out-of-range ids must come last.
 
     Returns:
         ``Groups``, to be passed to `expert_mlp` or `scattered_linear`: its ``order`` is the stable sort, int32.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value. Whether ``experts`` has
-            these counts is checked on a CPU, and with ``ONEPASS_DEBUG=1``; elsewhere results are wrong if not.
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value. On a CPU and with
+            ``ONEPASS_DEBUG=1``, also if ``counts`` is not that of ``experts``; elsewhere, results are then wrong.
     """
     check_assignments(experts)
     num_experts = check_integer(num_experts, "num_experts", 1)
