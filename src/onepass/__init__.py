@@ -47,7 +47,7 @@ else:
 
 if os.environ.get("ONEPASS_AUTOTUNE_STORE"):
     importlib.import_module("onepass.autotune.session").for_process(os.environ["ONEPASS_AUTOTUNE_STORE"])
-patch_process()  # if ONEPASS_PATCH asks for it
+patch_process()  # if ONEPASS_PATCH is set
 
 __all__ = [
     "Attached",

@@ -23,7 +23,7 @@ _SHORT.maxstring = _SHORT.maxother = 100
 
 
 def is_debugging() -> bool:
-    """Whether values are also checked on a GPU, which synchronizes with the host (``ONEPASS_DEBUG=1``)."""
+    """Whether values are also checked on a GPU, for which the CPU waits (``ONEPASS_DEBUG=1``)."""
     return DEBUG
 
 

@@ -1,7 +1,7 @@
-"""Exchanges between the ranks of a process group, and those that autograd knows.
+"""Exchanges between the ranks of a process group, also differentiable ones.
 
-Groups are given by name, as torch traces and registered operations hold them. In a function that torch compiles, the
-exchanges are torch's functional collectives, which compilers run in the same order on all ranks.
+Groups are given by name, which torch can trace and pass to registered operations. In a function that torch compiles,
+the exchanges are torch's functional collectives, which compilers run in the same order on all ranks.
 """
 
 from typing import Any

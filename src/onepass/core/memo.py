@@ -1,4 +1,4 @@
-"""`memo`: a function that keeps its results."""
+"""`memo`: a function whose results are cached."""
 
 from collections.abc import Callable
 from functools import lru_cache, wraps

@@ -1,4 +1,4 @@
-"""What is read of PEFT's layers, without importing it."""
+"""Reading the attributes of PEFT's layers, without importing PEFT."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The classes that the distribution of each row is restricted to: the argument ``support``, checked."""
+"""Checks of the argument ``support``: the classes to which the softmax of each row is restricted."""
 
 import math
 from typing import Any

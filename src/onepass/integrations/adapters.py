@@ -16,7 +16,7 @@ def is_adapted(head: Any) -> bool:
     if layers is None:
         return False
     kinds = type(head).__mro__ if hasattr(head, "unshard") else (type(head),)
-    return layers.Linear in kinds[:3]  # FSDP2 gives a unit of its own a class with two bases: its own, and this one
+    return layers.Linear in kinds[:3]  # the class that FSDP2 gives to a unit has two bases: FSDP2's, and this one
 
 
 def active_adapters(head: Any) -> list[str]:

@@ -32,15 +32,15 @@ class Exchange(NamedTuple):
         return out
 
     def back(self, rows: Tensor) -> Tensor:
-        """Send rows to the processes that the others came from."""
+        """Send rows back to the processes from which rows were received."""
         return Exchange(self.received, self.sent, self.group)(rows)
 
 
 class OnepassEP(EPImplementation):
-    """The `EPImplementation` of transformers that is registered as ``"onepass"``. The experts may be any.
+    """The `EPImplementation` of transformers that is registered as ``"onepass"``, for any implementation of experts.
 
-    Nothing is sent for ids that are no expert's. The host reads the numbers of rows once for each call, as in
-    transformers' own exchange, so that a CUDA graph cannot capture it. A compiled model runs it as it is.
+    Nothing is sent for ids that are not an expert. The CPU reads the numbers of rows once for each call, as in
+    transformers' own exchange, so that a CUDA graph cannot capture it. In a compiled model, it is not compiled.
     """
 
     @torch.compiler.disable

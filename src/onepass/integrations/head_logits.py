@@ -1,7 +1,7 @@
 """`HeadLogits`: the logits that the head of a model returns in place of a tensor, and what other libraries see of them.
 
-`lazy_logits` makes them. FSDP2 and DDP look for tensors in the output of a module, and fused optimizers write to
-parameters unseen: what they need to know is here.
+`lazy_logits` creates them. FSDP2 and DDP look for tensors in the output of a module, and fused optimizers write to
+parameters without changing their version: this module handles both.
 """
 
 import functools

@@ -249,7 +249,7 @@ class Attached(Restorable):
             m.__dict__.pop(OWNER, None)
             before = m.__dict__.pop(BEFORE, None)
             if not hasattr(getattr(m.__dict__.get("forward"), "__func__", None), BEFORE):
-                continue  # somebody else has wrapped our forward, which calls the model's own from now on
+                continue  # other code has wrapped our forward, which calls the model's own from now on
             if before is None:
                 del m.__dict__["forward"]
             else:

@@ -1,5 +1,4 @@
-"""Replacements for Megatron-core's cross-entropy of logits whose vocabulary is sharded, for its choice of experts, and
-for its grouped experts.
+"""Replacements for Megatron-core's cross-entropy of a sharded vocabulary, its selection of experts and its experts.
 
 `onepass.patch("megatron")` installs them.
 """

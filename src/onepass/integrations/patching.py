@@ -188,7 +188,7 @@ def patch(*libraries: str, strict: bool = True) -> Patch:
 
 
 def original(module: str, name: str) -> Any:
-    """The original of a replacement that falls back to it; also after the patch, where somebody still calls it."""
+    """The original of a replacement that falls back to it, also if the replacement is called after the patch."""
     return _originals[module, name]
 
 
@@ -252,7 +252,7 @@ def is_installed(library: str) -> bool:
 
 
 def check_installed(library: str, argument: str) -> None:
-    """Raise, naming the argument that asked for it, unless the library can be imported."""
+    """Raise, naming the argument that requires it, unless the library can be imported."""
     if not is_installed(library):
         how = f"; pip install 'onepass[{library}]'" if library in EXTRAS else ""
         raise ModuleNotFoundError(f"{argument}: {library} is not installed{how}", name=library)
@@ -373,6 +373,6 @@ def _release(keys: Sequence[tuple[str, str]]) -> None:
         if not active.patches:
             ended.append(_active.pop(key))
             keys += active.later
-    # Searched again, for modules imported since. A replacement that somebody else has overwritten is left alone.
+    # Searched again, for modules imported since. A replacement that other code has overwritten is left as it is.
     for place in places_of({id(a.replacement): a.original for a in ended}, LIBRARIES):
         place.write(place.replaced.replacement)

@@ -1,4 +1,4 @@
-"""Replacements for TRL's fused heads, which compute log-probs from hidden states, and for what SFT makes of them."""
+"""Replacements for TRL's fused heads, which compute log-probs from hidden states, and for the loss of SFT."""
 
 import sys
 from collections.abc import Iterator
@@ -84,7 +84,7 @@ class RefusedAdapter(metaclass=_Refused):
 
 
 class ChunkedLogProbFunction:
-    """The statistics of TRL's fused heads, from one read of the logits of a linear head."""
+    """The statistics of TRL's fused heads, computed by a linear head that reads each logit once."""
 
     @staticmethod
     def apply(
@@ -211,8 +211,8 @@ def linear_head(
 def _float32_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LinearLogits:
     """A head whose logits are float32.
 
-    Its GEMMs have the dtype of the hidden states. What rounding takes from a float32 weight is multiplied too, but for
-    that of a frozen head, which TRL has cast from this dtype.
+    Its GEMMs have the dtype of the hidden states. The remainder that is lost when a float32 weight is rounded to this
+    dtype is multiplied too, except for a frozen head, whose weight TRL has cast from this dtype.
     """
     half = hidden.dtype.itemsize == 2
     with torch.autocast(hidden.device.type, hidden.dtype if half else None, enabled=half):

@@ -1,8 +1,8 @@
-"""The values of a quantized weight on a GPU: `decode` writes them to a scratch, `decode_tile` leaves them in registers.
+"""The values of a quantized weight on a GPU: `decode` writes them to memory, `decode_tile` has them in registers.
 
-`grouped_gemm` uses both: a chunk of experts at a time is decoded into a scratch, which the GEMM then reads; or, for few
-rows, the GEMM decodes each tile that it reads. Bytes moved by `decode`: codes and scales of the experts that have rows
-once, their values once.
+`grouped_gemm` uses both: some experts at a time are decoded into a buffer, which the GEMM then reads; or, for few rows,
+the GEMM decodes each tile that it reads. Bytes moved by `decode`: codes and scales of the experts that have rows are
+read once, and their values are written once.
 """
 
 from collections.abc import Iterator

@@ -2,8 +2,8 @@
 
 `softmax.divergence` calls it on tensors and on tiles of logits.
 
-KL(P ‖ Q) takes one read of both tensors. With the transformed logits ``p, q`` and their maxima ``m_p, m_q``, the online
-state is
+For KL(P ‖ Q), both tensors are read once. With the transformed logits ``p, q`` and their maxima ``m_p, m_q``, the
+online state is
 
     s_p = Σ exp(p - m_p),  s_q = Σ exp(q - m_q),  d = Σ exp(p - m_p)·((p - m_p) - (q - m_q))
 

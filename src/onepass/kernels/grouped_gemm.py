@@ -5,8 +5,8 @@ operand are in the order of the assignments, and SHARE consecutive assignments h
 are sorted by expert.
 
 Bytes moved: every row once for each tile of columns, every expert's weight once for each of its tiles of rows, the
-result once. The rate of the tensor cores is the limit. For few rows an expert, the weights are: there the kernel reads
-the codes of a quantized weight and decodes them itself.
+result once. The speed of the tensor cores is the limit. With few rows per expert, it is reading the weights: the kernel
+then reads the codes of a quantized weight and decodes them itself.
 """
 
 from math import gcd

@@ -1,8 +1,7 @@
 """The gradients of the weights of experts: a grouped GEMM that reduces over the rows of every expert.
 
 `expert_mlp` and `scattered_linear` call it. Bytes moved: both operands once for each tile of the other's columns, the
-gradient once. The rate of the tensor cores is the limit; for few rows an expert, the memory that the gradient is
-written to.
+gradient once. The speed of the tensor cores is the limit; with few rows per expert, it is writing the gradient.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""The kernel of `moe.route` for all its options, with one read of the logits. `router_topk` computes what is usual.
+"""The kernel of `moe.route` for all options, which reads the logits once. `router_topk` is for the usual options.
 
 It computes scores, the top-k experts, their weights and the number of tokens of every expert. Bytes moved: ``T·E``
 logits in, ``O(T·K)`` out. A program holds all logits of some tokens. The kernel is bound by the instructions of k

@@ -1,4 +1,4 @@
-"""The kernel of the backward of `moe.route`: one write of the gradient of the logits, at most one read of the logits.
+"""The kernel of the backward of `moe.route`. It writes the gradient of the logits and reads the logits at most once.
 
 Many weights depend on the selected logits alone: those of scores that are no softmax, and those of a softmax that is
 renormalized. Without sums for losses, the gradient of all other logits is 0, and only the selected ones are read.

@@ -121,7 +121,7 @@ def weights_of(z, m, total, valid, eps, SCORING: tl.constexpr):
 
 @triton.jit
 def replayed(given, natural, t, k, active, T, E: tl.constexpr, K: tl.constexpr):
-    """Replace the ``natural`` experts ``(T, K)`` of active tokens by the ``given`` ones, unless one of these is -1.
+    """Replace the selected (``natural``) experts ``(T, K)`` of active tokens by the ``given`` ones, unless one is -1.
 
     Also returns a mask of tokens with an id that is repeated or is no expert, which have the experts 0 … K - 1, and the
     number of given ids of each token that are not among the natural ones.

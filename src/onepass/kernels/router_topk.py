@@ -208,7 +208,7 @@ def topk_routing_kernel(
             z = only(e < E, logit(x, inner, outer, SOFTCAP), float("-inf"), (i // VEC + 1) * STEP <= E)
             of_lane += tl.exp2((z - top[:, None]) * LOG2E)
         total = tl.sum(of_lane, axis=1)
-    if EPS_OF_ALL:  # replayed scores may be as small as eps; added to those of the natural choice, it is lost
+    if EPS_OF_ALL:  # replayed scores may be as small as eps, which is lost if it is added to those of selected ones
         z_top = tl.maximum(tl.max(tl.where(k < K, z_selected, float("-inf")), axis=1), LOWEST)
         s = tl.where(k < K, tl.exp2((z_selected - z_top[:, None]) * LOG2E), 0.0)
         n = tl.exp2(tl.log2(eps) + (top + tl.log(total) - z_top) * LOG2E)

@@ -4,8 +4,8 @@ Cross-entropy is such a loss: its gradient with respect to the statistics does n
 gradient of 1, the gradient of a field is its derivative. `logits.row_loss` and `logits.tiled_statistics` call this
 kernel on tiles of logits, `softmax.statistics` on all logits. Bytes moved: the logits in, the gradient out, usually
 over them; the two separate kernels read the logits twice. Programs that share a row wait for its normalizer, and read
-their pieces again while these are still in the cache of the device. Of few rows, the same launch also computes the
-average, since the host is then slower than the device.
+their pieces again while these are still in the cache of the device. For few rows, the same launch also computes the
+average, since the time of launches on the CPU is then the limit.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
-"""Forward kernel: a few numbers per row, the softmax statistics, from one read of the logits.
+"""Forward kernel: the softmax statistics, a few numbers per row. It reads the logits once.
 
 `softmax.statistics` calls it on tensors, `logits` on tiles of logits. Bytes moved: ``rows·V`` logits in, ``O(rows)``
-out. A program walks one row (or one of ``SPLITS`` pieces of it) and keeps a state per lane, so that the loop has no
-traffic between threads; lanes are merged once at the end. If a row is split, the program that arrives last merges the
-pieces, always in the same order.
+out. A program loops over one row (or one of ``SPLITS`` pieces of it) and has a state per lane, so that threads exchange
+nothing in the loop; the states of lanes are merged once at the end. If a row is split, the program that finishes last
+merges the pieces, always in the same order.
 """
 
 import torch

@@ -1,8 +1,9 @@
 """Softmax statistics of rows whose distribution is restricted to some classes, and their gradient.
 
 `softmax_statistics`, `shard_statistics` and `softmax_gradient` of this folder call these kernels if the inputs have a
-support. A program walks the support of one row. Bytes moved: of a row, its support and these logits in; in the
-backward also the whole row of the gradient out, which is 0 outside of the support.
+support, the classes to which a row is restricted. A program loops over the support of one row. Bytes moved: the ids of
+the support and their logits in; in the backward also the whole row of the gradient out, which is 0 outside of the
+support.
 """
 
 from collections.abc import Sequence

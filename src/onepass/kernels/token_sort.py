@@ -1,4 +1,4 @@
-"""Token-expert assignments sorted by expert, and the tiles of rows that the grouped GEMMs compute.
+"""Assignments (pairs of a token and an expert) sorted by expert, and the tiles of rows of the grouped GEMMs.
 
 `moe.token_sort` calls `sort_by_expert`, a stable counting sort. `order` has the assignments sorted by expert: expert e
 has the sorted rows ``offsets[e]`` to ``offsets[e + 1]``, and assignments to out-of-range ids come last. No row is
@@ -117,7 +117,7 @@ def count_tiles(assignments: int, num_experts: int) -> int:
 
 
 def sort_by_expert(experts: Tensor, num_experts: int, counts: Tensor | None = None) -> Groups:
-    """Sort the assignments ``(T, K)`` by expert, without synchronizing with the host.
+    """Sort the assignments ``(T, K)`` by expert, without making the CPU wait.
 
     With ``counts`` ``(E,)`` they are sorted already, and only the offsets and tiles are computed.
     """

@@ -1,4 +1,4 @@
-"""Counters that are 0: one launch clears many of them, since to clear a few numbers takes as long as a small kernel."""
+"""Counters that are 0: one launch clears many of them, since clearing a few numbers takes as long as a small kernel."""
 
 import sys
 

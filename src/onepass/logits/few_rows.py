@@ -1,4 +1,4 @@
-"""Few rows of a head, whose logits are computed at once: tiles would take the host longer than the device."""
+"""Few rows of a head, whose logits are computed at once: launching the kernels of tiles would take longer."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the units of FSDP2 (`fully_shard`) know of the parameters that they shard."""
+"""The state of the units of FSDP2 (`fully_shard`): what they store about the parameters that they shard."""
 
 import sys
 import weakref

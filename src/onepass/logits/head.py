@@ -1,7 +1,7 @@
 """A linear head whose logits are computed in tiles: its tensors, its settings, and its GEMMs.
 
-All GEMMs have one dtype, that of autocast or of the inputs. Where no gradient follows and the device has a kernel for
-it, a GEMM computes the statistics of its own result, and there are no logits.
+All GEMMs have one dtype, that of autocast or of the inputs. If no gradient follows and the device has a kernel for it,
+a GEMM computes the statistics of its own result without writing any logits.
 """
 
 from typing import NamedTuple
@@ -61,7 +61,7 @@ class Head:
         self.is_exact = settings.exact_weight and wide
 
     def remainder(self, columns: slice) -> Tensor:
-        """What rounding the weight of these columns to the dtype of the GEMMs leaves, in this dtype."""
+        """The weight of these columns minus its value in the dtype of the GEMMs, in this dtype."""
         if self.rest is None or self.rest[0] != columns:
             self.rest = None
             rounded, _ = self.factors(columns)

@@ -1,4 +1,4 @@
-"""How an index of logits ``(..., V)`` divides into one of the rows and one of the columns."""
+"""Splits an index of logits ``(..., V)`` into an index of the rows and one of the columns."""
 
 from typing import Any
 

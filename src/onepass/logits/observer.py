@@ -1,4 +1,4 @@
-"""Metrics beside a loss: an object that is shown the fields of all rows, tile by tile."""
+"""Metrics that are computed along with a loss: an object that gets the fields of all rows, tile by tile."""
 
 from collections.abc import Sequence
 from typing import Protocol

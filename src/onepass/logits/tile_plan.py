@@ -2,7 +2,8 @@
 all rows of a slice of the vocabulary.
 
 Logits may be float32 while the GEMMs are bfloat16 or float16. Their gradient is then rounded to the dtype of the GEMMs
-in a second buffer, which has the rows of several tiles, so that the GEMMs of the gradients are as large as without.
+in a second buffer, which has the rows of several tiles, so that the GEMMs of the gradients are as large as those of
+bfloat16 or float16 logits.
 """
 
 from collections.abc import Iterator, Sequence

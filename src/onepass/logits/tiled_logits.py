@@ -1,6 +1,6 @@
 """`TiledLogits`: the statistics and the losses of the logits of a linear head, which are computed in tiles.
 
-`LinearLogits` is what they are computed from.
+Its subclass `LinearLogits` has the tensors of the head.
 """
 
 import math

@@ -2,10 +2,10 @@
 
 `LinearLogits.statistics` calls `tiled_statistics`. The backward computes the logits again, which makes four GEMMs.
 
-If only the hidden states require a gradient (or also those in the rank of an adapter), and only one field of a row has
-one, their gradient is a multiple of the derivative of that field, whatever the loss will be. The forward then computes
-this derivative, ``(N, H)`` in float32, while a tile of logits is in memory, and the backward multiplies its rows: two
-GEMMs.
+If only the hidden states require a gradient (or also their product with an adapter's A), and only one field of a row
+has a gradient, the gradient of the hidden states is a multiple of the derivative of this field, whatever the loss will
+be. The forward then computes this derivative, ``(N, H)`` in float32, while a tile of logits is in memory, and the
+backward multiplies its rows by the upstream gradient. This takes two GEMMs.
 """
 
 from collections.abc import Iterable, Sequence

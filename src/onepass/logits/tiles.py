@@ -16,7 +16,7 @@ from onepass.softmax.shards import empty_states, merged_states, results_of, stat
 
 
 class Tile:
-    """A tile of the logits of one or several heads, which are computed when they are first asked for.
+    """A tile of the logits of one or several heads, which are computed when they are first used.
 
     Attributes:
         rows, columns: those of the tile.

@@ -11,10 +11,10 @@ from onepass.core.checks import is_debugging
 
 
 class RowCount:
-    """The number of valid rows, copied to the host asynchronously.
+    """The number of valid rows, copied to the CPU asynchronously.
 
-    `read` waits only for what was launched before this object was created. If that is before the layers of a model,
-    the host does not wait for the layers.
+    `read` waits only for what was launched before this object was created. If that is before the layers of a model, the
+    CPU does not wait for the layers.
 
     Args:
         valid: a bool tensor of any shape.
@@ -53,7 +53,7 @@ def expecting(count: RowCount) -> Iterator[None]:
 def valid_rows(row_mask: Tensor | None) -> Tensor | None:
     """Ids of the rows that are not masked, or None for all rows.
 
-    Unless their number is `expecting`, the host waits until the device has counted them. The device is then idle until
+    Unless their number is `expecting`, the CPU waits until the device has counted them. The device is then idle until
     the first GEMM is launched.
     """
     if row_mask is None or defers(row_mask):

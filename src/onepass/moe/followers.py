@@ -1,7 +1,7 @@
-"""What happens beside a router's call: its choice is taken from elsewhere, or its results are noted.
+"""Followers of a router: objects that provide the experts of its calls (a replay), or that record its results.
 
-`follow` gives a router an attribute, `Followed`, at which `route_block` looks. So every call that ends in
-`route_block`'s description of the router is followed, whoever makes it, and no other call is slower.
+`follow` gives a router an attribute, `Followed`, which `route_block` reads. So all calls of the router through
+`route_block` are followed, and no other call is slower.
 """
 
 from collections.abc import Callable
@@ -31,22 +31,22 @@ def in_backward() -> bool:
 
 
 class Follower:
-    """Is asked for the choice of a router in each forward pass, and told its results.
+    """An object that may provide the experts of a router in each forward pass, and that gets the router's results.
 
     Attributes:
-        keeps: whether a layer that is computed again takes the choice of the first time.
-        lost: whether there was a forward pass without gradients, of whose backward nothing will be known.
+        keeps: whether a layer that is computed again uses the experts of the first time.
+        lost: whether there was a forward pass without gradients, whose backward cannot be found.
     """
 
     keeps = False
     lost = False
 
     def choice(self, router: nn.Module) -> Tensor | None:
-        """The experts ``(T, K)`` of this call, or None if they do not matter to the follower."""
+        """The experts ``(T, K)`` of this call, or None if the follower provides none."""
         return None
 
     def note(self, router: nn.Module, experts: Tensor, counts: Tensor, changed: Tensor | None, replayed: bool) -> None:
-        """Take the results of this call; ``replayed`` says whether any follower gave its choice."""
+        """Record the results of this call; ``replayed`` is whether any follower provided its experts."""
 
 
 class Followed:
@@ -54,10 +54,10 @@ class Followed:
 
     Attributes:
         slot: the number of this object, by which operations inside a compiled graph find it when they run.
-        followers: in the order in which they came; the last that has a choice makes it.
-        users: weak references to those who need this object to stay; it is removed with the last of them.
-        backward_of: a weak reference to the forward pass whose backward runs, if that has said so, and the number of
-            this backward: one that ended in an error has said so for itself alone.
+        followers: in the order in which they were added; the last one that provides experts is used.
+        users: weak references to the objects that need this one; it is removed with the last of them.
+        backward_of: a weak reference to the forward pass whose backward runs, if it is known, and the number of this
+            backward, so that a backward that has ended in an error does not affect the next.
         is_of_copy: whether the router was copied from one that is followed.
     """
 
@@ -74,7 +74,7 @@ class Followed:
         setattr(router, self.name, unless_copied(method).__get__(router))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Nobody follows a copy of the router, also one that was loaded from a file. It calls its `own` method.
+        # A copy of the router has no followers, also one that was loaded from a file. It calls its `own` method.
         nobody: dict[str, Any] = {"followers": [], "users": [], "backward_of": None, "is_of_copy": True}
         return vars(self) | nobody
 
@@ -84,7 +84,7 @@ class Followed:
         return found
 
     def own(self, *args: Any, **kwargs: Any) -> Any:
-        """The method of the router as it is when nobody follows."""
+        """The method of the router as it is without followers."""
         if self.before is not None:
             return self.before(*args, **kwargs)
         return getattr(type(self.router), self.name)(self.router, *args, **kwargs)
@@ -104,7 +104,7 @@ class Followed:
             self.remove()
 
     def route(self, logits: Tensor, arguments: dict[str, Any]) -> Routing:
-        """`route` with the followers' choice, of which they are told the results."""
+        """`route` with the experts that followers provide; all followers get the results."""
         arguments = {n: v for n, v in arguments.items() if n not in ("experts", "count_changed")}
         shape = (*logits.shape[:-1], arguments["k"])
         if torch.compiler.is_compiling():
@@ -193,7 +193,7 @@ def attribute_of(router: nn.Module, name: str) -> str:
 
 
 def unless_copied(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The ``method`` of a router that is followed. In a copy, or once nobody follows, it is the router's own."""
+    """The ``method`` of a router that is followed. In a copy, or without followers, it is the router's own."""
 
     @wraps(method)
     def call(router: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +207,7 @@ def unless_copied(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def followed_of(router: nn.Module) -> Followed | None:
-    """The `Followed` of a router; None of a router that nobody follows, such as a copy of one that is followed."""
+    """The `Followed` of a router; None for a router without followers, such as a copy of one that is followed."""
     followed: Followed | None = getattr(router, ATTRIBUTE, None)
     return None if followed is None or followed.is_of_copy else followed
 
@@ -218,7 +218,7 @@ _followed: WeakValueDictionary[int, Followed] = WeakValueDictionary()
 
 
 def follow(router: nn.Module, user: Any, name: str, method: Callable[..., Any]) -> Followed:
-    """Have calls of the router followed as long as ``user`` needs it, with ``method`` in place of its own."""
+    """Follow calls of the router as long as ``user`` needs it, with ``method`` in place of its own."""
     followed: Followed | None = getattr(router, ATTRIBUTE, None)
     if followed is not None and followed.is_of_copy:
         followed.remove()
@@ -249,7 +249,7 @@ def unfollow(router: nn.Module, user: Any) -> None:
 @operation("onepass::followed_choice", lambda logits, k, slot: logits.new_empty((*logits.shape[:-1], k)).short())
 def _choice(logits: Tensor, k: int, slot: Tensor) -> Tensor:
     shape = (*logits.shape[:-1], k)
-    followed = _followed.get(int(slot))  # None once nobody follows
+    followed = _followed.get(int(slot))  # None once there are no followers
     ids = None if followed is None else followed.choice(shape, logits.device)
     if ids is None:
         return logits.new_full(shape, -1, dtype=torch.int16)

@@ -1,4 +1,4 @@
-"""A router's method, and a twin of the router on which it is tried: the same class with other tensors."""
+"""A router's method, and a twin of the router on which it is run: an object of the same class with other tensors."""
 
 import inspect
 from collections.abc import Callable, Iterator

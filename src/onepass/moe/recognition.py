@@ -1,7 +1,7 @@
 """How a router is recognised: it is run on a few numbers, and its results are compared with those of `route`.
 
-Nothing depends on the name of its class. What is run is a twin: an object of the same class, with tensors of the same
-shapes in float32 on the CPU and without hooks, so that the module itself is neither called nor changed.
+Nothing depends on the name of its class. A twin of the router is run: an object of the same class, with tensors of the
+same shapes in float32 on the CPU and without hooks, so that the module itself is neither called nor changed.
 """
 
 import ctypes

@@ -19,11 +19,11 @@ from onepass.moe.routing_record import RoutingRecord
 
 
 class Pass:
-    """One forward pass: the choices that were made in it, and the backward through it.
+    """One forward pass: the experts that were selected in it, and the backward through it.
 
     Attributes:
         made: the experts ``(T, K)`` that each router selected.
-        computed_again: of each router, the last backward that has computed its layer again.
+        computed_again: for each router, the last backward that has computed its layer again.
     """
 
     def __init__(self, routers: Sequence[nn.Module]) -> None:
@@ -32,7 +32,7 @@ class Pass:
         self.computed_again: dict[nn.Module, int] = {}
 
     def begin_backward(self, _: Any) -> None:
-        """Have layers that are computed again take the same choices, also after the context was left."""
+        """Make layers that are computed again use the same experts, also after the context has ended."""
         for router in self.routers:
             follow(router, self, *own_method(router)).backward_of = ref(self), backward_task()
         Variable._execution_engine.queue_callback(self.end_backward)
@@ -46,14 +46,14 @@ class Pass:
 
 
 class Choices(Follower):
-    """Counts the calls of each router, which tell the forward passes of a model apart.
+    """Counts the calls of each router, by which the forward passes of a model are told apart.
 
     Attributes:
-        routers: the modules of each, by name, in the order of layers; see `routers_of`.
-        layers: the place of each module's router in this order.
-        calls: of each router.
+        routers: the modules of each router, by name, in the order of layers; see `routers_of`.
+        layers: the index of each module's router in this order.
+        calls: the number of calls of each router.
         waiting: the passes of which no output of the model has been seen yet.
-        seen: the pass that is under way, once one has.
+        seen: the current pass, once one of its outputs has been seen.
     """
 
     keeps = True
@@ -88,7 +88,7 @@ class Choices(Follower):
             self.begun[model] = self.state()
 
     def undo(self, model: nn.Module) -> None:
-        """Forget a forward that has not ended, but in an error."""
+        """Forget a forward that has ended in an error."""
         vars(self).update(self.begun.pop(model, {}))
 
     def end(self, model: nn.Module, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""`group_by_expert`: token-expert assignments sorted by expert, which grouped GEMMs require."""
+"""`group_by_expert`: assignments (pairs of a token and an expert) sorted by expert, as grouped GEMMs require them."""
 
 import torch
 from torch import Tensor

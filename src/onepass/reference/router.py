@@ -51,7 +51,7 @@ def route(
 
 
 def replayed(given: Tensor, natural: Tensor, token_mask: Tensor | None, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The ``given`` experts of a token, or its ``natural`` ones if one of those is -1 or the token is masked.
+    """The ``given`` experts of a token, or the selected (``natural``) ones if a given id is -1 or the token is masked.
 
     Also returns a mask ``(T, 1)`` of tokens with an id that is repeated or is no expert, which have the experts
     0 … K - 1, and a mask ``(T, K)`` of given ids that are not among the natural ones.

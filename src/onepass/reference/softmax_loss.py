@@ -18,7 +18,8 @@ def supports_fused_loss(logits: Tensor, index: Tensor | None, options: Options) 
 
 
 def reads_once(logits: Tensor, inputs: Inputs, options: Options) -> bool:
-    """Whether one exponential serves statistics and gradient. On a GPU, the gradient may be in vain."""
+    """Whether one exponential is used for statistics and gradient. On a GPU, the gradient may turn out not to be
+    used."""
     plain = options.fields == "log_probs" and inputs.index is not None and inputs.support is None
     return logits.is_cpu and plain
 

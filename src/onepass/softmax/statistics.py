@@ -1,7 +1,7 @@
-"""The one differentiable primitive: softmax statistics of rows of logits, from one read.
+"""The differentiable primitive of all losses: softmax statistics of rows of logits, each of which is read once.
 
-`statistics_of` chooses the backend and has one backward for all losses of these statistics. Losses are ordinary
-PyTorch on the fields that it returns.
+`statistics_of` chooses the backend and has one backward for all losses of these statistics. Losses are ordinary PyTorch
+on the statistics that it returns, the fields.
 """
 
 from collections.abc import Callable
@@ -104,8 +104,8 @@ def statistics_of(
 
     Args:
         inplace_backward: whether the backward writes the gradient over the logits.
-        average: if given, the result is this average of the only field, the log-probs. It takes one launch
-            more, or two, where an equivalent of operations that autograd records takes six.
+        average: if given, the result is this average of the only field, the log-probs. It takes one or two launches
+            more; with operations that autograd records, it would take six.
         early: whether the gradient of an average may be computed in the forward, see `early_gradient`.
     """
     if logits.stride()[-1] != 1 and logits.shape[-1] > 1 and not inplace_backward:
@@ -205,7 +205,7 @@ def check_range(logits: Any, inputs: Inputs, name: str = "index", masked: int = 
 
 
 def row_weight_of(logits: Tensor, inputs: Inputs, average: Average) -> Tensor:
-    """``(3,)``, see `FieldGradients`: the upstream gradient of the last average is a guess at that of this one."""
+    """``(3,)``, see `FieldGradients`: the upstream gradient of the last average predicts that of this one."""
     row_weight: Tensor = backend_of(logits).compute_row_weight(
         logits, inputs.row_mask, average, last_row_weight(logits)
     )
@@ -237,7 +237,7 @@ def key_of_row_weight(logits: Tensor) -> tuple[int, int, bool]:
 def averaged(
     fields: tuple[Tensor, ...], inputs: Inputs, average: Average | None, row_weight: Tensor | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """The fields or, of an average, that of the only one; and the weight of a row, if it is not known."""
+    """The fields, or the average of the only field; and the weight of a row, if it is not known."""
     if average is None:
         return fields, None
     total, row_weight = backend_of(*fields).row_average(*fields, inputs.row_mask, average, row_weight)
@@ -265,8 +265,8 @@ def average_and_gradient(
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None]:  # fmt: skip
     """What `averaged` returns, and the gradient of the logits, which ``gradient`` computes; None to leave it out.
 
-    Its upstream gradients are those of the average as they probably will be. The backward writes the gradient again if
-    they are others, which only the device compares.
+    The gradient is computed for the upstream gradient that is predicted. The backward computes it again if the
+    prediction was wrong; only the device compares.
     """
     if gradient is None or average is None:
         return *averaged(fields, inputs, average), None
@@ -302,7 +302,7 @@ class _Statistics(torch.autograd.Function):
         else:
             results = _forward(logits, inputs, options)
             early = early and logits.shape[-1] >= LEAST_VOCABULARY
-            early = early and backend.supports_early_gradient(logits, inputs)  # else the device waits for the host
+            early = early and backend.supports_early_gradient(logits, inputs)  # else the GPU waits for the CPU
 
             def gradient(upstream: FieldGradients) -> Tensor:
                 found: Tensor = _gradient(logits, inputs, results[0], upstream, options)
