@@ -57,12 +57,11 @@ class Outputs(tuple[str, ...]):
 def add_fused_lm_head(
     model: Any, temperature: float = 1.0, cast_lm_head_to_fp32: bool = False, outputs: tuple[str, ...] = ("log_probs",)
 ) -> None:
-    """TRL's own but for ``cast_lm_head_to_fp32``.
+    """TRL's own function, except for ``cast_lm_head_to_fp32`` and for a LoRA adapter on the head.
 
-    Where the hidden states are bfloat16 or float16, so are the factors of the GEMMs, which accumulate in float32 and do
-    not round the logits. A float32 weight is two such factors. TRL multiplies float32 copies of the hidden states.
-
-    A LoRA adapter on the head, which TRL refuses, is used as its factors.
+    If the hidden states are bfloat16 or float16, so are the operands of the GEMMs, which accumulate in float32 and do
+    not round the logits. A float32 weight is split into a sum of two such weights. TRL multiplies float32 copies of the
+    hidden states. A LoRA adapter on the head, which TRL rejects, is used as its two factors.
     """
     adapted = is_adapted(model.get_output_embeddings())
     if adapted and cast_lm_head_to_fp32:
