@@ -143,8 +143,8 @@ def route_block(
     The options of `route` are found by what the router computes: once for its class and settings, a copy of it is run
     on a few numbers, and its experts and weights are compared with those of `route`. A router for which options are
     found is *recognised*; docs/moe.md lists the model families of transformers. Logits are computed in the precision of
-    the router, scores and weights in float32. A PEFT LoRA on the gate is computed by separate GEMMs, ``x Wᵀ + scaling
-    (x Aᵀ) Bᵀ``, so that ``B A`` is never added to a sharded ``W``.
+    the router, scores and weights in float32. A PEFT LoRA on the gate is computed by separate GEMMs,
+    ``x Wᵀ + scaling (x Aᵀ) Bᵀ``, so that ``B A`` is never added to a sharded ``W``.
 
     Args:
         block: the block, or its router if that has all settings. A block of transformers 4, which has no router module,
