@@ -203,6 +203,29 @@ def test_head_that_is_no_linear_layer():
         onepass.attach(model.forward)
 
 
+@pytest.mark.parametrize("kind", ["hook", "pre_hook"])
+@pytest.mark.parametrize("adapted", [False, True], ids=["", "LoRA"])
+@pytest.mark.parametrize("attach", [onepass.attach, lambda _: onepass.patch("transformers")], ids=["attach", "patch"])
+def test_head_with_backward_hooks(attach, adapted, kind):
+    """They see, and may change, the gradient of the logits, which are a tensor until the hooks are removed."""
+    model = llama(tie_word_embeddings=False)
+    if adapted:
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(model, config)
+    head = model.get_output_embeddings()
+    calls = []
+    hook = getattr(getattr(head, "base_layer", head), f"register_full_backward_{kind}")(
+        lambda _, *gradients: calls.append(gradients[-1][0].shape) or (gradients[0][0] * 2,)
+    )
+    ours, theirs, messages = both(model, lazy_models.inputs(model), attach)
+    assert len(calls) == 2 and calls[0] == calls[1] and not messages
+    assert difference(ours, theirs) < TOLERANCE and type(ours[0].logits) is torch.Tensor
+    hook.remove()
+    ours, theirs, _ = both(model, lazy_models.inputs(model), attach)
+    assert isinstance(ours[0].logits, onepass.LinearLogits) and difference(ours, theirs) < TOLERANCE
+
+
 # When logits are lazy.
 
 

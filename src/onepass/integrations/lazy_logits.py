@@ -80,6 +80,8 @@ def _reason(head: nn.Module) -> str:
         return f"{type(base).__name__} has a forward of its own"
     if any("forward" in m.__dict__ and CALLS not in m.__dict__ for m in (head, base)):
         return "its forward is replaced, as by the hooks of accelerate"
+    if any(m._backward_hooks or m._backward_pre_hooks for m in (head, base)):  # torch would not call them
+        return "it has backward hooks, which see the gradient of a tensor"
     if not base.weight.dtype.is_floating_point or base.weight.element_size() < 2:
         return f"its weight is {base.weight.dtype}"
     return ""
