@@ -62,6 +62,15 @@ def test_a_token_that_the_trainer_rules_out(device):
     assert found["mean_abs_ratio_error"] == 0.5 and found["effective_sample_size"] == 0.5
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_token_of_nan(device, masked):
+    """All but the number of tokens are then NaN, as in `torch.quantile`, also where masked tokens follow."""
+    trainer = torch.tensor([0.0, -1.0, math.nan, -2.0], device=device)
+    mask = torch.tensor([True, True, True, not masked], device=device)
+    sampler = torch.full_like(trainer, -1.5)
+    same(onepass.ratio_report(trainer, sampler, mask).to_dict(), defined(trainer, sampler, mask))
+
+
 def test_what_it_prints():
     x = -torch.rand(3)
     printed = str(onepass.ratio_report(x, x)).splitlines()
