@@ -18,6 +18,7 @@ from types import MethodType
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import onepass
 
@@ -576,6 +577,25 @@ def test_max_memory():
     with pytest.raises(TypeError, match=r"^model: expected a torch.nn.Module, got"):
         onepass.attach("model")
     assert "forward" not in model.__dict__
+
+
+def test_mapped_by_pytree():
+    """A function of tensors acts on the hidden states: rows, casts and constants are those of the logits."""
+    model = llama()
+    given = lazy_models.inputs(model)
+    with onepass.attach(model):
+        expected = model(**given).logits.materialize()
+        logits = model(**given).logits
+    rows, constant = tree_map(lambda t: t[:1], logits), tree_map(torch.detach, logits)
+    assert rows.shape == rows.materialize().shape and torch.equal(rows.materialize(), expected[:1])
+    assert rows.requires_grad and not constant.requires_grad and not constant.materialize().requires_grad
+    assert torch.equal(constant.materialize(), expected)
+    for function in (lambda t: t.argmax(-1), lambda t: t[..., :3], torch.isnan):
+        with pytest.raises(TypeError, match=r"logits: expected hidden states, .*call logits.materialize\(\) before"):
+            tree_map(function, logits)
+    logits.materialize()
+    assert torch.equal(tree_map(lambda t: t.argmax(-1), logits), expected.argmax(-1))
+    assert torch.equal(tree_map(lambda t: t[:1], logits), expected[:1])
 
 
 def test_threads():

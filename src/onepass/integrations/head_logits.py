@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import register_pytree_node
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from onepass.core.checks import short
 from onepass.core.dispatch import autocast_dtype
 from onepass.integrations.adapters import adapter_factors
 from onepass.logits.fsdp2 import sharded_parameter, states_of
@@ -61,17 +62,29 @@ class HeadLogits(LinearLogits):
         self.check_unchanged()
         return super().with_bias(bias)
 
-    def with_leaf(self, leaf: Any) -> "HeadLogits":
-        """The same logits from other hidden states, or these as another tensor if they are materialized."""
+    def with_leaf(self, leaf: Any) -> Any:
+        """The same logits from other hidden states, or these as another tensor if they are materialized.
+
+        Raises:
+            TypeError: the leaf is a tensor that is no hidden states.
+        """
         old = self.hidden if self.tensor is None else self.tensor
         if leaf is old:
             return self
+        if self.tensor is not None and isinstance(leaf, Tensor) and (leaf.shape, leaf.dtype) != (old.shape, old.dtype):
+            return leaf
         new: HeadLogits = self.changed()
         if self.tensor is not None:
             new.tensor = leaf
         elif isinstance(leaf, Tensor):
+            if leaf.shape[-1:] != old.shape[-1:] or not leaf.is_floating_point():
+                raise TypeError(f"logits: expected hidden states, their leaf in a pytree, such as {short(old)}, "
+                                f"got {short(leaf)}; call logits.materialize() before")  # fmt: skip
             # A cast is meant for the output: `output_dtype` of FSDP2.
             new.hidden, new.dtype = leaf.to(old.dtype), self.dtype if leaf.dtype == old.dtype else leaf.dtype
+            new.shape = torch.Size((*leaf.shape[:-1], self.shape[-1]))
+            if old.requires_grad and not leaf.requires_grad:  # detached
+                new.make_constant()
             if self.__dict__.get("versions"):
                 new.versions = (new.hidden._version, *self.versions[1:])  # type: ignore[index]
         else:
