@@ -226,6 +226,15 @@ def test_casts_to_fewer_bits(to, no_warning):
     close(cast.materialize(), of_tensor)
 
 
+def test_the_dtype_of_a_sum_with_a_bias_under_autocast(no_warning):
+    """That of torch: autocast casts the operands of a GEMM, not those of a sum."""
+    hidden, weight, bias = parts_of()
+    with torch.autocast("cpu", torch.bfloat16):
+        z, expected = onepass.LinearLogits(hidden, weight) + bias, F.linear(hidden, weight) + bias
+        assert z.dtype == z.materialize().dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(z.materialize(), expected, rtol=2e-2, atol=2e-2 * expected.abs().max().item())
+
+
 def test_detach(no_warning):
     parts = parts_of()
     ours, theirs = both(parts)

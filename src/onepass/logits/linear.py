@@ -251,7 +251,8 @@ class LinearLogits(TiledLogits):
             or bias.device != self.device
         ):
             return None
-        return self.derived(bias=bias if self.bias is None else self.bias + bias)
+        dtype = torch.promote_types(self.dtype, bias.dtype)  # another one than that of the logits under autocast
+        return self.derived(bias=bias if self.bias is None else self.bias + bias, dtype=dtype)
 
     def detach(self) -> Any:
         """The same logits as constants."""
