@@ -227,6 +227,18 @@ def test_head_with_backward_hooks(attach, adapted, kind):
     assert isinstance(ours[0].logits, onepass.LinearLogits) and difference(ours, theirs) < TOLERANCE
 
 
+def test_head_with_a_spectral_norm():
+    """Each read of its weight is a power iteration, so that more reads than the model's own would change the loss."""
+    models = [llama(tie_word_embeddings=False) for _ in range(2)]
+    for model in models:
+        torch.manual_seed(0)
+        nn.utils.parametrizations.spectral_norm(model.train().lm_head)
+    attached = onepass.attach(models[1])
+    assert str(attached) == "lm_head (ParametrizedLinear): materialized logits, its weight is parametrized"
+    expected, found = [model(**lazy_models.inputs(model)).loss for model in models]
+    assert torch.equal(found, expected)
+
+
 # When logits are lazy.
 
 

@@ -82,6 +82,8 @@ def _reason(head: nn.Module) -> str:
         return "its forward is replaced, as by the hooks of accelerate"
     if any(m._backward_hooks or m._backward_pre_hooks for m in (head, base)):  # torch would not call them
         return "it has backward hooks, which see the gradient of a tensor"
+    if "parametrizations" in base._modules:  # each read computes the weight again, and may change its buffers
+        return "its weight is parametrized"
     if not base.weight.dtype.is_floating_point or base.weight.element_size() < 2:
         return f"its weight is {base.weight.dtype}"
     return ""
