@@ -527,6 +527,16 @@ def test_adapters_are_not_merged_into_codes(families, unloads, monkeypatch):
         model.merge_adapter()
 
 
+def test_adapters_without_the_patch_are_an_error(families):
+    """PEFT 0.21 leaves them behind on a parametrized weight, where they would apply when adapters are disabled."""
+    tokens = torch.arange(7).view(1, 7)
+    model = small_model(families, "onepass")
+    with pytest.raises(NotImplementedError, match=r"proj: PEFT would add .* call onepass\.patch"):
+        model(tokens)
+    with onepass.patch("transformers"):
+        model(tokens)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_cast_of_the_model(families, dtype):
     """The values have the dtype of the model, as those of its other parameters."""

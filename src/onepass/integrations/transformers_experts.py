@@ -126,14 +126,12 @@ def weight_of(experts: nn.Module, name: str, dtype: torch.dtype) -> tuple[Weight
     weight: Any = None
     quantized = quantized_of(experts, name)
     if quantized is not None:
-        proxies = [p for n, chain in parametrized.items() if n == name for p in chain if "_Lora" in type(p).__name__]
-        if proxies and (len(proxies) > 1 or type(proxies[0]).__name__ != "_LoraFactorsProxy"):
+        # PEFT leaves its parametrization of a parametrized weight behind: it would apply when adapters are disabled.
+        if factors is None and name in parametrized and any("_Lora" in type(p).__name__ for p in parametrized[name]):
             raise NotImplementedError(
                 f"{type(experts).__name__}.{name}: PEFT would add its adapter to a weight in "
                 f"{quantized.format.name!r}; call onepass.patch('transformers') first, which keeps them apart"
             )
-        if factors is None and proxies:
-            factors = proxies[0].lhs, proxies[0].rhs, proxies[0].scaling
         weight = quantized.to(dtype)
         factors = factors and (factors[0].to(dtype), factors[1].to(dtype), factors[2])
     elif factors is None and name in parametrized and len(parametrized[name]) == 1:
