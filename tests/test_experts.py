@@ -130,6 +130,26 @@ def test_float64(name):
     close(run(expert_mlp, leaves(of, torch.float64, "cpu"), experts, **options), expected, 1e-12)
 
 
+@pytest.mark.parametrize("gates, upstream", [(400, 1), (0.003, 1e-5)])
+def test_float16(device, gates, upstream):
+    """Squares of large gates and products with small upstream gradients are no numbers of float16."""
+    of, experts = inputs()
+    of["gate_up"][:, :24] *= gates
+    of["down"] /= max(gates, 1)
+    of = {name: t.half().double() for name, t in of.items()}
+    found = []
+    for function, where, dtype in ((definition, "cpu", torch.float64), (expert_mlp, device, torch.float16)):
+        tensors = leaves(of, dtype, where)
+        routing = SimpleNamespace(weights=tensors["weights"], experts=experts.to(where))
+        out = function(tensors["hidden"], routing, tensors["gate_up"], tensors["down"], activation="gelu_tanh")
+        up = (upstream * torch.linspace(-1, 1, out.numel(), dtype=torch.float64)).half().view(out.shape).to(out)
+        names = ["weights", "hidden", "gate_up"] if upstream == 1 else ["weights"]
+        grads = torch.autograd.grad(out, [tensors[n] for n in names], up)
+        found.append([t.cpu().double() for t in (out, *grads)])
+    for exact, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, exact, rtol=0, atol=1e-2 * exact.abs().max().item())
+
+
 @pytest.mark.parametrize("frozen", [
     ("gate_up", "down", "gate_up_bias", "down_bias"), ("hidden",), ("weights", "a1"), ("down", "b2", "hidden"),
     ("hidden", "weights", "gate_up", "down", "gate_up_bias", "down_bias", "a1", "b1", "a2"),

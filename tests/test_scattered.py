@@ -55,6 +55,18 @@ def test_against_the_definition(device, grouped_in, grouped_out, weighted, ids, 
         torch.testing.assert_close(got.cpu().double(), exact, rtol=1e-5, atol=1e-5)
 
 
+def test_small_upstream_gradients_in_float16(device):
+    """Products with the outputs are no numbers of float16."""
+    found = []
+    for dtype, where in ((torch.float64, "cpu"), (torch.float16, device)):
+        experts, (x, _, weight, _, weights) = inputs(where, torch.float16)
+        x, weight, weights = (0.1 * x).to(dtype), (0.1 * weight).to(dtype), weights.to(dtype)
+        out = scattered_linear(x, weight, experts, weights=weights)
+        upstream = torch.linspace(-1e-5, 1e-5, out.numel(), dtype=torch.float64).half().view(out.shape).to(out)
+        found.append(torch.autograd.grad(out, weights, upstream)[0].cpu().double())
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-2 * found[0].abs().max().item())
+
+
 def test_a_block_of_ones_own(device):
     """Two layers, grouped between, are the experts of `expert_mlp`; and `GLUMLP` is these."""
     experts, (x, *_, weights) = inputs(device, torch.float32)

@@ -38,7 +38,8 @@ def activate(gate: Tensor, up: Tensor, o: ExpertOptions) -> Tensor:
 
 
 def slopes(gate: Tensor, up: Tensor, o: ExpertOptions) -> tuple[Tensor, Tensor]:
-    """The derivatives of `activate` with respect to gate and up."""
+    """The derivatives of `activate` with respect to gate and up, in at least float32: squares overflow in float16."""
+    gate, up = gate.to(wide(gate)), up.to(wide(up))
     if o.activation == "swiglu_clamped":
         g, u = gate.clamp(max=o.limit), up.clamp(-o.limit, o.limit) + 1
         s = torch.sigmoid(o.alpha * g)
@@ -171,7 +172,7 @@ def expert_mlp_gradient(
         both = first(x, e)
         gate, up = halves(both, o)
         activated = activate(gate, up, o)
-        of_weights[token, k] = (second(activated, e) * g).sum(-1, dtype=t.weights.dtype)
+        of_weights[token, k] = (second(activated, e) * g.to(wide(g))).sum(-1, dtype=t.weights.dtype)
         of_activated = second.backward((g * t.weights[token, k, None]).to(x.dtype), activated, e)
         of_both = torch.empty_like(both)
         for part, slope in zip(halves(of_both, o), slopes(gate, up, o)):
@@ -234,7 +235,8 @@ def scattered_linear_gradient(
     layer = Layer(weight, bias, None, None, 0.0, o.transposed, [needed[1], needed[2], False, False])
     of_weights = None
     if weights is not None:
-        of_weights = (y.view(*weights.shape, y.shape[-1]) * grad.unsqueeze(1)).sum(-1, dtype=weights.dtype)  # type: ignore[union-attr]
+        products = y.view(*weights.shape, y.shape[-1]) * grad.unsqueeze(1).to(wide(grad))  # type: ignore[union-attr]
+        of_weights = products.sum(-1, dtype=weights.dtype)
         of_weights = of_weights.where((experts >= 0) & (experts < len(weight)), 0.0)
         grad = (grad.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1)
     g = grad if o.grouped_out else grad[order]
