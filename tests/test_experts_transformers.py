@@ -147,6 +147,15 @@ def test_an_unknown_gate_is_an_error(routed):
         run(experts, "onepass", *routed)
 
 
+def test_a_limit_beyond_ordinary_numbers_is_an_error(routed):
+    experts = experts_of("mixtral")
+    own = type(experts)._apply_gate
+    limited = lambda self, x: own(self, x.clamp(-30, 30))  # noqa: E731
+    experts.__class__ = type("LimitedExperts", (type(experts),), {"_apply_gate": limited})
+    with pytest.raises(NotImplementedError, match=r"LimitedExperts\._apply_gate is none of silu"):
+        run(experts, "onepass", *routed)
+
+
 @pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("parameters", [["gate_up_proj", "down_proj"], ["down_proj"]], ids="+".join)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
