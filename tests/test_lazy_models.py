@@ -227,6 +227,24 @@ def test_head_with_backward_hooks(attach, adapted, kind):
     assert isinstance(ours[0].logits, onepass.LinearLogits) and difference(ours, theirs) < TOLERANCE
 
 
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
+@pytest.mark.parametrize("part", ["base_layer", "lora_A.default", "lora_B.default"])
+def test_adapted_head_with_hooks_on_its_parts(part, kind):
+    """The parts of an adapted head are not called where its logits are lazy."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(llama(tie_word_embeddings=False), config)
+    calls = []
+    hooked = model.get_output_embeddings().get_submodule(part)
+    hook = getattr(hooked, f"register_{kind}")(lambda *_: calls.append(0))
+    ours, theirs, messages = both(model, lazy_models.inputs(model), onepass.attach)
+    assert len(calls) == 2 and not messages and type(ours[0].logits) is torch.Tensor
+    assert difference(ours, theirs) < TOLERANCE
+    hook.remove()
+    ours, *_ = both(model, lazy_models.inputs(model), onepass.attach)
+    assert isinstance(ours[0].logits, onepass.LinearLogits)
+
+
 def test_head_with_a_spectral_norm():
     """Each read of its weight is a power iteration, so that more reads than the model's own would change the loss."""
     models = [llama(tie_word_embeddings=False) for _ in range(2)]

@@ -45,6 +45,11 @@ def adapter_reason(head: Any) -> str:
     return ""
 
 
+def adapter_layers(head: Any) -> list[nn.Module]:
+    """The linear layers of the active adapters of a head that `is_adapted`."""
+    return [layers[name] for name in active_adapters(head) for layers in (head.lora_A, head.lora_B)]
+
+
 def adapter_factors(head: Any) -> Adapter | None:
     """``(A, B, scaling)`` of the active adapter of a head without an `adapter_reason`; None if there is none."""
     if not is_adapted(head):

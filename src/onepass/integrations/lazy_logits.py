@@ -20,7 +20,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dyn
 
 from onepass.core.checks import check_bool, check_integer, described
 from onepass.core.dispatch import is_plain
-from onepass.integrations.adapters import adapter_reason, is_adapted
+from onepass.integrations.adapters import adapter_layers, adapter_reason, is_adapted
 from onepass.integrations.head_logits import HeadLogits, gather_before_backward
 from onepass.integrations.patching import Restorable
 from onepass.logits.observer import Metrics
@@ -70,18 +70,22 @@ def heads_of(model: nn.Module) -> list[nn.Module]:
 def _reason(head: nn.Module) -> str:
     """Why a head returns tensors; empty if it returns `LinearLogits`."""
     base: Any = head
+    inner: list[nn.Module] = []  # the parts of the head, which are not called
     if is_adapted(head):
         base, reason = head.base_layer, adapter_reason(head)
         if reason:
             return reason
+        inner = [base, *adapter_layers(head)]
     if not isinstance(base, nn.Linear):
         return f"{type(base).__module__}.{type(base).__name__} is not torch.nn.Linear"
     if type(base).forward is not nn.Linear.forward:
         return f"{type(base).__name__} has a forward of its own"
-    if any("forward" in m.__dict__ and CALLS not in m.__dict__ for m in (head, base)):
+    if any("forward" in m.__dict__ and CALLS not in m.__dict__ for m in (head, *inner)):
         return "its forward is replaced, as by the hooks of accelerate"
-    if any(m._backward_hooks or m._backward_pre_hooks for m in (head, base)):  # torch would not call them
+    if any(m._backward_hooks or m._backward_pre_hooks for m in (head, *inner)):  # torch would not call them
         return "it has backward hooks, which see the gradient of a tensor"
+    if any((m._forward_hooks or m._forward_pre_hooks) and not hasattr(m, "unshard") for m in inner):  # not FSDP2's
+        return "its base layer or its adapter has hooks"
     if "parametrizations" in base._modules:  # each read computes the weight again, and may change its buffers
         return "its weight is parametrized"
     if not base.weight.dtype.is_floating_point or base.weight.element_size() < 2:
