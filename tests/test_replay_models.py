@@ -662,6 +662,13 @@ def test_errors():
         (ValueError, "lengths: expected at most 15 tokens, got 16", lambda: record.to_array(lengths=[9, 7])),
         (ValueError, "lengths: expected None beside", lambda: record.to_array(mask, lengths=[9, 7])),
         (ValueError, "at least one forward pass", lambda: RoutingRecord().to_array()),
+        (ValueError, "record: expected as many tokens and experts in each layer of a forward pass, got the shapes",
+         lambda: RoutingRecord([[torch.zeros(n, 1).short() for n in (0, 2)]]).to_array()),
+        (TypeError, "passes: expected integer tensors", lambda: RoutingRecord([[torch.zeros(2, 1)]])),
+        (TypeError, "passes: expected integer tensors", lambda: RoutingRecord([[torch.zeros(2).long()]])),
+        (ValueError, "passes: expected ids from -1 to 32767, got 0 to 65537",
+         lambda: RoutingRecord([[torch.tensor([[0, 65537]])]])),
+        (TypeError, "unsupported operand", lambda: record + 1),
         (TypeError, "arrays: expected integers", lambda: RoutingRecord.from_array(torch.zeros(1, 1, 1))),
         (ValueError, r"arrays: expected shape \(tokens", lambda: RoutingRecord.from_array([[1]])),
         (ValueError, "arrays: expected 2, one for", lambda: RoutingRecord.from_array(

@@ -13,6 +13,8 @@ from torch import Tensor
 from onepass.core.checks import check_integer, described
 
 DTYPES = (torch.int16, torch.uint8)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+MOST = torch.iinfo(torch.int16).max
 
 
 class RoutingRecord:
@@ -24,12 +26,15 @@ class RoutingRecord:
     Attributes:
         passes: for each forward pass, for each layer with a router, the experts ``(T, K)`` of its T tokens, int16. An
             id of -1 leaves the choice to the router.
+
+    Raises:
+        TypeError, ValueError: ``passes`` are not such tensors, of any integer dtype.
     """
 
     def __init__(self, passes: Sequence[Sequence[Tensor]] = ()) -> None:
         if not isinstance(passes, Sequence) or not all(isinstance(layers, Sequence) for layers in passes):
             raise TypeError(f"passes: expected a sequence of sequences of tensors, got {described(passes)}")
-        self.passes: list[list[Tensor]] = [list(layers) for layers in passes]
+        self.passes: list[list[Tensor]] = [[_ids(of_layer) for of_layer in layers] for layers in passes]
 
     def __len__(self) -> int:
         return len(self.passes)
@@ -38,6 +43,8 @@ class RoutingRecord:
         return RoutingRecord(self.passes[index] if isinstance(index, slice) else [self.passes[index]])
 
     def __add__(self, other: RoutingRecord) -> RoutingRecord:
+        if not isinstance(other, RoutingRecord):
+            return NotImplemented
         return RoutingRecord(self.passes + other.passes)
 
     def to(self, device: torch.device | str) -> RoutingRecord:
@@ -79,6 +86,10 @@ class RoutingRecord:
             if layers and len(layers[0]) % max(batch, 1):
                 raise ValueError(f"attention_mask: expected as many tokens in each of {batch} sequences, got a forward "
                                  f"pass of {len(layers[0])}")  # fmt: skip
+            shapes = {tuple(ids.shape) for ids in layers}
+            if len(shapes) != 1:
+                raise ValueError("record: expected as many tokens and experts in each layer of a forward pass, "
+                                 f"got the shapes {sorted(shapes)}")  # fmt: skip
         parts = [torch.stack([ids.cpu().view(batch, -1, ids.shape[-1]) for ids in p], 2) for p in self.passes]
         joined = torch.cat(parts, 1)  # (B, S, layers, K)
         found = joined.shape[1]
@@ -147,6 +158,17 @@ class RoutingRecord:
                                  f"{len(at)} tokens, got {len(array)}")  # fmt: skip
             experts[at[start : start + len(array)]] = array
         return cls([experts.transpose(0, 1).contiguous().unbind(0)])
+
+
+def _ids(ids: Any) -> Tensor:
+    """Experts ``(T, K)`` as int16."""
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in INTEGERS:
+        raise TypeError(f"passes: expected integer tensors (T, K), the experts of each layer, got {described(ids)}")
+    if ids.dtype.itemsize > 1 and ids.dtype != torch.int16:
+        if ids.device.type == "cpu" and ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) <= MOST:
+            raise ValueError(f"passes: expected ids from -1 to {MOST}, got {int(ids.min())} to {int(ids.max())}")
+        ids = ids.clamp(-2, MOST)  # an id that is none stays none, instead of another one
+    return ids.to(torch.int16)
 
 
 def _rows(array: Any) -> Tensor:
