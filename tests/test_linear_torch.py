@@ -206,6 +206,27 @@ def test_inference_mode_and_checkpointing(device):
     assert_all_close(gradients(loss, (hidden, weight)), gradients(call(hidden), (hidden, weight)))
 
 
+META = {
+    "mean": lambda h, w, t: onepass.linear_cross_entropy(h, w, t),
+    "rows": lambda h, w, t: onepass.linear_cross_entropy(h, w, t, reduction="none").sum(),
+    "statistics": lambda h, w, t: onepass.linear_selective_log_softmax_and_entropy(h, w, t, row_mask=t > 0)[0].sum(),
+    "own loss": lambda h, w, t: onepass.linear_loss(h, w, t, lambda s: -s.log_probs, row_mask=t > 0),
+    "groups": lambda h, w, t: onepass.linear_loss(h, w, t, lambda s, g: -g.sum(s.log_probs), groups=[3, 5]),
+}
+
+
+@pytest.mark.parametrize("loss", META.values(), ids=META)
+def test_tensors_without_memory(loss, monkeypatch):
+    """How many rows are masked cannot be read: shapes alone are computed."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with torch.device("meta"):
+        h, w = torch.empty(8, 16, requires_grad=True), torch.empty(50, 16, requires_grad=True)
+        result = loss(h, w, torch.empty(8, dtype=torch.int64))
+        assert result.is_meta and result.shape == ()
+        result.backward()
+    assert h.grad.shape == h.shape and w.grad.shape == w.shape
+
+
 @pytest.mark.gpu
 def test_cuda_graph():
     hidden, weight, bias, target = batch("cuda", rows=(64,), width=64, vocab=1000)

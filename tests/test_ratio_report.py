@@ -71,6 +71,13 @@ def test_a_token_of_nan(device, masked):
     same(onepass.ratio_report(trainer, sampler, mask).to_dict(), defined(trainer, sampler, mask))
 
 
+def test_a_token_that_the_sampler_cannot_give(device):
+    """Its ratio is infinite, and so are the estimates of the divergence, of which none is the NaN of inf - inf."""
+    trainer, sampler = torch.tensor([-1.0, -2.0], device=device), torch.tensor([-math.inf, -2.0], device=device)
+    report = onepass.ratio_report(trainer, sampler).to_dict()
+    assert report["kl_k1"] == -math.inf and report["kl_k2"] == report["kl_k3"] == math.inf
+
+
 def test_what_it_prints():
     x = -torch.rand(3)
     printed = str(onepass.ratio_report(x, x)).splitlines()

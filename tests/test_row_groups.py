@@ -210,8 +210,10 @@ def test_what_has_no_entry_for_each_row():
         for function in (groups.sum, groups.mean):
             with pytest.raises(ValueError, match=r"per_row: expected shape \(5, ...\), a number or more for each row"):
                 function(per_row)
-    with pytest.raises(TypeError, match="per_row: expected a tensor, got"):
+    with pytest.raises(TypeError, match="per_row: expected a tensor of real numbers, got"):
         groups.sum([1.0] * 5)
+    with pytest.raises(TypeError, match="per_row: expected a tensor of real numbers, got"):
+        groups.sum(torch.ones(5, dtype=torch.complex64))
     with pytest.raises(TypeError, match="ids: expected an int64 tensor"):
         onepass.RowGroups([0, 1], 2)
     with pytest.raises(TypeError, match="row_mask: expected a bool tensor of shape"):

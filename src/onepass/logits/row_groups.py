@@ -47,8 +47,8 @@ class RowGroups:
         Raises:
             TypeError, ValueError: ``per_row`` is not a tensor with an entry for each row of these groups.
         """
-        if not isinstance(per_row, Tensor):
-            raise TypeError(f"per_row: expected a tensor, got {described(per_row)}")
+        if not isinstance(per_row, Tensor) or per_row.is_complex():
+            raise TypeError(f"per_row: expected a tensor of real numbers, got {described(per_row)}")
         if per_row.shape[:1] != self.ids.shape:
             raise ValueError(f"per_row: expected shape ({len(self.ids)}, ...), a number or more for each row, "
                              f"got {tuple(per_row.shape)}")  # fmt: skip

@@ -72,5 +72,7 @@ def valid_rows(row_mask: Tensor | None) -> Tensor | None:
 
 
 def defers(row_mask: Tensor | None) -> bool:
-    """Whether the kernels have to skip masked rows: nothing can be read while a CUDA graph is captured."""
-    return row_mask is not None and row_mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    """Whether masked rows are skipped late: nothing can be read while a CUDA graph is captured, or without memory."""
+    if row_mask is None or row_mask.is_meta:
+        return row_mask is not None
+    return row_mask.is_cuda and torch.cuda.is_current_stream_capturing()

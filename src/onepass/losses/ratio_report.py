@@ -86,7 +86,7 @@ def ratio_report(log_probs: Tensor, sampler_log_probs: Tensor, row_mask: Tensor 
 
     spread = quantiles(size.where(kept, torch.inf), count.where(~size.isnan().any(), 0.0))  # as torch's, NaN if one is
     values = [count, mean(d), mean(size), *spread, mean((ratio - 1).abs().where(kept, 0.0))]
-    values += [mean(-d), mean(d.square() / 2), mean((ratio - 1 - d).where(kept, 0.0))]
+    values += [mean(-d), mean(d.square() / 2), mean((ratio - 1 - d).where(d != torch.inf, d).where(kept, 0.0))]
     return RatioReport(torch.stack([*values, ratio.sum().square() / (count * ratio.square().sum())]))
 
 
