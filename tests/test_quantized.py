@@ -305,7 +305,12 @@ BAD = {
     "shape: expected (E, outputs, inputs), got (66, 64)": NF4 | {"shape": (66, 64)},
     "data: expected torch.int8, got torch.uint8": FP8 | {"format": "int8"},
     "state: expected a QuantState": {"data": NF4["data"]},
-    "expected finite numbers": {"tensor": damaged(randn(2, 3, 4), float("inf")), "format": "fp4"},
+    "expected numbers that are finite in float32": {"tensor": damaged(randn(2, 3, 4), float("inf")), "format": "fp4"},
+    "expected numbers that are finite in float32, got NaN, infinity or larger ones": {
+        "tensor": randn(2, 3, 4).double() * 1e300,
+        "format": "int8",
+    },
+    "expected a tensor with values": {"tensor": torch.empty(2, 3, 4, device="meta"), "format": "fp4"},
     "expected a floating-point tensor (E, outputs, inputs)": {"tensor": randn(3, 4), "format": "fp4"},
     "nested: expected False for 'int8', got True": {"tensor": randn(2, 3, 4), "format": "int8", "nested": True},
 }
@@ -525,6 +530,31 @@ def test_adapters_are_not_merged_into_codes(families, unloads, monkeypatch):
             model.merge_and_unload() if unloads else model.merge_adapter()
         assert moe.dequantize_experts(model) == 2
         model.merge_adapter()
+
+
+def test_adapters_of_the_only_expert():
+    """PEFT has another form for one expert."""
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=16, hidden_size=32, moe_intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_experts=1, num_experts_per_tok=1, experts_implementation="onepass",
+    )  # fmt: skip
+    ids, names = torch.arange(8)[None], [f"model.layers.0.mlp.experts.{n}" for n in ("gate_up_proj", "down_proj")]
+    with onepass.patch("transformers"):
+        model = transformers.Qwen3MoeForCausalLM(config)
+        moe.quantize_experts(model, "nf4")
+        lora = peft.LoraConfig(r=2, target_modules=[], target_parameters=names, init_lora_weights=False)
+        model = peft.get_peft_model(model, lora)
+        found = []
+        for _ in range(2):
+            loss = model(input_ids=ids, labels=ids).loss
+            adapters = [p for n, p in model.named_parameters() if "lora" in n]
+            found.append((loss, *torch.autograd.grad(loss, adapters)))
+            moe.dequantize_experts(model)
+    assert len(found[0]) == 5
+    for quantized, decoded in zip(*found):
+        assert torch.allclose(quantized, decoded, rtol=1e-5, atol=1e-6) and decoded.any()
 
 
 def test_adapters_without_the_patch_are_an_error(families):

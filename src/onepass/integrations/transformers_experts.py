@@ -202,7 +202,7 @@ def activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
     sharded = base is not None and is_sharded(
         experts, base, *(m[n].weight for m in (self.lora_A, self.lora_B) for n in adapters)
     )
-    if not (ours and adapters and (quantized or len(adapters) == 1) and self.num_experts > 1):
+    if not (ours and adapters and (quantized or (len(adapters) == 1 and self.num_experts > 1))):
         if sharded and adapters:
             raise NotImplementedError(
                 f"experts_implementation='{NAME}': {type(experts).__name__}.{self.parameter_name} is sharded over "

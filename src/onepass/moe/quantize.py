@@ -33,6 +33,8 @@ def quantize(
     """
     if not isinstance(tensor, Tensor) or tensor.dtype not in FLOATS or tensor.dim() != 3:
         raise TypeError(f"{name}: expected a floating-point tensor (E, outputs, inputs), got {described(tensor)}")
+    if tensor.is_meta:
+        raise TypeError(f"{name}: expected a tensor with values, got one on the meta device")
     if hasattr(tensor, "device_mesh"):
         raise TypeError(f"{name}: expected a weight that is not sharded over processes, got a DTensor")
     check_choice(format, f"{name}: format", tuple(FORMATS))
@@ -44,7 +46,7 @@ def quantize(
     f = WeightFormat(format, E, rows, columns, *block_of(format, block_size, columns, name))
     x = tensor.detach().float()
     if not x.isfinite().all():
-        raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")
+        raise ValueError(f"{name}: expected numbers that are finite in float32, got NaN, infinity or larger ones")
     if spec.flat:
         padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % f.block_columns)).view(-1, f.block_columns)
         largest = padded.abs().amax(1)
