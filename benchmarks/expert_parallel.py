@@ -164,8 +164,8 @@ def measure(
         m |= {"runs": of_run, "ms": statistics.median(of_run)}
     for m in measured:
         ms = {(r["exchange"], r["implementation"]): r["ms"] for r in measured}
-        m["baseline_ms"] = ms[THEIRS if m["exchange"] == OWN else m["exchange"], BASELINES[operation]]
-        m["ratio"] = m["ms"] / m["baseline_ms"]
+        baseline = ms.get((THEIRS if m["exchange"] == OWN else m["exchange"], BASELINES[operation]))
+        m |= {"baseline_ms": baseline, "ratio": None if baseline is None else m["ms"] / baseline}
         alone = ms.get((ALONE, m["implementation"]))  # with as many tokens a process: 1 is the best
         m["scaling"] = None if alone is None else alone / m["ms"]
     found["results"] += measured
@@ -222,6 +222,7 @@ def shown(results: list[dict[str, Any]]) -> Table:
         share = "" if r["exchange_share"] is None else f"{r['exchange_share']:.0%}"
         extra = "" if r["extra_bytes"] is None else f"{r['extra_bytes'] / 2**30:.2f}"
         scaling = "" if r["scaling"] is None else f"{r['scaling']:.2f}"
-        table.add_row(r["exchange"], r["implementation"], f"{r['ms']:.3f}", f"{r['ratio']:.3f}", scaling, share, extra,
+        ratio = "" if r["ratio"] is None else f"{r['ratio']:.3f}"
+        table.add_row(r["exchange"], r["implementation"], f"{r['ms']:.3f}", ratio, scaling, share, extra,
                       f"{r['error']:.1e}", style="bold" if r["implementation"] == "onepass" else None)  # fmt: skip
     return table

@@ -221,7 +221,8 @@ def expert_parallel_table(path: Path, report: Report) -> str:
         mark = "**" if r["implementation"] == "onepass" else ""
         scaling = f"{r['scaling']:.2f}" if r["scaling"] else ""
         kernels = ["", ""] if r["kernel_ms"] is None else [f"{r['kernel_ms']:.2f}", f"{r['exchange_share']:.0%}"]
-        row = [r["implementation"], f"{r['ms']:.2f}", f"{r['ratio']:.3f}", scaling, *kernels, gib(r)]
+        ratio = f"{r['ratio']:.3f}" if r["ratio"] else ""
+        row = [r["implementation"], f"{r['ms']:.2f}", ratio, scaling, *kernels, gib(r)]
         row.append(f"{r['error']:.1e}")
         case = [f"`{r['operation']}`", r["exchange"], str(r["processes"])]
         rows.append(case + [f"{mark}{cell}{mark}" if cell else "" for cell in row])
