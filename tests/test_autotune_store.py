@@ -357,7 +357,7 @@ def test_a_hostile_record_damages_its_file(library, tmp_path):
                 ConfigStore(path)
         with contextlib.suppress(RecursionError):  # of `json`
             data = json.loads(text)
-            with pytest.raises(ValueError):
+            with pytest.raises(ValueError, match=f"{field}: expected a.*, got|data: expected a dict with .*, got "):
                 AutotuneRecord.from_json(record.to_json() | {field: data})
 
 

@@ -668,6 +668,8 @@ def test_errors():
         (TypeError, "passes: expected integer tensors", lambda: RoutingRecord([[torch.zeros(2).long()]])),
         (ValueError, "passes: expected ids from -1 to 32767, got 0 to 65537",
          lambda: RoutingRecord([[torch.tensor([[0, 65537]])]])),
+        (ValueError, "passes: expected ids from -1 to 32767, got 40000",
+         lambda: RoutingRecord([[torch.tensor([[40000]], dtype=torch.uint16)]])),
         (TypeError, "unsupported operand", lambda: record + 1),
         (TypeError, "arrays: expected integers", lambda: RoutingRecord.from_array(torch.zeros(1, 1, 1))),
         (ValueError, r"arrays: expected shape \(tokens", lambda: RoutingRecord.from_array([[1]])),

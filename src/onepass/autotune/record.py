@@ -3,10 +3,11 @@
 import json
 import math
 import re
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -89,14 +90,26 @@ def is_candidate(value: Any) -> bool:
     return are_arguments(value["config"]) and (value["milliseconds"] is None or is_time(value["milliseconds"]))
 
 
-# The checks of a record's fields; all other fields are names.
-CHECKS: dict[str, Callable[[Any], bool]] = {
-    "key": are_arguments,
-    "dtypes": lambda value: is_list(value, is_dtype),
-    "config": are_arguments,
-    "milliseconds": lambda value: value is None or is_time(value),
-    "candidates": lambda value: is_list(value, is_candidate),
-    "shared_memory": lambda value: type(value) is int and 0 <= value < 2**MOST_BITS,
+class Check(NamedTuple):
+    """Whether a field of a record may have a value, and which values those are, for the error."""
+
+    holds: Callable[[Any], bool]
+    expected: str
+
+
+ARGUMENTS = Check(are_arguments, "a dict of numbers, words, dtypes, None and lists of these, by name")
+NAME = Check(is_name, f"a printable str of at most {MOST_LETTERS} characters")
+CHECKS = {  # of the fields that are no names
+    "key": ARGUMENTS,
+    "dtypes": Check(lambda value: is_list(value, is_dtype), 'a list of names of dtypes, such as "torch.bfloat16"'),
+    "config": ARGUMENTS,
+    "milliseconds": Check(lambda value: value is None or is_time(value), f"a time up to {MOST_MILLISECONDS:g} or None"),
+    "candidates": Check(
+        lambda value: is_list(value, is_candidate), 'a list of {"config": a dict, "milliseconds": a time or None}'
+    ),
+    "shared_memory": Check(
+        lambda value: type(value) is int and 0 <= value < 2**MOST_BITS, f"an int >= 0 of at most {MOST_BITS} bits"
+    ),
 }
 
 
@@ -140,8 +153,9 @@ class AutotuneRecord:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            if not CHECKS.get(f.name, is_name)(getattr(self, f.name)):
-                raise ValueError(f"{f.name}: expected what the documentation of AutotuneRecord states")
+            check, value = CHECKS.get(f.name, NAME), getattr(self, f.name)
+            if not check.holds(value):
+                raise ValueError(f"{f.name}: expected {check.expected}, got {reprlib.repr(value)}")
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -173,7 +187,8 @@ class AutotuneRecord:
         """
         names = {f.name for f in fields(cls)}
         if not isinstance(data, dict) or set(data) != names:
-            raise ValueError(f"expected a record with {', '.join(sorted(names))}")
+            got = ", ".join(sorted(map(str, data))) if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"data: expected a dict with {', '.join(sorted(names))}, got {got}")
         return cls(**data)
 
 

@@ -67,8 +67,7 @@ def patch_libraries() -> str:
     elif not names:
         return f"nothing patched ({VARIABLE}={os.environ[VARIABLE]})"
     patched = onepass.patch(*names, strict=False)  # what is not supported is left alone with a warning
-    packages = {place.module.partition(".")[0] for place in patched.replaced}
-    versions = ", ".join(f"{name} {version_of(name)}" for name in names if name in packages) or "nothing"
+    versions = ", ".join(f"{name} {version_of(name)}" for name in patched.libraries) or "nothing"
     kept = f", {len(patched.kept)} kept" if patched.kept else ""
     return f"patched {versions} ({len(patched.replaced)} names replaced{kept})"
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo, and Triton, at once
+from torch.nn.utils.parametrize import is_parametrized
 
 from onepass.core.checks import check_bool, check_integer, described
 from onepass.core.dispatch import is_plain
@@ -86,7 +87,7 @@ def _reason(head: nn.Module) -> str:
         return "it has backward hooks, which see the gradient of a tensor"
     if any((m._forward_hooks or m._forward_pre_hooks) and not hasattr(m, "unshard") for m in inner):  # not FSDP2's
         return "its base layer or its adapter has hooks"
-    if "parametrizations" in base._modules:  # each read computes the weight again, and may change its buffers
+    if is_parametrized(base):  # each read computes the weight again, and may change its buffers
         return "its weight is parametrized"
     if not base.weight.dtype.is_floating_point or base.weight.element_size() < 2:
         return f"its weight is {base.weight.dtype}"

@@ -111,14 +111,16 @@ class Patch(Restorable):
     """An active patch, until `restore` or the end of the ``with`` block. Returned by `patch`.
 
     Attributes:
+        libraries: the names of the libraries that were patched, without those that ``strict=False`` has left alone.
         replaced: ``(module, name, original, replacement)`` for every reference that was replaced.
         kept: ``(module, name, reason)`` for every function that was not replaced, because the installed version has it
             in another form or not at all.
     """
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    def __init__(self, modules: Sequence[ModuleType]) -> None:
+        self.libraries = [module.__name__.rpartition(".")[2] for module in modules]
         with _lock:
-            found, self.kept = _resolved(targets)
+            found, self.kept = _resolved(_targets(modules))
             self._keys = list(found)
             _activate(found)
             self.replaced = [place for key in self._keys for place in _active[key].places]
@@ -173,7 +175,7 @@ def patch(*libraries: str, strict: bool = True) -> Patch:
     kept: list[Kept] = []
     if not check_bool(strict, "strict"):
         modules, kept = _supported(modules)
-    patched = Patch(_targets(modules))
+    patched = Patch(modules)
     patched.kept += kept
     try:
         for module in modules:
@@ -182,7 +184,7 @@ def patch(*libraries: str, strict: bool = True) -> Patch:
     except BaseException:
         patched.restore()
         raise
-    names = ", ".join(module.__name__.rpartition(".")[2] for module in modules) or "no library"
+    names = ", ".join(patched.libraries) or "no library"
     LOG.info("onepass: patched %s: %d names replaced, %d kept", names, len(patched.replaced), len(patched.kept))
     return patched
 

@@ -72,7 +72,10 @@ def valid_rows(row_mask: Tensor | None) -> Tensor | None:
 
 
 def defers(row_mask: Tensor | None) -> bool:
-    """Whether masked rows are skipped late: nothing can be read while a CUDA graph is captured, or without memory."""
-    if row_mask is None or row_mask.is_meta:
-        return row_mask is not None
-    return row_mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    """Whether the CPU cannot read how many rows are masked, so that the kernels have to skip them.
+
+    This is so while a CUDA graph is captured, and on the meta device.
+    """
+    if row_mask is None:
+        return False
+    return row_mask.is_meta or (row_mask.is_cuda and torch.cuda.is_current_stream_capturing())

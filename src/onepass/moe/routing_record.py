@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from onepass.core.checks import check_integer, described
+from onepass.moe.router import INTEGERS
 
 DTYPES = (torch.int16, torch.uint8)
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-MOST = torch.iinfo(torch.int16).max
+LARGEST = torch.iinfo(torch.int16).max
 
 
 class RoutingRecord:
@@ -164,11 +164,19 @@ def _ids(ids: Any) -> Tensor:
     """Experts ``(T, K)`` as int16."""
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in INTEGERS:
         raise TypeError(f"passes: expected integer tensors (T, K), the experts of each layer, got {described(ids)}")
-    if ids.dtype.itemsize > 1 and ids.dtype != torch.int16:
-        if ids.device.type == "cpu" and ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) <= MOST:
-            raise ValueError(f"passes: expected ids from -1 to {MOST}, got {int(ids.min())} to {int(ids.max())}")
-        ids = ids.clamp(-2, MOST)  # an id that is none stays none, instead of another one
-    return ids.to(torch.int16)
+    if ids.dtype in (torch.int16, torch.int8, torch.uint8):
+        return ids.to(torch.int16)
+    if ids.is_cpu:
+        check_ids(ids.numpy(), "passes")
+    # On a GPU nothing is read. An id out of range is clamped, since its lower 16 bits may be the id of an expert.
+    return ids.long().clamp(-2, LARGEST).to(torch.int16)
+
+
+def check_ids(ids: Any, name: str) -> None:
+    """Raise unless all ids, a NumPy array or a tensor, are -1 or fit into int16."""
+    low, high = (int(ids.min()), int(ids.max())) if all(ids.shape) else (0, 0)
+    if low < -1 or high > LARGEST:
+        raise ValueError(f"{name}: expected ids from -1 to {LARGEST}, got {low} to {high}")
 
 
 def _rows(array: Any) -> Tensor:
@@ -185,9 +193,7 @@ def _rows(array: Any) -> Tensor:
         ids = ids.cpu().long()
     if ids.ndim != 3:
         raise ValueError(f"arrays: expected shape (tokens - 1, layers, K), got {tuple(ids.shape)}")
-    low, high = (int(ids.min()), int(ids.max())) if all(ids.shape) else (0, 0)
-    if low < -1 or high >= 2**15:
-        raise ValueError(f"arrays: expected ids from -1 to {2**15 - 1}, got {low} to {high}")
+    check_ids(ids, "arrays")
     if not isinstance(ids, Tensor):  # torch takes no big-endian array, and none with a negative stride
         ids = torch.from_numpy(ids.astype("int64"))
     return ids.to(torch.int16)
