@@ -41,6 +41,7 @@ from onepass.kernels.router_scores import (
     Shape,
     add_changed,
     add_counts,
+    number_of,
     replayed,
     scoring,
     sigmoid,
@@ -51,7 +52,7 @@ from onepass.kernels.router_scores import (
 from onepass.kernels.router_topk import logit, tokens_and_threads
 from onepass.kernels.row_programs import unmasked
 
-THREADS, MOST_THREADS = 128, 256  # per program
+MOST_THREADS = 256  # per program
 REGISTERS = 64  # per thread; ptxas would take 100 to load all logits at once, and is 10% slower
 LOGITS = 64  # per thread, at most
 SPANS = 8  # at least, per expert of a token, if a thread has no more than MOST_KEYS to sort
@@ -317,7 +318,7 @@ def biased_routing_kernel(
     valid = (t[:, None] < T) & (k < K)
     counted = valid & active[:, None]
     if counts is not None:  # before the weights, which are computed while the sums are on their way
-        add_counts(counts, selected, counted, tl.sum(active.to(tl.int32)), E, K, BINS, ALONE)
+        add_counts(counts, selected, counted, number_of(active, token_mask, T), E, K, BINS, ALONE)
     z = logit(tl.load(start[:, None] + selected, mask=counted, other=0.0), inner, outer, SCORING.SOFTCAP)
     zero = tl.zeros([BLOCK_T], tl.float32)
     w = scale * weights_of(z, zero, zero + 1.0, k < K, eps, SCORING)
@@ -356,7 +357,7 @@ def takes(E: int, stride: int, options: RouterOptions) -> bool:
 
 def tile_of(T: int, E: int, stride: int, options: RouterOptions) -> tuple[int, int]:
     """Tokens and threads per program."""
-    return tokens_and_threads(T, E, lanes_of(E, stride, options), THREADS, MOST_THREADS, options)
+    return tokens_and_threads(T, E, lanes_of(E, stride, options), MOST_THREADS, options)
 
 
 def plan_for(shape: Shape, options: RouterOptions) -> Plan:

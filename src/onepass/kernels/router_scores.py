@@ -159,6 +159,17 @@ def write_routing(weights, experts, t, k, w, selected, valid, K: tl.constexpr):
 
 
 @triton.jit
+def number_of(active, token_mask, T):
+    """How many of the program's tokens are ``active``; without a mask, all up to T, which takes no reduction."""
+    BLOCK_T: tl.constexpr = active.shape[0]
+    if token_mask is None:
+        tokens = tl.minimum(T - tl.program_id(0) * BLOCK_T, BLOCK_T)
+    else:
+        tokens = tl.sum(active.to(tl.int32))
+    return tokens
+
+
+@triton.jit
 def add_counts(
     counts, selected, counted, tokens, E: tl.constexpr, K: tl.constexpr, BINS: tl.constexpr, ALONE: tl.constexpr
 ):

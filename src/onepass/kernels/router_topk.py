@@ -30,6 +30,7 @@ from onepass.kernels.router_scores import (
     add_changed,
     add_counts,
     is_of_selected,
+    number_of,
     ordered_sum,
     replayed,
     scoring,
@@ -43,11 +44,12 @@ SIGNS = tl.constexpr(-0x7FFF8000)  # the sign bits of two 16-bit floats
 MOST_K = 16
 LOGITS = 128  # per thread, at most
 SPANS = 4  # at least, per expert of a token
-# Threads per program, and of each of many programs: small ones begin one after the other, so that some search while
-# others still load logits. Programs that count add in turns, 36 ps for a number on an H100, so that there must not be
-# too many of them.
-THREADS, THREADS_OF_MANY, MANY_THREADS = 128, 32, 1 << 16
-COUNTING_THREADS, MOST_THREADS, MOST_ADDITIONS = 256, 512, 1 << 17
+# Threads per program. Programs that count add in turns, 36 ps for a number on an H100, so that there must not be too
+# many of them.
+THREADS, COUNTING_THREADS, MOST_THREADS, MOST_ADDITIONS = 128, 256, 512, 1 << 17
+# Per thread, at most, on NVIDIA GPUs. Without a limit, ptxas takes so few that a thread loads its logits one after the
+# other, for the sake of more threads on a multiprocessor: a third slower where they come from memory.
+REGISTERS = 64
 
 
 @triton.jit
@@ -193,7 +195,7 @@ def topk_routing_kernel(
     valid = (t[:, None] < T) & (k < K)
     counted = valid & active[:, None]
     if counts is not None:  # before the weights, which are computed while the sums are on their way
-        add_counts(counts, selected, counted, tl.sum(active.to(tl.int32)), E, K, BINS, ALONE)
+        add_counts(counts, selected, counted, number_of(active, token_mask, T), E, K, BINS, ALONE)
     if given is not None:
         x_selected = tl.load(start[:, None] + selected, mask=counted, other=0.0).to(tl.float32)
     else:
@@ -244,15 +246,15 @@ def lanes_of(E: int, options: RouterOptions) -> int:
 
 
 @lru_cache
-def tokens_and_threads(T: int, E: int, lanes: int, usual: int, most: int, options: RouterOptions) -> tuple[int, int]:
-    """Tokens and threads per program: ``usual`` threads, but more and at most ``most`` for programs that count.
+def tokens_and_threads(T: int, E: int, lanes: int, most: int, options: RouterOptions) -> tuple[int, int]:
+    """Tokens and threads per program: more threads, but at most ``most``, for programs that count.
 
     One program takes all tokens if they are few.
     """
     T = MANY if options.invariant else T
     if power_of_two(T) * lanes <= most:
         return power_of_two(T), power_of_two(T) * lanes
-    threads = COUNTING_THREADS if options.counts else usual
+    threads = COUNTING_THREADS if options.counts else THREADS
     while options.counts and threads < most and -(-T * lanes // threads) * E > MOST_ADDITIONS:
         threads *= 2
     return threads // lanes, threads
@@ -260,9 +262,7 @@ def tokens_and_threads(T: int, E: int, lanes: int, usual: int, most: int, option
 
 def tile_of(T: int, E: int, options: RouterOptions) -> tuple[int, int]:
     """Tokens and threads per program."""
-    lanes = lanes_of(E, options)
-    usual = THREADS_OF_MANY if options.invariant or T * lanes >= MANY_THREADS else THREADS
-    return tokens_and_threads(T, E, lanes, usual, MOST_THREADS, options)
+    return tokens_and_threads(T, E, lanes_of(E, options), MOST_THREADS, options)
 
 
 def plan_for(shape: Shape, options: RouterOptions, replays: bool) -> Plan:
@@ -282,4 +282,5 @@ def plan_for(shape: Shape, options: RouterOptions, replays: bool) -> Plan:
         BLOCK_K=power_of_two(o.k), BINS=max(64, power_of_two(E)),
     )  # fmt: skip
     numbers = (T, stride, *o.factors(), o.scale, o.eps)
-    return Plan(topk_routing_kernel, -(-T // BLOCK_T), numbers, constexprs, layout.warps(threads))
+    registers = REGISTERS if layout.compute_capability() > 0 else None
+    return Plan(topk_routing_kernel, -(-T // BLOCK_T), numbers, constexprs, layout.warps(threads), registers=registers)
