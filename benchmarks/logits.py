@@ -160,6 +160,7 @@ def measure(
             "gb_per_s": gb_per_s, "share_of_copy": gb_per_s / report["copy_gb_per_s"],
             "wall_ms": None if few else wall_ms(run, device, milliseconds),
             "kernel_us": kernel_us(run, device) if few else None,
+            "cold_kernel_us": kernel_us(run, device, cold=True) if few else None,
             "extra_bytes": found.get(name), "error": error if name == "forward" else None,
         })  # fmt: skip
         logits.grad = None
@@ -182,12 +183,15 @@ def inputs(case: dict[str, Any], device: torch.device) -> tuple[torch.Tensor, Te
 def table(case: dict[str, Any], measured: list[dict[str, Any]]) -> Table:
     title = "{operation}, {rows} x {vocab}, {dtype}".format(**case)
     title += f", {case['masked']:.0%} of the rows masked" if case["masked"] else ""
-    columns = ["implementation", "pass", "ms", "GB/s", "of copy", "wall ms", "kernels µs", "extra MB", "max error"]
+    columns = [
+        "implementation", "pass", "ms", "GB/s", "of copy", "wall ms", "kernels µs", "cold µs", "extra MB", "max error",
+    ]  # fmt: skip
     result = Table(*columns, title=title, title_justify="left")
     for column in result.columns[2:]:
         column.justify = "right"
     for m in sorted(measured, key=lambda m: (PASSES.index(m["pass"]), m["ms"])):
-        optional = (("kernel_us", "{:.1f}", 1), ("extra_bytes", "{:.3f}", 1e6), ("error", "{:.1e}", 1))
+        kernels = [(key, "{:.1f}", 1) for key in ("kernel_us", "cold_kernel_us")]
+        optional = (*kernels, ("extra_bytes", "{:.3f}", 1e6), ("error", "{:.1e}", 1))
         share = [f"{m['gb_per_s']:.0f}", f"{m['share_of_copy']:.1%}"] if m["gb_per_s"] else ["", ""]
         result.add_row(
             m["implementation"], m["pass"], f"{m['ms']:.3f}", *share,

@@ -63,7 +63,8 @@ docstrings, has changed since, the result is marked as one of an earlier version
   forward; `topk_kl_div` has 64 tokens per row. It is blank if no tensor must be read.
 - "Extra MB" is the peak that forward + backward allocate; the gradient itself is most of it.
 - Where there are few logits, the host is the bottleneck: "wall" is the time from a call until the device is idle; calls
-  alternate. The summary leaves out up to 1024 rows for this reason.
+  alternate. "Kernels" is the time of their kernels alone, and "cold" the same where other data fill the device's cache
+  before each call. The summary leaves out up to 1024 rows for this reason.
 - Cross-entropy is the mean with `ignore_index`. Liger's cross-entropy and fla's kernel overwrite their logits; fla's
   forward also computes the gradient. Liger's divergences take log-probs: the softmax before them is counted. axolotl's
   entropy has no gradient.

@@ -116,11 +116,13 @@ def grid(head: list[str], rows: list[list[str]]) -> str:
 
 
 def cells(r: dict | None, few_rows: bool) -> list[str]:
-    """Of one pass: time and share of the copy's bandwidth; for few rows, where the host is the limit, two times."""
+    """Of one pass: time and share of the copy's bandwidth; for few rows, where the host is the limit, three times."""
     if r is None:
-        return ["", ""]
-    kernels = "" if r["kernel_us"] is None else f"{r['kernel_us']:.1f}"  # None where the device is the limit
-    return [f"{r['wall_ms']:.3f}", kernels] if few_rows else [f"{r['ms']:.3f}", share(r)]
+        return [""] * (3 if few_rows else 2)
+    if not few_rows:
+        return [f"{r['ms']:.3f}", share(r)]
+    kernels = [r["kernel_us"], r.get("cold_kernel_us")]  # None where the device is the limit
+    return [f"{r['wall_ms']:.3f}", *("" if us is None else f"{us:.1f}" for us in kernels)]
 
 
 def rank(runs: dict[str, dict], few_rows: bool) -> float:
@@ -137,7 +139,7 @@ def by_implementation(results: list[dict]) -> dict[tuple[str, str], dict[str, di
 
 def logits_table(results: list[dict]) -> str:
     few_rows = results[0]["kernel_us"] is not None
-    columns = ("{}: wall, ms", "kernels, µs") if few_rows else ("{}, ms", "of copy")
+    columns = ("{}: wall, ms", "kernels, µs", "cold, µs") if few_rows else ("{}, ms", "of copy")
     head = [c.format(name) for name in ("forward", "forward + backward") for c in columns]
     rows = []
     for _, group in groupby(results, key=size):
