@@ -1,20 +1,21 @@
-"""The source files that a result depends on: which files of onepass an operation ran through, and their hashes.
+"""The sources that a result depends on: the functions of onepass that an operation ran through, the constants and
+classes that these name, and their hashes.
 
-A result that records them is stale once one of these files changes, and stays valid when any other does.
+A result that records them is stale once one of these changes, and stays valid when anything else does.
 """
 
 import hashlib
-import io
 import sys
-import tokenize
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
 
 import onepass
+from benchmarks.definitions import Definition, code_of, definitions
 from onepass.autotune import ConfigStore, own
 from onepass.autotune.sources import jitted, sources
 from onepass.kernels.launch import Plan, forget
@@ -22,24 +23,24 @@ from onepass.kernels.launch import Plan, forget
 PACKAGE = Path(onepass.__file__).resolve().parent
 COMMAND_LINE = "cli/"  # whose functions call operations, and are no part of them
 
-Hashes = dict[str, str]  # by the path of a file within the package
+Hashes = dict[str, str]  # by the path of a file within the package, or "path::name" of what it defines
 
 
 def sources_of(run: Callable[[], Any]) -> Hashes:
-    """Run ``run`` and return the hashes of the files of onepass that it ran through.
+    """Run ``run`` and return the hashes of what it ran through.
 
-    These are the files of the Python functions that were called, those of the kernels that were launched, with every
-    device function that they name, directly or not, and the stores of shipped measurements that chose the numbers of
-    these kernels. Files of which only a constant was used are not found.
+    These are the Python functions that were called, the kernels that were launched, with every device function that
+    they name, directly or not, the constants, classes and imports that all of these name, and the stores of shipped
+    measurements that chose the numbers of these kernels.
 
     The backward runs in the calling thread, so that it is seen too.
     """
-    files: set[str] = set()
+    called: set[CodeType] = set()
     kernels: dict[int, Any] = {}
 
     def note(frame: Any, event: str, argument: Any) -> None:
         if event == "call":
-            files.add(frame.f_code.co_filename)
+            called.add(frame.f_code)
         elif event == "return" and isinstance(argument, Plan):
             kernels[id(argument.kernel)] = argument.kernel
 
@@ -52,13 +53,76 @@ def sources_of(run: Callable[[], Any]) -> Hashes:
         finally:
             sys.setprofile(before)
     for kernel in kernels.values():
-        files |= files_of_kernel(kernel)
+        called |= functions_of_kernel(kernel)
     names = {jitted(kernel).fn.__name__ for kernel in kernels.values()}
     measured = [record for record in own.collect_own() if record.kernel in names]
-    files |= {str(path) for path in own.SHIPPED.glob("*.json") if holds_any(path, measured)}
-    inside = sorted({path for path in (Path(f).resolve() for f in files) if path.is_relative_to(PACKAGE)})
-    found = [path.relative_to(PACKAGE).as_posix() for path in inside]
-    return {name: hash_of(PACKAGE / name) for name in found if not name.startswith(COMMAND_LINE)}
+    stores = [path for path in own.SHIPPED.glob("*.json") if holds_any(path, measured)]
+    functions = [c for c in called if c.co_name != "<module>"]  # a file that was imported
+    inside = {(path, c.co_qualname) for c in functions if (path := within_package(c.co_filename))}
+    found = named_by(inside) | {path for store in stores if (path := within_package(store))}
+    return {key: hash_of(key) for key in sorted(found) if not key.startswith(COMMAND_LINE)}
+
+
+def within_package(file: str | Path) -> str:
+    """The path of a file within the package; the empty string if it is elsewhere."""
+    path = Path(file).resolve()
+    return path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else ""
+
+
+def named_by(called: set[tuple[str, str]]) -> set[str]:
+    """The keys of some functions, and of the constants and classes that they name, directly or not.
+
+    A function that is only named is left out, since it would be among those called, except if it is named by code that
+    runs when its file is imported.
+    """
+    found, seen = set[str](), set[tuple[str, str]]()
+    waiting = [(file, qualname.partition(".<locals>")[0]) for file, qualname in called]
+    while waiting:
+        file, name = where = waiting.pop()
+        here = definitions_of(file)
+        if where in seen:
+            continue
+        seen.add(where)
+        if name not in here:  # a lambda of a constant, or a function that is made when the file is imported
+            lambdas = [(file, n) for n, d in here.items() if not d.function and "lambda" in d.code]
+            waiting += lambdas
+            found |= set() if lambdas else {file}
+            continue
+        definition, of_class = here[name], name.rpartition(".")[0]
+        if not definition.imported:
+            found.add(f"{file}::{name}")
+        waiting += [(file, of_class)] if of_class else []
+        for other in origins(file, definition):
+            there = definitions_of(other[0]).get(other[1])
+            if there and not (there.function and (definition.function or definition.imported)):
+                waiting.append(other)
+    return found
+
+
+def origins(file: str, definition: Definition) -> Iterator[tuple[str, str]]:
+    """The file and the name of what a definition names within the package, or imports."""
+    here = definitions_of(file)
+    if definition.imported:
+        module, name = definition.imported
+        yield file_of(module), name
+    for name in definition.names:
+        base, _, attribute = name.partition(".")
+        if base in here and not attribute:
+            yield file, base
+        elif base in here and here[base].imported:  # an attribute of a module
+            yield file_of(".".join(part for part in here[base].imported or () if part)), attribute
+
+
+def file_of(module: str) -> str:
+    """The path of a module of onepass within the package; the empty string for any other."""
+    first, *parts = module.split(".")
+    paths = ["/".join(parts) + ".py", "/".join([*parts, "__init__.py"])] if first == "onepass" else []
+    return next((path for path in paths if (PACKAGE / path).is_file()), "")
+
+
+def definitions_of(file: str) -> dict[str, Definition]:
+    path = PACKAGE / file
+    return definitions(path.read_bytes()) if path.suffix == ".py" and path.is_file() else {}
 
 
 def forget_results() -> None:
@@ -71,12 +135,12 @@ def forget_results() -> None:
                     value.cache_clear()
 
 
-def files_of_kernel(kernel: Any) -> set[str]:
-    """The files of a kernel and of all functions that it names, directly or not."""
+def functions_of_kernel(kernel: Any) -> set[CodeType]:
+    """The code of a kernel and of all functions that it names, directly or not."""
     functions: set[Callable[..., Any]] = set()
     for _ in sources(jitted(kernel), functions):
         pass
-    return {function.__code__.co_filename for function in functions}
+    return {function.__code__ for function in functions}
 
 
 def holds_any(path: Path, records: list[Any]) -> bool:
@@ -84,35 +148,28 @@ def holds_any(path: Path, records: list[Any]) -> bool:
     return any(record in stored for record in records)
 
 
-def hash_of(path: Path) -> str:
-    """The first digits of the sha256 of a file's code; the empty string if there is no such file."""
-    if not path.is_file():
-        return ""
-    content = path.read_bytes()
-    return hashlib.sha256(code_of(content) if path.suffix == ".py" else content).hexdigest()[:12]
+def hash_of(key: str) -> str:
+    """The first digits of the sha256 of a file's code or of a definition in it; empty if there is no such thing."""
+    file, _, name = key.partition("::")
+    if name:
+        definition = definitions_of(file).get(name)
+        return digest(definition.code.encode()) if definition else ""
+    path = PACKAGE / file
+    return hash_of_file(path.read_bytes(), path.suffix == ".py") if path.is_file() else ""
 
 
 @lru_cache(maxsize=512)  # many results name the same files
-def code_of(source: bytes) -> bytes:
-    """Python code without its comments and docstrings, which do not change what it computes."""
-    lines, statement, removed = source.decode().splitlines(keepends=True), list[tokenize.TokenInfo](), []
-    for token in tokenize.tokenize(io.BytesIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            removed.append((token.start, token.end))
-        elif token.type not in (tokenize.NL, tokenize.ENCODING, tokenize.INDENT, tokenize.DEDENT):
-            statement.append(token)
-        if token.type == tokenize.NEWLINE:
-            if len(statement) == 2 and statement[0].type == tokenize.STRING:
-                removed.append((statement[0].start, statement[0].end))
-            statement = []
-    for (first, begin), (last, end) in reversed(removed):
-        lines[first - 1 : last] = [lines[first - 1][:begin] + lines[last - 1][end:]]
-    return "\n".join(line.rstrip() for line in "".join(lines).splitlines() if line.strip()).encode()
+def hash_of_file(content: bytes, is_code: bool) -> str:
+    return digest(code_of(content) if is_code else content)
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def changed_since(recorded: Hashes) -> list[str]:
-    """The files that are not what they were when their hashes were recorded."""
-    return [name for name, was in recorded.items() if hash_of(PACKAGE / name) != was]
+    """What is not what it was when its hash was recorded."""
+    return [key for key, was in recorded.items() if hash_of(key) != was]
 
 
 def add_sources(report: dict[str, Any], operation: str, run: Callable[[], Any]) -> None:

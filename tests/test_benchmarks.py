@@ -15,7 +15,18 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import onepass
-from benchmarks import decoder, overlap, sources, table, tables, versions, versions_operations, versions_worker, workers
+from benchmarks import (
+    decoder,
+    definitions,
+    overlap,
+    sources,
+    table,
+    tables,
+    versions,
+    versions_operations,
+    versions_worker,
+    workers,
+)
 from benchmarks.__main__ import app
 from benchmarks.harness import follow
 from benchmarks.logits import PASSES
@@ -62,7 +73,8 @@ def test_logits_writes_what_it_measured(tmp_path, monkeypatch):
     assert all(r["ms"] > 0 and r["wall_ms"] > 0 and r["masked"] == 0.5 for r in rows)
     assert all(r["error"] < 1e-4 for (_, name), r in ours.items() if name == "forward")
     assert report["sources"].keys() == OPERATIONS.keys()
-    assert "losses/kl_div.py" in report["sources"]["jsd"] and "moe/router.py" not in report["sources"]["jsd"]
+    assert "losses/kl_div.py::kl_div" in report["sources"]["jsd"]
+    assert not any(key.startswith("moe/") for key in report["sources"]["jsd"])
     assert (tmp_path / "logits.png").stat().st_size > 10_000
 
 
@@ -80,7 +92,7 @@ def test_cpu_writes_what_it_measured(tmp_path, monkeypatch):
     logits = {("cross_entropy", d, n) for d, n in itertools.product(("fp32", "bf16"), ("torch", "onepass"))}
     assert found == {*head, *logits, ("cross_entropy", "bf16", "torch, rounded")}
     assert all(r["ms"] > 0 and r["peak_bytes"] > 0 and r["turns"] >= 2 for r in report["results"])
-    assert "reference/softmax.py" in report["sources"]["linear_cross_entropy"]
+    assert any(key.startswith("reference/softmax.py::") for key in report["sources"]["linear_cross_entropy"])
     assert table.kind_of(report) == "cpu" and "| 64 × 8 × 500 | fp32 |" in table.cpu_table(tmp_path, report)
 
 
@@ -98,7 +110,7 @@ def test_heads_writes_what_it_measured(tmp_path, monkeypatch):
     assert [ours[k] for k in ("rows", "hidden", "vocab", "masked")] == [40, 16, 100, 0.5]
     assert bare["ratio"] == 1 and bare["error"] is None
     assert all(r["ms"] == r["runs"][0] > 0 and r["error"] < 1e-4 for r in (ours, eager))
-    assert "losses/linear_loss.py" in report["sources"]["linear_policy_loss"]
+    assert "losses/linear_loss.py::linear_loss" in report["sources"]["linear_policy_loss"]
     assert report["not_run"] == {} and (tmp_path / "heads.png").stat().st_size > 5_000
 
 
@@ -112,7 +124,10 @@ def test_experts_writes_what_it_measured(tmp_path, monkeypatch):
     assert [r["operation"] for r in report["results"][1::2]] == ["experts_forward", "experts", "experts_lora"]
     assert [report["results"][0][k] for k in ("tokens", "intermediate", "experts", "routing")] == [20, 8, 4, "zipf"]
     assert all(r["ms"] == r["runs"][0] > 0 and r["error"] < 1e-4 for r in report["results"][1::2])
-    assert all("moe/experts.py" in found for found in report["sources"].values()) and len(report["sources"]) == 3
+    assert (
+        all("moe/experts.py::expert_mlp" in found for found in report["sources"].values())
+        and len(report["sources"]) == 3
+    )
     assert report["not_run"] == {} and (tmp_path / "experts.png").stat().st_size > 5_000
 
 
@@ -161,7 +176,7 @@ def test_shards_writes_what_it_measured(tmp_path, monkeypatch):
     ours = [r for r in report["results"] if r["implementation"] == "onepass"]
     assert [r["operation"] for r in ours] == ["log_probs_and_entropy", "linear_cross_entropy"]
     assert all(r["error"] < 1e-5 and r["ratio"] > 0 for r in ours) and len(report["results"]) == 4
-    assert "softmax/shards.py" in report["sources"]["log_probs_and_entropy"]
+    assert any(key.startswith("softmax/shards.py::") for key in report["sources"]["log_probs_and_entropy"])
 
 
 def test_expert_parallel_writes_what_its_processes_measured(tmp_path, monkeypatch):
@@ -186,9 +201,8 @@ def test_expert_parallel_writes_what_its_processes_measured(tmp_path, monkeypatc
     assert ours["all_to_all"]["scaling"] == ours["none"]["ms"] / ours["all_to_all"]["ms"]
     assert all(peer[e]["ratio"] == 1 and ours[e]["ratio"] == ours[e]["ms"] / peer[e]["ms"] for e in peer)
     assert ours["onepass"]["ratio"] == ours["onepass"]["ms"] / peer["all_to_all"]["ms"]
-    assert {f"integrations/expert_{name}.py" for name in ("shards", "exchange")} < report["sources"][
-        "experts_lora"
-    ].keys()
+    files = {key.partition("::")[0] for key in report["sources"]["experts_lora"]}
+    assert {f"integrations/expert_{name}.py" for name in ("shards", "exchange")} < files
     why = list(report["not_run"].values())
     assert len(why) == 2 and all("mixed torch.Tensor and DTensor" in error for error in why), "of PEFT alone"
     assert table.kind_of(report) == "expert-parallel"
@@ -246,40 +260,84 @@ def package(tmp_path, monkeypatch):
 def test_comments_and_docstrings_are_no_code():
     code = b'"""Doc."""\nx = 1  # one\n\ndef f():\n    """Doc.\n\n    More.\n    """\n    return "#" f"{x}"  # two\n'
     same = b'x = 1\n# else\ndef f():\n    return "#" f"{x}"\n'
-    assert sources.code_of(code) == sources.code_of(same) == b'x = 1\ndef f():\n    return "#" f"{x}"'
-    assert sources.code_of(code) != sources.code_of(code.replace(b'"#"', b'"##"'))
+    assert definitions.code_of(code) == definitions.code_of(same) == b'x = 1\ndef f():\n    return "#" f"{x}"'
+    assert definitions.code_of(code) != definitions.code_of(code.replace(b'"#"', b'"##"'))
 
 
-@pytest.mark.parametrize("file, stale", [
-    ("losses/cross_entropy.py", {"cross_entropy"}),
-    ("kernels/divergence.py", {"kl_div"}),
-    ("kernels/softmax_statistics.py", {"cross_entropy"}),
-    ("moe/router.py", {"softmax_topk"}),
-    ("kernels/launch.py", {"cross_entropy", "kl_div", "softmax_topk"}),
-    ("integrations/trl.py", set()),
-    ("cli/workloads.py", set()),
+def test_the_definitions_of_a_file():
+    found = definitions.definitions(b"""
+import a.b
+from c import d as e, f
+if e:
+    from g import h
+else:
+    h = None
+x = y = f(h)
+
+@e
+class C(a.b.D):
+    z = x  # one
+    def m(self):
+        def inner():
+            return f.g
+        return inner
+
+    class Inner:
+        pass
+""")
+    assert found.keys() == {"a", "e", "f", "h", "x", "y", "C", "C.m", "C.Inner"}
+    assert found["x"].code == found["y"].code == "x = y = f(h)\nf = c.f\n" and found["x"].names == {*"xyfh"}
+    assert found["C"].names == {"e", "a", "a.b", "x", "z"}
+    assert "def m" not in found["C"].code and "z = x" in found["C"].code
+    assert found["C.m"].function and found["C.m"].names == {"f", "f.g", "inner"}
+    assert found["a"].imported == ("a.b", "") and found["e"].imported == ("c", "d") and found["h"].imported is None
+
+
+@pytest.mark.parametrize("file, before, after, changed, stale", [
+    ("losses/cross_entropy.py", "def cross_entropy(", "def cross_entropy(_, ", "cross_entropy",
+     {"cross_entropy"}),
+    ("kernels/divergence.py", "def divergence_kernel(", "def divergence_kernel(_, ", "divergence_kernel", {"kl_div"}),
+    ("moe/router.py", "def route(", "def route(_, ", "route", {"softmax_topk"}),
+    ("kernels/launch.py", "def launch(", "def launch(_, ", "launch", {"cross_entropy", "kl_div", "softmax_topk"}),
+    # A constant in a file of which no function is called, a class, and an import.
+    ("core/moe_options.py", "MAX_EXPERTS, MAX_K = 1024", "MAX_EXPERTS, MAX_K = 512", "MAX_EXPERTS", {"softmax_topk"}),
+    ("core/moe_options.py", "class RouterOptions(NamedTuple):", "class RouterOptions(NamedTuple, ):", "RouterOptions",
+     {"softmax_topk"}),
+    ("moe/router.py", "from onepass.backend import backend_of", "from onepass.backends import backend_of", "_forward",
+     {"softmax_topk"}),
+    # Functions that are not called, and new ones.
+    ("kernels/divergence.py", "\nimport triton\n", "\nimport triton\n\n\ndef new():\n    pass\n", "", set()),
+    ("moe/router.py", "def sigmoid_topk(", "def sigmoid_topk(_, ", "", set()),
+    ("integrations/trl.py", "def ", "def  ", "", set()),
+    ("cli/workloads.py", "def ", "def  ", "", set()),
 ])  # fmt: skip
-def test_the_results_that_run_through_a_changed_file_are_stale(recorded, package, file, stale):
+def test_the_results_that_run_through_what_changed_are_stale(recorded, package, file, before, after, changed, stale):
     report = {"environment": {"commit": "abc"}, "sources": recorded}
     assert not any(sources.staleness(report, [name]) for name in recorded)
-    (package / file).write_text((package / file).read_text() + "\nchanged = True\n")
-    expected = f"Stale: `{file}` changed since this was measured (commit abc)."
-    assert {name for name in recorded if sources.staleness(report, [name])} == stale
-    assert all(sources.staleness(report, [name]) == expected for name in stale)
+    text = (package / file).read_text()
+    assert before in text
+    (package / file).write_text(text.replace(before, after))
+    assert {name for name in recorded if sources.staleness(report, [name])} == stale, sources.staleness(
+        report, recorded
+    )
+    for name in stale:
+        assert f"`{file}::{changed}`" in sources.staleness(report, [name])
+        assert sources.staleness(report, [name]).endswith(" changed since this was measured (commit abc).")
 
 
 def test_a_file_that_is_gone_has_changed(recorded, package):
     (package / "moe" / "router.py").unlink()
-    assert sources.changed_since(recorded["softmax_topk"]) == ["moe/router.py"]
+    changed = sources.changed_since(recorded["softmax_topk"])
+    assert "moe/router.py::route" in changed and all(key.startswith("moe/router.py::") for key in changed)
 
 
 def test_the_backward_and_the_device_functions_of_kernels_are_sources():
     logits = torch.randn(3, 40, requires_grad=True)
     found = sources.sources_of(lambda: onepass.entropy_from_logits(logits).sum().backward())
-    assert "kernels/softmax_gradient.py" in found and all(len(digest) == 12 for digest in found.values())
+    assert "kernels/softmax_gradient.py::plan_for" in found and all(len(digest) == 12 for digest in found.values())
     # A compiled kernel runs no Python.
-    names = {Path(f).name for f in sources.files_of_kernel(softmax_statistics_kernel)}
-    assert {"softmax_statistics.py", "online_softmax.py"} <= names
+    names = {code.co_name for code in sources.functions_of_kernel(softmax_statistics_kernel)}
+    assert {"softmax_statistics_kernel", "update"} <= names
 
 
 def test_a_shipped_measurement_is_a_source_of_what_it_chose(monkeypatch):
@@ -316,7 +374,7 @@ def test_documents_mark_stale_results(recorded, package, tmp_path, monkeypatch):
     section = changed[changed.index("## h100-kl-div") : changed.index("## h100-linear-head")]
     assert section.count("**Of an earlier version (f07f5ba): its sources have changed since.**") == 2
     assert section.count("**Of an earlier version (f07f5ba).**") == 1
-    assert "h100-kl-div.json, kl_div, jsd: Stale: `losses/kl_div.py` changed since" in result.output
+    assert "h100-kl-div.json, kl_div, jsd: Stale: `losses/kl_div.py::" in result.output
     # Other results have hashes of the real package, whose files this one lacks.
     before, after = ([x for x in text.splitlines() if x and "earlier version" not in x] for text in (page, changed))
     assert before == after
@@ -326,7 +384,7 @@ def test_a_mark_that_all_operations_have_is_written_once():
     environment = {"commit": "abcdefghij"}
     report = {"environment": environment, "results": [{"operation": "jsd"}, {"operation": "kl_div"}]}
     assert tables.marks_of(report) == ("**Of an earlier version (abcdefg).**\n\n", {"jsd": "", "kl_div": ""})
-    report["sources"] = {"jsd": {"losses/kl_div.py": sources.hash_of(sources.PACKAGE / "losses" / "kl_div.py")}}
+    report["sources"] = {"jsd": {"losses/kl_div.py": sources.hash_of("losses/kl_div.py")}}
     assert tables.marks_of(report) == ("", {"jsd": "", "kl_div": "**Of an earlier version (abcdefg).**\n\n"})
 
 
