@@ -317,6 +317,22 @@ def test_an_index_outside_the_vocabulary(device, raises_index_error):
 # What is refused.
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_no_valid_row_and_an_infinite_upstream_gradient(device, frozen):
+    """As of a sum that is divided by the 0 labels of a batch: the gradient is 0, as torch's, and not NaN."""
+    hidden, weight = torch.randn(6, 8, device=device), torch.randn(17, 8, device=device)
+    hidden.requires_grad_(), weight.requires_grad_(not frozen)
+    target = torch.full((6,), -100, device=device)
+    parts = [p for p in (hidden, weight) if p.requires_grad]
+    losses = (
+        onepass.linear_cross_entropy(hidden, weight, target, reduction="sum"),
+        onepass.linear_loss(hidden, weight, target.clamp(0), lambda s: s.entropy, row_mask=target > 0, reduction="sum"),
+    )
+    for loss in losses:
+        for gradient in torch.autograd.grad(loss / 0, parts):
+            assert not gradient.any()
+
+
 def test_one_backward(device):
     hidden, weight, bias, target = batch(device)
     loss = onepass.linear_cross_entropy(hidden, weight, target, bias=bias)

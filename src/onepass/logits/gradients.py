@@ -41,7 +41,8 @@ class Gradients:
         self.has_hidden = False  # whether the hidden states' part of the tile was added, see `parts`
         self.batch: Tensor | None = None  # the gradient of the logits, in the dtype of the GEMMs if theirs is another
         self.done = self.held = 0  # rows that were added, and that `batch` holds
-        if needed[0] and not (plan.sliced and plan.row_ids is None):  # else the total is the gradient itself
+        # Without rows it is 0, whatever it is scaled by; if slices cover all rows, their total is the gradient itself.
+        if needed[0] and plan.n and not (plan.sliced and plan.row_ids is None):
             new = torch.empty if plan.row_ids is None else torch.zeros
             # A float16 gradient is rounded once, after it is scaled.
             dtype = self.sum_dtype if wide or head.dtype == torch.float16 else head.hidden.dtype
