@@ -515,6 +515,20 @@ def test_a_copy_is_decoded_alone(families, monkeypatch):
     assert moe.dequantize_experts(experts) == 2 and torch.equal(experts.gate_up_proj, expected)
 
 
+def test_training_after_inference_mode(families, monkeypatch):
+    """What is kept of a quantized weight that inference mode has read cannot be saved for a backward."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    experts = families.experts_of("mixtral")
+    experts.config._experts_implementation = "onepass"
+    assert moe.quantize_experts(experts, "nf4") == 2
+    hidden, ids = randn(5, 24).requires_grad_(), torch.tensor([[0, 1]] * 5)
+    with torch.inference_mode():
+        expected = experts(hidden, ids, torch.ones(5, 2))
+    out = experts(hidden, ids, torch.ones(5, 2))
+    out.sum().backward()
+    assert torch.equal(out, expected) and hidden.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("unloads", [False, True])
 def test_adapters_are_not_merged_into_codes(families, unloads, monkeypatch):
     """PEFT would add them to a copy of the values."""

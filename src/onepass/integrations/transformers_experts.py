@@ -42,7 +42,9 @@ class Gate(NamedTuple):
 
 
 _gates: "WeakKeyDictionary[nn.Module, tuple[Any, Gate]]" = WeakKeyDictionary()  # with what it depends on
-_quantized: "WeakKeyDictionary[nn.Module, dict[str, tuple[Any, QuantizedWeight | None]]]" = WeakKeyDictionary()
+# By whether tensors are made in inference mode: autograd does not save those for a backward.
+_quantized: "WeakKeyDictionary[nn.Module, dict[bool, dict[str, tuple[Any, QuantizedWeight | None]]]]"
+_quantized = WeakKeyDictionary()
 
 
 def experts_forward(
@@ -168,7 +170,7 @@ def quantized_of(experts: nn.Module, name: str) -> QuantizedWeight | None:
         return QuantizedWeight.from_transformers(experts, name)  # nothing is checked
     tensors = [t for t in (data, *scales_of(experts, name)) if isinstance(t, Tensor)]
     key = id(data), *[(t.data_ptr(), t.is_inference() or t._version, t.device, t.requires_grad) for t in tensors]
-    known = _quantized.setdefault(experts, {})
+    known = _quantized.setdefault(experts, {}).setdefault(torch.is_inference_mode_enabled(), {})
     if name not in known or known[name][0] != key:
         known[name] = key, QuantizedWeight.from_transformers(experts, name)
     return known[name][1]
