@@ -1098,7 +1098,9 @@ def test_a_dtensor_among_plain_tensors():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         target = distribute_tensor(torch.arange(3), init_device_mesh("cpu", (1,)), [Replicate()])
-        with pytest.raises(TypeError, match=r"target: expected a tensor, as the logits are, got a DTensor of \(3,\)"):
+        with pytest.raises(TypeError, match=r"target: expected a tensor, got a DTensor of \(3,\)"):
             onepass.cross_entropy(torch.randn(3, 5), target)
+        with pytest.raises(TypeError, match=r"router_logits: expected a tensor, got a DTensor of \(3,\)"):
+            onepass.moe.route(target.float(), 1)
     finally:
         dist.destroy_process_group()

@@ -201,3 +201,21 @@ def test_adapters_of_peft(device, family, parameters, patched, routed, monkeypat
         found.append([out, *grads])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(b.cpu(), a, rtol=1e-5, atol=1e-5 * a.abs().max().item())
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_limit_that_changes(before, monkeypatch):
+    """Before experts that have run are compiled, and after that."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    torch.compiler.reset()
+    experts = experts_of("gpt_oss")
+    experts.config._experts_implementation = "onepass"
+    hidden, ids, weights = torch.randn(5, 24), torch.tensor([[0, 1]] * 5), torch.rand(5, 2)
+    compiled = torch.compile(experts, backend="eager", fullgraph=True)
+    (experts if before else compiled)(hidden, ids, weights)
+    for experts.limit in (0.3, 0.1):
+        experts.config._experts_implementation = "eager"
+        expected = experts(hidden, ids, weights)
+        experts.config._experts_implementation = "onepass"
+        torch.testing.assert_close(compiled(hidden, ids, weights), expected)
+    torch.compiler.reset()

@@ -422,6 +422,20 @@ CHANGES = {
 }
 
 
+@pytest.mark.parametrize("change", [
+    lambda z: z.unsqueeze_(0), lambda z: z.transpose_(0, 1), lambda z: torch.squeeze(z.unsqueeze_(1), 1).unsqueeze_(0),
+    lambda z: setattr(z, "data", z.data[:1]),
+])  # fmt: skip
+def test_the_shape_changed_in_place(change):
+    tensor, lazy = both(parts_of())
+    with pytest.warns(onepass.MaterializedLogits):
+        change(tensor), change(lazy)
+    assert lazy.shape == tensor.shape and lazy.dtype == tensor.dtype and len(lazy) == len(tensor)
+    target = torch.arange(tensor.shape[:-1].numel()).view(tensor.shape[:-1]) % tensor.shape[-1]
+    found, expected = (onepass.selective_log_softmax(z, target) for z in (lazy, tensor))
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_changed_in_place(name):
     """The losses see what was written, and so does what is derived from the logits afterwards."""

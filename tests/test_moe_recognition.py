@@ -253,3 +253,28 @@ def test_compiled():
     for a, b in zip(expected, found):
         torch.testing.assert_close(b.sort()[0], a.sort()[0])
     torch.compiler.reset()
+
+
+def test_a_setting_that_changes_after_compilation():
+    """Torch compiles again, as it does for the router itself."""
+    torch.compiler.reset()
+    module = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    router, x = module.Qwen3MoeTopKRouter(transformers.Qwen3MoeConfig(**COMMON)), torch.randn(9, 16)
+    nn.init.normal_(router.weight)
+    with onepass.patch("transformers"):
+        compiled = torch.compile(router, backend="eager", fullgraph=True)
+        for router.norm_topk_prob, router.top_k in ((True, 2), (False, 2), (False, 3)):
+            for a, b in zip(router(x), compiled(x)):
+                torch.testing.assert_close(b, a)
+        torch.compiler.reset()
+        module = importlib.import_module("transformers.models.hy_v3.modeling_hy_v3")
+        router, bias = module.HYV3TopKRouter(transformers.HYV3Config(**COMMON)), torch.rand(8)
+        nn.init.normal_(router.weight)
+        compiled = torch.compile(router, backend="eager", fullgraph=True)
+        factors = [n for n, v in vars(router).items() if type(v) is float]
+        assert factors
+        for factor in (1.5, 2.5, 3.5):
+            setattr(router, factors[0], factor)
+            for a, b in zip(router(x, bias), compiled(x, bias)):
+                torch.testing.assert_close(b, a)
+    torch.compiler.reset()

@@ -201,12 +201,19 @@ def check_transform(
     return temperature, softcap, logit_scale
 
 
+def check_local(tensor: LogitsLike, name: str) -> None:
+    """Raise if ``tensor`` is sharded over processes."""
+    if hasattr(tensor, "device_mesh"):
+        raise TypeError(
+            f"{name}: expected a tensor, got a DTensor of {tuple(tensor.shape)}; pass its full_tensor() or to_local()"
+        )
+
+
 def check_device(tensor: LogitsLike, logits: LogitsLike, name: str) -> None:
     """Raise unless ``tensor`` is dense, and on the device of the logits."""
     check_dense(tensor, name)
-    if hasattr(tensor, "device_mesh") and not hasattr(logits, "device_mesh"):
-        raise TypeError(f"{name}: expected a tensor, as the logits are, got a DTensor of {tuple(tensor.shape)}; "
-                        "pass its full_tensor() or to_local()")  # fmt: skip
+    if not hasattr(logits, "device_mesh"):
+        check_local(tensor, name)
     if tensor.device != logits.device:
         raise ValueError(f"{name}: expected device {logits.device}, that of the logits, got {tensor.device}")
 

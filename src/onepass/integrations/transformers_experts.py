@@ -9,13 +9,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
+from onepass.core.dispatch import constant_in_trace
 from onepass.core.moe_options import ACTIVATIONS, Activation, ExpertOptions
 from onepass.core.quantized import Weight
 from onepass.integrations.expert_shards import Factors, is_sharded, local_factors, local_weight, whole_factors
 from onepass.integrations.patching import original, unsupported
 from onepass.moe.experts import Adapter, expert_mlp
-from onepass.moe.probe import children_of, held_by, key_of
+from onepass.moe.probe import children_of, guard_settings, held_by, key_of, module_of
 from onepass.moe.quantized import QuantizedWeight
 from onepass.moe.router import Routing
 from onepass.reference.experts import activate
@@ -41,7 +43,9 @@ class Gate(NamedTuple):
     limit: float
 
 
-_gates: "WeakKeyDictionary[nn.Module, tuple[Any, Gate]]" = WeakKeyDictionary()  # with what it depends on
+_gates: "WeakKeyDictionary[nn.Module, tuple[Any, int]]" = (
+    WeakKeyDictionary()
+)  # `place_of_gate`, with what it depends on
 # By whether tensors are made in inference mode: autograd does not save those for a backward.
 _quantized: "WeakKeyDictionary[nn.Module, dict[bool, dict[str, tuple[Any, QuantizedWeight | None]]]]"
 _quantized = WeakKeyDictionary()
@@ -77,18 +81,35 @@ def option(experts: nn.Module, name: str) -> bool:
 
 def gate_of(experts: nn.Module) -> Gate:
     """The activation that gives the results of the experts' own ``_apply_gate``, tried on a few numbers."""
+    if torch.compiler.is_compiling():
+        guard_settings(experts)
+        return candidates(experts)[place_of_object(id(experts))]
+    return candidates(experts)[place_of_gate(experts)]
+
+
+def place_of_object(number: int) -> int:
+    """`place_of_gate` of `module_of` the number."""
+    with _disable_current_modes():
+        return place_of_gate(module_of(number))
+
+
+constant_in_trace(place_of_object)
+
+
+def place_of_gate(experts: nn.Module) -> int:
+    """The place of `gate_of` the experts among the `candidates`."""
+    used = gate_settings(experts)
     known = _gates.get(experts)
-    compiles = torch.compiler.is_compiling()
-    if known is None or not (compiles or known[0] == gate_settings(experts)):
+    if known is None or known[0] != used:
         probe = torch.linspace(-21.0, 23.0, 96).view(2, 48).roll(5, -1)
         probe = torch.cat([probe, 1000 * probe])  # beyond any limit
         with torch.no_grad():
             theirs = experts._apply_gate(probe)  # type: ignore[operator]
-        for gate in candidates(experts):
+        for n, gate in enumerate(candidates(experts)):
             first, second = (probe[:, ::2], probe[:, 1::2]) if gate.interleaved else probe.chunk(2, -1)
             ours = activate(first, second, ExpertOptions(gate.activation, alpha=gate.alpha, limit=gate.limit))
             if theirs.shape == ours.shape and torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6):
-                _gates[experts] = known = (None if compiles else gate_settings(experts), gate)
+                _gates[experts] = known = used, n
                 break
         else:
             raise NotImplementedError(

@@ -88,7 +88,9 @@ class TensorLike(LogitsSource):
         return new
 
     def written(self) -> None:
-        """Note a change in place."""
+        """Note a change in place, which may be one of the shape."""
+        if self.tensor is not None:
+            self.shape, self.dtype = self.tensor.shape, self.tensor.dtype
         if self.writes is not None:
             self.writes[0] += 1
             self.seen = self.writes[0]
@@ -337,9 +339,15 @@ class TensorLike(LogitsSource):
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         found = getattr(self.materialize_for(name), name)
-        if is_in_place(name):
+        if not is_in_place(name):
+            return found
+
+        def apply(*args: Any, **kwargs: Any) -> Any:
+            result = found(*args, **kwargs)
             self.written()
-        return found
+            return result
+
+        return apply
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -356,13 +364,13 @@ class TensorLike(LogitsSource):
             args = args[::-1]
         if bare in LAZY and args and isinstance(args[0], TensorLike) and "out" not in kwargs:
             return getattr(args[0], bare)(*args[1:], **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            plain, options = tree_map(lambda a: _plain(a, name), (args, kwargs), is_leaf=is_lazy)
+            result = function(*plain, **options)
         for changed in (kwargs.get("out"), args[0] if args and is_in_place(name) else None):
             if isinstance(changed, TensorLike):
-                changed.materialize_for(name)
                 changed.written()
-        with torch._C.DisableTorchFunctionSubclass():
-            args, kwargs = tree_map(lambda a: _plain(a, name), (args, kwargs), is_leaf=is_lazy)
-            return function(*args, **kwargs)
+        return result
 
 
 LAZY = frozenset(
@@ -375,10 +383,10 @@ def _operator(name: str) -> Callable[..., Any]:
     function = getattr(operator, name)
 
     def apply(self: TensorLike, *others: Any) -> Any:
-        tensor = self.materialize_for(name)
+        result = function(self.materialize_for(name), *map(_plain, others))
         if name == "__setitem__":
             self.written()
-        return function(tensor, *map(_plain, others))
+        return result
 
     return apply
 

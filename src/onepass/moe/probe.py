@@ -1,5 +1,6 @@
 """A router's method, and a twin of the router on which it is run: an object of the same class with other tensors."""
 
+import ctypes
 import inspect
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from onepass.core.dispatch import constant_in_trace
 from onepass.moe.family import Parts, RouterDescription, called, unwrapped
 from onepass.moe.followers import ATTRIBUTE
 
@@ -67,6 +69,27 @@ def settings(module: nn.Module, name: str) -> Any:
 
 def plain(held: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple((n, v) for n, v in held.items() if type(v) in PLAIN and n not in OF_MODULES)
+
+
+def module_of(number: int) -> nn.Module:
+    """The module with this ``id``, which exists: torch is tracing a call of it."""
+    module: nn.Module = ctypes.cast(number, ctypes.py_object).value
+    return module
+
+
+def guard_settings(module: nn.Module) -> None:
+    """Have torch, which traces this, compile again if a plain setting of the module has changed since."""
+    for name, value in settings_of_object(id(module)):
+        if getattr(module, name) != value:  # a comparison holds for numbers that torch takes for variables, too
+            raise AssertionError(f"{name} changed while it was read")
+
+
+def settings_of_object(number: int) -> tuple[tuple[str, Any], ...]:
+    """The plain settings of `module_of` the number."""
+    return tuple([(n, v) for n, v in plain(vars(module_of(number))) if v == v])
+
+
+constant_in_trace(settings_of_object)
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:

@@ -4,7 +4,6 @@ Nothing depends on the name of its class. A twin of the router is run: an object
 same shapes in float32 on the CPU and without hooks, so that the module itself is neither called nor changed.
 """
 
-import ctypes
 import inspect
 from collections.abc import Iterator
 from itertools import product
@@ -18,7 +17,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 from onepass.core.dispatch import constant_in_trace
 from onepass.core.moe_options import GROUP_SCORES, MAX_EXPERTS, MAX_K, SCORES
 from onepass.moe.family import FULL, Prepared, RouterDescription, full_output, routed_parts, unwrapped
-from onepass.moe.probe import OF_LOGITS, TOKENS, Probe, method, plain, settings, tensors_of
+from onepass.moe.probe import (
+    OF_LOGITS,
+    TOKENS,
+    Probe,
+    guard_settings,
+    method,
+    module_of,
+    plain,
+    settings,
+    tensors_of,
+)
 
 EPS = (0.0, 1e-20, 1e-15, 1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5)
 ORDINARY = 120  # the first of the tokens, by which the selection is found
@@ -36,13 +45,14 @@ def described_method(module: nn.Module, name: str, function: int | None = None) 
     With ``function``, the ``id`` of a function, also if the method is another: a subclass may call that of its base.
     """
     if torch.compiler.is_compiling():  # before torch 2.13 a function that is called then takes no module, but numbers
+        guard_settings(module)
         return described_object(id(module), name, function)
     return _described(module, name, function)
 
 
 def described_object(number: int, name: str, function: int | None) -> RouterDescription | None:
-    """`_described` of the module with this ``id``, which exists: torch is tracing a call of it."""
-    return _described(ctypes.cast(number, ctypes.py_object).value, name, function)
+    """`_described` of `module_of` the number."""
+    return _described(module_of(number), name, function)
 
 
 def _described(module: nn.Module, name: str, function: int | None) -> RouterDescription | None:

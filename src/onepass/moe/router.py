@@ -12,6 +12,7 @@ from onepass.core.checks import (
     check_choice,
     check_device,
     check_integer,
+    check_local,
     check_logits,
     check_number,
     check_row_mask,
@@ -130,6 +131,7 @@ def route(
     if not isinstance(router_logits, Tensor):
         raise TypeError(f"router_logits: expected a tensor, got {described(router_logits)}")
     check_logits(router_logits, "router_logits")
+    check_local(router_logits, "router_logits")
     given_options = (
         k, score, n_group, topk_group, group_score, renormalize, scale, eps, score_after_topk, softcap, losses,
         is_batch_invariant(), count_changed, counts, selection_bias is not None,
