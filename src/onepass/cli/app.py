@@ -1,5 +1,6 @@
 """Fused losses for language models: a demo, a check of this installation, patched scripts, autotuning."""
 
+import sys
 from typing import Annotated
 
 import typer
@@ -31,8 +32,8 @@ app.command()(doctor)
 app.command()(run)
 try:
     from onepass.cli import autotune
-except ModuleNotFoundError as error:  # everything else runs without Triton, in eager PyTorch
-    if (error.name or "").partition(".")[0] != "triton":
+except ImportError:  # everything else runs without Triton, or with one that is broken, in eager PyTorch
+    if "triton" in sys.modules:
         raise
 
     @app.command("autotune", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

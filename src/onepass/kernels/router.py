@@ -30,7 +30,6 @@ from onepass.kernels.router_scores import (
     add_changed,
     add_counts,
     has_no_score,
-    number_of,
     replayed,
     scoring,
     sigmoid,
@@ -239,7 +238,7 @@ def routing_kernel(
     w = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), s * scale), 0.0)
     write_routing(weights, experts, t, k, w, selected, valid, K)
     if counts is not None:
-        add_counts(counts, selected, counted, number_of(active, token_mask, T), E, K, BINS, ALONE)
+        add_counts(counts, selected, counted, tl.sum(active.to(tl.int32)), E, K, BINS, ALONE)
 
 
 def groups_of(E: int, n_group: int) -> tuple[int, int, int]:

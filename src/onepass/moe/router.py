@@ -113,7 +113,7 @@ def route(
         count_changed: whether to return how many of the replayed experts are not among the k that the router would have
             selected. The number stays on the device.
         counts: whether to count the tokens of each expert, which auxiliary losses (``losses`` always counts them) and
-            `update_selection_bias` need. It adds a fifth to a half to the time of the kernel on an H100.
+            `update_selection_bias` need. It adds a tenth to a half to the time of the kernel on an H100.
 
     Returns:
         `Routing`. Weights and sums are differentiable with respect to the logits; the selection is not.
