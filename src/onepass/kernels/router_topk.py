@@ -47,9 +47,9 @@ SPANS = 4  # at least, per expert of a token
 # Threads per program. Programs that count add in turns, 36 ps for a number on an H100, so that there must not be too
 # many of them.
 THREADS, COUNTING_THREADS, MOST_THREADS, MOST_ADDITIONS = 128, 256, 512, 1 << 17
-# Per thread, at most, on NVIDIA GPUs; twice as many for a normalizer, which needs all logits once more. Without a
-# limit, ptxas takes so few that a thread loads its logits one after the other, for the sake of more threads on a
-# multiprocessor: a third slower where they come from memory.
+# Per thread, at most, on NVIDIA GPUs, unless a normalizer needs all logits once more. Without a limit, ptxas takes so few
+# that a thread loads its logits one after the other, for the sake of more threads on a multiprocessor: a third slower
+# where they come from memory.
 REGISTERS = 64
 
 
@@ -284,5 +284,5 @@ def plan_for(shape: Shape, options: RouterOptions, replays: bool) -> Plan:
         BLOCK_K=power_of_two(o.k), BINS=max(64, power_of_two(E)),
     )  # fmt: skip
     numbers = (T, stride, *o.factors(), o.scale, o.eps)
-    registers = REGISTERS << total if layout.compute_capability() > 0 else None
+    registers = REGISTERS if layout.compute_capability() > 0 and not total else None
     return Plan(topk_routing_kernel, -(-T // BLOCK_T), numbers, constexprs, layout.warps(threads), registers=registers)
