@@ -47,9 +47,9 @@ SPANS = 4  # at least, per expert of a token
 # Threads per program. Programs that count add in turns, 36 ps for a number on an H100, so that there must not be too
 # many of them.
 THREADS, COUNTING_THREADS, MOST_THREADS, MOST_ADDITIONS = 128, 256, 512, 1 << 17
-# Per thread, at most, on NVIDIA GPUs, unless a normalizer needs all logits once more. Without a limit, ptxas takes so few
-# that a thread loads its logits one after the other, for the sake of more threads on a multiprocessor: a third slower
-# where they come from memory.
+# Per thread, at most, on NVIDIA GPUs, unless a normalizer needs all logits once more. Without a limit, ptxas takes so
+# few that a thread loads its logits one after the other, for the sake of more threads on a multiprocessor: a third
+# slower where they come from memory.
 REGISTERS = 64
 
 
