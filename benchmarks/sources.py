@@ -1,7 +1,8 @@
 """The sources that a result depends on: the functions of onepass that an operation ran through, the constants and
 classes that these name, and their hashes.
 
-A result that records them is stale once one of these changes, and stays valid when anything else does.
+A result that records them is stale once one of these changes, and stays valid when anything else does. What runs while
+a file is imported is not followed: decorators, default values of arguments, and calls outside of functions.
 """
 
 import hashlib

@@ -135,6 +135,7 @@ CASES = {
 SELECTIONS = {
     CASES["log_probs_and_entropy"]: (
         (16384, 512, False, RouterOptions(10, counts=False)),
+        (8192, 510, False, RouterOptions(8, "sigmoid")),  # all logits are keys
         (8192, 255, False, RouterOptions(8)),  # an odd number: by the general kernel
         (4096, 128, False, RouterOptions(1, "sigmoid")),
         (64, 32, False, RouterOptions(2, count_changed=True)),

@@ -219,3 +219,19 @@ def test_a_limit_that_changes(before, monkeypatch):
         experts.config._experts_implementation = "onepass"
         torch.testing.assert_close(compiled(hidden, ids, weights), expected)
     torch.compiler.reset()
+
+
+def test_layers_that_have_run_share_a_graph(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    from torch._dynamo.testing import CompileCounter
+
+    torch.compiler.reset()
+    counter = CompileCounter()
+    hidden, ids, weights = torch.randn(5, 24), torch.tensor([[0, 1]] * 5), torch.rand(5, 2)
+    for layer in [experts_of("gpt_oss") for _ in range(10)]:
+        layer.config._experts_implementation = "onepass"
+        expected = layer(hidden, ids, weights)
+        found = torch.compile(layer, backend=counter, fullgraph=True)(hidden, ids, weights)
+        torch.testing.assert_close(found, expected)
+    assert counter.frame_count == 1
+    torch.compiler.reset()

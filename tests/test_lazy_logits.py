@@ -427,13 +427,28 @@ CHANGES = {
     lambda z: setattr(z, "data", z.data[:1]),
 ])  # fmt: skip
 def test_the_shape_changed_in_place(change):
-    tensor, lazy = both(parts_of())
+    lazy, tensor = both(parts_of())
     with pytest.warns(onepass.MaterializedLogits):
         change(tensor), change(lazy)
     assert lazy.shape == tensor.shape and lazy.dtype == tensor.dtype and len(lazy) == len(tensor)
     target = torch.arange(tensor.shape[:-1].numel()).view(tensor.shape[:-1]) % tensor.shape[-1]
     found, expected = (onepass.selective_log_softmax(z, target) for z in (lazy, tensor))
     torch.testing.assert_close(found, expected)
+
+
+def test_operators_in_place_keep_dtype_and_shape():
+    """As of a tensor: an operand of a wider dtype is rounded, and one of more dimensions is an error."""
+    lazy, tensor = both(parts_of(dtype=torch.bfloat16))
+    other = torch.linspace(-1, 1, tensor.numel()).view(tensor.shape)
+    with pytest.warns(onepass.MaterializedLogits):
+        tensor -= other
+        lazy -= other
+    assert lazy.dtype == tensor.dtype == torch.bfloat16 and torch.equal(lazy.materialize(), tensor)
+    lazy, tensor = both(parts_of())
+    with pytest.raises(RuntimeError, match="shape"):
+        tensor += torch.ones(2, *tensor.shape)
+    with pytest.raises(RuntimeError, match="shape"), pytest.warns(onepass.MaterializedLogits):
+        lazy += torch.ones(2, *tensor.shape)
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -314,9 +314,6 @@ def test_an_index_outside_the_vocabulary(device, raises_index_error):
         assert loss[5].isnan() and loss[[0, 1, 2, 3, 4, 6]].isfinite().all()
 
 
-# What is refused.
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 def test_no_valid_row_and_an_infinite_upstream_gradient(device, frozen):
     """As of a sum that is divided by the 0 labels of a batch: the gradient is 0, as torch's, and not NaN."""
@@ -331,6 +328,9 @@ def test_no_valid_row_and_an_infinite_upstream_gradient(device, frozen):
     for loss in losses:
         for gradient in torch.autograd.grad(loss / 0, parts):
             assert not gradient.any()
+
+
+# What is refused.
 
 
 def test_one_backward(device):

@@ -32,14 +32,15 @@ app.command()(doctor)
 app.command()(run)
 try:
     from onepass.cli import autotune
-except ImportError:  # everything else runs without Triton, or with one that is broken, in eager PyTorch
+except ImportError as error:  # everything else runs without Triton, or with one that cannot be imported, on a CPU
     if "triton" in sys.modules:
         raise
+    cause = error
 
     @app.command("autotune", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
     def autotune_without_triton() -> None:
         """Tune the kernels: needs the package triton."""
-        raise typer.BadParameter("expected the package triton, which compiles the kernels, got none")
+        raise typer.BadParameter(f"expected the package triton, which compiles the kernels: {cause}")
 
 else:
     app.add_typer(autotune.app, name="autotune")

@@ -202,7 +202,7 @@ def check_transform(
 
 
 def check_local(tensor: LogitsLike, name: str) -> None:
-    """Raise if ``tensor`` is sharded over processes."""
+    """Raise if ``tensor`` is a DTensor."""
     if hasattr(tensor, "device_mesh"):
         raise TypeError(
             f"{name}: expected a tensor, got a DTensor of {tuple(tensor.shape)}; pass its full_tensor() or to_local()"

@@ -17,7 +17,7 @@ from onepass.core.quantized import Weight
 from onepass.integrations.expert_shards import Factors, is_sharded, local_factors, local_weight, whole_factors
 from onepass.integrations.patching import original, unsupported
 from onepass.moe.experts import Adapter, expert_mlp
-from onepass.moe.probe import children_of, guard_settings, held_by, key_of, module_of
+from onepass.moe.probe import children_of, held_by, key_of, module_of
 from onepass.moe.quantized import QuantizedWeight
 from onepass.moe.router import Routing
 from onepass.reference.experts import activate
@@ -31,6 +31,7 @@ PEFT = "peft.tuners.lora.layer", "ParamWrapper._activate_lora"
 PEFT_MERGE = "peft.tuners.lora.layer", "ParamWrapper.merge"
 PEFT_PLAN = "peft.tuners.lora.model", "get_tp_plan_and_mesh"
 DEFAULTS = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False}
+PLACE = "_onepass_gate"  # the attribute that has their `place_of_gate`, once they have run
 HELD = "_onepass_adapters"  # the attribute of experts that has the LoRA factors while their forward runs
 
 
@@ -43,10 +44,9 @@ class Gate(NamedTuple):
     limit: float
 
 
-_gates: "WeakKeyDictionary[nn.Module, tuple[Any, int]]" = (
-    WeakKeyDictionary()
-)  # `place_of_gate`, with what it depends on
-# By whether tensors are made in inference mode: autograd does not save those for a backward.
+# The `place_of_gate` of experts, after the settings that it depends on.
+_gates: "WeakKeyDictionary[nn.Module, tuple[Any, int]]" = WeakKeyDictionary()
+# By whether inference mode is on: autograd cannot save tensors that were made in it.
 _quantized: "WeakKeyDictionary[nn.Module, dict[bool, dict[str, tuple[Any, QuantizedWeight | None]]]]"
 _quantized = WeakKeyDictionary()
 
@@ -81,14 +81,14 @@ def option(experts: nn.Module, name: str) -> bool:
 
 def gate_of(experts: nn.Module) -> Gate:
     """The activation that gives the results of the experts' own ``_apply_gate``, tried on a few numbers."""
-    if torch.compiler.is_compiling():
-        guard_settings(experts)
-        return candidates(experts)[place_of_object(id(experts))]
-    return candidates(experts)[place_of_gate(experts)]
+    if not torch.compiler.is_compiling():
+        return candidates(experts)[place_of_gate(experts)]
+    known = getattr(experts, PLACE, None)  # a number, so that layers which have run before share one graph
+    return candidates(experts)[place_of_object(id(experts)) if known is None else known]
 
 
 def place_of_object(number: int) -> int:
-    """`place_of_gate` of `module_of` the number."""
+    """`place_of_gate` of `module_of` the number, which torch compiles for this module alone."""
     with _disable_current_modes():
         return place_of_gate(module_of(number))
 
@@ -110,6 +110,7 @@ def place_of_gate(experts: nn.Module) -> int:
             ours = activate(first, second, ExpertOptions(gate.activation, alpha=gate.alpha, limit=gate.limit))
             if theirs.shape == ours.shape and torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6):
                 _gates[experts] = known = used, n
+                experts.__dict__[PLACE] = n
                 break
         else:
             raise NotImplementedError(

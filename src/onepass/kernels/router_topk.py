@@ -47,9 +47,9 @@ SPANS = 4  # at least, per expert of a token
 # Threads per program. Programs that count add in turns, 36 ps for a number on an H100, so that there must not be too
 # many of them.
 THREADS, COUNTING_THREADS, MOST_THREADS, MOST_ADDITIONS = 128, 256, 512, 1 << 17
-# Per thread, at most, on NVIDIA GPUs, unless a normalizer needs all logits once more. Without a limit, ptxas takes so
-# few that a thread loads its logits one after the other, for the sake of more threads on a multiprocessor: a third
-# slower where they come from memory.
+# Registers per thread that ptxas may use, on NVIDIA GPUs. Without this number it uses fewer, to fit more threads on a
+# multiprocessor, and a thread then loads its logits one after the other: a third slower if they come from memory. It
+# does not hold all logits as keys, or those that a normalizer needs again.
 REGISTERS = 64
 
 
@@ -248,9 +248,9 @@ def lanes_of(E: int, options: RouterOptions) -> int:
 
 @lru_cache
 def tokens_and_threads(T: int, E: int, lanes: int, most: int, options: RouterOptions) -> tuple[int, int]:
-    """Tokens and threads per program: more threads, but at most ``most``, for programs that count.
+    """Tokens and threads per program: THREADS, or COUNTING_THREADS and up to ``most`` for programs that count.
 
-    One program takes all tokens if they are few.
+    One program with up to ``most`` threads takes all tokens if they are few.
     """
     T = MANY if options.invariant else T
     if power_of_two(T) * lanes <= most:
@@ -284,5 +284,6 @@ def plan_for(shape: Shape, options: RouterOptions, replays: bool) -> Plan:
         BLOCK_K=power_of_two(o.k), BINS=max(64, power_of_two(E)),
     )  # fmt: skip
     numbers = (T, stride, *o.factors(), o.scale, o.eps)
-    registers = REGISTERS if layout.compute_capability() > 0 and not total else None
+    few = layout.compute_capability() > 0 and constexprs["SPAN"] and not total
+    registers = REGISTERS if few else None
     return Plan(topk_routing_kernel, -(-T // BLOCK_T), numbers, constexprs, layout.warps(threads), registers=registers)

@@ -400,9 +400,10 @@ def _in_place(name: str) -> Callable[..., Any]:
     function, of_tensor = getattr(operator, name), getattr(operator, f"i{name}")
 
     def apply(self: TensorLike, other: Any) -> Any:
-        if self.tensor is None:
-            return self.become(function(self, other))
-        return self.become(of_tensor(self.tensor, _plain(other)))  # views of the tensor change too
+        lazy = function(self, other) if self.tensor is None else None
+        if isinstance(lazy, TensorLike):
+            return self.become(lazy)
+        return self.become(of_tensor(self.materialize_for(name), _plain(other)))  # views of the tensor change too
 
     return apply
 
