@@ -54,8 +54,9 @@ wrote this from the files in `benchmarks/results/`, with the command that wrote 
 [sharded vocabularies](tensor_parallel.md#measured), of [parity](parity.md#measured) and of
 [autotuning](autotune.md#the-parts) are on their pages.
 
-A result records which files of `src/onepass` its operation ran through. Where their code, which is all but comments and
-docstrings, has changed since, the result is marked as one of an earlier version.
+A result records which functions of `src/onepass` its operation ran through, and which constants and classes these name.
+Where the code of one of them, which is all but comments and docstrings, has changed since, the result is marked as one
+of an earlier version. Older results record whole files.
 
 - "Of copy" is a number of bytes divided by the time, relative to the bandwidth of the copy. Of a loss, forward +
   backward count two reads of the logits and one write of their gradient. A gradient that is computed in the forward

@@ -121,10 +121,8 @@ def cells(r: dict | None, few_rows: bool) -> list[str]:
         return [""] * (3 if few_rows else 2)
     if not few_rows:
         return [f"{r['ms']:.3f}", share(r)]
-    kernels = [
-        r["kernel_us"],
-        r.get("cold_kernel_us"),
-    ]  # None where the device is the limit; earlier results have no cold time
+    # None where the device is the limit; earlier results have no cold time.
+    kernels = [r["kernel_us"], r.get("cold_kernel_us")]
     return [f"{r['wall_ms']:.3f}", *("" if us is None else f"{us:.1f}" for us in kernels)]
 
 

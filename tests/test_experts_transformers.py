@@ -235,3 +235,20 @@ def test_layers_that_have_run_share_a_graph(monkeypatch):
         torch.testing.assert_close(found, expected)
     assert counter.frame_count == 1
     torch.compiler.reset()
+
+
+def test_an_activation_that_changes_before_compilation(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    torch.compiler.reset()
+    experts = experts_of("qwen3_moe")
+    hidden, ids, weights = torch.randn(5, 24), torch.tensor([[0, 1]] * 5), torch.rand(5, 2)
+    experts.config._experts_implementation = "onepass"
+    experts(hidden, ids, weights)
+    experts.act_fn = torch.nn.GELU(approximate="tanh")
+    expected = experts(hidden, ids, weights)
+    experts.act_fn = torch.nn.SiLU()
+    experts(hidden, ids, weights)
+    experts.act_fn = torch.nn.GELU(approximate="tanh")
+    found = torch.compile(experts, backend="eager", fullgraph=True)(hidden, ids, weights)
+    torch.testing.assert_close(found, expected)
+    torch.compiler.reset()

@@ -31,7 +31,7 @@ PEFT = "peft.tuners.lora.layer", "ParamWrapper._activate_lora"
 PEFT_MERGE = "peft.tuners.lora.layer", "ParamWrapper.merge"
 PEFT_PLAN = "peft.tuners.lora.model", "get_tp_plan_and_mesh"
 DEFAULTS = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False}
-PLACE = "_onepass_gate"  # the attribute that has their `place_of_gate`, once they have run
+PLACE = "_onepass_gate"  # the attribute of experts that have run: their `place_of_gate`, and the types of the children
 HELD = "_onepass_adapters"  # the attribute of experts that has the LoRA factors while their forward runs
 
 
@@ -44,8 +44,7 @@ class Gate(NamedTuple):
     limit: float
 
 
-# The `place_of_gate` of experts, after the settings that it depends on.
-_gates: "WeakKeyDictionary[nn.Module, tuple[Any, int]]" = WeakKeyDictionary()
+_gates: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()  # the settings that PLACE was found for
 # By whether inference mode is on: autograd cannot save tensors that were made in it.
 _quantized: "WeakKeyDictionary[nn.Module, dict[bool, dict[str, tuple[Any, QuantizedWeight | None]]]]"
 _quantized = WeakKeyDictionary()
@@ -83,8 +82,16 @@ def gate_of(experts: nn.Module) -> Gate:
     """The activation that gives the results of the experts' own ``_apply_gate``, tried on a few numbers."""
     if not torch.compiler.is_compiling():
         return candidates(experts)[place_of_gate(experts)]
-    known = getattr(experts, PLACE, None)  # a number, so that layers which have run before share one graph
-    return candidates(experts)[place_of_object(id(experts)) if known is None else known]
+    # Constants that are the same for all layers that have run before, so that they share one graph.
+    place, children = getattr(experts, PLACE, (None, ()))
+    if place is None or children != types_of_children(experts):
+        place = place_of_object(id(experts))
+    return candidates(experts)[place]
+
+
+def types_of_children(experts: nn.Module) -> tuple[str, ...]:
+    """The classes of a module's children, such as its activation."""
+    return tuple([type(child).__qualname__ for child in experts.children()])
 
 
 def place_of_object(number: int) -> int:
@@ -99,8 +106,7 @@ constant_in_trace(place_of_object)
 def place_of_gate(experts: nn.Module) -> int:
     """The place of `gate_of` the experts among the `candidates`."""
     used = gate_settings(experts)
-    known = _gates.get(experts)
-    if known is None or known[0] != used:
+    if _gates.get(experts) != used:
         probe = torch.linspace(-21.0, 23.0, 96).view(2, 48).roll(5, -1)
         probe = torch.cat([probe, 1000 * probe])  # beyond any limit
         with torch.no_grad():
@@ -109,15 +115,16 @@ def place_of_gate(experts: nn.Module) -> int:
             first, second = (probe[:, ::2], probe[:, 1::2]) if gate.interleaved else probe.chunk(2, -1)
             ours = activate(first, second, ExpertOptions(gate.activation, alpha=gate.alpha, limit=gate.limit))
             if theirs.shape == ours.shape and torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6):
-                _gates[experts] = known = used, n
-                experts.__dict__[PLACE] = n
+                _gates[experts] = used
+                experts.__dict__[PLACE] = n, types_of_children(experts)
                 break
         else:
             raise NotImplementedError(
                 f"experts_implementation='{NAME}': {type(experts).__name__}._apply_gate is none of "
                 f"{', '.join(ACTIVATIONS)} of gate and up, side by side or in turns"
             )
-    return known[1]
+    place: int = experts.__dict__[PLACE][0]
+    return place
 
 
 def gate_settings(experts: nn.Module) -> tuple[Any, ...]:

@@ -284,6 +284,6 @@ def plan_for(shape: Shape, options: RouterOptions, replays: bool) -> Plan:
         BLOCK_K=power_of_two(o.k), BINS=max(64, power_of_two(E)),
     )  # fmt: skip
     numbers = (T, stride, *o.factors(), o.scale, o.eps)
-    few = layout.compute_capability() > 0 and constexprs["SPAN"] and not total
-    registers = REGISTERS if few else None
+    limited = layout.compute_capability() > 0 and constexprs["SPAN"] and not total
+    registers = REGISTERS if limited else None
     return Plan(topk_routing_kernel, -(-T // BLOCK_T), numbers, constexprs, layout.warps(threads), registers=registers)
