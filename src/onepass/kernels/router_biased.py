@@ -31,7 +31,6 @@ from onepass.kernels.router_keys import (
     least_of,
     only,
     ordered,
-    ordered_number,
     row,
     slots,
     sorted_keys,
@@ -49,15 +48,16 @@ from onepass.kernels.router_scores import (
     weights_of,
     write_routing,
 )
-from onepass.kernels.router_topk import logit, tokens_and_threads
+from onepass.kernels.router_topk import Threads, logit, tokens_and_threads
 from onepass.kernels.row_programs import unmasked
 
-MOST_THREADS = 256  # per program
+THREADS = Threads(128, 128, 256, 1 << 18)
 REGISTERS = 64  # per thread; ptxas would take 100 to load all logits at once, and is 10% slower
-LOGITS = 64  # per thread, at most
+LOGITS, MOST_LOGITS = 64, 128  # per thread
 SPANS = 8  # at least, per expert of a token, if a thread has no more than MOST_KEYS to sort
 MOST_KEYS, MOST_K, MOST_GROUPS = 16, 8, 32
 SMALLEST = tl.constexpr(2.0**-149)  # of the positive numbers in float32
+INFINITE = tl.constexpr(0x7F800000)  # the bits of an infinite float32
 
 
 @triton.jit
@@ -110,21 +110,27 @@ def quick_value(x, bias, inner, outer, SCORING: tl.constexpr, PTX: tl.constexpr)
 
 
 @triton.jit
-def key_of(value, least, low, BITS: tl.constexpr):
-    """An integer of the order of the values above ``least``, with ``low`` in its BITS lowest bits.
+def bound_of(top, BITS: tl.constexpr):
+    """What `key_of` needs of the largest value of a token, ``top``: a lower bound, a factor and a summand.
 
-    Of all other values, but NaN, the upper bits are the lowest that there are.
+    The bound has the sign of ``top``. Floats of one sign order as their magnitudes do, or inversely.
     """
-    # The difference to the bound, shifted: as an addition to the shifted value, which wraps around.
-    start = least_of(tl.int32) - (least << BITS)
-    return (tl.maximum(ordered_number(value), least) << BITS) + (start + low)
+    MOST: tl.constexpr = min((1 << (32 - BITS)) - 1, INFINITE)
+    bits = (top + 0.0).to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    size = tl.where(bits < 0, tl.minimum(size, INFINITE - MOST) + MOST, tl.maximum(size, MOST) - MOST)
+    bound = size | (bits & least_of(tl.int32))
+    factor = tl.where(bits < 0, -(1 << BITS), 1 << BITS)
+    return bound.to(tl.float32, bitcast=True), factor, least_of(tl.int32) - bound * factor
 
 
 @triton.jit
-def least_of_keys(top, BITS: tl.constexpr):
-    """The ``least`` of `key_of`, in the order of `ordered`, if no value is above ``top``."""
-    MOST: tl.constexpr = (1 << (32 - BITS)) - 1
-    return tl.maximum(ordered_number(top), least_of(tl.int32) + MOST) - MOST
+def key_of(value, bound, factor, start):
+    """An integer of the order of the values above ``bound``, with the number that ``start`` includes in its low bits.
+
+    Of all other values, but NaN, the upper bits are the lowest that there are.
+    """
+    return tl.maximum(value, bound).to(tl.int32, bitcast=True) * factor + start
 
 
 @triton.constexpr_function
@@ -137,6 +143,19 @@ def bits_of(n):
 def two_largest(a, b, c, d):
     """The two largest of four values, of which the first two and the last two are sorted."""
     return tl.maximum(a, c, propagate_nan=tl.PropagateNan.ALL), tl.maximum(tl.minimum(a, c), tl.maximum(b, d))
+
+
+@triton.jit
+def best_two(v):
+    """The largest of some values, and the second largest: the largest that loses a comparison in a tournament."""
+    N: tl.constexpr = len(v)
+    best, second = v[0], tl.full(v[0].shape, float("-inf"), tl.float32)
+    if N == 2:
+        best, second = larger(v[0], v[1]), tl.minimum(v[0], v[1])
+    elif N > 2:
+        a, b = best_two(v[: N // 2]), best_two(v[N // 2 :])
+        best, second = two_largest(a[0], a[1], b[0], b[1])
+    return best, second
 
 
 @triton.jit
@@ -203,8 +222,9 @@ def biased_routing_kernel(
     counts: "Out", changed: "Out",
     T: tl.int32, stride: tl.int64, inner: tl.float32, outer: tl.float32, scale: tl.float32, eps: tl.float32,
     E: tl.constexpr, K: tl.constexpr, SCORING: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
-    TOP2: tl.constexpr, PTX: tl.constexpr, ALONE: tl.constexpr, VEC: tl.constexpr, SPAN: tl.constexpr,
-    LANES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, BINS: tl.constexpr,
+    TOP2: tl.constexpr, PTX: tl.constexpr, ALONE: tl.constexpr, VEC: tl.constexpr, SHARED: tl.constexpr,
+    TURNS: tl.constexpr, SPAN: tl.constexpr, LANES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Select K experts for every token, and compute their weights and the counts.
 
@@ -214,9 +234,12 @@ def biased_routing_kernel(
     the program adds unless it is ALONE.
     Bytes moved: ``T·E`` logits in, ``O(T·K)`` out.
     """
-    STEP: tl.constexpr = LANES * VEC  # divides the size of a group
     SIZE: tl.constexpr = E // GROUPS
     SPANS: tl.constexpr = E // SPAN
+    # Lanes share each group, of which they read vectors in turns, or each has whole groups.
+    LANE: tl.constexpr = VEC if SHARED else E // LANES
+    STEP: tl.constexpr = LANES * VEC if SHARED else VEC
+    PART: tl.constexpr = SIZE // STEP  # vectors of a lane in a group
     SPAN_BITS: tl.constexpr = bits_of(SPANS)
     SLOTS: tl.constexpr = BLOCK_K // LANES if BLOCK_K > LANES else 1  # experts that a lane computes weights of
     BITS: tl.constexpr = bits_of(LANES * SLOTS * SPAN)
@@ -227,55 +250,67 @@ def biased_routing_kernel(
     start = logits + t * stride // VEC * VEC  # VEC divides the stride; this tells the compiler so
     active = unmasked(token_mask, t, T, 0)
 
-    bests, of_group = (), ()
-    top = tl.full([BLOCK_T], float("-inf"), tl.float32)
-    best_score = top  # of the groups
-    for r in tl.static_range(E // STEP):
-        e = r * STEP + tl.arange(0, STEP)[None, :]
+    # Lanes whose experts lie a multiple of 128 bytes apart read different vectors of them at once: the same ones lie in
+    # the same banks of the cache.
+    turn = (tl.arange(0, LANES) * (LANE * logits.dtype.element_ty.primitive_bitwidth // 8) // 128) & TURNS
+    bests, firsts, seconds, lows = (), (), (), ()
+    first_of_group = tl.full([BLOCK_T, LANES], float("-inf"), tl.float32)
+    second_of_group = first_of_group
+    for r in tl.static_range(E // (LANES * VEC)):
+        first = tl.arange(0, LANES) * LANE + (turn ^ r) * STEP
+        e = first[:, None] + tl.arange(0, VEC)[None, :]
+        e = tl.multiple_of(tl.max_contiguous(tl.reshape(e, [1, LANES * VEC]), [1, VEC]), [1, VEC])
         x = tl.load(start[:, None] + e, mask=active[:, None], other=0.0)
         # For every token, so that it has the layout of the logits.
         bias = tl.load(selection_bias + e + tl.zeros([BLOCK_T, 1], tl.int32))
         values = columns(quick_value(x, bias, inner, outer, SCORING, PTX), LANES, VEC)
         for s in tl.static_range(VEC // SPAN):
-            best = values[s * SPAN]
-            second = tl.full([BLOCK_T, LANES], float("-inf"), tl.float32)
-            for i in tl.static_range(s * SPAN + 1, (s + 1) * SPAN):
-                second = tl.maximum(second, tl.minimum(best, values[i]))
-                best = larger(best, values[i])
-            bests = bests + (best,)
-            if r * STEP % SIZE == 0 and s == 0:
+            best, second = best_two(values[s * SPAN : (s + 1) * SPAN])
+            bests, lows = bests + (best,), lows + (SPANS - 1 - s - (first // SPAN)[None, :],)
+            if r % PART == 0 and s == 0:
                 first_of_group, second_of_group = best, second
             else:
                 first_of_group, second_of_group = two_largest(first_of_group, second_of_group, best, second)
-        if (r + 1) * STEP % SIZE == 0:
-            one, two = tl.reduce((first_of_group, second_of_group), 1, two_largest)
-            top = larger(top, one)
-            one = one + two if TOP2 else one
-            best_score = tl.maximum(best_score, one)
-            of_group = of_group + (one,)
+        if (r + 1) % PART == 0:
+            if SHARED and GROUPS > 1:
+                one, two = tl.reduce((first_of_group, second_of_group), 1, two_largest)
+                first_of_group, second_of_group = one[:, None], two[:, None]
+            firsts, seconds = firsts + (first_of_group,), seconds + (second_of_group,)
+    top = firsts[0]
+    for q in tl.static_range(1, len(firsts)):
+        top = larger(top, firsts[q])
+    top = tl.reduce(top, 1, larger)
 
     # The bound of the values; for those of groups that are not kept, above all values.
-    least = least_of_keys(top, SPAN_BITS)
-    leasts, unclear = (least[:, None],), (tl.abs(top) < float("inf")) == 0
+    bound, factor, summand = bound_of(top, SPAN_BITS)
+    unclear = (tl.abs(top) < float("inf")) == 0
+    bound, factor, summand = bound[:, None], factor[:, None], summand[:, None]
+    bounds, summands = (bound,), (summand,)
     if GROUPS > 1:
-        least_of_group, keys, leasts = least_of_keys(best_score, GROUP_BITS), (), ()
-        for g in tl.static_range(GROUPS):
-            keys = keys + (key_of(of_group[g], least_of_group, GROUPS - 1 - g, GROUP_BITS),)
-        last = sorted_keys(keys, BLOCK_G)[KEPT - 1]
-        for g in tl.static_range(GROUPS):
-            leasts = leasts + (tl.where(keys[g] >= last, least, 0x7FFFFFFF)[:, None],)
+        scores, keys, bounds, summands = (), (), (), ()
+        for q in tl.static_range(len(firsts)):
+            scores = scores + (firsts[q] + seconds[q] if TOP2 else firsts[q],)
+        best = scores[0]
+        for q in tl.static_range(1, len(scores)):
+            best = tl.maximum(best, scores[q])
+        of_best = bound_of(tl.max(best, axis=1), GROUP_BITS)
+        for q in tl.static_range(len(scores)):
+            low = GROUPS - 1 - q - (0 if SHARED else lane * len(scores))
+            keys = keys + (key_of(scores[q], of_best[0][:, None], of_best[1][:, None], of_best[2][:, None] + low),)
+        keys_of_lane = sorted_keys(keys, BLOCK_G if SHARED else BLOCK_G // LANES)
+        last = tl.max(keys_of_lane[KEPT - 1], axis=1) if SHARED else largest_keys(keys_of_lane, KEPT)[KEPT - 1]
+        for q in tl.static_range(len(scores)):
+            kept = keys[q] >= last[:, None]
+            bounds = bounds + (tl.where(kept, bound, float("inf")),)
+            summands = summands + (tl.where(kept, summand, least_of(tl.int32) - INFINITE * factor),)
         unclear = unclear | (last < least_of(tl.int32) + (1 << GROUP_BITS))
 
     # The K spans with the largest values, among groups that are kept.
     keys = ()
+    EACH: tl.constexpr = len(bests) // len(bounds)
     for i in tl.static_range(len(bests)):
-        low = SPANS - 1 - (LANES - 1) * (VEC // SPAN) - i // (VEC // SPAN) * (STEP // SPAN) - i % (VEC // SPAN)
-        keys = keys + (key_of(bests[i], leasts[i * SPAN * LANES // SIZE], low, SPAN_BITS),)
-    v = sorted_keys(keys, BLOCK_K)
-    w = ()
-    for i in tl.static_range(len(v)):
-        w = w + (v[i] + (LANES - 1 - lane) * (VEC // SPAN),)
-    v = largest_keys(w, K)
+        keys = keys + (key_of(bests[i], bounds[i // EACH], factor, summands[i // EACH] + lows[i]),)
+    v = largest_keys(sorted_keys(keys, BLOCK_K), K)
     unclear = unclear | (v[K - 1] < least_of(tl.int32) + (1 << SPAN_BITS))
 
     # The experts of these spans, in their order, which makes the keys of the first larger among equal values.
@@ -284,7 +319,8 @@ def biased_routing_kernel(
         lows = lows + (v[i] & ((1 << SPAN_BITS) - 1),)
     spans = sorted_keys(lows, BLOCK_K)
     first, keys = slots(spans, lane, LANES, SLOTS), ()
-    least = least_of_keys(top, BITS)[:, None]
+    bound, factor, summand = bound_of(top, BITS)
+    bound, factor, summand = bound[:, None], factor[:, None], summand[:, None]
     for j in tl.static_range(SLOTS):
         e = (SPANS - 1 - first[j])[:, :, None] * SPAN + tl.arange(0, SPAN)[None, None, :]
         e = tl.multiple_of(tl.max_contiguous(tl.reshape(e, [BLOCK_T, LANES * SPAN]), [1, SPAN]), [1, SPAN])
@@ -292,7 +328,8 @@ def biased_routing_kernel(
         value = quick_value(x, tl.load(selection_bias + e), inner, outer, SCORING, PTX)
         values = columns(value, LANES, SPAN)
         for i in tl.static_range(SPAN):
-            key = key_of(values[i], least, (1 << BITS) - 1 - (lane * SLOTS + j) * SPAN - i, BITS)
+            low = (1 << BITS) - 1 - (lane * SLOTS + j) * SPAN - i
+            key = key_of(values[i], bound, factor, summand + low)
             keys = keys + (only(lane * SLOTS + j < K, key, least_of(tl.int32), K == LANES * SLOTS),)
     v = largest_keys(sorted_keys(keys, BLOCK_K), K)
     unclear = unclear | (v[K - 1] < least_of(tl.int32) + (1 << BITS))
@@ -307,7 +344,7 @@ def biased_routing_kernel(
     bad = t < 0
     if tl.max((unclear & active).to(tl.int32)) != 0:
         selected, bad = by_whole_values(
-            start, selection_bias, active, k, inner, outer, E, K, GROUPS, KEPT, TOP2, STEP, SCORING, PTX, BLOCK_G
+            start, selection_bias, active, k, inner, outer, E, K, GROUPS, KEPT, TOP2, BLOCK_E, SCORING, PTX, BLOCK_G
         )
     selected = tl.where((bad | (active == 0))[:, None], k, selected)
     if given is not None:
@@ -339,9 +376,21 @@ def span_of(E: int, stride: int, options: RouterOptions) -> int:
 
 
 def lanes_of(E: int, stride: int, options: RouterOptions) -> int:
-    """Threads per token, which read a part of one group at once."""
-    vectors = E // options.n_group // math.gcd(8, stride, E // options.n_group)
-    return min(vectors & -vectors, max(power_of_two(E // LOGITS), power_of_two(options.k) // 4))
+    """Threads per token."""
+    o = options
+    vectors = E // math.gcd(8, stride, E // o.n_group)
+    lanes = (
+        max(power_of_two(-(-E // MOST_LOGITS)), 4)
+        if o.n_group > 1
+        else max(power_of_two(E // LOGITS), power_of_two(o.k) // 4)
+    )
+    return min(vectors & -vectors, lanes)
+
+
+def shares(E: int, stride: int, options: RouterOptions) -> bool:
+    """Whether lanes share each group, instead of having whole groups: if the vectors of a group suffice for all."""
+    size = E // options.n_group
+    return size // math.gcd(8, stride, size) % lanes_of(E, stride, options) == 0
 
 
 def takes(E: int, stride: int, options: RouterOptions) -> bool:
@@ -350,14 +399,15 @@ def takes(E: int, stride: int, options: RouterOptions) -> bool:
     A single thread per token would have so many keys, or of such sizes, that Triton compiles for minutes.
     """
     o = options
-    if o.sums or o.k > MOST_K or o.n_group > MOST_GROUPS or o.score == "softmax" or lanes_of(E, stride, o) < 2:
+    if o.sums or o.k > MOST_K or o.n_group > MOST_GROUPS or o.score == "softmax":
         return False
-    return span_of(E, stride, o) > 0
+    lanes = lanes_of(E, stride, o)
+    return lanes > 1 and (o.n_group % lanes == 0 or shares(E, stride, o)) and span_of(E, stride, o) > 0
 
 
 def tile_of(T: int, E: int, stride: int, options: RouterOptions) -> tuple[int, int]:
     """Tokens and threads per program."""
-    return tokens_and_threads(T, E, lanes_of(E, stride, options), MOST_THREADS, options)
+    return tokens_and_threads(T, E, lanes_of(E, stride, options), THREADS, options)
 
 
 def plan_for(shape: Shape, options: RouterOptions) -> Plan:
@@ -365,12 +415,16 @@ def plan_for(shape: Shape, options: RouterOptions) -> Plan:
     T, E, stride = shape
     o = options
     BLOCK_T, threads = tile_of(T, E, stride, o)
-    nvidia = layout.compute_capability() > 0
+    nvidia, size = layout.compute_capability() > 0, E // o.n_group
+    VEC, LANES = math.gcd(8, stride, size), lanes_of(E, stride, o)
+    shared = shares(E, stride, o)
+    vectors = 1 if shared else size // VEC  # of a lane in a group
     constexprs = dict(
         E=E, K=o.k, SCORING=scoring(o), GROUPS=o.n_group, KEPT=o.topk_group, TOP2=o.group_score == "top2_sum",
-        PTX=nvidia, ALONE=BLOCK_T >= T, VEC=math.gcd(8, stride, E // o.n_group),
+        PTX=nvidia, ALONE=BLOCK_T >= T, VEC=VEC, SHARED=shared, TURNS=(vectors & -vectors) - 1,
         SPAN=span_of(E, stride, o), LANES=lanes_of(E, stride, o), BLOCK_T=BLOCK_T, BLOCK_K=power_of_two(o.k),
-        BLOCK_G=power_of_two(o.n_group), BINS=max(64, power_of_two(E)),
+        BLOCK_G=power_of_two(o.n_group),
+        BLOCK_E=min(LANES * VEC, size & -size), BINS=max(64, power_of_two(E)),
     )  # fmt: skip
     numbers = (T, stride, *o.factors(), o.scale, o.eps)
     warps, registers = layout.warps(threads), REGISTERS if nvidia else None

@@ -13,6 +13,7 @@ experts are (`router_keys`), also among equal ones: the first has the lower ids.
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -44,9 +45,6 @@ SIGNS = tl.constexpr(-0x7FFF8000)  # the sign bits of two 16-bit floats
 MOST_K = 16
 LOGITS = 128  # per thread, at most
 SPANS = 4  # at least, per expert of a token
-# Threads per program. Programs that count add in turns, 36 ps for a number on an H100, so that there must not be too
-# many of them.
-THREADS, COUNTING_THREADS, MOST_THREADS, MOST_ADDITIONS = 128, 256, 512, 1 << 17
 # Registers per thread that ptxas may use, on NVIDIA GPUs. Without this number it uses fewer, to fit more threads on a
 # multiprocessor, and a thread then loads its logits one after the other: a third slower if they come from memory. It
 # does not hold all logits as keys, or those that a normalizer needs again.
@@ -246,24 +244,34 @@ def lanes_of(E: int, options: RouterOptions) -> int:
     return max(lanes, power_of_two(options.k) // 4)
 
 
-@lru_cache
-def tokens_and_threads(T: int, E: int, lanes: int, most: int, options: RouterOptions) -> tuple[int, int]:
-    """Tokens and threads per program: THREADS, or COUNTING_THREADS and up to ``most`` for programs that count.
+class Threads(NamedTuple):
+    """Threads per program, and of those that count: they double while the programs would add more numbers than that."""
 
-    One program with up to ``most`` threads takes all tokens if they are few.
-    """
+    usual: int
+    counting: int
+    most: int
+    additions: int
+
+
+# Programs that count add in turns, 36 ps for a number on an H100, so that there must not be too many of them.
+THREADS = Threads(128, 256, 512, 1 << 17)
+
+
+@lru_cache
+def tokens_and_threads(T: int, E: int, lanes: int, threads: Threads, options: RouterOptions) -> tuple[int, int]:
+    """Tokens and threads per program. One program with the most threads or fewer takes all tokens if they are few."""
     T = MANY if options.invariant else T
-    if power_of_two(T) * lanes <= most:
+    if power_of_two(T) * lanes <= threads.most:
         return power_of_two(T), power_of_two(T) * lanes
-    threads = COUNTING_THREADS if options.counts else THREADS
-    while options.counts and threads < most and -(-T * lanes // threads) * E > MOST_ADDITIONS:
-        threads *= 2
-    return threads // lanes, threads
+    number = threads.counting if options.counts else threads.usual
+    while options.counts and number < threads.most and -(-T * lanes // number) * E > threads.additions:
+        number *= 2
+    return number // lanes, number
 
 
 def tile_of(T: int, E: int, options: RouterOptions) -> tuple[int, int]:
     """Tokens and threads per program."""
-    return tokens_and_threads(T, E, lanes_of(E, options), MOST_THREADS, options)
+    return tokens_and_threads(T, E, lanes_of(E, options), THREADS, options)
 
 
 def plan_for(shape: Shape, options: RouterOptions, replays: bool) -> Plan:
