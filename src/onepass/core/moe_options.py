@@ -63,7 +63,7 @@ def empty_routing(logits: Tensor, options: RouterOptions, counts: Tensor | None 
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     T, E = logits.shape
-    weights = logits.new_empty((T, options.k), dtype=dtype)
+    weights = logits.new_empty(T, options.k, dtype=dtype)
     return (
         weights,
         torch.empty_like(weights, dtype=torch.int64),

@@ -137,9 +137,9 @@ def route(
         is_batch_invariant(), count_changed, counts, selection_bias is not None,
     )  # fmt: skip
     plain = SCALARS.issuperset(map(type, given_options))  # a tensor may change, and a list cannot be hashed
-    options = (check_once if plain else check_options)(router_logits.shape[-1], *given_options)
+    *tokens, E = router_logits.shape
+    options = (check_once if plain else check_options)(E, *given_options)
     k = options.k
-    tokens, E = router_logits.shape[:-1], router_logits.shape[-1]
     if selection_bias is not None:
         if not isinstance(selection_bias, Tensor) or not selection_bias.is_floating_point():
             raise TypeError(f"selection_bias: expected a floating-point tensor, got {described(selection_bias)}")
@@ -157,14 +157,15 @@ def route(
             raise ValueError(f"experts: expected shape {(*tokens, k)}, got {tuple(experts.shape)}")
         check_device(experts, router_logits, "experts")
         experts = experts.reshape(-1, k)
-    logits = router_logits if router_logits.dim() == 2 else router_logits.reshape(-1, E)
+    matrix = len(tokens) == 1
+    logits = router_logits if matrix else router_logits.reshape(-1, E)
     logits = logits if logits.stride(-1) == 1 or E == 1 else logits.contiguous()
-    if torch.is_grad_enabled() and logits.requires_grad:
+    if logits.requires_grad and torch.is_grad_enabled():
         results: RoutingResults = _Route.apply(logits, selection_bias, token_mask, experts, options)
     else:
         results = _forward(logits, selection_bias, token_mask, experts, options)
     weights, chosen, counted, prob_sums, logsumexp, changed = results
-    if router_logits.dim() != 2:
+    if not matrix:
         weights, chosen = weights.view(*tokens, k), chosen.view(*tokens, k)
     if logsumexp is None:
         return Routing(weights, chosen, counted, changed=changed)
