@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import onepass
 
 GROUP = pytest.mark.xdist_group("forks")  # one worker has the process
+GROUP_OF_SPAWN = pytest.mark.xdist_group("lazy processes")  # and one that of `spawn`
 LIBRARIES = (
     "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "transformers.trainer",
     "transformers.loss.loss_utils", "transformers.models.llama.modeling_llama", "peft",
@@ -84,3 +86,13 @@ def run_file(file: Path, folder: Path, *arguments: object, **options: Any) -> tu
     code = f"import runpy; runpy.run_path({str(file)!r}, run_name='__main__')"
     done = run(code, folder, *arguments, folder=folder, path=file.parent, **options)
     return done.returncode, done.stdout + done.stderr
+
+
+def spawn(function: Any, arguments: tuple[Any, ...], processes: int) -> None:
+    """As that of torch, from a process that has imported the libraries. It is made by the first call, with its
+    environment, and without ``TRITON_INTERPRET``."""
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*LIBRARIES, "onepass"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        torch.multiprocessing.start_processes(function, arguments, processes, start_method="forkserver")

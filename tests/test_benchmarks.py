@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+import forks
 import onepass
 from benchmarks import (
     decoder,
@@ -179,11 +180,13 @@ def test_shards_writes_what_it_measured(tmp_path, monkeypatch):
     assert any(key.startswith("softmax/shards.py::") for key in report["sources"]["log_probs_and_entropy"])
 
 
+@forks.GROUP_OF_SPAWN
 def test_expert_parallel_writes_what_its_processes_measured(tmp_path, monkeypatch):
     """Two processes, which exchange tokens by gloo."""
     pytest.importorskip("peft")
     pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers has it from 5.23 on")
     monkeypatch.setenv("TRITON_INTERPRET", "")
+    monkeypatch.setattr("benchmarks.processes.spawn", forks.spawn)
     chosen = "--op", "experts_lora", "--shape", "6x16x8x4x2", "--rounds", 1
     result = run("expert-parallel", *chosen, "--out", tmp_path)
     assert result.exit_code == 0, result.output

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+import forks
 import onepass
 from onepass.autotune import AutotuneRecord
 from onepass.cli import demo, demo_curve, demo_report, distill, doctor
@@ -128,9 +129,10 @@ def test_demo_trains_the_same_curves_from_hidden_states(tmp_path, monkeypatch):
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
+@forks.GROUP_OF_SPAWN
 def test_demo_trains_the_same_curves_with_a_sharded_head(tmp_path, monkeypatch):
+    monkeypatch.setattr("onepass.cli.demo_processes.spawn", forks.spawn)
     monkeypatch.setenv("TRITON_INTERPRET", "")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     arguments = "--head", "linear", "--steps", 3, "--vocab", 257, "--device", "cpu", "--processes", 2
     result = run("demo", *arguments, "--out", tmp_path / "curves.png")
     assert result.exit_code == 0, result.output

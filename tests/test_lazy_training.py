@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import forks
 import onepass
 
 transformers = pytest.importorskip("transformers")
@@ -148,7 +149,6 @@ def test_resumed(tmp_path, losses):
 # Several processes.
 
 PROCESSES, DISTRIBUTED_STEPS, RATE = 2, 3, 0.5
-IMPORTED = "torch._dynamo", "torch.distributed.fsdp", "transformers.models.llama", "transformers.trainer"
 
 
 def batches():
@@ -330,11 +330,9 @@ def of_fewer_processes(rank, folder):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.xdist_group("lazy processes")
-def test_a_head_that_fsdp_shards_over_fewer_processes_after_its_forward(tmp_path, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    torch.multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, *IMPORTED])
-    torch.multiprocessing.start_processes(of_fewer_processes, (str(tmp_path),), 4, start_method="forkserver")
+@forks.GROUP_OF_SPAWN
+def test_a_head_that_fsdp_shards_over_fewer_processes_after_its_forward(tmp_path):
+    forks.spawn(of_fewer_processes, (str(tmp_path),), 4)
     for rank in range(4):
         plain, attached = torch.load(tmp_path / f"{rank}.pt")
         torch.testing.assert_close(attached, plain)
@@ -344,15 +342,11 @@ def test_a_head_that_fsdp_shards_over_fewer_processes_after_its_forward(tmp_path
 def distributed(tmp_path_factory):
     """What each of two processes has computed."""
     folder = tmp_path_factory.mktemp("distributed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("TRITON_INTERPRET", raising=False)
-        # Forked from one that has imported what takes many seconds.
-        torch.multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, *IMPORTED])
-        torch.multiprocessing.start_processes(process, (str(folder),), PROCESSES, start_method="forkserver")
+    forks.spawn(process, (str(folder),), PROCESSES)
     return [torch.load(folder / f"{rank}.pt") for rank in range(PROCESSES)]
 
 
-@pytest.mark.xdist_group("lazy processes")
+@forks.GROUP_OF_SPAWN
 @pytest.mark.parametrize("name, by", WAYS)
 def test_processes(name, by, distributed):
     """Losses, gradients and weights of two processes are those of one process on the whole batch."""
@@ -369,7 +363,7 @@ def test_processes(name, by, distributed):
         torch.testing.assert_close(bare(of_weights), weights, **close)
 
 
-@pytest.mark.xdist_group("lazy processes")
+@forks.GROUP_OF_SPAWN
 def test_fsdp1(distributed):
     for found in distributed:
         expected = found["FSDP1", True, "plain"]
@@ -390,7 +384,7 @@ def test_label_smoothing_under_fsdp1(monkeypatch):
     assert asked == [True, False]
 
 
-@pytest.mark.xdist_group("lazy processes")
+@forks.GROUP_OF_SPAWN
 def test_sharded_weight(distributed):
     """The gradient of a DTensor is the mean over the processes, each of which has rows of its own."""
     hidden, weight, target = head()
