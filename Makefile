@@ -18,7 +18,8 @@ EARLIER_PEFT := 0.21.0
 MATRIX := python3.10-torch2.9.0 python3.13-torch2.9.1 python3.12-torch2.10.0 python3.11-torch2.11.0 \
 	python3.12-torch2.12.1 python3.10-torch2.13.0 python3.13-torch2.13.0 python3.13-torch2.13.0-notriton
 
-.PHONY: docs reading plots kernel demo test pytest test-trl test-transformers test-peft test-matrix lint bench clean
+.PHONY: docs reading plots kernel demo test test-all pytest test-trl test-transformers test-peft test-matrix lint bench \
+	clean
 
 demo: $(READY)
 	$(BIN)/onepass demo
@@ -26,8 +27,13 @@ demo: $(READY)
 test: $(READY)  # at once, since mypy takes one core for half a minute
 	$(MAKE) --jobs 2 lint pytest
 
+test-all: $(READY)  # in about three times the time
+	$(MAKE) --jobs 2 lint pytest CHOSEN=
+
+CHOSEN := -m "not exhaustive"
+
 pytest: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(CHOSEN)
 
 test-trl: $(EARLIER_TRL:%=test-trl-%)
 

@@ -5,6 +5,7 @@ import importlib
 import os
 import warnings
 from importlib.util import find_spec
+from itertools import combinations
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ if HAS_TRITON:
         os.environ["TRITON_INTERPRET"] = "1"
     importlib.import_module("onepass.kernels")
 
+SLOW_TILES = 1, 1000  # in the interpreter
 PATHS = [
     pytest.param("eager", id="eager"),
     pytest.param("interpreter", id="interpreter"),
@@ -47,11 +49,36 @@ def pytest_collection_finish():
     gc.set_threshold(20_000, 10, 10)  # 700 in Python 3.11, and what torch compiles is many more
 
 
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` selects
 def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available():
         of_gpus = [item for item in items if item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=of_gpus)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    of_pairs = {}
+    for item in items:
+        marker = item.get_closest_marker("pairs")
+        if marker and not is_skipped(item.callspec.params, **marker.kwargs):
+            of_pairs.setdefault((item.path, item.originalname), []).append(item)
+    for tests in of_pairs.values():
+        for item in beyond_pairs(tests):
+            item.add_marker("exhaustive")
+
+
+def is_skipped(values, unless=lambda **_: False):
+    """By the fixture `tile`, or by the test itself, as its marker says."""
+    skips_tile = values.get("device") == "interpreter" and values.get("tile", (4,))[0] in SLOW_TILES
+    return skips_tile or unless(**values)
+
+
+def beyond_pairs(items):
+    """Those of a test's items whose every two parameters have the same values in another item, too."""
+    pairs = {item: set(combinations(item.callspec.indices.items(), 2)) for item in items}
+    missing = set().union(*pairs.values())
+    while missing:
+        best = max(pairs, key=lambda item: len(pairs[item] & missing))  # the first of these
+        missing -= pairs.pop(best)
+    return list(pairs)
 
 
 @pytest.fixture
@@ -127,11 +154,12 @@ def sharded():
     ids=("tiles of 1", "tiles of 4", "tiles of 4 rows", "one tile"),
 )
 def tile(request, device, monkeypatch):
-    if interpreted(device) and request.param[0] in (1, 1000):
+    if interpreted(device) and request.param[0] in SLOW_TILES:
         pytest.skip(
             "the interpreter takes minutes for tiles of 1, and runs the same kernels on one tile as on four rows"
         )
-    return tiles_of(monkeypatch, *request.param)
+    size, slices = request.param
+    return tiles_of(monkeypatch, 32 if slices and interpreted(device) else size, slices)  # three slices take less
 
 
 @pytest.fixture

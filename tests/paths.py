@@ -14,8 +14,10 @@ def quick_interpreter(monkeypatch: Any) -> None:
     """Have Triton's interpreter do twice as much in the same time.
 
     It patches the language anew for every call of a function within a kernel, where once a launch is enough, checks
-    every sum of integers for an overflow, and every value for its size, and builds the same types and shapes again.
+    every sum of integers for an overflow, and every value for its size, and builds the same types, shapes and constants
+    again.
     """
+    import numpy
     import triton
     from triton.language import core
     from triton.runtime import interpreter
@@ -87,6 +89,69 @@ def quick_interpreter(monkeypatch: Any) -> None:
 
         return call
 
+    semantic = interpreter.interpreter_semantic
+    check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    unchanged: set[Any] = set()  # types of two tensors that both are as they must be
+    one_changes: dict[Any, Any] = {}  # of which one is cast to another integer, or repeated: which, and its type
+    constants: dict[Any, Any] = {}
+
+    def check_once(lhs: Any, rhs: Any, *flags: Any, **named: Any) -> Any:
+        """Types decide what becomes of two operands, and of a number beside a tensor only its value."""
+        of_lhs, of_rhs = type(lhs), type(rhs)
+        if named or (of_lhs is not core.tensor and of_rhs is not core.tensor):
+            return check(lhs, rhs, *flags, **named)
+        if of_lhs is core.tensor and of_rhs is core.tensor:
+            key: Any = lhs.type.name, rhs.type.name, flags
+            if key in unchanged:
+                return lhs, rhs
+            if key in one_changes:
+                left, type_ = one_changes[key]
+                return (changed(lhs, type_), rhs) if left else (lhs, changed(rhs, type_))
+            found = check(lhs, rhs, *flags)
+            if found[0] is lhs and found[1] is rhs:
+                unchanged.add(key)
+            elif found[1] is rhs and changes_simply(lhs.type, found[0].type):
+                one_changes[key] = True, found[0].type
+            elif found[0] is lhs and changes_simply(rhs.type, found[1].type):
+                one_changes[key] = False, found[1].type
+            return found
+        left = of_rhs is core.tensor
+        tensor_, number = (rhs, lhs) if left else (lhs, rhs)
+        if type(number) not in (int, float):
+            return check(lhs, rhs, *flags)
+        key = tensor_.type.name, left, type(number), number or str(number), flags  # 0.0 is not -0.0
+        if key in constants:
+            return (constants[key], rhs) if left else (lhs, constants[key])
+        found = check(lhs, rhs, *flags)
+        if found[left] is tensor_ and number == number:
+            constants[key] = found[not left]
+        return found
+
+    def changes_simply(before: Any, after: Any) -> bool:
+        same = before.scalar == after.scalar or all(
+            t.is_int() and t.name != "int1" for t in (before.scalar, after.scalar)
+        )
+        return same and (not before.is_block() or before.shape == after.shape)
+
+    def changed(x: Any, type_: Any) -> Any:
+        data = x.handle.data
+        if x.dtype.name != type_.scalar.name:
+            data = data.astype(np_dtype(type_.scalar))
+        if type_.is_block() and not x.type.is_block():
+            data = numpy.full(type_.shape, data, dtype=data.dtype)
+        return core.tensor(interpreter.TensorHandle(data, type_.scalar), type_)
+
+    def broadcast_once(lhs: Any, rhs: Any) -> Any:
+        key = lhs.type.name, rhs.type.name
+        if key in unchanged:
+            return lhs, rhs
+        found = broadcast(lhs, rhs)
+        if found[0] is lhs and found[1] is rhs:
+            unchanged.add(key)
+        return found
+
+    monkeypatch.setattr(semantic, "binary_op_type_checking_impl", check_once)
+    monkeypatch.setattr(semantic, "broadcast_impl_value", broadcast_once)
     monkeypatch.setattr(interpreter, "_patch_builtin", patch_builtin)
     monkeypatch.setattr(interpreter, "_validate_np_data_size", lambda array, dtype: True)
     monkeypatch.setattr(interpreter, "_get_np_dtype", np_dtype)
