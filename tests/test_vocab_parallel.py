@@ -40,10 +40,12 @@ TILED, IN_DOUBLE, IN_HALF = ("float32", True, True, False), (*DOUBLE[:2], False,
 SEQUENCE = ("float32", True, True, True)  # ranks that have equal parts of the rows
 
 
-def test_every_loss(tmp_path):
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.exhaustive)], ids=["shares", "whole"])
+def test_every_loss(tmp_path, step):
+    """Two processes take every loss; other numbers of them take a third, another one for each variant, or all."""
     failed, printed = run(
         tmp_path,
-        job(1, [HARD], [TILED, SEQUENCE]),
+        job(1, [HARD], [TILED, SEQUENCE], share=(0, step)),
         job(
             2,
             [HARD, DOUBLE],
@@ -55,8 +57,9 @@ def test_every_loss(tmp_path):
             [HARD, HALF],
             [TILED, IN_HALF, SEQUENCE, ("float64", False, False, True)],
             functions=["hard_pairs", "materialized"],
+            share=(0, step),
         ),
-        job(4, [HARD], [TILED]),
+        job(4, [HARD], [TILED], share=(2, step)),
     )
     assert not failed, printed
 
@@ -77,10 +80,15 @@ def test_meshes(tmp_path):
 
 def test_compiled(tmp_path):
     names = ["logits", "heads", "shapes", "dtensors", "refused", "after_an_error"]
-    if shutil.which(os.environ.get("CXX", "g++")):  # a fresh machine has no C++ compiler
-        names.insert(3, "inductor")
     names = [f"compiled_worker.{name}" for name in names]
     failed, printed = run(tmp_path, job(2, functions=[*names, "mean_group_cases.compiled"]))
+    assert not failed, printed
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="a fresh machine has no C++ compiler")
+def test_compiled_by_inductor(tmp_path):
+    failed, printed = run(tmp_path, job(2, functions=["compiled_worker.inductor"]))
     assert not failed, printed
 
 

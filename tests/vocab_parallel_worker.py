@@ -575,18 +575,19 @@ def main(rank, ranks, path, what):
         torch.cuda.set_device(PLACE)
     dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=ranks, timeout=timeout)
     failures = []
-    for dtype_name, padding, hard in what["variants"]:
+    first, step = what.get("share", (0, 1))
+    for number, (dtype_name, padding, hard) in enumerate(what["variants"]):
         _agreed.clear()  # the same head has other padding
-        for case in what.get("cases") or CASES:
+        for case in what.get("cases") or [*CASES][(first + number) % step :: step]:
             try:
                 compare(case, rank, ranks, getattr(torch, dtype_name), padding, hard)
             except Exception:
                 failures.append(f"{case} {dtype_name} padding={padding} hard={hard}\n{traceback.format_exc()}")
                 if len(failures) > 2:
                     break
-    for dtype_name, padding, tiled, sequence in what.get("linear", ()):
+    for number, (dtype_name, padding, tiled, sequence) in enumerate(what.get("linear", ())):
         _agreed.clear()
-        for case in what.get("cases") or [*LINEAR, "policy"]:
+        for case in what.get("cases") or [*LINEAR, "policy"][(first + number) % step :: step]:
             try:
                 compare_linear(case, rank, ranks, getattr(torch, dtype_name), padding, tiled, sequence)
             except Exception:
