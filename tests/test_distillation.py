@@ -99,6 +99,7 @@ def judged(direction, beta):
     return {"direction": direction} | ({"beta": beta} if direction == "jsd" else {})
 
 
+@pytest.mark.pairs(unless=lambda device, temperature, **_: device == "interpreter" and temperature == 1.0)
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("masks", ["none", "rows", "tokens"])
 @pytest.mark.parametrize("renormalize", [False, True], ids=["whole", "renormalized"])
@@ -112,6 +113,7 @@ def test_topk_against_the_definition(device, K, renormalize, masks, temperature)
         check_topk(x, ids, log_t, mask, **options)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("renormalize", [False, True], ids=["whole", "renormalized"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("hard", HARD)
@@ -231,6 +233,7 @@ def test_the_seed_is_reproduced(device, dtype):
     assert_gradient_close(gradient, torch.autograd.grad(expected, exact)[0], upstream=4.0)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("renormalize", [False, True], ids=["whole", "renormalized"])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -366,6 +369,7 @@ def test_pair_against_the_definition(device, case):
     check_pair(moved(student, device), moved(teacher, device), mask, **options)
 
 
+@pytest.mark.pairs(unless=lambda device, vocab, splits, **_: device != "gpu" and (vocab, splits) != (513, 4))
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("vocab", [513, 4096])
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -156,6 +156,7 @@ def test_a_limit_beyond_ordinary_numbers_is_an_error(routed):
         run(experts, "onepass", *routed)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("parameters", [["gate_up_proj", "down_proj"], ["down_proj"]], ids="+".join)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

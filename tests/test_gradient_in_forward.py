@@ -62,6 +62,7 @@ def early(monkeypatch, request):
     monkeypatch.setattr(primitive, "LEAST_VOCABULARY", 0)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", [(5, 70), (5, 72), (2, 3, 129), (2, 3, 128)])
 def test_the_gradient_of_a_mean_is_that_of_its_upstream_gradient(device, early, shape):
     """Whatever that of the last call was, from which the forward computes a gradient that the backward may correct."""
@@ -84,6 +85,7 @@ def test_the_gradient_of_a_mean_is_that_of_its_upstream_gradient(device, early, 
 REDUCED = ({"reduction": "mean"}, {"reduction": "sum"}, {"num_items": 3}, {"num_items": 2.5}, {"num_items": "tensor"})
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("options", REDUCED, ids=str)
 @pytest.mark.parametrize("logits", [{"temperature": 0.7, "logit_scale": -2.0}, {"temperature": "rows"}], ids=str)
 def test_statistics_and_gradient_take_one_read(device, early, monkeypatch, options, logits):

@@ -31,6 +31,7 @@ from onepass.logits import tiled_statistics as head_statistics
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_equals_the_loss_of_logits(device, tile, loss, dtype):
@@ -275,6 +276,7 @@ HARD = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("inputs", HARD)
 def test_hard_inputs(device, tile, inputs):
     hidden, weight, bias, target = batch("cpu")

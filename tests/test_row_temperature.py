@@ -76,6 +76,7 @@ def test_of_logits(device, name, transform):
     assert_all_close(gradients(total(ours), (x,)), gradients(total(theirs), (z,)))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=["plain", "capped"])
 @pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
 @pytest.mark.parametrize("own", ["student", "teacher", "both", "shared"])
@@ -125,6 +126,7 @@ HEADS = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=["plain", "capped"])
 @pytest.mark.parametrize("loss", HEADS)
 def test_of_heads(device, tile, loss, transform):

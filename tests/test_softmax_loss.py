@@ -103,8 +103,13 @@ def test_options(device):
 AVERAGES = {"mean": (-1.0, True), "sum": (0.5, False), "divisor": (1.0, False)}
 
 
-@pytest.mark.parametrize("name", AVERAGES)
-@pytest.mark.parametrize("rows", (1, 5, 33, 512))
+LONG = (5, "sum"), (33, "mean"), (33, "divisor")  # seconds each, in the interpreter
+
+
+@pytest.mark.parametrize("rows, name", [
+    pytest.param(rows, name, marks=[pytest.mark.exhaustive] if (rows, name) in LONG else [])
+    for rows in (1, 5, 33, 512) for name in AVERAGES
+])  # fmt: skip
 def test_the_average_of_few_rows_takes_one_launch(device, monkeypatch, rows, name):
     """Its gradient is bitwise that of three launches, for any upstream gradient of the last average."""
     if rows == 512 and device.type != "cuda":

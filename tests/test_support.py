@@ -106,6 +106,7 @@ def test_of_logits(device, name, transform):
         assert torch.equal(a.double().nan_to_num(7.0), b.double().nan_to_num(7.0)), "both forms are one"
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("form", ["padded", "ragged"])
 def test_of_heads(device, tile, form, transform):
