@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from triton.runtime.autotuner import Autotuner
 
+import forks
 from autotune_cases import SOURCE, a_record, load
 from onepass import autotune
 from onepass.autotune import AutotuneRecord, ConfigStore, store, tuners
@@ -427,12 +428,20 @@ def test_a_file_that_must_not_be_read(library, tmp_path, monkeypatch):
     assert path.read_text() == "not ours", "nor is it written over"
 
 
+def imported(code, *arguments, folder, **environment):
+    """What a process prints that imports onepass anew, and runs no kernel."""
+    left = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = forks.run(code, *arguments, folder=folder, environment=left | environment, timeout=120)
+    return done.returncode, done.stdout, done.stderr
+
+
+@forks.GROUP
 @pytest.mark.parametrize("where", ["damaged", "directory"])
 def test_a_process_that_names_a_hostile_store(tmp_path, where):
     path = written(tmp_path / "damaged", nested(100_000)) if where == "damaged" else tmp_path
-    p = process("import onepass; print('imported')", ONEPASS_AUTOTUNE_STORE=str(path))
-    output, errors = p.communicate(timeout=120)
-    assert p.returncode == 0 and output == "imported\n" and "Traceback" not in errors, errors
+    code = "import onepass; print('imported')"
+    returned, output, errors = imported(code, folder=tmp_path, ONEPASS_AUTOTUNE_STORE=str(path))
+    assert returned == 0 and output == "imported\n" and "Traceback" not in errors, errors
     assert errors.count("it is damaged") == (where == "damaged")
     assert errors.count("it cannot be read") == errors.count("not saved") == (where == "directory")
 
@@ -519,6 +528,7 @@ def test_what_a_killed_process_left_is_not_followed(tmp_path):
     assert other.read_text() == "kept" and len(ConfigStore(kept.path)) == 1 and not kept.path.is_symlink()
 
 
+@forks.GROUP
 def test_reading_needs_no_filelock(tmp_path):
     kept = ConfigStore(tmp_path / "store.json")
     kept.add([a_record()])
@@ -535,8 +545,7 @@ except ModuleNotFoundError:
 with session(sys.argv[1]):
     print("in a session")
 """
-    p = process(code, kept.path)
-    output, errors = p.communicate(timeout=120)
+    _, output, errors = imported(code, kept.path, folder=tmp_path)
     assert output == "not saved\nin a session\n" and errors.count("RuntimeWarning") == 1, errors
     assert "not saved" in errors and "filelock" in errors and len(ConfigStore(kept.path)) == 1
 
@@ -575,7 +584,7 @@ def mutated(data, text):
 
 
 @settings(
-    max_examples=400, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=200, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_any_damage_is_one_warning(library, tmp_path, monkeypatch, data):
