@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,6 +20,19 @@ sys.path.insert(0, paths[0].rpartition("/")[0])
 for path in paths:
     print("example", path, flush=True)
     runpy.run_path(path, run_name="__main__")
+"""
+# As torchrun does, in processes that need not import the libraries again.
+OF_TWO = """
+import os, runpy, socket, sys
+with socket.socket() as free:
+    free.bind(("localhost", 0))
+    port = str(free.getsockname()[1])
+os.environ |= {"TORCHELASTIC_RUN_ID": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+other = os.fork()
+os.environ["RANK"] = "0" if other else "1"
+runpy.run_path(sys.argv[1], run_name="__main__")
+if other:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """
 
 
@@ -92,11 +103,10 @@ def test_trl_with_the_samplers_experts(printed):
 
 
 @forks.GROUP
-def test_tensor_parallel(printed):
+def test_tensor_parallel(printed, tmp_path):
     """The losses of two processes are those of one."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
-               "--rdzv-endpoint", "localhost:0", EXAMPLES / "tensor_parallel.py"]  # fmt: skip
-    both = output_of(subprocess.run(command, env=environment(), capture_output=True, text=True))
+    example = EXAMPLES / "tensor_parallel.py"
+    both = output_of(forks.run(OF_TWO, example, folder=tmp_path, environment=environment()))
     alone, sharded = ([float(number) for number in re.findall(r"loss ([\d.]+)", text)]
                       for text in (printed["tensor_parallel.py"], both))  # fmt: skip
     assert len(alone) == 4 and alone[-1] < 0.8 * alone[0]
