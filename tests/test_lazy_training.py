@@ -219,6 +219,8 @@ OWN = "DDP, static graph", "FSDP2, the model alone", "FSDP2, all sharded again",
 # Every way to wrap a model is patched, and attached before or after it is wrapped.
 WAYS = [(name, by) for n, name in enumerate(WRAPPED) for by in ("patch", ("attach before", "attach after")[n % 2])]
 WAYS += [(name, f"{by}, own loss") for name, by in WAYS if name in OWN and by != "attach after"]
+BRIEF = [way for n, way in enumerate(WAYS[: 2 * len(WRAPPED)]) if n % 4 in (0, 3)]  # each wrapping in one way
+BRIEF += [("FSDP2", "attach before"), *({name: (name, by) for name, by in WAYS if "own loss" in by}.values())]
 
 
 def linear_loss(hidden, weight, target):
@@ -276,7 +278,7 @@ def losses_of_fsdp1(orig, way):
 OF_FSDP1 = [(orig, way) for orig in (True, False) for way in ("plain", "patch", "attach")]
 
 
-def process(rank, folder):
+def process(rank, folder, ways):
     """All cases in one process of a group."""
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(os.path.join(folder, "store"), PROCESSES)
@@ -288,7 +290,7 @@ def process(rank, folder):
         return loss / PROCESSES
 
     found = {}
-    for name, by in WAYS:
+    for name, by in ways:
         wrap, model = WRAPPED[name]()
         try:
             if by.startswith("attach before"):
@@ -339,15 +341,18 @@ def test_a_head_that_fsdp_shards_over_fewer_processes_after_its_forward(tmp_path
 
 
 @pytest.fixture(scope="module")
-def distributed(tmp_path_factory):
-    """What each of two processes has computed."""
+def distributed(request, tmp_path_factory):
+    """What each of two processes has computed, in the ways that are tested."""
     folder = tmp_path_factory.mktemp("distributed")
-    forks.spawn(process, (str(folder),), PROCESSES)
+    tests = [item.callspec.params for item in request.session.items if item.name.startswith("test_processes[")]
+    forks.spawn(process, (str(folder), [(values["name"], values["by"]) for values in tests]), PROCESSES)
     return [torch.load(folder / f"{rank}.pt") for rank in range(PROCESSES)]
 
 
 @forks.GROUP_OF_SPAWN
-@pytest.mark.parametrize("name, by", WAYS)
+@pytest.mark.parametrize(
+    "name, by", [pytest.param(*way, marks=[] if way in BRIEF else pytest.mark.exhaustive) for way in WAYS]
+)
 def test_processes(name, by, distributed):
     """Losses, gradients and weights of two processes are those of one process on the whole batch."""
     _, model = WRAPPED[name]()
