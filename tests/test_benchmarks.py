@@ -438,6 +438,7 @@ def started(monkeypatch, baseline):
     return found
 
 
+@pytest.mark.exhaustive
 def test_every_operation_of_two_versions_runs(monkeypatch, baseline):
     monkeypatch.setenv("TRITON_INTERPRET", "")
     for case in [case for few in (False, True) for case in versions.cases_of(versions.NAMES, True, few)]:

@@ -117,6 +117,7 @@ def test_demo_trains_the_same_curve(tmp_path, monkeypatch):
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
+@pytest.mark.exhaustive
 def test_demo_trains_the_same_curves_from_hidden_states(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "")
     arguments = "--head", "linear", "--steps", 3, "--vocab", 512, "--device", "cpu"

@@ -231,6 +231,7 @@ def test_a_type_checker_sees_a_misspelt_option(tmp_path):
     assert sorted(found) == WRONG, done.stdout
 
 
+@pytest.mark.exhaustive
 def test_pyright_sees_the_same(tmp_path):
     """And that every type which a user's file gets from onepass is known, in its strict mode."""
     pytest.importorskip("basedpyright")  # pyright in a wheel, which installs without a download of its own

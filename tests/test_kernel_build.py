@@ -138,6 +138,7 @@ def test_a_layer_is_found_by_its_name(folder):
     assert torch.allclose(got[0], expected / 7) and torch.allclose(got[1], expected / 3)
 
 
+@pytest.mark.exhaustive
 def test_it_is_the_same_every_time(folder, tmp_path):
     build(tmp_path)
     files = [{p.relative_to(f): p.read_bytes() for p in f.rglob("*") if p.suffix in (".py", ".json", ".md")}

@@ -106,7 +106,7 @@ def outcome(kind, name):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", [0, 1, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(2, CHUNKS))])
 def test_every_architecture(chunk):
     """Every small model that trains as it is also trains attached, with the same numbers; nearly all without logits."""
     found = {name: outcome(kind, name) for kind, name in lazy_models.names()[chunk::CHUNKS]}
@@ -467,7 +467,7 @@ def test_gradient_checkpointing(reentrant):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch._dynamo")
-@pytest.mark.parametrize("by", ["attach", "patch"])
+@pytest.mark.parametrize("by", [pytest.param("attach", marks=pytest.mark.exhaustive), "patch"])
 def test_compiled(by):
     """The body of the model is compiled, and its head is not; before the model is attached and afterwards."""
     model = llama(num_hidden_layers=1)
@@ -485,7 +485,7 @@ def test_compiled(by):
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["", "LoRA"])
+@pytest.mark.parametrize("adapted", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "LoRA"])
 @pytest.mark.parametrize("attach", [onepass.attach, lambda _: onepass.patch("transformers")], ids=["attach", "patch"])
 def test_compiled_as_a_whole_where_nothing_trains(attach, adapted):
     model = llama(num_hidden_layers=1).eval()

@@ -8,7 +8,7 @@ import torch
 
 import onepass
 
-T, H, E, K = 64, 32, 16, 4
+T, H, E, K = 24, 32, 16, 4
 
 
 def compare(call, leaves):

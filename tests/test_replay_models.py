@@ -83,7 +83,10 @@ def backward(found, order):
         found[n].backward()
 
 
-@every_family
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=[pytest.mark.exhaustive] if f in ("mixtral", "glm4_moe") else []) for f in FAMILIES],
+)
 def test_replayed_is_recorded(family):
     """Loss and gradients bit for bit, in each form of checkpointing, with three micro-batches in flight, whose
     backwards run after the context and in another order."""
@@ -421,6 +424,7 @@ def test_a_copy_trains_under_checkpointing(within):
     close(gradients(copied), of_expected)
 
 
+@pytest.mark.exhaustive
 def test_a_backward_after_the_context_of_a_compiled_model_with_checkpointing():
     torch.compiler.reset()
     model, ids = build("qwen3_moe"), batches()

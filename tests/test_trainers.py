@@ -73,8 +73,9 @@ def test_five_steps(name, tmp_path, calls):
 # Inductor would take a minute, and changes nothing about what is traced.
 OPTIONS = [
     {"gradient_checkpointing": True},
-    {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 2},
-]
+    pytest.param({"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 2},
+                 marks=pytest.mark.exhaustive),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: next(iter(o)))
