@@ -73,7 +73,8 @@ def is_skipped(values, unless=lambda **_: False):
 
 def beyond_pairs(items):
     """Those of a test's items whose every two parameters have the same values in another item, too."""
-    pairs = {item: set(combinations(item.callspec.indices.items(), 2)) for item in items}
+    values = {item: [(name, id(value)) for name, value in item.callspec.params.items()] for item in items}
+    pairs = {item: set(combinations(of_item, 2)) for item, of_item in values.items()}
     missing = set().union(*pairs.values())
     while missing:
         best = max(pairs, key=lambda item: len(pairs[item] & missing))  # the first of these
@@ -159,7 +160,7 @@ def tile(request, device, monkeypatch):
             "the interpreter takes minutes for tiles of 1, and runs the same kernels on one tile as on four rows"
         )
     size, slices = request.param
-    return tiles_of(monkeypatch, 32 if slices and interpreted(device) else size, slices)  # three slices take less
+    return tiles_of(monkeypatch, 16 if slices and interpreted(device) else size, slices)  # where each takes long
 
 
 @pytest.fixture
