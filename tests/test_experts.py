@@ -168,6 +168,7 @@ IDS = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("ids", IDS)
 @pytest.mark.parametrize("rank, K", [(0, 2), (2, 2), (2, 1)])
 def test_any_ids(device, ids, rank, K):

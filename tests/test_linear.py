@@ -132,6 +132,7 @@ def test_statistics_and_their_gradients(device, tile, many):
     assert_all_close(gradients(ours, (hidden, weight, bias)), gradients(theirs, parts))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none", "num_items"])
 def test_a_policy_loss(device, tile, reduction):
     hidden, weight, bias, target = batch(device, rows=(2, 6))
@@ -156,6 +157,7 @@ def test_a_policy_loss(device, tile, reduction):
     )
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_teacher_with_a_head_of_its_own(device, tile, direction, reduction):

@@ -32,6 +32,7 @@ def gradients(loss, logits, upstream=None):
     return torch.autograd.grad(loss, logits, upstream)[0]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "class weights"])
@@ -275,6 +276,7 @@ SELECTED = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.float64))
 @pytest.mark.parametrize("name", SELECTED)
 def test_selected_logits(device, name, dtype):

@@ -65,6 +65,7 @@ def test_the_natural_choice_replayed_is_the_same(device, name):
     assert torch.equal(*(torch.autograd.grad(total(r), x)[0] for r in (natural, again)))
 
 
+@pytest.mark.pairs
 @every_family
 @pytest.mark.parametrize("eps", [0.0, 1e-5], ids=str)
 def test_half_precision(device, name, eps):

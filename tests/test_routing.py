@@ -1,5 +1,6 @@
 """`route` against a definition that takes one token at a time: choice, weights, counts, gradients, losses."""
 
+import functools
 import itertools
 import math
 from importlib import import_module
@@ -116,6 +117,17 @@ TOKENS = [
 ]
 
 
+@functools.cache
+def defined(name, tokens, dtype):
+    """Experts, weights, an upstream gradient of these, and the gradient of the logits: the same for every path."""
+    x, k, options = inputs(name, tokens)
+    exact = x.to(dtype).double().requires_grad_()
+    rows = [definition(row, k, **options) for row in exact]
+    experts, weights = torch.stack([e for e, _ in rows]), torch.stack([w for _, w in rows])
+    upstream = torch.randn(weights.shape, generator=torch.Generator().manual_seed(1))
+    return experts, weights.detach(), upstream, *torch.autograd.grad(weights, exact, upstream.double())
+
+
 @pytest.mark.parametrize("name, tokens", TOKENS)
 def test_equals_the_definition(device, dtype, name, tokens):
     if name == "many" and tokens > 33:
@@ -125,15 +137,11 @@ def test_equals_the_definition(device, dtype, name, tokens):
     x, k, options = inputs(name, tokens)
     mine = x.to(device, dtype).requires_grad_()
     routing = route(mine, k, **on(device, options))
-    exact = x.to(dtype).double().requires_grad_()
-    rows = [definition(row, k, **options) for row in exact]
-    experts, weights = torch.stack([e for e, _ in rows]), torch.stack([w for _, w in rows])
+    experts, weights, upstream, expected = defined(name, tokens, dtype)
     assert torch.equal(routing.experts.cpu(), experts)
-    torch.testing.assert_close(routing.weights.cpu().double(), weights.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(routing.weights.cpu().double(), weights, rtol=1e-6, atol=1e-6)
     assert torch.equal(routing.counts.cpu(), torch.bincount(experts.flatten(), minlength=x.shape[-1]).int())
-    upstream = torch.randn(weights.shape, generator=torch.Generator().manual_seed(1))
     (gradient,) = torch.autograd.grad(routing.weights, mine, upstream.to(device))
-    (expected,) = torch.autograd.grad(weights, exact, upstream.double())
     rtol = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(gradient.cpu().double(), expected, rtol=rtol, atol=1e-6)
     bare = route(mine.detach(), k, counts=False, **on(device, options))
@@ -234,6 +242,7 @@ def test_many_experts(device, E, biased):
     torch.testing.assert_close(routing.weights, expected[0], rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("E, k, groups, kept", [(128, 8, 4, 2), (192, 6, 3, 2)])
 @pytest.mark.parametrize("spread", [1.0, 40.0, 1e4])
 def test_biased_values_near_and_far_apart(device, E, k, groups, kept, spread):
@@ -256,6 +265,7 @@ def test_biased_values_near_and_far_apart(device, E, k, groups, kept, spread):
         assert (routing.experts == expected[1]).float().mean() > 0.99
 
 
+@pairs
 @pytest.mark.parametrize("far", ["values", "negative", "sums", "biases", "logits", "off"])
 def test_groups_far_apart(device, dtype, far):
     """Scores of groups whose keys of 32 bits cannot tell them apart, of both signs, and infinite ones."""

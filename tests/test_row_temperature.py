@@ -61,6 +61,7 @@ def flat(found):
     return [found] if isinstance(found, torch.Tensor) else list(found)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=["plain", "capped"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_of_logits(device, name, transform):

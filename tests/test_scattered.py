@@ -31,6 +31,7 @@ def definition(x, weight, bias, experts, order, weights, grouped_in, grouped_out
     return rows[order.long()] if grouped_out else rows
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("ids", [lambda e: e, lambda e: torch.where(e == 2, -1, torch.where(e == 4, E, e))])
 @pytest.mark.parametrize("grouped_in, grouped_out, weighted", [

@@ -84,6 +84,7 @@ def total(fields, of):
     return found
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_of_logits(device, name, transform):

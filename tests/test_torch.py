@@ -60,7 +60,9 @@ def example(device, dtype=torch.float32, rows=8, vocab=515):
 
 
 @pytest.mark.parametrize("loss", ALL)
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    "dynamic", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["static", "dynamic"]
+)
 def test_compile_without_graph_breaks(dynamo, device, loss, dynamic):
     few = loss in ("cross_entropy", "topk_kl_div", "jsd")  # test_14 of test_defects has all, dynamic
     if (dynamic and not few and device.type == "cpu") or (interpreted(device) and (dynamic or not few)):
@@ -103,6 +105,7 @@ def test_operations_are_well_formed(device, dtype, many):
     torch.library.opcheck(torch.ops.onepass.softmax_gradient.default, arguments)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_divergences_are_well_formed(device, dtype, direction):

@@ -34,6 +34,7 @@ def head(parts, **options):
     return onepass.LinearLogits(*parts, logits_dtype=F32, **options)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_equals_the_loss_of_exact_logits(device, tile, loss, dtype):
@@ -97,7 +98,10 @@ def test_teachers(device, tile, direction, of):
         assert_rounded_once(gradients(got, parts), gradients(expected, reference), torch.bfloat16)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize(
+    "beta",
+    [0.0, pytest.param(0.1, marks=pytest.mark.exhaustive), 0.5, pytest.param(0.9, marks=pytest.mark.exhaustive), 1.0],
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_jsd_of_near_distributions(device, dtype, beta):
     """The gradient of hidden within 1e-2 of that of exact logits, where rounded ones are off by several times that.
@@ -283,6 +287,7 @@ def test_the_default_adds_the_tile(monkeypatch):
     assert H < 8192
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("trained, masked", [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("dtype, wide", [(torch.bfloat16, None), (torch.float16, F32), (F32, None)])
 @pytest.mark.parametrize("loss", ("mean", "rows", "fields"))
