@@ -2,11 +2,14 @@
 
 import ast
 import inspect
+from itertools import combinations, product
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import onepass
+from conftest import beyond_pairs
 from onepass import kernels, reference
 
 ROOT = Path(onepass.__file__).parent
@@ -105,3 +108,19 @@ def test_the_architecture_page_names_every_file_and_walks_at_most_eight():
         if layer(module) not in ("cli", "autotune", "__main__", "__init__") and path.name != "__init__.py":
             folder = "" if path.parent == ROOT else f"{path.parent.name}/"
             assert f"`{path.name}`" in rows[folder or path.name], module
+
+
+def test_pairs_of_values_and_no_more():
+    """What `make test` runs of a test with the marker ``pairs``."""
+    every = [parametrized(a=a, b=b, c=c) for a, b, c in product((False, True), "xyz", (1, 2, 3))]
+    beyond = beyond_pairs(every)
+    left = [item.callspec.params for item in every if item not in beyond]
+    for one, other in combinations("abc", 2):
+        assert len({(values[one], values[other]) for values in left}) == (9 if (one, other) == ("b", "c") else 6)
+    assert len(left) < 12 < len(every) == 18
+
+
+def parametrized(**params):
+    item = Mock()
+    item.callspec.params = params
+    return item
