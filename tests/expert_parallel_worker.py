@@ -1,6 +1,6 @@
 """What every process of test_expert_parallel.py runs: MoE models, sharded by expert, by FSDP2 and by both.
 
-A model is trained for a few steps by one process, and by several in every layout: losses and gradients are the same.
+A model is trained for ten steps by one process, and by several in every layout: losses and gradients are the same.
 The model of one process has the eager experts of transformers, the others have ours.
 """
 
@@ -27,7 +27,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 import onepass
 from onepass.integrations import transformers_experts
 
-STEPS, VOCAB, BATCH, EXPERTS, K = 4, 32, (4, 5), 8, 2
+STEPS, VOCAB, BATCH, EXPERTS, K = 10, 32, (4, 5), 8, 2
 NOBODYS = slice(6, 8)  # experts of gpt-oss that no token chooses; of four processes, they are all that one of them has
 SIZES = dict(
     vocab_size=VOCAB, hidden_size=8, intermediate_size=12, moe_intermediate_size=12, head_dim=4,

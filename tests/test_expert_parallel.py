@@ -25,7 +25,7 @@ def has_implementations():
 @forks.GROUP
 @pytest.mark.skipif(not has_implementations(), reason="transformers chooses an EPImplementation from 5.23 on")
 def test_as_one_process(tmp_path):
-    """Losses and gradients of several steps, and checkpoints; see the worker's layouts."""
+    """Losses and gradients of ten steps, and checkpoints; see the worker's layouts."""
     names = {
         2: ["of_two", "without_rows", "own_exchange", "unsupported", "mixed_precision"],
         4: ["of_four"],
