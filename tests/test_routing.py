@@ -30,8 +30,11 @@ def definition(x, k, *, score="softmax", selection_bias=None, n_group=1, topk_gr
     ranked = sorted(range(E), key=lambda e: (z[e] == -INF, -value[e] if z[e] > -INF else 0, e))
     size = E // n_group
     if n_group > 1:
-        best = {g: sorted((value[e] for e in range(g * size, (g + 1) * size)), reverse=True) for g in range(n_group)}
-        judged = {g: v[0] + v[1] if group_score == "top2_sum" else v[0] for g, v in best.items()}
+        taking_part = [
+            [v for e, v in enumerate(value) if e // size == g and min(z[e], v) > -INF] for g in range(n_group)
+        ]
+        best = [sorted(v, reverse=True)[: 2 if group_score == "top2_sum" else 1] for v in taking_part]
+        judged = [sum(v) if v else -INF for v in best]
         kept = sorted(range(n_group), key=lambda g: (-judged[g], g))[:topk_group]
         ranked = [e for e in ranked if e // size in kept]
     experts = torch.tensor(ranked[:k])
@@ -322,6 +325,28 @@ def test_experts_that_are_off(device, dtype, score, after):
     assert (routing.weights[1, 2:] == 0).all() and routing.weights.isfinite().all()
     (gradient,) = torch.autograd.grad((routing.weights * torch.rand(6, 4, device=device)).sum(), x)
     assert gradient.isfinite().all() and (gradient[x == -INF] == 0).all() and (gradient[0] != 0).any()
+
+
+@pytest.mark.parametrize("E, groups", [(32, 16), (64, 4)])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("group_score", ["top2_sum", "max"])
+def test_groups_with_one_expert_or_none(device, dtype, E, groups, biased, group_score):
+    """An expert that is not disabled is selected before those that are, wherever it is."""
+    x = torch.full((6, E), -INF)
+    x[0, 9] = 4.0
+    x[1, [5, 20, 31]] = torch.tensor([5.0, -3.0, -3.5])
+    x[2, : E // 2], x[3, 1::2] = 1.0, -8.0
+    x[4:] = torch.randn(2, E, generator=torch.Generator().manual_seed(2))
+    x[4, torch.arange(E) % 5 > 0], x[5, : E - 1] = -INF, -INF
+    options = dict(score="sigmoid", n_group=groups, topk_group=2, group_score=group_score)
+    if biased:
+        options["selection_bias"] = torch.linspace(-0.2, 0.5, E)
+    routing = route(x.to(device, dtype), 2, **on(device, options))
+    exact = [definition(row.to(dtype).double(), 2, **options) for row in x]
+    enabled = x.gather(1, torch.stack([experts for experts, _ in exact])) > -INF
+    assert (enabled.sum(1) == (x > -INF).sum(1).clamp(max=2)).all()
+    assert torch.equal(routing.experts.cpu(), torch.stack([experts for experts, _ in exact]))
+    torch.testing.assert_close(routing.weights.cpu().double(), torch.stack([w for _, w in exact]), rtol=1e-5, atol=1e-6)
 
 
 @pairs

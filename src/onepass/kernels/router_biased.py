@@ -188,7 +188,7 @@ def by_whole_values(
             best, second = tl.reduce((value, tl.full(value.shape, float("-inf"), tl.float32)), 1, two_largest)
             one, two = two_largest(one, two, best, second)
         top = larger(top, one)
-        score = larger(one + two, LOWEST) if TOP2 else one
+        score = larger(one + tl.where(two > LOWEST, two, 0.0), LOWEST) if TOP2 else one
         keys = tl.where(g == group, ((ordered(score).to(tl.int64) << 32) | (LOW - group))[:, None], keys)
     kept = tl.zeros([start.shape[0]], tl.int32)  # a bit for every group
     for _ in range(KEPT):
@@ -304,6 +304,11 @@ def biased_routing_kernel(
             bounds = bounds + (tl.where(kept, bound, float("inf")),)
             summands = summands + (tl.where(kept, summand, least_of(tl.int32) - INFINITE * factor),)
         unclear = unclear | (last < least_of(tl.int32) + (1 << GROUP_BITS))
+        if TOP2:
+            fewest = seconds[0]
+            for q in tl.static_range(1, len(seconds)):
+                fewest = tl.minimum(fewest, seconds[q])
+            unclear = unclear | (tl.min(fewest, axis=1) == float("-inf"))  # a group has one expert, or none
 
     # The K spans with the largest values, among groups that are kept.
     keys = ()

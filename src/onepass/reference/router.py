@@ -187,7 +187,10 @@ def select(
     if options.n_group > 1:
         scores = judged if options.group_score == "top2_sum" else value
         grouped = scores.view(T, options.n_group, E // options.n_group)
-        of_group = grouped.topk(2, dim=-1)[0].sum(-1) if options.group_score == "top2_sum" else grouped.amax(-1)
+        of_group = grouped.amax(-1)
+        if options.group_score == "top2_sum":
+            second = grouped.topk(2, dim=-1)[0][..., 1]
+            of_group = of_group + second.masked_fill(second == lowest, 0.0)  # the only expert that is not disabled
         best = of_group.clamp(min=lowest).sort(dim=-1, descending=True, stable=True)[1][:, : options.topk_group]
         best_groups = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, best, True)
         value = value.view(grouped.shape).masked_fill(~best_groups.unsqueeze(-1), float("-inf")).view(T, E)
