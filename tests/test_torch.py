@@ -64,7 +64,7 @@ def example(device, dtype=torch.float32, rows=8, vocab=515):
     "dynamic", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["static", "dynamic"]
 )
 def test_compile_without_graph_breaks(dynamo, device, loss, dynamic):
-    few = loss in ("cross_entropy", "topk_kl_div", "jsd")  # test_14 of test_defects has all, dynamic
+    few = loss in ("cross_entropy", "topk_kl_div", "jsd")  # test_14 of test_defects_under_torch has all, dynamic
     if (dynamic and not few and device.type == "cpu") or (interpreted(device) and (dynamic or not few)):
         pytest.skip("what is compiled is the same on both backends")
     x, t = example(device)

@@ -268,7 +268,7 @@ def test_plans_keep_to_the_memory(shape, trained):
 
 def test_the_default_adds_the_tile(monkeypatch):
     """One GEMM of the weight's gradient where bfloat16 logits have one, and at most 0.63 GiB more."""
-    from test_defects import OnCuda
+    from linear_cases import OnCuda
 
     with torch.device("meta"):
         hidden, weight = (torch.empty(n, 4096, dtype=torch.bfloat16) for n in (8192, 151936))
