@@ -1,4 +1,4 @@
-"""Examples that failed once: each is a list of calls, of which `test_fuzz.PLAIN` says what they leave out."""
+"""Examples that failed once: each is a list of calls, of which `fuzz_examples.PLAIN` says what they leave out."""
 
 from typing import Any
 
