@@ -10,6 +10,7 @@ from itertools import combinations
 import pytest
 import torch
 
+import onepass
 from linear_cases import tiles_of
 from paths import interpreted, quick_interpreter
 
@@ -104,6 +105,21 @@ def device(request, monkeypatch):
         return torch.device("cpu")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     return torch.device("cpu")
+
+
+@pytest.fixture
+def eager(monkeypatch, request):
+    """As a user's CPU has it, for the tests that do not run on every path."""
+    if "device" not in request.fixturenames:
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+@pytest.fixture
+def no_warning():
+    """Logits that are computed are an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", onepass.MaterializedLogits)
+        yield
 
 
 @pytest.fixture(autouse=True)
