@@ -32,7 +32,7 @@ EXEMPT = {
     "RowGroups": "is what linear_loss passes to a loss of groups",
     "SoftmaxStatistics": "is what softmax_statistics returns",
     "VocabParallelLogits": "takes a process group; test_vocab_parallel.py has its arguments",
-    "attach": "takes a model; test_lazy_models.py has its arguments",
+    "attach": "takes a model; test_attach.py has its arguments",
     "batch_invariant": "takes no tensor",
     "gather_parameters": "takes a function",
     "moe": "is a module",
