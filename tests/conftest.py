@@ -198,3 +198,16 @@ def library(monkeypatch):
 
     module.again = again
     return module
+
+
+@pytest.fixture(scope="module")
+def bitsandbytes():
+    if not find_spec("bitsandbytes"):
+        pytest.skip("bitsandbytes is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        # Its import asks a server for a kernel, and its fallbacks are compiled.
+        if find_spec("kernels"):
+            patch.setattr("kernels.get_kernel", lambda *_, **__: 1 / 0, raising=False)
+        patch.setattr("torch._dynamo.config.disable", True)
+        pytest.importorskip("bitsandbytes")
+        yield pytest.importorskip("bitsandbytes.functional")
