@@ -122,6 +122,15 @@ def no_warning():
         yield
 
 
+@pytest.fixture
+def path(request, one_thread):
+    """The name of the path, where a test has one."""
+    if "device" not in request.fixturenames:
+        return ""
+    device = request.getfixturevalue("device")
+    return "interpreter" if interpreted(device) else "gpu" if device.type == "cuda" else "eager"
+
+
 @pytest.fixture(autouse=True)
 def _tiles_of_few_rows(monkeypatch):
     """Tests have few rows, whose logits a GPU would compute at once."""

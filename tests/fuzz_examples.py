@@ -4,10 +4,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from border_cases import EXPANSIONS, LAYOUTS
 from fuzz_experts import ACTIVATIONS, of_experts, of_route, of_scattered
 from fuzz_losses import of_cross_entropy, of_kl, of_linear_loss, of_statistics, of_topk
 from fuzz_problem import HARD, Problem, Spec
+from layouts import EXPANSIONS, LAYOUTS
 
 
 def problem(spec: Spec) -> Problem:

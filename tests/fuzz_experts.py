@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from border_cases import flattened
+from border_call import flattened
 from definition import transform
 from fuzz_problem import INF, NAN, Problem, Source, Spec, in_row, magnitude_of, masked, pick
 from onepass.moe import Routing, expert_mlp, group_by_expert, load_balancing_loss, route, router_z_loss

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import onepass
-from border_cases import flattened
+from border_call import flattened
 from definition import divergence, statistics, topk_divergence, transform
 from fuzz_problem import (
     HEAD,

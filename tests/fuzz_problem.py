@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import onepass
-from border_cases import EXPANSIONS
 from definition import transform
+from layouts import EXPANSIONS
 
 INF, NAN = float("inf"), float("nan")
 Spec = dict[str, Any]

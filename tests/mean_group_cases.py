@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import onepass
-from border_cases import CASES, Case, parameters
+from border_call import Case, parameters
+from border_cases import CASES
 
 ROWS = 7
 # How many rows each process has, and whether all rows of the second are masked.

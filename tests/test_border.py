@@ -13,28 +13,9 @@ import torch
 from torch import Tensor
 
 import onepass
-from border_cases import (
-    CASES,
-    EXEMPT,
-    EXPANSIONS,
-    HUGE,
-    LAYOUTS,
-    NAN,
-    ROUTER,
-    TEACHER,
-    Integer,
-    Laid,
-    Number,
-    flattened,
-    forms,
-    integer_forms,
-    of_functions,
-    parameters,
-    public_names,
-    resolve,
-    root,
-    tensors_of,
-)
+from border_call import NAN, Integer, Number, flattened, forms, integer_forms, parameters, public_names, resolve, root
+from border_cases import CASES, EXEMPT, HUGE, ROUTER, TEACHER, of_functions
+from layouts import EXPANSIONS, LAYOUTS, Laid, tensors_of
 from onepass.moe import route
 from paths import interpreted
 

@@ -17,11 +17,11 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch import Tensor
 
 import onepass
-from border_cases import Laid
 from definition import assert_close, assert_gradient_close
 from fuzz_corpus import EXAMPLES
 from fuzz_examples import OF_EXPERTS, PLAIN, PROBLEMS, calls, examples, problem
 from fuzz_problem import Problem, Spec
+from layouts import Laid
 from paths import interpreted
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import onepass
-from border_cases import EXEMPT, parameters, public_names, resolve
+from border_call import parameters, public_names, resolve
+from border_cases import EXEMPT
 
 EMPTY, KEYWORD = inspect.Parameter.empty, inspect.Parameter.KEYWORD_ONLY
 LOSSES = (
