@@ -1,4 +1,4 @@
-"""Small valid calls of every public function: what `test_border` generates its tests from.
+"""Small valid calls of every public function: what `test_border` and `test_border_errors` generate their tests from.
 
 A `border_call.Case` gives a function a value for each of its parameters.
 """
@@ -6,6 +6,7 @@ A `border_call.Case` gives a function a value for each of its parameters.
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -340,3 +341,6 @@ CASES += [
 def of_functions() -> list[Case]:
     """The cases but those of modules, which only pass on what they are given."""
     return [case for case in CASES if not case.is_module]
+
+
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
