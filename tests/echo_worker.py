@@ -1,4 +1,4 @@
-"""A worker of `benchmarks.workers` for test_benchmarks.py."""
+"""A worker of `benchmarks.workers` for test_benchmark_versions.py."""
 
 import os
 import sys
