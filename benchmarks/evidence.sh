@@ -90,5 +90,5 @@ if wants checks; then
   memcheck losses tests/test_statistics.py tests/test_losses.py tests/test_softmax_loss.py tests/test_distillation.py tests/test_kl_div.py
   memcheck border tests/test_border*.py tests/test_guard.py tests/test_defects_*.py
   memcheck supports tests/test_support.py tests/test_row_temperature.py tests/test_linear_statistics.py
-  memcheck experts tests/test_routing.py tests/test_experts.py tests/test_scattered.py
+  memcheck experts tests/test_routing*.py tests/test_experts.py tests/test_scattered.py
 fi
