@@ -32,7 +32,7 @@ EXEMPT = {
     "moe.QuantizedWeight": "is what quantize returns",
     "moe.Replay": "is made by replay_routing",
     "moe.Routing": "is what route returns, and is taken apart in the cases that take one",
-    "moe.RoutingRecord": "takes arrays; test_replay_models.py has its arguments",
+    "moe.RoutingRecord": "takes arrays; test_replay_arrays.py has its arguments",
     "moe.count_experts": "takes a model; test_selection_bias.py has its arguments",
     "moe.dequantize_experts": "takes a model; test_quantized_modules.py has its arguments",
     "moe.describe": "takes a model; test_quantized_modules.py has its arguments",

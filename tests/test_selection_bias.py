@@ -112,9 +112,9 @@ def test_one_clear_error(message):
 def models():
     """Tiny models of transformers, by family."""
     pytest.importorskip("transformers", "5.13")
-    import test_replay_models
+    import replay_cases
 
-    return test_replay_models
+    return replay_cases
 
 
 def test_counts_of_micro_batches(models):

@@ -1,0 +1,277 @@
+"""Recorded and replayed experts under checkpointing, compilation and FSDP, and passes that raise."""
+
+import contextlib
+import copy
+import gc
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+from onepass.moe import record_routing, replay_routing
+from replay_cases import backward, batches, build, close, drifted, gradients, losses, same
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recording_under_checkpointing(reentrant, monkeypatch):
+    """No layer is recorded twice, and one that is computed again is given its first choice."""
+    model, inputs = build("qwen3_moe"), batches(2)
+    with record_routing(model) as expected:
+        found = losses(model, inputs)
+    backward(found, "first to last")
+    of_expected = gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    with record_routing(model) as record:
+        found = losses(model, inputs)
+        backward(found[:1], "joint")
+        with torch.no_grad():
+            [model(input_ids=ids) for ids in inputs[:1]]
+    route, calls = onepass.moe.route, []
+
+    def seen(logits, k, *, experts, **options):
+        calls.append(experts)
+        return route(logits, k, experts=experts, **options)
+
+    monkeypatch.setattr("onepass.moe.followers.route", seen)
+    backward(found[1:], "joint")
+    assert len(record) == 3
+    assert same(calls, record.passes[1][::-1])
+    assert all(torch.equal(a, b) for p, q in zip(record.passes, expected.passes) for a, b in zip(p, q))
+    close(gradients(model), of_expected)
+
+
+def test_compiled_models():
+    """No second compilation for another record; recorded, replayed and trained with checkpointing."""
+    torch._dynamo.reset()
+    model, inputs = build("qwen3_moe"), batches()
+    with record_routing(model) as record:
+        (expected,) = losses(model, inputs)
+    other = drifted(record)
+    with replay_routing(model, other):
+        (of_other,) = losses(model, inputs)
+    backward([of_other], "joint")
+    of_other_gradients = gradients(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    with record_routing(compiled) as again:
+        (found,) = losses(compiled, inputs)
+    assert len(again) == 1 and same(again.passes[0], record.passes[0])
+    torch.testing.assert_close(found, expected)
+    with replay_routing(compiled, record) as replay, torch.compiler.set_stance("fail_on_recompile"):
+        (found,) = losses(compiled, inputs)
+    assert torch.equal(found, expected) and replay.changed == 0
+    with replay_routing(compiled, other) as replay:
+        (found,) = losses(compiled, inputs)
+    backward([found], "joint")
+    torch.testing.assert_close(found, of_other)
+    close(gradients(model), of_other_gradients)
+    assert replay.changed > 0
+
+
+def test_fsdp(sharded):
+    from torch.distributed.fsdp import fully_shard
+
+    model, inputs = build("qwen3_moe"), batches(2)
+    with record_routing(model) as record:
+        found = losses(model, inputs)
+    backward(found, "first to last")
+    expected, other = gradients(model), drifted(record)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    with record_routing(model) as again:
+        found = losses(model, inputs)
+    backward(found, "last to first")
+    assert all(same(p, q) for p, q in zip(again.passes, record.passes))
+    close([g.full_tensor() for g in gradients(model)], expected)
+    with replay_routing(model, other) as replay, record_routing(model) as taken:
+        losses(model, inputs)[0].backward()
+    assert replay.changed > 0 and all(same(p, q) for p, q in zip(taken.passes, other.passes))
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_copy_trains_under_checkpointing(within):
+    model, (ids,) = build("mixtral"), batches()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    (expected,) = losses(model, [ids])
+    expected.backward()
+    of_expected = gradients(model)
+    with record_routing(model):
+        copied = copy.deepcopy(model)
+        if within:
+            (found,) = losses(copied, [ids])
+    if not within:
+        (found,) = losses(copied, [ids])
+    found.backward()
+    assert torch.equal(found, expected)
+    close(gradients(copied), of_expected)
+
+
+@pytest.mark.exhaustive
+def test_a_backward_after_the_context_of_a_compiled_model_with_checkpointing():
+    torch.compiler.reset()
+    model, ids = build("qwen3_moe"), batches()
+    with record_routing(model):
+        losses(model, ids)[0].backward()
+    expected = gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    compiled = torch.compile(model, backend="aot_eager")
+    with record_routing(compiled):
+        found = losses(compiled, ids)
+    found[0].backward()
+    close(gradients(model), expected)
+
+
+def test_a_backward_within_the_context_of_a_compiled_model():
+    torch._dynamo.reset()
+    model, inputs = build("mixtral"), batches()
+    with record_routing(model) as record:
+        losses(model, inputs)
+    with replay_routing(model, drifted(record)):
+        (expected,) = losses(model, inputs)
+    expected.backward()
+    of_expected = gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    compiled = torch.compile(model, backend="aot_eager")
+    with replay_routing(compiled, drifted(record)) as replay:
+        (found,) = losses(compiled, inputs)
+        found.backward()
+    assert replay.changed > 0
+    torch.testing.assert_close(found, expected)
+    close(gradients(model), of_expected)
+
+
+def test_a_backward_that_raises_leaves_nothing():
+    model, inputs = build("mixtral"), batches()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def fails(_):
+        raise RuntimeError("out of memory, say")
+
+    with record_routing(model) as record:
+        (found,) = losses(model, inputs)
+    handle = model.model.embed_tokens.weight.register_hook(fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        found.backward()
+    handle.remove()
+    del found
+    gc.collect()
+    for module in model.modules():
+        assert not {"forward", "_onepass_followed"} & set(vars(module))
+    model.zero_grad()
+    with replay_routing(model, record):
+        losses(model, inputs)[0].backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("follow", ["record", "replay"])
+def test_one_backward_of_passes_within_and_without(follow, reentrant):
+    """A layer of a pass outside of any context is computed again as it was, whichever pass comes first."""
+    ids = batches(2)
+
+    def of(checkpointed, order):
+        model = build("qwen3_moe")
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        with record_routing(model) as record, torch.no_grad():
+            losses(model, ids[1:])
+        found = []
+        for within in order:
+            context = contextlib.nullcontext()
+            if within:
+                context = record_routing(model) if follow == "record" else replay_routing(model, drifted(record))
+            with context:
+                found += losses(model, ids[within : within + 1])
+        sum(found).backward()
+        return gradients(model)
+
+    for order in ((False, True), (True, False), (False, True, False)):
+        close(of(True, order), of(False, order))
+
+
+def test_a_checkpoint_of_the_whole_model():
+    (ids,) = batches()
+
+    def of(reentrant, layers=None):
+        model = build("qwen3_moe")
+        if layers is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": layers})
+        embedded = model.get_input_embeddings()(ids)
+        run = lambda e: model(inputs_embeds=e, labels=ids, use_cache=False).loss  # noqa: E731
+        with record_routing(model) as record, torch.no_grad():
+            run(embedded)
+        with replay_routing(model, drifted(record)):
+            loss = run(embedded) if reentrant is None else checkpoint(run, embedded, use_reentrant=reentrant)
+            loss.backward()
+        return gradients(model)
+
+    close(of(False), of(None))
+    close(of(False, layers=True), of(None))
+    with pytest.raises(RuntimeError, match="ran without gradients, as in a reentrant checkpoint of the whole model"):
+        of(True)
+
+
+def test_a_record_of_inference_mode():
+    model, (ids,) = build("qwen3_moe"), batches()
+    with torch.inference_mode(), record_routing(model) as record:
+        model(input_ids=ids)
+    with replay_routing(model, record) as replay:
+        losses(model, [ids])[0].backward()
+    assert replay.changed == 0 and gradients(model)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_nothing_is_left_of_a_backward_that_raised(reentrant):
+    """While its loss is still referenced, which keeps the pass."""
+    model, ids = build("qwen3_moe"), batches(2)
+    losses(model, ids[1:])[0].backward()
+    expected = gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    with record_routing(model) as record, torch.no_grad():
+        losses(model, ids[:1])
+    with replay_routing(model, drifted(record)):
+        kept = losses(model, ids[:1])
+
+    def fail(_):
+        raise ZeroDivisionError
+
+    handle = model.model.layers[1].input_layernorm.weight.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        kept[0].backward(retain_graph=True)
+    handle.remove()
+    model.zero_grad()
+    losses(model, ids[1:])[0].backward()
+    close(gradients(model), expected)
+
+
+def test_a_forward_that_raises_is_undone():
+    """Passes are told apart by how often routers were called, which a forward that fails half way must not change."""
+    model, (ids, other) = build("mixtral").eval(), batches(2)
+
+    def fails(*_):
+        raise RuntimeError("out of memory, say")
+
+    def fail(inputs):
+        handle = model.model.layers[1].register_forward_pre_hook(fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(input_ids=inputs)
+        handle.remove()
+
+    with record_routing(model) as expected:
+        logits = [model(input_ids=x).logits for x in (ids, other)]
+    with record_routing(model) as record:
+        model(input_ids=ids)
+        fail(ids)
+        model(input_ids=other)
+        fail(ids)
+    assert len(record) == 2 and all(same(a, b) for a, b in zip(record.passes, expected.passes, strict=True))
+    with replay_routing(model, record) as replay:
+        for x, of_x in zip((ids, other), logits):
+            fail(x)
+            assert torch.equal(model(input_ids=x).logits, of_x)
+    assert replay.changed == 0
