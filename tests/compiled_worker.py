@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import onepass
 from onepass.logits.vocab_parallel import _agreed
-from vocab_parallel_worker import SPLITS, VOCAB, close, finite_rows, head_of, ids_of, rows_of, weights
+from vocab_parallel_cases import SPLITS, VOCAB, close, finite_rows, head_of, ids_of, rows_of, weights
 
 _, TARGET, MASK = rows_of(torch.float32)
 LABELS, CLASS_WEIGHTS = TARGET.clamp(min=0), weights()

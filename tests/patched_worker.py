@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import onepass
 from onepass.integrations import torch as of_torch
 from onepass.integrations import torchtitan as of_torchtitan
-from vocab_parallel_worker import ROWS, VOCAB, close, finite_rows, head_of, weights
+from vocab_parallel_cases import ROWS, VOCAB, close, finite_rows, head_of, weights
 
 
 def patched_torch(rank, ranks):
