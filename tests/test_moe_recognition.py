@@ -80,6 +80,19 @@ def test_what_is_recognised(options):
     torch.testing.assert_close(replayed.weights, 2 * routing.weights, rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("best", [1, 2])
+@pytest.mark.parametrize("groups", [2, 4, 8])
+def test_every_number_of_groups(groups, best):
+    """Also where groups rarely change what is selected."""
+    for kept in range(max(1, K * groups // E), groups):
+        torch.manual_seed(0)
+        router, x = Router(groups=groups, best=best), torch.randn(2000, H)
+        router.half = kept
+        router.correction.mul_(0.01)
+        assert recognised_parts(router) is not None
+        assert torch.equal(route_block(router, x).experts.sort()[0], router(x)[0].sort()[0].long()), kept
+
+
 DIFFERENT = [{"score": "square"}, {"noise": True}, {"twice": True}, {"groups": 4, "best": 3}]
 
 

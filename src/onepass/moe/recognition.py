@@ -240,7 +240,47 @@ def _completed(probe: Probe, d: RouterDescription) -> RouterDescription | None:
         theirs = other.run(dims[0], training) if dims else None
         if theirs is None or not _agree(d, theirs, other.ours(d, dims[0]), ties=other is paired):
             return None
+    for other in _where_groups_matter(probe):
+        theirs = other.run(dims[0])
+        if theirs is None or not _agree(d, theirs, other.ours(d, dims[0])):
+            return None
     return _with_dtypes(probe, d)
+
+
+def _where_groups_matter(probe: Probe) -> Iterator[Probe]:
+    """Probes with biases next to 0, of which every second token distinguishes groups of some size from all others.
+
+    In such a token, either one expert of a group is the best of all and the others are the worst, so that the sum of
+    two is the least of all groups; or each group has a single good expert. Groups may change nothing in other tokens.
+    """
+    E = probe.experts
+    numbers = [n for n in range(2, E) if E % n == 0] or [1]
+    H = probe.values[probe.gate].shape[1] if probe.gate else TOKENS // 2
+    values = {n: v if n == probe.gate or v.dim() > 1 else 0.05 * v for n, v in probe.values.items()}
+    inputs = tuple(0.05 * x if x.shape == (E,) else x for x in probe.inputs)
+    done = 0
+    while done < max(4 * len(numbers), 64):
+        logits = torch.stack([_in_groups(E, numbers[i // 2 % len(numbers)], i % 2) for i in range(done, done + H)])
+        done += H
+        tokens = torch.zeros(TOKENS, H)
+        tokens[::2] = torch.eye(H).repeat(TOKENS // 2 // H + 1, 1)[: TOKENS // 2] * (
+            0.8 + 0.4 * torch.rand(TOKENS // 2, 1)
+        )
+        tokens[1::2] = torch.randn(TOKENS // 2, H) / (2 * H**0.5)
+        if probe.gate:
+            yield probe._replace(values=values | {probe.gate: logits.T.contiguous()}, inputs=(tokens, *inputs[1:]))
+        else:
+            yield probe._replace(values=values, inputs=(*inputs[:-1], tokens @ logits))
+
+
+def _in_groups(E: int, n: int, single: int) -> Tensor:
+    """Logits of one token for E experts in n groups; see `_where_groups_matter`."""
+    good, bad = 0.3 + 0.3 * torch.rand(n, E // n), -4.0 + torch.rand(n, E // n)
+    best = torch.arange(E // n) == torch.randint(E // n, (n, 1))
+    if single:
+        return torch.where(best, good, bad).flatten()
+    one = torch.arange(n)[:, None] == torch.randint(n, ())
+    return torch.where(one, torch.where(best, 2.2, bad), good).flatten()
 
 
 def _agree(d: RouterDescription, theirs: tuple[Tensor, ...], ours: tuple[Tensor, ...], ties: bool = False) -> bool:
