@@ -381,15 +381,14 @@ def span_of(E: int, stride: int, options: RouterOptions) -> int:
 
 
 def lanes_of(E: int, stride: int, options: RouterOptions) -> int:
-    """Threads per token."""
+    """Threads per token, a power of two that divides the number of groups or of a group's vectors."""
     o = options
-    vectors = E // math.gcd(8, stride, E // o.n_group)
-    lanes = (
-        max(power_of_two(-(-E // MOST_LOGITS)), 4)
-        if o.n_group > 1
-        else max(power_of_two(E // LOGITS), power_of_two(o.k) // 4)
-    )
-    return min(vectors & -vectors, lanes)
+    size = E // o.n_group
+    vectors = size // math.gcd(8, stride, size)
+    most = max(power_of_two(E // LOGITS), power_of_two(o.k) // 4)
+    if o.n_group > 1:
+        most = max(power_of_two(-(-E // MOST_LOGITS)), 4)
+    return min(most, max(o.n_group & -o.n_group, vectors & -vectors))
 
 
 def shares(E: int, stride: int, options: RouterOptions) -> bool:
@@ -406,8 +405,7 @@ def takes(E: int, stride: int, options: RouterOptions) -> bool:
     o = options
     if o.sums or o.k > MOST_K or o.n_group > MOST_GROUPS or o.score == "softmax":
         return False
-    lanes = lanes_of(E, stride, o)
-    return lanes > 1 and (o.n_group % lanes == 0 or shares(E, stride, o)) and span_of(E, stride, o) > 0
+    return lanes_of(E, stride, o) > 1 and span_of(E, stride, o) > 0
 
 
 def tile_of(T: int, E: int, stride: int, options: RouterOptions) -> tuple[int, int]:
@@ -421,15 +419,13 @@ def plan_for(shape: Shape, options: RouterOptions) -> Plan:
     o = options
     BLOCK_T, threads = tile_of(T, E, stride, o)
     nvidia, size = layout.compute_capability() > 0, E // o.n_group
-    VEC, LANES = math.gcd(8, stride, size), lanes_of(E, stride, o)
-    shared = shares(E, stride, o)
-    vectors = 1 if shared else size // VEC  # of a lane in a group
+    VEC, LANES, shared = math.gcd(8, stride, size), lanes_of(E, stride, o), shares(E, stride, o)
+    vectors = 1 if shared else size // VEC  # of a group, all in one lane
     constexprs = dict(
         E=E, K=o.k, SCORING=scoring(o), GROUPS=o.n_group, KEPT=o.topk_group, TOP2=o.group_score == "top2_sum",
         PTX=nvidia, ALONE=BLOCK_T >= T, VEC=VEC, SHARED=shared, TURNS=(vectors & -vectors) - 1,
-        SPAN=span_of(E, stride, o), LANES=lanes_of(E, stride, o), BLOCK_T=BLOCK_T, BLOCK_K=power_of_two(o.k),
-        BLOCK_G=power_of_two(o.n_group),
-        BLOCK_E=min(LANES * VEC, size & -size), BINS=max(64, power_of_two(E)),
+        SPAN=span_of(E, stride, o), LANES=LANES, BLOCK_T=BLOCK_T, BLOCK_K=power_of_two(o.k),
+        BLOCK_G=power_of_two(o.n_group), BLOCK_E=min(LANES * VEC, size & -size), BINS=max(64, power_of_two(E)),
     )  # fmt: skip
     numbers = (T, stride, *o.factors(), o.scale, o.eps)
     warps, registers = layout.warps(threads), REGISTERS if nvidia else None
