@@ -353,6 +353,13 @@ def test_environment(tmp_path, value):
     assert found.stdout.strip() == value, found.stderr
 
 
+@forks.GROUP
+@pytest.mark.parametrize("name", ("ONEPASS_BATCH_INVARIANT", "ONEPASS_DEBUG"))
+def test_an_environment_that_means_nothing(tmp_path, name):
+    found = forks.run("import onepass", folder=tmp_path, environment=os.environ | {name: "true"})
+    assert found.returncode and f"ValueError: {name}: expected 0 or 1, got 'true'" in found.stderr
+
+
 def test_compiled(device):
     """A compiled function follows the mode."""
     if interpreted(device):

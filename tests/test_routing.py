@@ -325,6 +325,14 @@ def test_experts_that_are_off(device, dtype, score, after):
     assert gradient.isfinite().all() and (gradient[x == -INF] == 0).all() and (gradient[0] != 0).any()
 
 
+@pytest.mark.parametrize("losses", [False, True])
+def test_a_token_whose_experts_are_all_off_has_no_gradient(device, dtype, losses):
+    x = torch.stack([torch.arange(8.0), torch.full((8,), -INF)]).to(device, dtype).requires_grad_()
+    routing = route(x, 2, score="sigmoid", losses=losses)
+    (gradient,) = torch.autograd.grad(routing.weights[:, 0].sum(), x)
+    assert (routing.weights[1] == 0).all() and (gradient[1] == 0).all() and gradient[0].count_nonzero() == 2
+
+
 @pytest.mark.parametrize("E, groups", [(32, 16), (64, 4)])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("group_score", ["top2_sum", "max"])

@@ -45,6 +45,9 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+for _flag in ("ONEPASS_BATCH_INVARIANT", "ONEPASS_DEBUG"):  # which `core` reads
+    if os.environ.get(_flag, "") not in ("", "0", "1"):
+        raise ValueError(f"{_flag}: expected 0 or 1, got {os.environ[_flag]!r}")
 if os.environ.get("ONEPASS_AUTOTUNE_STORE"):
     importlib.import_module("onepass.autotune.session").for_process(os.environ["ONEPASS_AUTOTUNE_STORE"])
 patch_process()  # if ONEPASS_PATCH is set

@@ -114,7 +114,8 @@ def route_gradient(
         a = a + grad_logsumexp.unsqueeze(-1)
     of_sums = 0 if grad_prob_sums is None else grad_prob_sums - (p * grad_prob_sums).sum(-1, keepdim=True)
     every = options.score == "softmax" and not options.score_after_topk
-    dense = p * (a + of_sums) if every or options.sums else torch.zeros_like(z)
+    through_sums = grad_prob_sums is not None or grad_logsumexp is not None
+    dense = p * (a + of_sums) if every or through_sums else torch.zeros_like(z)
     grad = dense.scatter_add(-1, experts, g)
     if options.softcap is not None:
         grad = grad * slope_of_tanh(logits.to(z.dtype) * options.factors()[0])
