@@ -156,6 +156,7 @@ def test_shards_writes_what_it_measured(tmp_path, monkeypatch):
     assert any(key.startswith("softmax/shards.py::") for key in report["sources"]["log_probs_and_entropy"])
 
 
+@pytest.mark.exhaustive
 @forks.GROUP_OF_SPAWN
 def test_expert_parallel_writes_what_its_processes_measured(tmp_path, monkeypatch):
     """Two processes, which exchange tokens by gloo."""

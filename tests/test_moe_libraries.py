@@ -8,6 +8,7 @@ import torch
 
 import onepass
 
+pytestmark = pytest.mark.usefixtures("eager")
 T, H, E, K = 24, 32, 16, 4
 
 

@@ -12,7 +12,7 @@ import onepass
 from onepass.moe import record_routing, replay_routing
 from replay_cases import backward, batches, build, close, drifted, gradients, losses, same
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "eager")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -12,7 +12,7 @@ import onepass
 from onepass.moe import RoutingRecord, record_routing, replay_routing
 from replay_cases import FAMILIES, OTHERS, B, S, backward, batches, build, close, drifted, gradients, losses, same
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "eager")
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 

@@ -25,7 +25,7 @@ assert counts[0].tolist() == [9, 1, 2, 0]
 dist.destroy_process_group()
 """
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "eager")
 
 
 def test_the_rule(device):

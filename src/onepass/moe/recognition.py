@@ -34,6 +34,7 @@ ORDINARY = 120  # the first of the tokens, by which the selection is found
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 DTYPES = (FLOAT32, FLOAT32), (BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT32), (FLOAT32, BFLOAT16)  # of tokens and weights
 
+Others = list[tuple[Probe, tuple[Tensor, ...] | None]]  # of `_where_groups_matter`, and their results
 MOST_KNOWN = 256  # descriptions that are kept
 _known: dict[Any, RouterDescription | None] = {}
 _last: "WeakKeyDictionary[nn.Module, dict[str, tuple[Any, RouterDescription | None]]]" = WeakKeyDictionary()
@@ -99,8 +100,9 @@ def _recognised(module: nn.Module, name: str) -> RouterDescription | None:
         results = probe.run(dim)
         if results is not None:
             flat = tuple(r.reshape(TOKENS, -1) for r in results)
-            for found in _hypotheses(probe, flat):
-                complete = _completed(probe, found)
+            others = [(p, p.run(dim)) for p in _where_groups_matter(probe)]
+            for found in _hypotheses(probe, flat, others):
+                complete = _completed(probe, found, others)
                 if complete is not None:
                     return complete
     return None
@@ -117,7 +119,7 @@ def _tokens(n: int, of_logits: bool = False) -> Tensor:
     return 1.5 * x + shift if of_logits else torch.cat([shift, x[:, 1:]], 1)
 
 
-def _hypotheses(probe: Probe, results: tuple[Tensor, ...]) -> Iterator[RouterDescription]:
+def _hypotheses(probe: Probe, results: tuple[Tensor, ...], others: Others) -> Iterator[RouterDescription]:
     """Descriptions by which `route` returns these results."""
     E, parts = probe.experts, probe.parts()
     vectors = [n for n, v in probe.values.items() if v.numel() == E and n != probe.gate]
@@ -133,7 +135,7 @@ def _hypotheses(probe: Probe, results: tuple[Tensor, ...]) -> Iterator[RouterDes
             kinds = {kind: full_output(kind, logits, cap) for kind in FULL}
             read = _read(results, kinds, E)
             if read is not None:
-                yield from _selections(probe, d, own, vectors, *read)
+                yield from _selections(probe, others, d, own, vectors, *read)
 
 
 def _prepared(probe: Probe, factors: list[float]) -> Iterator[Prepared | None]:
@@ -181,8 +183,8 @@ def _read(
 
 
 def _selections(
-    probe: Probe, d: RouterDescription, own: list[Any], vectors: list[str], outputs: tuple[str, ...], experts: Tensor,
-    dense: Tensor,
+    probe: Probe, others: Others, d: RouterDescription, own: list[Any], vectors: list[str], outputs: tuple[str, ...],
+    experts: Tensor, dense: Tensor,
 ) -> Iterator[RouterDescription]:  # fmt: skip
     """The ways to select these experts, and for each the ways to compute these weights."""
     E, K, parts = probe.experts, experts.shape[1], probe.parts()
@@ -201,7 +203,7 @@ def _selections(
         options |= dict(d.arguments) | {"k": K}
         bare = d._replace(arguments=tuple(options.items()), outputs=outputs, selection_bias=held, given_bias=passed)
         routing = routed_parts(parts, bare, hidden[:ORDINARY], **passing, renormalize=False).routing
-        if not torch.equal(routing.experts.sort()[0], ordinary):
+        if not torch.equal(routing.experts.sort()[0], ordinary) or not all(_selects(bare, *o) for o in others):
             continue
         small = sorted({float(v) for v in own if 0 < v < 1})
         divisors = [(False, 0.0, 0.0), *((True, e, 0.0) for e in (*EPS, *small)), *((False, 0.0, s) for s in small)]
@@ -223,7 +225,21 @@ def _nearest(value: float, known: list[float]) -> float:
     return next((k for k in known if abs(k - value) <= 5e-6 * abs(value)), value)
 
 
-def _completed(probe: Probe, d: RouterDescription) -> RouterDescription | None:
+def _selects(d: RouterDescription, probe: Probe, results: tuple[Tensor, ...] | None) -> bool:
+    """Whether a description selects the experts of these results."""
+    if results is None:
+        return False
+    given = probe.inputs if probe.gate else probe.inputs[::-1]
+    passing = {"selection_bias": given[1]} if d.given_bias else {}
+    ours = routed_parts(probe.parts(), d, given[0], **passing, renormalize=False).routing.experts.sort()[0]
+    kind = "experts" if "experts" in d.outputs else "dense"
+    theirs = results[d.outputs.index(kind)].reshape(TOKENS, -1)
+    if kind == "dense":
+        theirs = theirs.ne(0).int().topk(ours.shape[1])[1]
+    return torch.equal(theirs.long().sort()[0], ours)
+
+
+def _completed(probe: Probe, d: RouterDescription, others: Others) -> RouterDescription | None:
     """The description with its dtypes and shapes; None if it does not give the results for all tokens."""
     dims, flat = [], True
     for dim in (2, 3):
@@ -240,7 +256,7 @@ def _completed(probe: Probe, d: RouterDescription) -> RouterDescription | None:
         theirs = other.run(dims[0], training) if dims else None
         if theirs is None or not _agree(d, theirs, other.ours(d, dims[0]), ties=other is paired):
             return None
-    for other in _where_groups_matter(probe):
+    for other, _ in others:
         theirs = other.run(dims[0])
         if theirs is None or not _agree(d, theirs, other.ours(d, dims[0])):
             return None
