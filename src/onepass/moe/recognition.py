@@ -274,19 +274,18 @@ def _where_groups_matter(probe: Probe) -> Iterator[Probe]:
     H = probe.values[probe.gate].shape[1] if probe.gate else TOKENS // 2
     values = {n: v if n == probe.gate or v.dim() > 1 else 0.05 * v for n, v in probe.values.items()}
     inputs = tuple(0.05 * x if x.shape == (E,) else x for x in probe.inputs)
-    done = 0
-    while done < max(4 * len(numbers), 64):
-        logits = torch.stack([_in_groups(E, numbers[i // 2 % len(numbers)], i % 2) for i in range(done, done + H)])
-        done += H
+    few = min(H, TOKENS // 2)  # columns of the gate's weight that are the logits of a token each
+    for first in range(0, max(4 * len(numbers), 64), few):
+        logits = [_in_groups(E, numbers[i // 2 % len(numbers)], i % 2) for i in range(first, first + few)]
+        weight = torch.cat([torch.stack(logits), torch.randn(H - few, E)])
         tokens = torch.zeros(TOKENS, H)
-        tokens[::2] = torch.eye(H).repeat(TOKENS // 2 // H + 1, 1)[: TOKENS // 2] * (
-            0.8 + 0.4 * torch.rand(TOKENS // 2, 1)
-        )
+        tokens[::2, :few] = torch.eye(few).repeat(TOKENS // 2 // few + 1, 1)[: TOKENS // 2]
+        tokens[::2] *= 0.8 + 0.4 * torch.rand(TOKENS // 2, 1)
         tokens[1::2] = torch.randn(TOKENS // 2, H) / (2 * H**0.5)
         if probe.gate:
-            yield probe._replace(values=values | {probe.gate: logits.T.contiguous()}, inputs=(tokens, *inputs[1:]))
+            yield probe._replace(values=values | {probe.gate: weight.T.contiguous()}, inputs=(tokens, *inputs[1:]))
         else:
-            yield probe._replace(values=values, inputs=(*inputs[:-1], tokens @ logits))
+            yield probe._replace(values=values, inputs=(*inputs[:-1], tokens @ weight))
 
 
 def _in_groups(E: int, n: int, single: int) -> Tensor:
