@@ -207,7 +207,7 @@ def routing_kernel(
             if TOP2:
                 first_j = tl.min(tl.where(grouped == best_j[:, :, None], j, BLOCK_J), axis=2)
                 second = tl.max(tl.where(j == first_j[:, :, None], float("-inf"), grouped), axis=2)
-                score += tl.where(second > LOWEST, second, 0.0)  # the only expert that is not disabled
+                score += tl.where(second > LOWEST, second, 0.0)  # 0 for a disabled expert
             of_group = of_group + (tl.where(group[c] < GROUPS, tl.maximum(score, LOWEST), float("-inf")),)
         for _ in range(TOPK_GROUP):
             best_group = largest(of_group, CHUNKS)

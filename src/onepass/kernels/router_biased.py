@@ -53,7 +53,7 @@ from onepass.kernels.row_programs import unmasked
 
 THREADS = Threads(128, 128, 256, 1 << 18)
 REGISTERS = 64  # per thread; ptxas would take 100 to load all logits at once, and is 10% slower
-LOGITS, MOST_LOGITS = 64, 128  # per thread
+LOGITS, MOST_LOGITS = 64, 128  # per thread, at most: without groups of experts, and with groups
 SPANS = 8  # at least, per expert of a token, if a thread has no more than MOST_KEYS to sort
 MOST_KEYS, MOST_K, MOST_GROUPS = 16, 8, 32
 SMALLEST = tl.constexpr(2.0**-149)  # of the positive numbers in float32
@@ -111,9 +111,10 @@ def quick_value(x, bias, inner, outer, SCORING: tl.constexpr, PTX: tl.constexpr)
 
 @triton.jit
 def bound_of(top, BITS: tl.constexpr):
-    """What `key_of` needs of the largest value of a token, ``top``: a lower bound, a factor and a summand.
+    """The arguments of `key_of` for a token whose largest value is ``top``: a lower bound, a factor and ``start``.
 
-    The bound has the sign of ``top``. Floats of one sign order as their magnitudes do, or inversely.
+    The bound has the sign of ``top``. The bits of floats of one sign are in the order of the floats, or, if the sign is
+    negative, in the inverse order; hence the sign of the factor.
     """
     MOST: tl.constexpr = min((1 << (32 - BITS)) - 1, INFINITE)
     bits = (top + 0.0).to(tl.int32, bitcast=True)
@@ -250,8 +251,8 @@ def biased_routing_kernel(
     start = logits + t * stride // VEC * VEC  # VEC divides the stride; this tells the compiler so
     active = unmasked(token_mask, t, T, 0)
 
-    # Lanes whose experts lie a multiple of 128 bytes apart read different vectors of them at once: the same ones lie in
-    # the same banks of the cache.
+    # Experts of two lanes may lie a multiple of 128 bytes apart, and then in the same banks of the cache. Such lanes
+    # read their vectors in different orders.
     turn = (tl.arange(0, LANES) * (LANE * logits.dtype.element_ty.primitive_bitwidth // 8) // 128) & TURNS
     bests, firsts, seconds, lows = (), (), (), ()
     first_of_group = tl.full([BLOCK_T, LANES], float("-inf"), tl.float32)

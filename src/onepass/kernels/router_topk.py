@@ -245,7 +245,10 @@ def lanes_of(E: int, options: RouterOptions) -> int:
 
 
 class Threads(NamedTuple):
-    """Threads per program, and of those that count: they double while the programs would add more numbers than that."""
+    """Threads per program: ``usual``, or ``counting`` in a program that counts the tokens of each expert.
+
+    The latter double, up to ``most``, until all programs together add at most ``additions`` numbers to the counts.
+    """
 
     usual: int
     counting: int
@@ -259,7 +262,7 @@ THREADS = Threads(128, 256, 512, 1 << 17)
 
 @lru_cache
 def tokens_and_threads(T: int, E: int, lanes: int, threads: Threads, options: RouterOptions) -> tuple[int, int]:
-    """Tokens and threads per program. One program with the most threads or fewer takes all tokens if they are few."""
+    """Tokens and threads per program. If ``threads.most`` suffice for all tokens, a single program takes them."""
     T = MANY if options.invariant else T
     if power_of_two(T) * lanes <= threads.most:
         return power_of_two(T), power_of_two(T) * lanes

@@ -28,6 +28,7 @@ from onepass.moe.probe import (
     settings,
     tensors_of,
 )
+from onepass.moe.router import Routing
 
 EPS = (0.0, 1e-20, 1e-15, 1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5)
 ORDINARY = 120  # the first of the tokens, by which the selection is found
@@ -172,7 +173,7 @@ def _read(
     if len(set(names)) < len(names):
         return None
     if experts is None and dense is not None:
-        experts = dense.ne(0).int().topk(int((dense[0] != 0).sum()))[1]
+        experts = _weighted(dense)
     if experts is None or experts.shape[1] > MAX_K or experts.min() < 0 or experts.max() >= E:
         return None
     if dense is None:
@@ -182,12 +183,17 @@ def _read(
     return tuple(names), experts.long().sort()[0], dense
 
 
+def _weighted(dense: Tensor) -> Tensor:
+    """The experts with a weight, of which each token has as many."""
+    return dense.ne(0).int().topk(int((dense[0] != 0).sum()))[1]
+
+
 def _selections(
     probe: Probe, others: Others, d: RouterDescription, own: list[Any], vectors: list[str], outputs: tuple[str, ...],
     experts: Tensor, dense: Tensor,
 ) -> Iterator[RouterDescription]:  # fmt: skip
     """The ways to select these experts, and for each the ways to compute these weights."""
-    E, K, parts = probe.experts, experts.shape[1], probe.parts()
+    E, K = probe.experts, experts.shape[1]
     given = [probe.names[1]] if probe.gate and len(probe.names) > 1 else []
     sizes = sorted({v for v in own if type(v) is int})
     groups = [(1, 1, "max")] + [
@@ -195,23 +201,23 @@ def _selections(
         if 1 <= t < n <= E and E % n == 0 and t * (E // n) >= K and (by == "max" or E // n > 1)
     ]  # fmt: skip
     biases = [(None, None), *((v, None) for v in vectors if v != d.gate_bias), *((None, g) for g in given)]
-    hidden = probe.inputs[0] if probe.gate else probe.inputs[-1]
     ordinary, target = experts[:ORDINARY], dense[:ORDINARY].gather(1, experts[:ORDINARY])
     for score, after, (held, passed), (n, t, by) in product(SCORES, (False, True), biases, groups):
         options = {"k": K, "score": score, "n_group": n, "topk_group": t, "group_score": by, "score_after_topk": after}
-        passing = {"selection_bias": probe.inputs[1]} if passed else {}
         options |= dict(d.arguments) | {"k": K}
         bare = d._replace(arguments=tuple(options.items()), outputs=outputs, selection_bias=held, given_bias=passed)
-        routing = routed_parts(parts, bare, hidden[:ORDINARY], **passing, renormalize=False).routing
-        if not torch.equal(routing.experts.sort()[0], ordinary) or not all(_selects(bare, *o) for o in others):
+        ours = _routing(probe, bare, renormalize=False).experts[:ORDINARY].sort()[0]
+        if not torch.equal(ours, ordinary) or not all(_selects(bare, *other) for other in others):
             continue
         small = sorted({float(v) for v in own if 0 < v < 1})
         divisors = [(False, 0.0, 0.0), *((True, e, 0.0) for e in (*EPS, *small)), *((False, 0.0, s) for s in small)]
         for renormalize, eps, min_sum in divisors:
             options |= {"renormalize": renormalize, "eps": eps}
             whole = bare._replace(arguments=tuple(options.items()), min_sum=min_sum)
-            found = routed_parts(parts, whole, hidden[:ORDINARY], **passing).routing
-            ratio = target / torch.zeros(ORDINARY, E).scatter(1, found.experts, found.weights).gather(1, ordinary)
+            found = _routing(probe, whole)
+            ratio = target / torch.zeros(TOKENS, E).scatter(1, found.experts, found.weights)[:ORDINARY].gather(
+                1, ordinary
+            )
             for scaled in (None, *vectors):
                 per = ratio if scaled is None else ratio / probe.values[scaled].flatten()[ordinary]
                 if (per.max() - per.min()) > 2e-5 * per.abs().max() or not per.isfinite().all():
@@ -229,14 +235,17 @@ def _selects(d: RouterDescription, probe: Probe, results: tuple[Tensor, ...] | N
     """Whether a description selects the experts of these results."""
     if results is None:
         return False
-    given = probe.inputs if probe.gate else probe.inputs[::-1]
-    passing = {"selection_bias": given[1]} if d.given_bias else {}
-    ours = routed_parts(probe.parts(), d, given[0], **passing, renormalize=False).routing.experts.sort()[0]
-    kind = "experts" if "experts" in d.outputs else "dense"
-    theirs = results[d.outputs.index(kind)].reshape(TOKENS, -1)
-    if kind == "dense":
-        theirs = theirs.ne(0).int().topk(ours.shape[1])[1]
-    return torch.equal(theirs.long().sort()[0], ours)
+    of = {kind: r.reshape(TOKENS, -1) for kind, r in zip(d.outputs, results)}
+    theirs = of["experts"].long() if "experts" in of else _weighted(of["dense"])
+    return torch.equal(theirs.sort()[0], _routing(probe, d, renormalize=False).experts.sort()[0])
+
+
+def _routing(probe: Probe, d: RouterDescription, **arguments: Any) -> Routing:
+    """What `route` returns for a probe by a description. ``arguments`` are of `route`."""
+    if d.given_bias:
+        arguments["selection_bias"] = probe.inputs[1]
+    hidden = probe.inputs[0] if probe.gate else probe.inputs[-1]
+    return routed_parts(probe.parts(), d, hidden, **arguments).routing
 
 
 def _completed(probe: Probe, d: RouterDescription, others: Others) -> RouterDescription | None:
@@ -252,19 +261,15 @@ def _completed(probe: Probe, d: RouterDescription, others: Others) -> RouterDesc
             flat = flat_here
     d = d._replace(dims=tuple(dims), flat=flat)
     paired = probe.paired()
-    for other, training in ((probe, True), (paired, False)):
+    for other, training in ((probe, True), (paired, False), *((other, False) for other, _ in others)):
         theirs = other.run(dims[0], training) if dims else None
         if theirs is None or not _agree(d, theirs, other.ours(d, dims[0]), ties=other is paired):
-            return None
-    for other, _ in others:
-        theirs = other.run(dims[0])
-        if theirs is None or not _agree(d, theirs, other.ours(d, dims[0])):
             return None
     return _with_dtypes(probe, d)
 
 
 def _where_groups_matter(probe: Probe) -> Iterator[Probe]:
-    """Probes with biases next to 0, of which every second token distinguishes groups of some size from all others.
+    """Probes with biases next to 0, where the experts of every second token depend on how experts are grouped.
 
     In such a token, either one expert of a group is the best of all and the others are the worst, so that the sum of
     two is the least of all groups; or each group has a single good expert. Groups may change nothing in other tokens.

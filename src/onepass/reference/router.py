@@ -191,7 +191,7 @@ def select(
         of_group = grouped.amax(-1)
         if options.group_score == "top2_sum":
             second = grouped.topk(2, dim=-1)[0][..., 1]
-            of_group = of_group + second.masked_fill(second == lowest, 0.0)  # the only expert that is not disabled
+            of_group = of_group + second.masked_fill(second == lowest, 0.0)  # 0 for a disabled expert
         best = of_group.clamp(min=lowest).sort(dim=-1, descending=True, stable=True)[1][:, : options.topk_group]
         best_groups = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, best, True)
         value = value.view(grouped.shape).masked_fill(~best_groups.unsqueeze(-1), float("-inf")).view(T, E)
