@@ -1,13 +1,29 @@
-"""Which of the paths a test runs on."""
+"""What tests of several paths share: which one it is, a quicker interpreter, and the capture of a CUDA graph."""
 
 import inspect
 import os
 from typing import Any
 
+import torch
+
 
 def interpreted(device):
     """Whether kernels run in Triton's interpreter, where every program takes milliseconds."""
     return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def captured(step: Any) -> tuple[Any, Any]:
+    """A CUDA graph of ``step()``, which is called on another stream before, and what it returned."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
 
 
 def quick_interpreter(monkeypatch: Any) -> None:

@@ -13,7 +13,7 @@ from onepass.backend import backend_of
 from onepass.core.options import Inputs, Options
 from onepass.logits import tile_plan
 from onepass.logits.head import Head, HeadTensors, Settings
-from paths import interpreted
+from paths import captured, interpreted
 
 # 1. Strided labels and ids of linear heads.
 
@@ -198,21 +198,14 @@ def test_09_linear_heads_in_a_cuda_graph(name):
     def step():
         return gradients(FORMS[name](onepass.LinearLogits(*parts), target).sum(), parts)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for seed in range(2):
         torch.manual_seed(seed)
         with torch.no_grad():
             hidden.normal_()
             target[:2].random_(weight.shape[0])
         graph.replay()
-        for a, b in zip(captured, step()):
+        for a, b in zip(results, step()):
             assert (a is None) == (b is None)
             if a is not None:
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -25,7 +25,7 @@ from onepass.core.options import FieldGradients, Inputs, Options, PairOptions, P
 from onepass.logits import partitioned as gather
 from onepass.logits.head import HeadTensors, Settings
 from onepass.logits.tiled_divergence import TeacherDtypes, TeacherTensors
-from paths import interpreted
+from paths import captured, interpreted
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
 
@@ -237,14 +237,7 @@ def test_cuda_graph():
             p.grad = None
         onepass.linear_cross_entropy(static[0], weight, target, bias=bias).backward()
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = captured(step)
     for seed in (1, 2):
         others = batch("cuda", rows=(64,), width=64, vocab=1000, seed=seed)
         static[0].data.copy_(others[0])

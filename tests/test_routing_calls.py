@@ -8,6 +8,7 @@ import torch
 import onepass
 from onepass.core.moe_options import RouterOptions
 from onepass.moe import Routing, load_balancing_loss, route, router_z_loss, sigmoid_topk, softmax_topk
+from paths import captured
 
 
 def switch_loss(layers, k, mask):
@@ -125,7 +126,6 @@ def test_operations_are_well_formed(device, dtype):
 @pytest.mark.gpu
 def test_cuda_graph():
     x = torch.randn(500, 64, device="cuda", requires_grad=True)
-    stream = torch.cuda.Stream()
 
     def step():
         x.grad = None
@@ -133,14 +133,7 @@ def test_cuda_graph():
         (routing.weights.square().sum() + router_z_loss(routing)).backward()
         return routing
 
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        held = step()
+    graph, held = captured(step)
     gradient = x.grad
     for seed in range(2):
         x.data.copy_(torch.randn(500, 64, generator=torch.Generator().manual_seed(seed)))

@@ -15,7 +15,7 @@ from definition import assert_close, assert_gradient_close
 from onepass.core.dispatch import flatten_arguments
 from onepass.core.options import FieldGradients, Inputs, Options, PairOptions, PairRows, Transform, empty_results
 from onepass.reference.softmax import BLOCK_ELEMENTS
-from paths import interpreted
+from paths import captured, interpreted
 
 ALL = {
     "cross_entropy": lambda x, t: onepass.cross_entropy(x, t),
@@ -254,17 +254,14 @@ def test_never_synchronises(loss, rows):
 def test_cuda_graph(loss, rows):
     x, t = example(torch.device("cuda"), torch.bfloat16, rows, 32000)
     x = x.detach().requires_grad_()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            x.grad = None
-            ALL[loss](x, t).backward()
-    torch.cuda.current_stream().wait_stream(stream)
-    x.grad = None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def step():
+        x.grad = None
         result = ALL[loss](x, t)
         result.backward()
+        return result
+
+    graph, result = captured(step)
     for seed in range(3):
         torch.manual_seed(seed)
         with torch.no_grad():
