@@ -62,15 +62,15 @@ def empty_routing(logits: Tensor, options: RouterOptions, counts: Tensor | None 
         ``options.sums``, and the last unless ``options.count_changed``.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    T, E = logits.shape
-    weights = logits.new_empty(T, options.k, dtype=dtype)
+    (T, E), K = logits.shape, options.k
+    new = logits.new_empty_strided  # in half the time of `new_empty`
     return (
-        weights,
-        torch.empty_like(weights, dtype=torch.int64),
-        logits.new_empty(E, dtype=torch.int32) if counts is None and options.counts else counts,
-        logits.new_empty(E, dtype=dtype) if options.sums else None,
-        logits.new_empty(T, dtype=dtype) if options.sums else None,
-        logits.new_empty((), dtype=torch.int32) if options.count_changed else None,
+        new((T, K), (K, 1), dtype=dtype),
+        new((T, K), (K, 1), dtype=torch.int64),
+        new((E,), (1,), dtype=torch.int32) if counts is None and options.counts else counts,
+        new((E,), (1,), dtype=dtype) if options.sums else None,
+        new((T,), (1,), dtype=dtype) if options.sums else None,
+        new((), (), dtype=torch.int32) if options.count_changed else None,
     )
 
 

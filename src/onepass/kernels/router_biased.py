@@ -147,16 +147,41 @@ def two_largest(a, b, c, d):
 
 
 @triton.jit
-def best_two(v):
-    """The largest of some values, and the second largest: the largest that loses a comparison in a tournament."""
+def joined(a, of_a, b, of_b):
+    """The largest of two sets of values, and the sum of its two largest, from those of both sets.
+
+    The two largest are of one set, or the largest of each. No other pair has a larger sum, also after rounding.
+    """
+    return larger(a, b), tl.maximum(tl.maximum(of_a, of_b), a + b)
+
+
+@triton.jit
+def best_and_sum(v):
+    """The largest of some values, and the sum of the two largest, or -inf if there is one value."""
     N: tl.constexpr = len(v)
-    best, second = v[0], tl.full(v[0].shape, float("-inf"), tl.float32)
+    best, of_two = v[0], tl.full(v[0].shape, float("-inf"), tl.float32)
     if N == 2:
-        best, second = larger(v[0], v[1]), tl.minimum(v[0], v[1])
+        best, of_two = larger(v[0], v[1]), v[0] + v[1]
     elif N > 2:
-        a, b = best_two(v[: N // 2]), best_two(v[N // 2 :])
-        best, second = two_largest(a[0], a[1], b[0], b[1])
-    return best, second
+        a, b = best_and_sum(v[: N // 2]), best_and_sum(v[N // 2 :])
+        best, of_two = joined(a[0], a[1], b[0], b[1])
+    return best, of_two
+
+
+@triton.jit
+def chosen(v, i):
+    """Of tensors ``(T,)``, for every element of ``i`` ``(T, L)`` or ``(1, L)`` the one with this number."""
+    w = ()
+    for n in tl.static_range(len(v)):
+        w = w + (v[n][:, None] + tl.zeros_like(i),)
+    for bit in tl.static_range(bits_of(len(v))):
+        v, w = w, ()
+        for n in tl.static_range(0, len(v), 2):
+            if n + 1 < len(v):
+                w = w + (tl.where((i >> bit) & 1 == 1, v[n + 1], v[n]),)
+            else:
+                w = w + (v[n],)
+    return w[0]
 
 
 @triton.jit
@@ -224,8 +249,8 @@ def biased_routing_kernel(
     T: tl.int32, stride: tl.int64, inner: tl.float32, outer: tl.float32, scale: tl.float32, eps: tl.float32,
     E: tl.constexpr, K: tl.constexpr, SCORING: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
     TOP2: tl.constexpr, PTX: tl.constexpr, ALONE: tl.constexpr, VEC: tl.constexpr, SHARED: tl.constexpr,
-    TURNS: tl.constexpr, SPAN: tl.constexpr, LANES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BINS: tl.constexpr,
+    TURNS: tl.constexpr, SEARCH: tl.constexpr, SPAN: tl.constexpr, LANES: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Select K experts for every token, and compute their weights and the counts.
 
@@ -243,7 +268,11 @@ def biased_routing_kernel(
     PART: tl.constexpr = SIZE // STEP  # vectors of a lane in a group
     SPAN_BITS: tl.constexpr = bits_of(SPANS)
     SLOTS: tl.constexpr = BLOCK_K // LANES if BLOCK_K > LANES else 1  # experts that a lane computes weights of
-    BITS: tl.constexpr = bits_of(LANES * SLOTS * SPAN)
+    # The K largest values lie in K spans, which are searched for, or are compared with all of the groups that are kept.
+    PARTS: tl.constexpr = K if SEARCH else KEPT
+    EACH: tl.constexpr = SPAN if SEARCH else SIZE  # experts of a part
+    READS: tl.constexpr = (PARTS * EACH // SPAN + LANES - 1) // LANES  # of a lane, of SPAN experts each
+    BITS: tl.constexpr = bits_of(LANES * READS * SPAN)
     GROUP_BITS: tl.constexpr = bits_of(GROUPS)
     lane = tl.arange(0, LANES)[None, :]
     k = tl.arange(0, LANES * SLOTS)[None, :]
@@ -254,9 +283,9 @@ def biased_routing_kernel(
     # Experts of two lanes may lie a multiple of 128 bytes apart, and then in the same banks of the cache. Such lanes
     # read their vectors in different orders.
     turn = (tl.arange(0, LANES) * (LANE * logits.dtype.element_ty.primitive_bitwidth // 8) // 128) & TURNS
-    bests, firsts, seconds, lows = (), (), (), ()
+    bests, firsts, sums, lows = (), (), (), ()
     first_of_group = tl.full([BLOCK_T, LANES], float("-inf"), tl.float32)
-    second_of_group = first_of_group
+    sum_of_group = first_of_group
     for r in tl.static_range(E // (LANES * VEC)):
         first = tl.arange(0, LANES) * LANE + (turn ^ r) * STEP
         e = first[:, None] + tl.arange(0, VEC)[None, :]
@@ -266,86 +295,91 @@ def biased_routing_kernel(
         bias = tl.load(selection_bias + e + tl.zeros([BLOCK_T, 1], tl.int32))
         values = columns(quick_value(x, bias, inner, outer, SCORING, PTX), LANES, VEC)
         for s in tl.static_range(VEC // SPAN):
-            best, second = best_two(values[s * SPAN : (s + 1) * SPAN])
-            bests, lows = bests + (best,), lows + (SPANS - 1 - s - (first // SPAN)[None, :],)
+            best, of_two = best_and_sum(values[s * SPAN : (s + 1) * SPAN])
+            bests, lows = bests + (best,), lows + (SPANS - 1 - s - ((turn ^ r) * (STEP // SPAN))[None, :],)
             if r % PART == 0 and s == 0:
-                first_of_group, second_of_group = best, second
+                first_of_group, sum_of_group = best, of_two
             else:
-                first_of_group, second_of_group = two_largest(first_of_group, second_of_group, best, second)
+                first_of_group, sum_of_group = joined(first_of_group, sum_of_group, best, of_two)
         if (r + 1) % PART == 0:
             if SHARED and GROUPS > 1:
-                one, two = tl.reduce((first_of_group, second_of_group), 1, two_largest)
-                first_of_group, second_of_group = one[:, None], two[:, None]
-            firsts, seconds = firsts + (first_of_group,), seconds + (second_of_group,)
+                one, of_two = tl.reduce((first_of_group, sum_of_group), 1, joined)
+                first_of_group, sum_of_group = one[:, None], of_two[:, None]
+            firsts, sums = firsts + (first_of_group,), sums + (sum_of_group,)
     top = firsts[0]
     for q in tl.static_range(1, len(firsts)):
         top = larger(top, firsts[q])
     top = tl.reduce(top, 1, larger)
 
-    # The bound of the values; for those of groups that are not kept, above all values.
-    bound, factor, summand = bound_of(top, SPAN_BITS)
+    # The groups that are kept: those with keys not less than the last one, in the order of their keys.
     unclear = (tl.abs(top) < float("inf")) == 0
-    bound, factor, summand = bound[:, None], factor[:, None], summand[:, None]
-    bounds, summands = (bound,), (summand,)
+    kept, group_keys = (), ()
     if GROUPS > 1:
-        scores, keys, bounds, summands = (), (), (), ()
-        for q in tl.static_range(len(firsts)):
-            scores = scores + (firsts[q] + seconds[q] if TOP2 else firsts[q],)
+        scores = sums if TOP2 else firsts
         best = scores[0]
         for q in tl.static_range(1, len(scores)):
             best = tl.maximum(best, scores[q])
         of_best = bound_of(tl.max(best, axis=1), GROUP_BITS)
         for q in tl.static_range(len(scores)):
             low = GROUPS - 1 - q - (0 if SHARED else lane * len(scores))
-            keys = keys + (key_of(scores[q], of_best[0][:, None], of_best[1][:, None], of_best[2][:, None] + low),)
-        keys_of_lane = sorted_keys(keys, BLOCK_G if SHARED else BLOCK_G // LANES)
-        last = tl.max(keys_of_lane[KEPT - 1], axis=1) if SHARED else largest_keys(keys_of_lane, KEPT)[KEPT - 1]
-        for q in tl.static_range(len(scores)):
-            kept = keys[q] >= last[:, None]
-            bounds = bounds + (tl.where(kept, bound, float("inf")),)
-            summands = summands + (tl.where(kept, summand, least_of(tl.int32) - INFINITE * factor),)
-        unclear = unclear | (last < least_of(tl.int32) + (1 << GROUP_BITS))
+            key = key_of(scores[q], of_best[0][:, None], of_best[1][:, None], of_best[2][:, None] + low)
+            group_keys = group_keys + (key,)
+        keys_of_lane = sorted_keys(group_keys, BLOCK_G if SHARED else BLOCK_G // LANES)
+        if SHARED:  # all lanes have the same
+            for i in tl.static_range(KEPT):
+                kept = kept + (tl.max(keys_of_lane[i], axis=1),)
+        else:
+            kept = largest_keys(keys_of_lane, KEPT)
+        unclear = unclear | (kept[KEPT - 1] < least_of(tl.int32) + (1 << GROUP_BITS))
         if TOP2:
-            fewest = seconds[0]
-            for q in tl.static_range(1, len(seconds)):
-                fewest = tl.minimum(fewest, seconds[q])
-            unclear = unclear | (tl.min(fewest, axis=1) == float("-inf"))  # a group has one expert, or none
+            least = sums[0]
+            for q in tl.static_range(1, len(sums)):
+                least = tl.minimum(least, sums[q])
+            unclear = unclear | (tl.min(least, axis=1) == float("-inf"))  # a group has one expert, or none
 
-    # The K spans with the largest values, among groups that are kept.
+    if SEARCH:  # the K spans with the largest values, among groups that are kept; the bound of others is above all
+        bound, factor, summand = bound_of(top, SPAN_BITS)
+        bound, factor, summand = bound[:, None], factor[:, None], summand[:, None]
+        summand -= lane * (LANE // SPAN)
+        keys = ()
+        for i in tl.static_range(len(bests)):
+            key = key_of(bests[i], bound, factor, summand + lows[i])
+            if GROUPS > 1:
+                here = group_keys[i * len(group_keys) // len(bests)] >= kept[KEPT - 1][:, None]
+                key = tl.where(here, key, least_of(tl.int32))
+            keys = keys + (key,)
+        kept = largest_keys(sorted_keys(keys, BLOCK_K), K)
+        unclear = unclear | (kept[K - 1] < least_of(tl.int32) + (1 << SPAN_BITS))
+
+    # These spans or groups in their order, which makes the keys of the first experts larger among equal values.
+    parts = (tl.zeros([BLOCK_T], tl.int32),)  # inverted: E // EACH - 1 is the first
+    if SEARCH or GROUPS > 1:
+        parts = ()
+        for i in tl.static_range(PARTS):
+            parts = parts + (kept[i] & ((1 << (SPAN_BITS if SEARCH else GROUP_BITS)) - 1),)
+        parts = sorted_keys(parts, BLOCK_K if SEARCH else BLOCK_G)
+
+    # The K experts with the largest values in them.
     keys = ()
-    EACH: tl.constexpr = len(bests) // len(bounds)
-    for i in tl.static_range(len(bests)):
-        keys = keys + (key_of(bests[i], bounds[i // EACH], factor, summands[i // EACH] + lows[i]),)
-    v = largest_keys(sorted_keys(keys, BLOCK_K), K)
-    unclear = unclear | (v[K - 1] < least_of(tl.int32) + (1 << SPAN_BITS))
-
-    # The experts of these spans, in their order, which makes the keys of the first larger among equal values.
-    lows = ()
-    for i in tl.static_range(K):
-        lows = lows + (v[i] & ((1 << SPAN_BITS) - 1),)
-    spans = sorted_keys(lows, BLOCK_K)
-    first, keys = slots(spans, lane, LANES, SLOTS), ()
     bound, factor, summand = bound_of(top, BITS)
     bound, factor, summand = bound[:, None], factor[:, None], summand[:, None]
-    for j in tl.static_range(SLOTS):
-        e = (SPANS - 1 - first[j])[:, :, None] * SPAN + tl.arange(0, SPAN)[None, None, :]
+    for j in tl.static_range(READS):
+        place = (lane * READS + j) * SPAN
+        e = (E // EACH - 1 - chosen(parts, place // EACH)) * EACH + place % EACH
+        e = e[:, :, None] + tl.arange(0, SPAN)[None, None, :]
         e = tl.multiple_of(tl.max_contiguous(tl.reshape(e, [BLOCK_T, LANES * SPAN]), [1, SPAN]), [1, SPAN])
         x = tl.load(start[:, None] + e, mask=active[:, None], other=0.0)
         value = quick_value(x, tl.load(selection_bias + e), inner, outer, SCORING, PTX)
         values = columns(value, LANES, SPAN)
         for i in tl.static_range(SPAN):
-            low = (1 << BITS) - 1 - (lane * SLOTS + j) * SPAN - i
-            key = key_of(values[i], bound, factor, summand + low)
-            keys = keys + (only(lane * SLOTS + j < K, key, least_of(tl.int32), K == LANES * SLOTS),)
+            key = key_of(values[i], bound, factor, summand + ((1 << BITS) - 1 - place - i))
+            keys = keys + (only(place < PARTS * EACH, key, least_of(tl.int32), PARTS * EACH == LANES * READS * SPAN),)
     v = largest_keys(sorted_keys(keys, BLOCK_K), K)
     unclear = unclear | (v[K - 1] < least_of(tl.int32) + (1 << BITS))
     found, ids = slots(v, lane, LANES, SLOTS), ()
     for j in tl.static_range(SLOTS):
         place = (1 << BITS) - 1 - (found[j] & ((1 << BITS) - 1))
-        span = spans[0][:, None] + tl.zeros_like(lane)
-        for i in tl.static_range(1, K):
-            span = tl.where(place // SPAN == i, spans[i][:, None], span)
-        ids = ids + ((SPANS - 1 - span) * SPAN + place % SPAN,)
+        ids = ids + ((E // EACH - 1 - chosen(parts, place // EACH)) * EACH + place % EACH,)
     selected = row(ids, SLOTS)
     bad = t < 0
     if tl.max((unclear & active).to(tl.int32)) != 0:
@@ -372,13 +406,24 @@ def biased_routing_kernel(
 def span_of(E: int, stride: int, options: RouterOptions) -> int:
     """Adjacent experts in a span, such that the groups that are kept have k spans; 0 if there are none.
 
-    A small span has less that is read twice, and a large one fewer keys to sort.
+    A small span has less that is read twice, and a large one fewer keys to sort. All that is read at once if spans are
+    not searched.
     """
     o = options
+    if not searches(E, stride, o):
+        return math.gcd(8, stride, E // o.n_group)
     size, most = E // o.n_group, MOST_KEYS * lanes_of(E, stride, o)
     spans = [n for n in (8, 4, 2) if math.gcd(8, stride, size) % n == 0 and o.topk_group * (size // n) >= o.k]
     spans = [n for n in spans if E // n <= most]
     return next((n for n in spans if E // n >= SPANS * o.k), spans[-1] if spans else 0)
+
+
+def searches(E: int, stride: int, options: RouterOptions) -> bool:
+    """Whether the spans with the largest values are searched, instead of all values of the groups that are kept."""
+    o = options
+    VEC = math.gcd(8, stride, E // o.n_group)
+    reads = -(-o.topk_group * (E // o.n_group) // VEC // lanes_of(E, stride, o))
+    return VEC == 1 or reads * VEC > MOST_KEYS
 
 
 def lanes_of(E: int, stride: int, options: RouterOptions) -> int:
@@ -425,8 +470,9 @@ def plan_for(shape: Shape, options: RouterOptions) -> Plan:
     constexprs = dict(
         E=E, K=o.k, SCORING=scoring(o), GROUPS=o.n_group, KEPT=o.topk_group, TOP2=o.group_score == "top2_sum",
         PTX=nvidia, ALONE=BLOCK_T >= T, VEC=VEC, SHARED=shared, TURNS=(vectors & -vectors) - 1,
-        SPAN=span_of(E, stride, o), LANES=LANES, BLOCK_T=BLOCK_T, BLOCK_K=power_of_two(o.k),
-        BLOCK_G=power_of_two(o.n_group), BLOCK_E=min(LANES * VEC, size & -size), BINS=max(64, power_of_two(E)),
+        SEARCH=searches(E, stride, o), SPAN=span_of(E, stride, o), LANES=LANES, BLOCK_T=BLOCK_T,
+        BLOCK_K=power_of_two(o.k), BLOCK_G=power_of_two(o.n_group), BLOCK_E=min(LANES * VEC, size & -size),
+        BINS=max(64, power_of_two(E)),
     )  # fmt: skip
     numbers = (T, stride, *o.factors(), o.scale, o.eps)
     warps, registers = layout.warps(threads), REGISTERS if nvidia else None
