@@ -93,6 +93,8 @@ class Encoded:
         dtype: of the decoded values.
     """
 
+    decoded: Any = None  # the memory for decoded experts that the weights of a layer share; see `kernels`
+
     def __init__(self, data: Tensor, parts: WeightParts, format: WeightFormat, dtype: torch.dtype) -> None:
         self.data, self.parts, self.format, self.dtype = data, parts, format, dtype
 

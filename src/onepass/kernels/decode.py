@@ -5,7 +5,6 @@ the GEMM decodes each tile that it reads. Bytes moved by `decode`: codes and sca
 read once, and their values are written once.
 """
 
-from collections.abc import Iterator
 from functools import lru_cache
 from math import gcd
 from typing import Any, NamedTuple
@@ -15,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.moe_options import Groups
 from onepass.core.quantized import FORMATS, HALF_OF_E2M1, NESTED_BLOCK, PER_127, Encoded, WeightFormat
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, launch
@@ -239,19 +237,3 @@ def decode_plan(f: WeightFormat, count: int, first: int) -> Plan:
     code = code_of(f, SEGMENT)
     constexprs = dict(CODE=code, SEGMENTS=TILE // code.LENGTH)
     return Plan(decode_kernel, count * -(-f.rows * f.columns // TILE), (first,), constexprs, 4)
-
-
-def decoded_chunks(weight: Encoded, groups: Groups) -> Iterator[tuple[int, Tensor]]:
-    """Decode all experts that have rows, a chunk at a time: yield its first expert and its values.
-
-    The values of the next chunk overwrite them.
-    """
-    f = weight.format
-    most = max(1, f.max_memory // max(1, f.rows * f.columns * weight.dtype.itemsize))
-    chunks = -(-f.experts // most)
-    count = -(-f.experts // chunks)
-    scratch = torch.empty((count, f.rows, f.columns), dtype=weight.dtype, device=weight.device)
-    for first in range(0, f.experts, count):
-        part = scratch[: min(count, f.experts - first)]
-        decode(weight, part, first, groups.offsets)
-        yield first, scratch.mT if f.flipped else scratch

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from onepass.core.moe_options import EXPERT_TENSORS, ExpertGradients, ExpertOptions, ExpertTensors, Groups
+from onepass.kernels.decoded_experts import DecodedExperts, keep_for, kept_for, release
 from onepass.kernels.expert_rows import bias_gradient, clear_dropped, combine, glu_gradient
 from onepass.kernels.grouped_gemm import grouped_gemm
 from onepass.kernels.grouped_weight_gradient import weight_gradient
@@ -17,6 +18,8 @@ def expert_mlp(
     nothing is summed: the second GEMM writes the output.
     """
     t, o, K = tensors, options, experts.shape[1]
+    release(t.hidden)
+    decoded = DecodedExperts(t.gate_up, t.down)
     w1, w2 = (w.mT if o.transposed else w for w in (t.gate_up, t.down))
     h = t.hidden.new_empty((experts.numel(), w1.shape[1])) if keep else None
     low1 = low2 = None  # (T·K, R): the rows between A and B of a LoRA adapter
@@ -31,6 +34,8 @@ def expert_mlp(
     y = grouped_gemm(
         activated, w2, groups, scatter=True, low=low2, lora=t.down_lora_b, bias=t.down_bias, weights=weights
     )
+    if h is not None:
+        keep_for(h, decoded)
     return clear_dropped(y, groups) if K == 1 else combine(y, t.weights, experts, len(w1), t.hidden), h
 
 
@@ -43,6 +48,7 @@ def expert_mlp_gradient(
     ``grad`` is the upstream gradient ``(T, H)``, and ``h`` the second result of `expert_mlp`.
     """
     t, o, K = tensors, options, experts.shape[1]
+    kept_for(h, DecodedExperts(t.gate_up, t.down))  # type: ignore[arg-type]
     w1, w2 = (w.mT if o.transposed else w for w in (t.gate_up, t.down))
     need = dict(zip(EXPERT_TENSORS, needed))
     found: dict[str, Tensor | None] = dict.fromkeys(EXPERT_TENSORS)

@@ -21,7 +21,8 @@ from onepass.autotune.own import choose
 from onepass.core.moe_options import ExpertOptions, Groups
 from onepass.core.quantized import Weight, WeightFormat
 from onepass.kernels import layout
-from onepass.kernels.decode import SEGMENT, Encoding, code_of, codes_of, decode_tile, decoded_chunks
+from onepass.kernels.decode import SEGMENT, Encoding, code_of, codes_of, decode_tile
+from onepass.kernels.decoded_experts import decoded_chunks
 from onepass.kernels.expert_rows import activate
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import power_of_two
