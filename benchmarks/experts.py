@@ -1,6 +1,7 @@
 """`python -m benchmarks experts`: the experts of a MoE layer, onepass beside its peers and dense matrix products."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from benchmarks.harness import (
 )
 from benchmarks.in_turns import Dtype, OfTurn, Rounds, compare, free, plot
 from benchmarks.operations_experts import OPERATIONS, QUANTIZED, dense, make_batch
-from benchmarks.peers_experts import DECODED, ONEPASS, PEERS, entrants_here
+from benchmarks.peers_experts import DECODED, MORE, ONEPASS, PEERS, entrants_here
 from benchmarks.peers_quantized import QUANTIZED_PEERS
 from onepass.cli.workloads import EXPERT_FORM, MIXTRAL, QWEN3_30B, parse_shape
 
@@ -59,9 +60,15 @@ def experts(
         free(device)
         batch = make_batch(operation, size, how, DTYPES[kind], device)
         bare = dense(batch, OPERATIONS.get(operation, OPERATIONS["experts_lora"]))
-        here = [ONEPASS, DECODED] if operation in QUANTIZED else [ONEPASS]
+        here = [ONEPASS, MORE, DECODED] if operation in QUANTIZED else [ONEPASS]
         here += [peer for peer in others if peer.name not in QUANTIZED_PEERS or operation == "experts_nf4"]
+        before = len(report["results"])
         compare(batch, case, title(case), BASELINE, bare, here, rounds, milliseconds, console, report)
+        if operation in QUANTIZED:  # the memory of the weights is a part of what is compared
+            weights = dict.fromkeys((ONEPASS.name, MORE.name), batch.weight_bytes)
+            weights[DECODED.name] = replace(batch, quantized=[]).weight_bytes
+            for record in report["results"][before:]:
+                record["weight_bytes"] = weights.get(record["implementation"])
         write(report, out / f"{name}.json")  # after every case, in case that a later one fails
     plot(report, title, BASELINE, out / f"{name}.png")
     conclude(console, report, out / name)

@@ -12,6 +12,7 @@ from benchmarks.in_turns import Batch
 from onepass import moe
 
 RANK, SCALING = 16, 2.0
+MORE_MEMORY = 1088 * 2**20  # bytes of decoded experts, instead of 384 MiB
 # How many times the GEMMs of a forward are needed: for the forward, for the gradient of the inputs, of the weights.
 OPERATIONS = {"experts_forward": 1, "experts": 3, "experts_lora": 2}
 # As experts_lora, with weights in a format of `moe.quantize`. They run only if they are named.
@@ -34,6 +35,10 @@ class ExpertsBatch(Batch):
     @property
     def tensors(self) -> list[Tensor]:
         return [self.hidden, self.routing.weights, self.gate_up, self.down, *self.lora]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(w.nbytes for w in self.quantized or (self.gate_up, self.down))
 
     @property
     def arguments(self) -> tuple["ExpertsBatch"]:
@@ -110,6 +115,11 @@ def dense(batch: ExpertsBatch, times: int) -> Callable[[], None]:
 def decoded(batch: ExpertsBatch) -> Tensor:
     """The same with the values of quantized weights."""
     return ours(replace(batch, quantized=[]))
+
+
+def with_more_memory(batch: ExpertsBatch) -> Tensor:
+    """Onepass where decoded experts may take `MORE_MEMORY` bytes."""
+    return ours(replace(batch, options=batch.options | {"max_memory": MORE_MEMORY}))
 
 
 def ours(batch: ExpertsBatch) -> Tensor:

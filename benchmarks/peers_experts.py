@@ -15,7 +15,7 @@ from torch import Tensor
 import onepass
 from benchmarks.implementations import first_line
 from benchmarks.in_turns import Entrant
-from benchmarks.operations_experts import SCALING, ExpertsBatch, decoded, ours
+from benchmarks.operations_experts import MORE_MEMORY, SCALING, ExpertsBatch, decoded, ours, with_more_memory
 from onepass.cli.environment import package_version
 
 Function = Callable[[ExpertsBatch], Tensor]
@@ -110,3 +110,4 @@ def entrant(name: str, version: str | None, function: Function) -> Entrant:
 ONEPASS = entrant("onepass", onepass.__version__, ours)
 # What quantized weights are compared with.
 DECODED = entrant("onepass, decoded weights", onepass.__version__, decoded)
+MORE = entrant(f"onepass, max_memory={MORE_MEMORY >> 20} MiB", onepass.__version__, with_more_memory)

@@ -205,16 +205,21 @@ def head_summary(reports: Reports) -> str:
 def expert_table(path: Path, report: Report) -> str:
     rows = []
     sizes = "tokens", "hidden", "intermediate", "experts", "choices"
+    weighed = any(r.get("weight_bytes") for r in report["results"])
     for (operation, *shape, routing), group in groupby(
         report["results"], key=lambda r: (r["operation"], *[r[s] for s in sizes], r["routing"])
     ):
         for r in sorted(group, key=lambda r: r["ms"]):
             mark = "**" if r["implementation"] == "onepass" else ""
             row = [named(r), f"{r['ms']:.2f}", f"{r['ratio']:.2f}", gib(r)]
+            if weighed:
+                weights = r.get("weight_bytes")
+                row.append(f"{(r['extra_bytes'] + weights) / 2**30:.2f}" if weights and r["extra_bytes"] else "")
             case = [f"`{operation}`", " × ".join(map(str, shape)), routing]
             rows.append(case + [f"{mark}{cell}{mark}" if cell else "" for cell in row])
     about = f"{where(path, report)}\n\n{command_of(report)}{marked(report, operations_of(report))}"
-    return about + grid(["", " × ".join(sizes), "routing", "", "ms", "× dense", "extra GiB"], rows)
+    head = ["", " × ".join(sizes), "routing", "", "ms", "× dense", "extra GiB"]
+    return about + grid(head + ["with the weights"] * weighed, rows)
 
 
 def expert_parallel_table(path: Path, report: Report) -> str:

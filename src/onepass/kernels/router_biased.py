@@ -1,14 +1,10 @@
 """The kernel of `moe.route` for selections by scores to which a bias is added, with or without groups of experts.
 
 It searches as `router_topk` does: the largest values of spans of adjacent experts first, and then only in the k spans
-where these are largest. A key of 32 bits holds the inverted position of a span or an expert, and the difference of its
-float32 value to a lower bound, in units in the last place. Different values above the bound therefore have different
-keys. The bound is as far below the token's largest value as the bits allow, a factor of about 2**8. If one of the k
-largest values of a token is not above it, or the largest is infinite or NaN, the program starts again with whole
-values, in k + 1 passes over the logits.
-
-The time is that of comparisons, selections and logical operations, which a multiprocessor executes at half the rate of
-an addition of floats. What can be added is therefore not selected (`quick_value`, `key_of`).
+where these are largest. If the groups that are kept have few experts, it compares them all instead. The keys are those
+of `router_values`. Their bound is as far below the token's largest value as the bits allow, a factor of about 2**8. If
+one of the k largest values of a token is not above it, or the largest is infinite or NaN, the program starts again with
+whole values, in k + 1 passes over the logits.
 """
 
 # mypy: disable-error-code="assignment, var-annotated, misc"
@@ -23,32 +19,29 @@ from onepass.core.moe_options import RouterOptions
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows
 from onepass.kernels.layout import power_of_two
-from onepass.kernels.online_softmax import LOWEST
-from onepass.kernels.router_keys import (
-    LOW,
-    columns,
-    largest_keys,
-    least_of,
-    only,
-    ordered,
-    row,
-    slots,
-    sorted_keys,
-)
+from onepass.kernels.router_keys import columns, largest_keys, least_of, only, row, slots, sorted_keys
 from onepass.kernels.router_scores import (
-    SIGMOID,
     Shape,
     add_changed,
     add_counts,
     number_of,
     replayed,
     scoring,
-    sigmoid,
-    sqrtsoftplus,
     weights_of,
     write_routing,
 )
 from onepass.kernels.router_topk import Threads, logit, tokens_and_threads
+from onepass.kernels.router_values import (
+    best_and_sum,
+    bits_of,
+    bound_of,
+    by_whole_values,
+    chosen,
+    joined,
+    key_of,
+    larger,
+    quick_value,
+)
 from onepass.kernels.row_programs import unmasked
 
 THREADS = Threads(128, 128, 256, 1 << 18)
@@ -56,187 +49,6 @@ REGISTERS = 64  # per thread; ptxas would take 100 to load all logits at once, a
 LOGITS, MOST_LOGITS = 64, 128  # per thread, at most: without groups of experts, and with groups
 SPANS = 8  # at least, per expert of a token, if a thread has no more than MOST_KEYS to sort
 MOST_KEYS, MOST_K, MOST_GROUPS = 16, 8, 32
-SMALLEST = tl.constexpr(2.0**-149)  # of the positive numbers in float32
-INFINITE = tl.constexpr(0x7F800000)  # the bits of an infinite float32
-
-
-@triton.jit
-def fast_sigmoid(z, PTX: tl.constexpr):
-    """`sigmoid`; by PTX with a third of the instructions, since it need not be exact below 2**-126."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .f32 x;
-            mul.ftz.f32 x, $1, 0fBFB8AA3B;
-            ex2.approx.ftz.f32 x, x;
-            add.ftz.f32 x, x, 0f3F800000;
-            rcp.approx.ftz.f32 $0, x;
-            }""", "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-    return sigmoid(z)
-
-
-@triton.jit
-def score_of(z, SCORING: tl.constexpr, PTX: tl.constexpr):
-    """The score of a logit, before the k largest are selected."""
-    return fast_sigmoid(z, PTX) if SCORING.SCORE == SIGMOID else sqrtsoftplus(z)
-
-
-@triton.jit
-def value_of(x, bias, inner, outer, SCORING: tl.constexpr, PTX: tl.constexpr):
-    """What experts are selected by: NaN for a logit without a score, and LOWEST for -inf."""
-    z = logit(x, inner, outer, SCORING.SOFTCAP)
-    score = z if SCORING.AFTER else score_of(z, SCORING, PTX)
-    if SCORING.SCORE != SIGMOID:
-        score = tl.where(z == float("inf"), float("nan"), score)
-    if SCORING.AFTER:
-        value = score + bias.to(tl.float32)
-        value = tl.where((value > LOWEST) | (score != score), value, LOWEST)
-    else:
-        value = score + tl.maximum(bias.to(tl.float32), LOWEST)  # on a GPU, also if the bias is NaN
-    return tl.where(z == float("-inf"), LOWEST, value)
-
-
-@triton.jit
-def quick_value(x, bias, inner, outer, SCORING: tl.constexpr, PTX: tl.constexpr):
-    """`value_of` if that is finite, but -inf for LOWEST. Otherwise, or if the bias is NaN: NaN or inf."""
-    z = logit(x, inner, outer, SCORING.SOFTCAP)
-    if SCORING.AFTER:
-        value = z + bias.to(tl.float32)
-    else:
-        mask = z * SMALLEST * SMALLEST  # 0, or infinite as z is
-        value = score_of(z, SCORING, PTX) + (bias.to(tl.float32) + mask)
-    return value
-
-
-@triton.jit
-def bound_of(top, BITS: tl.constexpr):
-    """The arguments of `key_of` for a token whose largest value is ``top``: a lower bound, a factor and ``start``.
-
-    The bound has the sign of ``top``. The bits of floats of one sign are in the order of the floats, or, if the sign is
-    negative, in the inverse order; hence the sign of the factor.
-    """
-    MOST: tl.constexpr = min((1 << (32 - BITS)) - 1, INFINITE)
-    bits = (top + 0.0).to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    size = tl.where(bits < 0, tl.minimum(size, INFINITE - MOST) + MOST, tl.maximum(size, MOST) - MOST)
-    bound = size | (bits & least_of(tl.int32))
-    factor = tl.where(bits < 0, -(1 << BITS), 1 << BITS)
-    return bound.to(tl.float32, bitcast=True), factor, least_of(tl.int32) - bound * factor
-
-
-@triton.jit
-def key_of(value, bound, factor, start):
-    """An integer of the order of the values above ``bound``, with the number that ``start`` includes in its low bits.
-
-    Of all other values, but NaN, the upper bits are the lowest that there are.
-    """
-    return tl.maximum(value, bound).to(tl.int32, bitcast=True) * factor + start
-
-
-@triton.constexpr_function
-def bits_of(n):
-    """The number of bits of numbers below n."""
-    return (n - 1).bit_length()
-
-
-@triton.jit
-def two_largest(a, b, c, d):
-    """The two largest of four values, of which the first two and the last two are sorted."""
-    return tl.maximum(a, c, propagate_nan=tl.PropagateNan.ALL), tl.maximum(tl.minimum(a, c), tl.maximum(b, d))
-
-
-@triton.jit
-def joined(a, of_a, b, of_b):
-    """The largest of two sets of values, and the sum of its two largest, from those of both sets.
-
-    The two largest are of one set, or the largest of each. No other pair has a larger sum, also after rounding.
-    """
-    return larger(a, b), tl.maximum(tl.maximum(of_a, of_b), a + b)
-
-
-@triton.jit
-def best_and_sum(v):
-    """The largest of some values, and the sum of the two largest, or -inf if there is one value."""
-    N: tl.constexpr = len(v)
-    best, of_two = v[0], tl.full(v[0].shape, float("-inf"), tl.float32)
-    if N == 2:
-        best, of_two = larger(v[0], v[1]), v[0] + v[1]
-    elif N > 2:
-        a, b = best_and_sum(v[: N // 2]), best_and_sum(v[N // 2 :])
-        best, of_two = joined(a[0], a[1], b[0], b[1])
-    return best, of_two
-
-
-@triton.jit
-def chosen(v, i):
-    """Of tensors ``(T,)``, for every element of ``i`` ``(T, L)`` or ``(1, L)`` the one with this number."""
-    w = ()
-    for n in tl.static_range(len(v)):
-        w = w + (v[n][:, None] + tl.zeros_like(i),)
-    for bit in tl.static_range(bits_of(len(v))):
-        v, w = w, ()
-        for n in tl.static_range(0, len(v), 2):
-            if n + 1 < len(v):
-                w = w + (tl.where((i >> bit) & 1 == 1, v[n + 1], v[n]),)
-            else:
-                w = w + (v[n],)
-    return w[0]
-
-
-@triton.jit
-def larger(a, b):
-    """The larger of two values; NaN if one is."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def by_whole_values(
-    start, selection_bias, active, k, inner, outer, E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr,
-    KEPT: tl.constexpr, TOP2: tl.constexpr, STEP: tl.constexpr, SCORING: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-):  # fmt: skip
-    """The K experts with the largest values among the KEPT best groups, in K + 1 passes over the logits.
-
-    Also returns a mask of the tokens with a logit that has no score.
-    """
-    SIZE: tl.constexpr = E // GROUPS
-    g = tl.arange(0, BLOCK_G)[None, :]
-    lowest = tl.full([start.shape[0]], float("-inf"), tl.float32)
-    top = lowest
-    keys = tl.full([start.shape[0], BLOCK_G], least_of(tl.int64), tl.int64)
-    for group in range(GROUPS):
-        one, two = lowest, lowest
-        for r in range(SIZE // STEP):
-            e = group * SIZE + r * STEP + tl.arange(0, STEP)[None, :]
-            x = tl.load(start[:, None] + e, mask=active[:, None], other=0.0)
-            value = value_of(x, tl.load(selection_bias + e), inner, outer, SCORING, PTX)
-            best, second = tl.reduce((value, tl.full(value.shape, float("-inf"), tl.float32)), 1, two_largest)
-            one, two = two_largest(one, two, best, second)
-        top = larger(top, one)
-        score = larger(one + tl.where(two > LOWEST, two, 0.0), LOWEST) if TOP2 else one
-        keys = tl.where(g == group, ((ordered(score).to(tl.int64) << 32) | (LOW - group))[:, None], keys)
-    kept = tl.zeros([start.shape[0]], tl.int32)  # a bit for every group
-    for _ in range(KEPT):
-        best = tl.max(keys, axis=1)
-        keys = tl.where(keys == best[:, None], least_of(tl.int64), keys)
-        kept |= 1 << ((best & LOW) ^ LOW).to(tl.int32)
-
-    selected = tl.zeros([start.shape[0], k.shape[1]], tl.int32)
-    before = tl.full([start.shape[0]], 2**63 - 1, tl.int64)
-    for i in range(K):
-        largest = tl.full([start.shape[0]], least_of(tl.int64), tl.int64)
-        for r in range(E // STEP):
-            e = r * STEP + tl.arange(0, STEP)[None, :]
-            x = tl.load(start[:, None] + e, mask=active[:, None], other=0.0)
-            value = value_of(x, tl.load(selection_bias + e), inner, outer, SCORING, PTX)
-            key = (ordered(value).to(tl.int64) << 32) | (LOW - e)
-            there = ((kept >> (r * STEP // SIZE)) & 1)[:, None] != 0
-            key = tl.where(there & (key < before[:, None]), key, least_of(tl.int64))
-            largest = tl.maximum(largest, tl.max(key, axis=1))
-        before = largest
-        selected = tl.where(k == i, LOW - (largest & LOW).to(tl.int32)[:, None], selected)
-    return selected, top != top
 
 
 @triton.jit(
