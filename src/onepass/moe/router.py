@@ -138,7 +138,7 @@ def route(
         is_batch_invariant(), count_changed, counts, selection_bias is not None,
     )  # fmt: skip
     plain = SCALARS.issuperset(map(type, given_options))  # a tensor may change, and a list cannot be hashed
-    *tokens, E = router_logits.shape
+    E = router_logits.shape[-1]
     options = (check_once if plain else check_options)(E, *given_options)
     k = options.k
     if selection_bias is not None:
@@ -154,23 +154,24 @@ def route(
     if experts is not None:
         if not isinstance(experts, Tensor) or experts.dtype not in INTEGERS:
             raise TypeError(f"experts: expected a tensor of integers, got {described(experts)}")
-        if experts.shape != (*tokens, k):
-            raise ValueError(f"experts: expected shape {(*tokens, k)}, got {tuple(experts.shape)}")
+        if experts.shape != (*router_logits.shape[:-1], k):
+            wanted = *router_logits.shape[:-1], k
+            raise ValueError(f"experts: expected shape {wanted}, got {tuple(experts.shape)}")
         check_device(experts, router_logits, "experts")
         experts = experts.reshape(-1, k)
-    matrix = len(tokens) == 1
-    logits = router_logits if matrix else router_logits.reshape(-1, E)
+    flat = router_logits.dim() == 2
+    logits = router_logits if flat else router_logits.reshape(-1, E)
     logits = logits if logits.stride(-1) == 1 or E == 1 else logits.contiguous()
     if logits.requires_grad and torch.is_grad_enabled():
         results: RoutingResults = _Route.apply(logits, selection_bias, token_mask, experts, options)
     else:
         results = _forward(logits, selection_bias, token_mask, experts, options)
     weights, chosen, counted, prob_sums, logsumexp, changed = results
-    if not matrix:
+    if not flat:
+        tokens = router_logits.shape[:-1]
         weights, chosen = weights.view(*tokens, k), chosen.view(*tokens, k)
-    if logsumexp is None:
-        return Routing(weights, chosen, counted, changed=changed)
-    return Routing(weights, chosen, counted, prob_sums, logsumexp.view(tokens), changed)
+        logsumexp = None if logsumexp is None else logsumexp.view(tokens)
+    return Routing(weights, chosen, counted, prob_sums, logsumexp, changed)
 
 
 def softmax_topk(
