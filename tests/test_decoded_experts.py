@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from onepass.moe import expert_mlp, quantize
+from onepass.moe import expert_mlp, quantize, scattered_linear
 from paths import interpreted
 from quantized_cases import E, H, I, close, inputs, randn, results
 
@@ -66,8 +66,9 @@ def test_what_remains_is_not_decoded_again(device, decoded, monkeypatch, max_mem
     sizes, of_weight = [], module.DecodedExperts.of
 
     def of(self, *given):
-        sizes.append(self.size * 4)
-        return of_weight(self, *given)
+        for chunk in of_weight(self, *given):
+            sizes.append(sum(t.nbytes for t in self.memory.values()))
+            yield chunk
 
     monkeypatch.setattr(module.DecodedExperts, "of", of)
     tensors, ids, weights = inputs(device, transposed)
@@ -107,6 +108,7 @@ def test_under_gradient_checkpointing(device, decoded, use_reentrant):
     x, layers = randn(14, H, seed=1).to(device).requires_grad_(), [layer(device), layer(device, 20)]
     run = partial(checkpoint, use_reentrant=use_reentrant)
     out = run(layers[1][0], run(layers[0][0], x))
+    assert not import_module("onepass.kernels.decoded_experts")._kept, "until a forward is computed again"
     close([gradient(out, x)], [gradient(layers[1][1](layers[0][1](x)), x)])
     assert decoded == [("u", 0, E), ("d", 0, E)] * 4
 
@@ -118,6 +120,30 @@ def test_saved_tensors_that_are_moved(device, decoded):
         out = run(x)
     close([gradient(out, x)], [gradient(expected(x), x)])
     assert len(decoded) == 4
+
+
+def test_nothing_is_kept_without_a_backward_to_come(device, decoded):
+    kept = import_module("onepass.kernels.decoded_experts")._kept
+    x, (run, _) = randn(14, H, seed=1).to(device).requires_grad_(), layer(device)
+    out = run(x)
+    assert kept
+    del out
+    assert not kept
+    out = run(x)
+    scattered_linear(x, quantize(randn(E, I, H), "fp8_row").to(device), inputs(device)[1])
+    assert not kept
+    del out
+
+
+def test_memory_is_for_weights_that_are_not_decoded_within_the_gemm(device, decoded, monkeypatch):
+    """Here `down`, so that there is none for `gate_up`."""
+    module = import_module("onepass.kernels.grouped_gemm")
+    monkeypatch.setattr(module, "is_decoded_in_loop", lambda f, *_: f.rows * f.columns > H * I)
+    x, (run, expected) = randn(14, H, seed=1).to(device).requires_grad_(), layer(device)
+    out = run(x)
+    (kept,) = import_module("onepass.kernels.decoded_experts")._kept.values()
+    assert sum(t.nbytes for t in kept.decoded.memory.values()) == 5 * EXPERT
+    close([gradient(out, x)], [gradient(expected(x), x)])
 
 
 @pytest.mark.gpu

@@ -355,6 +355,21 @@ def test_groups_with_one_expert_or_none(device, dtype, E, groups, biased, group_
     torch.testing.assert_close(routing.weights.cpu().double(), torch.stack([w for _, w in exact]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_the_lowest_number_disables_an_expert_of_a_group(device, after):
+    """Whatever the other tokens of its program are, which may need whole values."""
+    lowest = torch.finfo(torch.float32).min
+    value = torch.full((16,), 0.15)
+    value[0], value[1:4] = 0.9, lowest
+    x, bias = (value, torch.zeros(16)) if after else (torch.zeros(16), value - 0.5)
+    x = torch.stack([x, torch.full((16,), float("nan"))]).to(device)
+    for tokens in (x[:1], x):
+        found = route(
+            tokens, 2, score="sigmoid", selection_bias=bias.to(device), n_group=4, topk_group=2, score_after_topk=after
+        )
+        assert found.experts[0].tolist() == [0, 4]
+
+
 @pairs
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("groups", [1, 2, 3])

@@ -5,11 +5,13 @@ backward, down is needed first. So the last chunk of the forward is still there 
 does under gradient checkpointing, where the forward of a layer is computed again just before its backward. If there is
 room for more than the whole of down, some of gate_up's experts stay too.
 
-Only the values of the last forward are kept. They are found by the memory of a tensor that this forward has saved for
-its backward, which belongs to no other call. So they are used only in the backward that they were decoded for.
+Only the values of the last forward are kept, until a tensor is freed that this forward has saved for its backward. They
+are found by the memory of this tensor, which belongs to no other call, so that they are used only in the backward that
+they were decoded for.
 """
 
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -22,15 +24,13 @@ from onepass.core.quantized import Encoded, Weight
 from onepass.kernels.decode import decode
 from onepass.kernels.zeros import GRAPHS
 
-ALIGNMENT = 64  # in elements, of the chunks in memory
-
 
 class Chunk(NamedTuple):
-    """Experts that are decoded at once, and their place in memory, in elements."""
+    """Experts that are decoded at once."""
 
     first: int
     experts: int
-    place: int
+    stays: bool  # whether it has memory of its own, while the other chunks of both weights overwrite each other
 
 
 class DecodedExperts:
@@ -43,53 +43,60 @@ class DecodedExperts:
     def __init__(self, *weights: Weight) -> None:
         encoded = [w for w in weights if isinstance(w, Encoded)]
         self.chunks: list[list[Chunk]] = []  # of each weight
-        self.size = 0
-        self.memory: Tensor | None = None  # allocated when it is needed
-        self.there: dict[int, tuple[int, Chunk]] = {}  # at each place, the number of a weight and its decoded chunk
+        self.memory: dict[bool, Tensor] = {}  # allocated when a chunk is decoded, by `Chunk.stays`
+        self.there: dict[bool, tuple[int, Chunk]] = {}  # the number of a weight and its chunk that are in this memory
         if not encoded:
             return
         sizes = [max(1, w.format.rows * w.format.columns) for w in encoded]
         E, room = encoded[0].format.experts, encoded[0].format.max_memory // encoded[0].dtype.itemsize
         stay = 0  # experts of the first of two weights that remain while the second is decoded
         if len(encoded) == 2:
-            stay = min(E, max(0, room - E * sizes[1] - ALIGNMENT) // sizes[0])
-        back = -(-stay * sizes[0] // ALIGNMENT) * ALIGNMENT
+            stay = min(E, max(0, room - E * sizes[1]) // sizes[0])
+        room -= stay * sizes[0]
         for number, (w, size) in enumerate(zip(encoded, sizes)):
             w.decoded = self, number
             done = 0 if number else stay
-            most = max(1, (room - back) // size)
-            count = -(-(E - done) // max(1, -(-(E - done) // most)))
-            chunks = [Chunk(first, min(count, E - first), back) for first in range(done, E, max(1, count))]
-            self.chunks.append([Chunk(0, done, 0)] * (done > 0) + chunks)
-            self.size = max(self.size, back + count * size)
+            count = -(-(E - done) // max(1, -(-(E - done) // max(1, room // size))))
+            chunks = [Chunk(first, min(count, E - first), False) for first in range(done, E, max(1, count))]
+            self.chunks.append([Chunk(0, done, True)] * (done > 0) + chunks)
 
     def of(self, weight: Encoded, number: int, groups: Groups) -> Iterator[tuple[int, Tensor]]:
         """Decode all experts of the weight ``number`` that have rows: yield the first of a chunk, and its values.
 
         The values of the next chunk may overwrite them.
         """
-        f = weight.format
-        if self.memory is None:
-            self.memory = torch.empty(self.size, dtype=weight.dtype, device=weight.device)
-        for chunk in sorted(self.chunks[number], key=lambda c: self.there.get(c.place) != (number, c)):
-            size = chunk.experts * f.rows * f.columns
-            part = self.memory[chunk.place : chunk.place + size].view(chunk.experts, f.rows, f.columns)
-            if self.there.get(chunk.place) != (number, chunk):
-                self.there[chunk.place] = number, chunk
+        f, chunks = weight.format, self.chunks[number]
+        for chunk in sorted(chunks, key=lambda c: self.there.get(c.stays) != (number, c)):
+            size = f.rows * f.columns
+            is_there = self.there.get(chunk.stays) == (number, chunk)
+            memory = self.memory.get(chunk.stays)
+            needed = size * max(c.experts for c in chunks if c.stays == chunk.stays)
+            if memory is None or (not is_there and memory.numel() < needed):
+                del memory
+                self.memory.pop(chunk.stays, None)
+                memory = self.memory[chunk.stays] = torch.empty(needed, dtype=weight.dtype, device=weight.device)
+            part = memory[: chunk.experts * size].view(chunk.experts, f.rows, f.columns)
+            if not is_there:
+                self.there[chunk.stays] = number, chunk
                 decode(weight, part, chunk.first, groups.offsets)
             yield chunk.first, part.mT if f.flipped else part
 
 
 def decoded_chunks(weight: Encoded, groups: Groups) -> Iterator[tuple[int, Tensor]]:
     """See `DecodedExperts.of`."""
-    decoded, number = weight.decoded or (DecodedExperts(weight), 0)
-    return decoded.of(weight, number, groups)
+    if weight.decoded is None:  # memory for this weight alone
+        release(weight.data)
+        return DecodedExperts(weight).of(weight, 0, groups)
+    decoded, number = weight.decoded
+    found: Iterator[tuple[int, Tensor]] = decoded.of(weight, number, groups)
+    return found
 
 
 class Kept(NamedTuple):
-    """The experts that the last forward on a device has decoded."""
+    """The experts that the last forward on a device has decoded, until the tensor that it has saved is freed."""
 
-    saved: Any  # a weak reference to the memory of the tensor that the forward has saved
+    saved: "weakref.ref[Tensor]"
+    memory: Any  # a weak reference to that of the tensor, which is equal to those of its views
     stream: int
     decoded: DecodedExperts
 
@@ -102,21 +109,36 @@ def keep_for(saved: Tensor, decoded: DecodedExperts) -> None:
 
     Nothing is kept while a CUDA graph is captured, since nothing that is allocated in its memory may outlive it.
     """
-    graphs = GRAPHS in sys.modules or (saved.is_cuda and torch.cuda.is_current_stream_capturing())
-    if decoded.there and not graphs:
-        _kept[saved.get_device()] = Kept(StorageWeakRef(saved.untyped_storage()), _stream(saved), decoded)
+    if not decoded.there or _is_captured(saved):
+        return
+    device = saved.get_device()
+
+    def freed(reference: Any) -> None:
+        kept = _kept.get(device)
+        if kept is not None and kept.saved is reference:
+            _kept.pop(device, None)
+
+    memory = StorageWeakRef(saved.untyped_storage())
+    _kept[device] = Kept(weakref.ref(saved, freed), memory, _stream(saved), decoded)
 
 
 def kept_for(saved: Tensor, decoded: DecodedExperts) -> None:
     """Give ``decoded`` what the forward that saved the tensor ``saved`` has decoded, if it is still kept."""
     kept = _kept.pop(saved.get_device(), None)
-    if kept is not None and kept.saved == StorageWeakRef(saved.untyped_storage()) and kept.stream == _stream(saved):
+    if kept is None or _is_captured(saved) or kept.stream != _stream(saved):
+        return
+    if kept.memory == StorageWeakRef(saved.untyped_storage()):
         decoded.memory, decoded.there = kept.decoded.memory, kept.decoded.there
 
 
 def release(like: Tensor) -> None:
     """Keep nothing any longer on the device of a tensor."""
     _kept.pop(like.get_device(), None)
+
+
+def _is_captured(tensor: Tensor) -> bool:
+    """Whether the work on a tensor is, or may be, captured in a CUDA graph."""
+    return GRAPHS in sys.modules or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _stream(tensor: Tensor) -> int:

@@ -19,6 +19,7 @@ from onepass.core.moe_options import RouterOptions
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows
 from onepass.kernels.layout import power_of_two
+from onepass.kernels.online_softmax import LOWEST
 from onepass.kernels.router_keys import columns, largest_keys, least_of, only, row, slots, sorted_keys
 from onepass.kernels.router_scores import (
     Shape,
@@ -147,7 +148,8 @@ def biased_routing_kernel(
             least = sums[0]
             for q in tl.static_range(1, len(sums)):
                 least = tl.minimum(least, sums[q])
-            unclear = unclear | (tl.min(least, axis=1) == float("-inf"))  # a group has one expert, or none
+            # A group has one expert that is not disabled, or none. An expert with the lowest value is disabled too.
+            unclear = unclear | (tl.min(least, axis=1) < 0.5 * LOWEST)
 
     if SEARCH:  # the K spans with the largest values, among groups that are kept; the bound of others is above all
         bound, factor, summand = bound_of(top, SPAN_BITS)

@@ -77,8 +77,8 @@ def expert_mlp(
         groups: the result of `group_by_expert` for ``routing.experts``, as ``(T, K)``; it is called if this is None.
         max_memory: bytes of decoded weights at a time, 384 MiB by default, but at least one expert. It applies only to
             a `QuantizedWeight`, whose experts with tokens are decoded once in the forward and once in the backward. On
-            a GPU, this memory is kept until the next forward of any experts, and what is in it is not decoded again by
-            a backward before that. With up to 128 rows per expert on average, experts are decoded within the GEMM,
+            a GPU, this memory is kept for the backward until the next forward of any experts, and what is in it is not
+            decoded again. With up to 128 rows per expert on average, experts are decoded within the GEMM,
             without a buffer.
 
     Returns:

@@ -100,7 +100,8 @@ def route(
             arXiv:2412.19437, section 2.1.2); not differentiable.
         n_group, topk_group: only experts of the ``topk_group`` best of ``n_group`` groups of equal size are selected.
         group_score: the score of a group: ``"top2_sum"``, the sum of its two largest selection values, or ``"max"``.
-            Experts that a logit or a bias of -inf disables count as 0 in the sum.
+            Experts that a logit or a bias of -inf disables, or whose selection value is the lowest number of float32,
+            count as 0 in the sum.
         renormalize, scale, eps: see above.
         score_after_topk: select by :math:`z_e + b_e`, and compute scores over the k selected logits only (gpt-oss).
         softcap: the cap > 0; None for no soft-cap.
