@@ -2,7 +2,6 @@
 
 import math
 import os
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ import torch
 import triton
 from triton.runtime.autotuner import Autotuner
 
+import forks
 from autotune_cases import SOURCE, a_record, load
 from onepass import autotune
 from onepass.autotune import ConfigStore, store, tuners
@@ -246,14 +246,7 @@ def test_a_kernel_without_a_source_is_not_known(library, monkeypatch):
     assert len(kept) == 1 and kept.warm() == (1 if torch.cuda.is_available() else 0)
 
 
-def process(code, *arguments, **environment):
-    """A Python of its own, as what is read at imports needs."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.Popen(
-        command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
+@forks.GROUP
 def test_a_whole_process_by_an_environment_variable(tmp_path):
     code = f"""
 import onepass, importlib.util, sys
@@ -265,7 +258,7 @@ print(len(library.benchmarks))
 exec(sys.argv[1])
 """
     for arguments, expected in (("", 40), "3\n"), (("raise KeyError", 40, 80), "3\n"), (("", 40, 80), "0\n"):
-        p = process(code, *arguments, ONEPASS_AUTOTUNE_STORE=str(tmp_path / "store.json"))
-        output, errors = p.communicate(timeout=120)
-        assert output == expected and (p.returncode != 0) == bool(arguments[0]), errors
+        environment = os.environ | {"ONEPASS_AUTOTUNE_STORE": str(tmp_path / "store.json")}
+        found = forks.run(code, *arguments, folder=tmp_path, environment=environment)
+        assert found.stdout == expected and (found.returncode != 0) == bool(arguments[0]), found.stderr
     assert len(ConfigStore(tmp_path / "store.json")) == 2

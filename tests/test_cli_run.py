@@ -222,8 +222,7 @@ def test_run_needs_no_extra(tmp_path, write):
     main()
     """
     write("script.py", "print('ran')\n")
-    write("start.py", source)
-    result = python("start.py", folder=tmp_path, patch="0")
+    result = forks.run(textwrap.dedent(source), folder=tmp_path, environment=environment("0"))
     assert result.stdout == "ran\n", result.stderr
 
 
@@ -268,7 +267,7 @@ def test_a_wrong_value_is_an_error_that_names_the_variable(monkeypatch, value):
 
 
 def test_a_wrong_value_is_an_error_of_the_import(tmp_path):
-    result = python("-c", "import onepass", folder=tmp_path, patch="yes")
+    result = forks.run("import onepass", folder=tmp_path, environment=environment("yes"))
     assert result.returncode == 1 and "During handling" not in result.stderr
     assert result.stderr.splitlines()[-1] == f"ValueError: {EXPECTED}'yes'"
 
@@ -282,8 +281,11 @@ def test_a_library_that_is_not_installed(monkeypatch):
         libraries_asked_for()
 
 
-def test_torchrun_starts_it_in_every_process(tmp_path, write):
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_torchrun_starts_it_in_every_process(tmp_path, write, processes):
     write("script.py", "import os, sys\nprint(os.environ['RANK'], sys.argv, __name__, flush=True)\n")
-    start = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "onepass", "run", "script.py", "--x"]
-    result = python(*start, folder=tmp_path, patch="0")
-    assert sorted(result.stdout.splitlines()) == [f"{n} ['script.py', '--x'] __main__" for n in (0, 1)], result.stderr
+    start = ["--nproc-per-node", processes, "-m", "onepass", "run", "script.py", "--x"]
+    code = "import runpy; runpy._run_module_as_main('torch.distributed.run')"  # as `python -m` does
+    result = forks.run(code, *start, folder=tmp_path, environment=environment("0"))
+    expected = [f"{n} ['script.py', '--x'] __main__" for n in range(processes)]
+    assert sorted(result.stdout.splitlines()) == expected, result.stderr

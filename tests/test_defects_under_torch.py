@@ -24,8 +24,9 @@ def test_14_two_losses_in_one_graph(device):
     torch._dynamo.reset()
     x, t = example(device)
     compiled = torch.compile(all_twice, fullgraph=True, backend="eager", dynamic=True)
-    for rows in (8, 5):
-        torch.testing.assert_close(compiled(x[:rows], t[:rows]), all_twice(x[:rows], t[:rows]))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rows in (7, 5):  # not all rows, whose number is also that of the tensor that is sliced
+            torch.testing.assert_close(compiled(x[:rows], t[:rows]), all_twice(x[:rows], t[:rows]))
 
 
 def test_17_forward_mode(device):

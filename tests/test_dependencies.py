@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -16,6 +17,7 @@ canonicalize_name = pytest.importorskip("packaging.utils").canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+ONE_WORKER = pytest.mark.xdist_group("alone")  # has the process
 DISTRIBUTIONS = metadata.packages_distributions()  # of every module that is installed
 
 
@@ -55,6 +57,13 @@ sys.meta_path[:] = [Finder]
 """
 
 
+@cache
+def printed_alone() -> list[str]:
+    """What blocks of code print, one after the other in a process that imports torch once."""
+    blocks = README, AUTOTUNE
+    return run_alone("\nprint('---')\n".join(blocks)).split("---\n")
+
+
 def run_alone(code: str, roots: Iterable[str] = (), without: str = "") -> str:
     """What a process prints in which only torch, triton, the ``roots`` and what they depend on can be imported."""
     installed = with_dependencies([*names(PROJECT["dependencies"]), *roots])
@@ -71,8 +80,7 @@ def run_alone(code: str, roots: Iterable[str] = (), without: str = "") -> str:
     return done.stdout
 
 
-def test_the_first_line_of_the_readme_with_torch_and_triton_alone():
-    code = """
+README = """
 import onepass
 print(onepass.patch())
 import torch
@@ -89,12 +97,7 @@ except ModuleNotFoundError as error:
     print(error)
 print(onepass.cross_entropy(torch.zeros(2, 4), torch.tensor([1, 3])).exp().item())
 """
-    missing = "packaging numpy transformers trl libraries: trl is not installed; pip install 'onepass[trl]'"
-    assert run_alone(code) == f"nothing to replace\n{missing}\n4.0\n"
-
-
-def test_autotune_with_torch_and_triton_alone():
-    code = """
+AUTOTUNE = """
 from onepass.autotune import *
 from onepass import autotune
 for name in "AutotuneReportCallback", "OpenTelemetrySink":
@@ -103,11 +106,21 @@ for name in "AutotuneReportCallback", "OpenTelemetrySink":
     except ModuleNotFoundError as error:
         print(error)
 """
+
+
+@ONE_WORKER
+def test_the_first_line_of_the_readme_with_torch_and_triton_alone():
+    missing = "packaging numpy transformers trl libraries: trl is not installed; pip install 'onepass[trl]'"
+    assert printed_alone()[0] == f"nothing to replace\n{missing}\n4.0\n"
+
+
+@ONE_WORKER
+def test_autotune_with_torch_and_triton_alone():
     expected = [
         "AutotuneReportCallback: transformers is not installed; pip install 'onepass[transformers]'",
         "OpenTelemetrySink: opentelemetry is not installed; pip install 'onepass[opentelemetry]'",
     ]
-    assert run_alone(code).splitlines() == expected
+    assert printed_alone()[1].splitlines() == expected
 
 
 def test_without_triton():

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -100,6 +98,7 @@ def test_what_is_not_run_has_a_reason():
         assert len(any_python.findall(page.read_text())) == len(blocks(page, "python")) + allowed, page
 
 
+@forks.GROUP
 def test_the_notebook_runs(tmp_path):
     """Its cells, one after the other; and what it shows is so."""
     cells = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())["cells"]
@@ -110,8 +109,7 @@ assert mib["F.linear, F.cross_entropy"][-1] > 60 and mib["onepass.linear_cross_e
 assert rewards[-1] > 0.9 and entropies[-1] < entropies[0] / 2
 """
     environment = os.environ | {"TRITON_INTERPRET": "", "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg"}
-    command = [sys.executable, "-W", "error:onepass", "-c", "\n".join([*code, claims])]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    done = forks.run("\n".join([*code, claims]), folder=tmp_path, environment=environment, warnings=("error:onepass",))
     assert done.returncode == 0, done.stderr[-3000:]
 
 

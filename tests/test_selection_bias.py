@@ -1,20 +1,17 @@
 """Balancing without an auxiliary loss: the rule, its effect, counts of micro-batches, a Trainer, two processes."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-import onepass
+import forks
 from onepass.moe import count_experts, record_routing, replay_routing, route, update_selection_bias
 
-WORKER = """
-import sys, torch, torch.distributed as dist
+OF_TWO = """
+import os, sys, torch, torch.distributed as dist
 from onepass.moe import update_selection_bias
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+other = os.fork()
+rank = 0 if other else 1
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
 counts = torch.tensor([[9, 1, 2, 0], [0, 5, 4, 3]], dtype=torch.int32)
 bias = torch.zeros(1, 4)
 update_selection_bias(bias, counts[rank], 0.5, dist.group.WORLD)
@@ -23,6 +20,8 @@ assert bias.tolist() == [[-0.5, 0.0, 0.0, 0.5]], bias
 assert alone.tolist() == [[-0.5, 0.5, 0.5, 0.5], [0.5, -0.5, -0.5, 0.0]][rank], alone
 assert counts[0].tolist() == [9, 1, 2, 0]
 dist.destroy_process_group()
+if other:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """
 
 pytestmark = pytest.mark.usefixtures("one_thread", "eager")
@@ -64,16 +63,10 @@ def test_it_balances_skewed_data():
     assert found[0] > 2.5 and max(found[200:]) < 1.2
 
 
+@forks.GROUP
 def test_two_processes(tmp_path):
-    environment = {"PYTHONPATH": str(Path(onepass.__file__).parents[1])}
-    both = [
-        subprocess.Popen([sys.executable, "-c", WORKER, str(rank), str(tmp_path / "store")], env=environment,
-                         stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]  # fmt: skip
-    for process in both:
-        _, error = process.communicate(timeout=200)
-        assert process.returncode == 0, error
+    both = forks.run(OF_TWO, tmp_path / "store", folder=tmp_path)
+    assert both.returncode == 0, both.stderr
 
 
 BAD = {
