@@ -2,10 +2,12 @@
 
 import gc
 import importlib
+import logging
 import os
 import warnings
 from importlib.util import find_spec
 from itertools import combinations
+from logging.handlers import BufferingHandler
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch
 import onepass
 from linear_cases import tiles_of
 from paths import interpreted, quick_interpreter
+from references import search_fewer_modules
 
 gc.disable()  # until all tests are imported
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -35,8 +38,9 @@ PATHS = [
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _quick_interpreter():
+def _quick_interpreter_and_search():
     with pytest.MonkeyPatch.context() as patch:
+        search_fewer_modules(patch)
         if HAS_TRITON:
             quick_interpreter(patch)
         yield
@@ -47,7 +51,7 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.enable()
-    gc.set_threshold(20_000, 10, 10)  # 700 in Python 3.11, and what torch compiles is many more
+    gc.set_threshold(100_000, 20, 20)  # 700, 10, 10 in Python 3.11, and what torch compiles is many more
 
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` selects
@@ -112,6 +116,19 @@ def eager(monkeypatch, request):
     """As a user's CPU has it, for the tests that do not run on every path."""
     if "device" not in request.fixturenames:
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+@pytest.fixture
+def logged():
+    """Records of onepass, from the level INFO on. pytest's `caplog` looks at every logger of all libraries in each test,
+    whether it is used or not."""
+    logger, handler = logging.getLogger("onepass"), BufferingHandler(10_000)
+    level = logger.level
+    logger.setLevel("INFO")
+    logger.addHandler(handler)
+    yield handler.buffer
+    logger.removeHandler(handler)
+    logger.setLevel(level)
 
 
 @pytest.fixture
