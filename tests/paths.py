@@ -7,6 +7,12 @@ from typing import Any
 import torch
 
 
+# Arithmetic that is NumPy's, and the types for which it is.
+ARITHMETIC = {"__add__": "add", "__sub__": "subtract", "__mul__": "multiply", "__truediv__": "divide"}
+FLOATS = {"fp32", "fp64"}
+NUMBERS = FLOATS | {"int32", "int64"}
+
+
 def interpreted(device):
     """Whether kernels run in Triton's interpreter, where every program takes milliseconds."""
     return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
@@ -29,9 +35,8 @@ def captured(step: Any) -> tuple[Any, Any]:
 def quick_interpreter(monkeypatch: Any) -> None:
     """Have Triton's interpreter do twice as much in the same time.
 
-    It patches the language anew for every call of a function within a kernel, where once a launch is enough, checks
-    every sum of integers for an overflow, and every value for its size, and builds the same types, shapes and constants
-    again.
+    It patches the language anew for every call of a function within a kernel, where once is enough, checks every sum of
+    integers for an overflow, and every value for its size, and builds the same types, shapes and constants again.
     """
     import numpy
     import triton
@@ -43,23 +48,15 @@ def quick_interpreter(monkeypatch: Any) -> None:
         monkeypatch.setattr(interpreter.TensorDescHandle, "validate", lambda self: None)
     if not hasattr(interpreter, "_LangPatchScope"):
         return  # another version
-    original, patched = interpreter._patch_lang, []
+    original, patched = interpreter._patch_lang, {}
+    nothing = interpreter._LangPatchScope()  # to restore
 
     def patch_once(function: Any) -> Any:
-        outermost, module = not patched, id(function.__globals__)
-        if module in patched:
-            return interpreter._LangPatchScope()
-        scope = original(function)
-        patched.append(module)
-        if outermost:
-            restore = scope.restore
-
-            def restore_all() -> None:
-                patched.clear()
-                restore()
-
-            scope.restore = restore_all
-        return scope
+        """And leave it so, since nothing is compiled where kernels are interpreted."""
+        module = function.__globals__
+        if id(module) not in patched:
+            patched[id(module)] = module, original(function)
+        return nothing
 
     monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
     options = interpreter.InterpreterOptions(sanitize_overflow=False)
@@ -87,6 +84,9 @@ def quick_interpreter(monkeypatch: Any) -> None:
             shapes[type.name] = {"shape": self.shape, "numel": self.numel}
         self.__dict__.update(shapes[type.name], handle=handle, type=type, dtype=type.scalar)
 
+    def handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
     members: dict[int, list[tuple[str, Any]]] = {}
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
@@ -94,7 +94,20 @@ def quick_interpreter(monkeypatch: Any) -> None:
             found = [(name, member) for name, member in inspect.getmembers(package) if core.is_builtin(member)]
             members[id(package)] = [(name, with_semantic(member)) for name, member in found]
         for name, member in members[id(package)]:
+            if package is core.tensor and name in ARITHMETIC:
+                types = FLOATS if name == "__truediv__" else NUMBERS
+                member = of_equal_types(member, getattr(numpy, ARITHMETIC[name]), types)
             scope.set_attr(package, name, member)
+
+    def of_equal_types(member: Any, operation: Any, types: set[str]) -> Any:
+        def call(self: Any, other: Any) -> Any:
+            dtype = self.dtype
+            if dtype.name in types and type(other) is core.tensor and self.type.name == other.type.name:
+                data = operation(self.handle.data, other.handle.data)
+                return core.tensor(interpreter.TensorHandle(data, dtype), self.type)
+            return member(self, other)
+
+        return call
 
     def with_semantic(member: Any) -> Any:
         function, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
@@ -173,3 +186,4 @@ def quick_interpreter(monkeypatch: Any) -> None:
     monkeypatch.setattr(interpreter, "_get_np_dtype", np_dtype)
     monkeypatch.setattr(core.block_type, "__init__", block_type)
     monkeypatch.setattr(core.tensor, "__init__", tensor)
+    monkeypatch.setattr(interpreter.TensorHandle, "__init__", handle)
