@@ -104,8 +104,8 @@ SELECTIONS = {
         # Few experts: passes of Triton take many seconds for the kernels of more.
         (65536, 64, False, RouterOptions(4, "sqrtsoftplus", eps=0.0)),
         (65536, 256, False, RouterOptions(8, eps=1e-6, softcap=30.0)),
-        (8192, 32, True, RouterOptions(5, "sigmoid", 2, 1, "max", False, score_after_topk=True, softcap=30.0)),
         (8192, 128, True, RouterOptions(4, "sigmoid", 8, 4)),  # each lane has whole groups
+        (8192, 32, True, RouterOptions(5, "sigmoid", 2, 1, "max", False, score_after_topk=True, softcap=30.0)),
         (8192, 160, True, RouterOptions(10, "sigmoid", 4, 2, score_after_topk=True)),  # by the general kernel
     ),
 }

@@ -51,14 +51,9 @@ def is_compiled(target: str, dtype: str, case: str) -> bool:
     return target == WHOLE and case == LARGEST
 
 
-# Without the tests that are marked as exhaustive, the first launch of each kernel in these cases is compiled.
-BRIEF = (LARGEST, "log_probs_and_entropy")
-# Of which one case takes as long as ten other kernels.
-SLOW = {"biased_routing_kernel"}
-
-
-def is_brief(kernel: str, dtype: str, case: str) -> bool:
-    return dtype == "bfloat16" and case in (BRIEF[:1] if kernel in SLOW else BRIEF)
+def is_brief(dtype: str, case: str) -> bool:
+    """Of these, tests that are not exhaustive compile the first launch of each kernel."""
+    return dtype == "bfloat16" and case == LARGEST
 
 
 pytestmark = pytest.mark.xdist_group("compile_ahead")  # one worker compiles, once
@@ -161,7 +156,7 @@ def compile_all(target: str, brief: bool) -> dict[str, list[dict[str, Any]]]:
         # Nothing is returned, so that nothing is kept to be launched.
         kernel, report = self.fn.__name__, {}
         found = reports.setdefault("-".join((kernel, *variant)), [])
-        if not brief or not variant or (not found and is_brief(kernel, *variant)):
+        if not brief or not variant or (not found and is_brief(*variant)):
             try:
                 report = resources(launch_or_warm_up(self, *args, grid=grid, warmup=True, **constants))
             except Exception as error:  # is this variant's; the others are still worth knowing
@@ -197,7 +192,7 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 VARIANTS = [
-    pytest.param(*v, marks=() if is_brief("", *v[1:]) else pytest.mark.exhaustive)
+    pytest.param(*v, marks=() if is_brief(*v[1:]) else pytest.mark.exhaustive)
     for v in product(TARGETS, DTYPES, CASES)
     if is_compiled(*v)
 ]
@@ -215,7 +210,7 @@ def test_compiles_without_spills(reports: dict[str, Any], target: str, kernel: s
     ):
         pytest.skip("has no router that it takes")
     compiled = [r for r in reports[target][f"{kernel}-{dtype}-{case}"] if r.keys() != {"constants"}]
-    assert compiled or not is_brief(kernel, dtype, case)
+    assert compiled or not is_brief(dtype, case)
     if not compiled:
         pytest.skip("is compiled if the exhaustive tests run too")
     for report in compiled:
