@@ -120,8 +120,8 @@ def eager(monkeypatch, request):
 
 @pytest.fixture
 def logged():
-    """Records of onepass, from the level INFO on. pytest's `caplog` looks at every logger of all libraries in each test,
-    whether it is used or not."""
+    """Records of onepass, from the level INFO on. For pytest's `caplog`, every test would look at the loggers of all
+    libraries."""
     logger, handler = logging.getLogger("onepass"), BufferingHandler(10_000)
     level = logger.level
     logger.setLevel("INFO")

@@ -247,10 +247,8 @@ def of_two(rank, ranks):
 def of_four(rank, ranks):
     for layout, model in run(
         rank,
-        Layout("qwen3_moe", True, tp=2, fsdp=2, ep=2, how="all_reduce"),
         Layout("mixtral", False, fsdp=4, ep=2),
         Layout("gpt_oss", True, fsdp=4, ep=4, factors=1),
-        Layout("mixtral", True, tp=2, fsdp=2, ep=4),
         Layout("gpt_oss", False, tp=4, ep=4),
         Layout("qwen3_moe", True, tp=2, fsdp=2, ep=4, how="onepass"),
     ):
@@ -261,6 +259,12 @@ def of_four(rank, ranks):
     loaded(Layout("mixtral", False, tp=4, ep=4, how="all_reduce"), f"{FOLDER}/trained")
     loaded(Layout("mixtral", True, fsdp=4, ep=2), None, f"{FOLDER}/adapter of mixtral")
     loaded(Layout("mixtral", False, tp=2, fsdp=2, ep=2), f"{FOLDER}/shards")
+
+
+def of_four_more(rank, ranks):
+    layouts = dict(tp=2, fsdp=2, ep=2, how="all_reduce"), dict(tp=2, fsdp=2, ep=4)
+    for _ in run(rank, *(Layout(name, True, **of) for name, of in zip(("qwen3_moe", "mixtral"), layouts))):
+        pass
 
 
 def of_one(rank, ranks):

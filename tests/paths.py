@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-
 # Arithmetic that is NumPy's, and the types for which it is.
 ARITHMETIC = {"__add__": "add", "__sub__": "subtract", "__mul__": "multiply", "__truediv__": "divide"}
 FLOATS = {"fp32", "fp64"}

@@ -1,6 +1,5 @@
 """Defects of routers and experts, which these tests showed before they were fixed; numbers are those of a report."""
 
-
 import pytest
 import torch
 

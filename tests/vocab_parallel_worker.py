@@ -17,6 +17,7 @@ import torch.distributed as dist
 import onepass
 from onepass.logits import gradients
 from onepass.logits.vocab_parallel import VocabParallelLogits, _agreed
+from references import search_fewer_modules
 from vocab_parallel_cases import CASES, ROWS, SPLITS, VOCAB, close, finite_rows, head_of, rows_of, weights
 
 PLACE = torch.device("cpu")  # of what is sharded; everything that it is compared with is computed on a CPU
@@ -420,6 +421,7 @@ def fork(jobs, folder):
         if name == "dtensor":  # which imports both, for seconds
             importlib.import_module("torch._dynamo")
             importlib.import_module("torch.distributed.tensor")
+    search_fewer_modules(pytest.MonkeyPatch())
     gc.freeze()
     failed = 0
     for number, job in enumerate(jobs):
