@@ -180,8 +180,10 @@ def test_numbers_in_every_type(device, path, case):
     for leaf in case.leaves(Number):
         number = case.arguments[leaf]
         expected = {number.value: plain}
-        for value in (number.whole, number.value, number.whole):
+        for turn, value in enumerate((number.whole, number.value, number.whole)):
             for kind, given in reversed(forms(value).items()):
+                if turn == 2 and kind not in ("int", "float"):  # again, after the fraction
+                    continue
                 got = case.results(case.values(device, **{leaf: given}))
                 assert same(got, expected.setdefault(value, got)), f"{leaf} = {value} as {kind}"
     for leaf in case.leaves(Integer):

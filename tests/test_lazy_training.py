@@ -1,6 +1,7 @@
 """Whole trainings of a tiny model with lazy logits and without: the Trainer of transformers, DDP and FSDP2."""
 
 import contextlib
+import functools
 import os
 import warnings
 from importlib import import_module
@@ -115,11 +116,26 @@ def losses(monkeypatch):
     return seen
 
 
+ONE_WORKER = pytest.mark.xdist_group("trainings")  # has those of transformers
+
+
+@functools.cache
+def log_of_transformers(name, folder):
+    make, arguments, options = CASES[name]
+    return train(folder / name, make(), arguments, options)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("theirs")
+
+
+@ONE_WORKER
 @pytest.mark.parametrize("name", CASES)
-def test_trainer(name, tmp_path, losses):
+def test_trainer(name, tmp_path, losses, folder):
     """Losses, norms of gradients, metrics and saved weights of five steps."""
     make, arguments, options = CASES[name]
-    theirs = train(tmp_path / "theirs", make(), arguments, options)
+    theirs = log_of_transformers(name, folder)
     assert not losses
     with onepass.patch("transformers"):
         ours = train(tmp_path / "ours", make(), arguments, options)
@@ -127,11 +143,22 @@ def test_trainer(name, tmp_path, losses):
     assert_same(ours, theirs)
     if options:
         assert len([log for log in ours[0] if "eval_accuracy" in log]) == 3
-    # And on an instance that is attached, whose label smoothing takes tensors.
+
+
+ATTACHED = "LoRA", "label smoothing", "evaluation"
+
+
+@ONE_WORKER
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ATTACHED else pytest.mark.exhaustive) for name in CASES]
+)
+def test_trainer_of_an_attached_model(name, tmp_path, losses, folder):
+    """The same on an instance that is attached, whose label smoothing takes tensors."""
+    make, arguments, options = CASES[name]
+    theirs, model = log_of_transformers(name, folder), make()
     losses.clear()
-    model = make()
     with onepass.attach(model):
-        ours = train(tmp_path / "attached", model, arguments, options)
+        ours = train(tmp_path, model, arguments, options)
     assert len(losses) == (0 if "label smoothing" in name else STEPS * arguments.get("gradient_accumulation_steps", 1))
     assert_same(ours, theirs)
 
