@@ -2,13 +2,13 @@
 
 import importlib
 import json
-import subprocess
-import sys
+import os
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import forks
 import onepass
 from hub.build import BACKENDS, VERSION, build, renamed, sources
 
@@ -98,7 +98,8 @@ def test_deprecated_names_point_at_the_caller(kernel):
     assert warned[0].filename == __file__
 
 
-def test_where_onepass_is_not_installed(folder):
+@forks.GROUP
+def test_where_onepass_is_not_installed(folder, tmp_path):
     """In a process in which nothing of it can be imported."""
     code = f"""
 import sys
@@ -115,7 +116,8 @@ expected = torch.nn.functional.cross_entropy(x, target)
 assert torch.allclose(loss, expected) and torch.allclose(gradient, torch.autograd.grad(expected, x)[0], atol=1e-7)
 assert sys.modules["onepass"] is None
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = forks.run(code, folder=tmp_path, environment=environment)
     assert done.returncode == 0, done.stderr
 
 
