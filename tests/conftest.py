@@ -206,12 +206,26 @@ def tile(request, device, monkeypatch):
 
 
 @pytest.fixture
-def library(monkeypatch):
+def everywhere(monkeypatch):
+    """All autotuners that are made from now on. In test_autotune.py they are searched for, as onepass does."""
+    from triton.runtime.autotuner import Autotuner
+
+    made, init = [], Autotuner.__init__
+
+    def remembered(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(Autotuner, "__init__", remembered)
+    return lambda: list(made)
+
+
+@pytest.fixture
+def library(monkeypatch, everywhere):
     """A library whose kernels are the only ones in the process; ``library.again()`` is a second process."""
     import autotune_cases
     from onepass.autotune import own, store, tuners
 
-    everywhere = tuners.autotuners
     known = set(everywhere())  # and alive, lest a new one takes the place of an old one
     monkeypatch.setattr(tuners, "autotuners", lambda: [t for t in everywhere() if t not in known])
     monkeypatch.setattr(store, "autotuners", lambda: tuners.autotuners())

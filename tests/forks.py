@@ -5,20 +5,20 @@ What is run in it finds a Python that has just been started but for these import
 
 import json
 import os
+import pickle
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import onepass
 
 GROUP = pytest.mark.xdist_group("forks")  # one worker has the process
-GROUP_OF_SPAWN = pytest.mark.xdist_group("lazy processes")  # and one that of `spawn`
 LIBRARIES = (
     "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "transformers.trainer",
     "transformers.loss.loss_utils", "transformers.models.llama.modeling_llama", "peft",
@@ -88,11 +88,30 @@ def run_file(file: Path, folder: Path, *arguments: object, **options: Any) -> tu
     return done.returncode, done.stdout + done.stderr
 
 
+SPAWN = """
+import gc, os, pickle, sys, traceback
+sys.path[:0] = sys.argv[1:]
+function, arguments, processes = pickle.loads(bytes.fromhex(sys.stdin.read()))
+gc.freeze()
+children = []
+for rank in range(processes):
+    children.append(os.fork())
+    if not children[-1]:
+        try:
+            function(rank, *arguments)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+"""
+
+
 def spawn(function: Any, arguments: tuple[Any, ...], processes: int) -> None:
-    """As that of torch, from a process that has imported the libraries. It is made by the first call, with its
-    environment, and without ``TRITON_INTERPRET``."""
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*LIBRARIES, "onepass"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("TRITON_INTERPRET", raising=False)
-        torch.multiprocessing.start_processes(function, arguments, processes, start_method="forkserver")
+    """As that of torch, from the process that has imported the libraries, and without ``TRITON_INTERPRET``."""
+    tests = Path(__file__).parent
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    with tempfile.TemporaryDirectory() as folder:
+        given = pickle.dumps((function, arguments, processes)).hex()
+        done = run(SPAWN, tests, tests.parent, folder=Path(folder), environment=environment, stdin=given)
+    assert not done.returncode, done.stderr

@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 
-# Arithmetic that is NumPy's, and the types for which it is.
-ARITHMETIC = {"__add__": "add", "__sub__": "subtract", "__mul__": "multiply", "__truediv__": "divide"}
+# Arithmetic that is NumPy's, with what `binary_op_type_checking_impl` is told of it; and the types for which it is.
+ARITHMETIC: dict[str, tuple[Any, ...]] = {
+    "__add__": ("add", True, True), "__sub__": ("subtract", True, False), "__mul__": ("multiply",),
+    "__truediv__": ("divide", False, False, True, True),
+}  # fmt: skip
 FLOATS = {"fp32", "fp64"}
 NUMBERS = FLOATS | {"int32", "int64"}
 
@@ -95,15 +98,20 @@ def quick_interpreter(monkeypatch: Any) -> None:
         for name, member in members[id(package)]:
             if package is core.tensor and name in ARITHMETIC:
                 types = FLOATS if name == "__truediv__" else NUMBERS
-                member = of_equal_types(member, getattr(numpy, ARITHMETIC[name]), types)
+                member = of_equal_types(member, types, *ARITHMETIC[name])
             scope.set_attr(package, name, member)
 
-    def of_equal_types(member: Any, operation: Any, types: set[str]) -> Any:
+    def of_equal_types(member: Any, types: set[str], name: str, *flags: bool) -> Any:
+        operation = getattr(numpy, name)
+
         def call(self: Any, other: Any) -> Any:
             dtype = self.dtype
-            if dtype.name in types and type(other) is core.tensor and self.type.name == other.type.name:
-                data = operation(self.handle.data, other.handle.data)
-                return core.tensor(interpreter.TensorHandle(data, dtype), self.type)
+            if dtype.name in types:
+                if type(other) in (int, float):
+                    self, other = check_once(self, other, *flags)
+                if type(other) is core.tensor and self.type.name == other.type.name:
+                    data = operation(self.handle.data, other.handle.data)
+                    return core.tensor(interpreter.TensorHandle(data, self.dtype), self.type)
             return member(self, other)
 
         return call

@@ -35,6 +35,11 @@ KERNELS = ("plain_kernel", "heuristics_outside_kernel", "heuristics_inside_kerne
 # Collect.
 
 
+@pytest.fixture
+def everywhere():
+    return tuners.autotuners
+
+
 def test_every_autotuner_is_found_once(library):
     assert autotune.collect() == []
     assert all(library.run(name) for name in KERNELS)

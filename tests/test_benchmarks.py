@@ -157,7 +157,7 @@ def test_shards_writes_what_it_measured(tmp_path, monkeypatch):
 
 
 @pytest.mark.exhaustive
-@forks.GROUP_OF_SPAWN
+@forks.GROUP
 def test_expert_parallel_writes_what_its_processes_measured(tmp_path, monkeypatch):
     """Two processes, which exchange tokens by gloo."""
     pytest.importorskip("peft")

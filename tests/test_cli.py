@@ -130,7 +130,7 @@ def test_demo_trains_the_same_curves_from_hidden_states(tmp_path, monkeypatch):
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
-@forks.GROUP_OF_SPAWN
+@forks.GROUP
 def test_demo_trains_the_same_curves_with_a_sharded_head(tmp_path, monkeypatch):
     monkeypatch.setattr("onepass.cli.demo_processes.spawn", forks.spawn)
     monkeypatch.setenv("TRITON_INTERPRET", "")

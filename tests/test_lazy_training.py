@@ -359,7 +359,7 @@ def of_fewer_processes(rank, folder):
     torch.distributed.destroy_process_group()
 
 
-@forks.GROUP_OF_SPAWN
+@forks.GROUP
 def test_a_head_that_fsdp_shards_over_fewer_processes_after_its_forward(tmp_path):
     forks.spawn(of_fewer_processes, (str(tmp_path),), 4)
     for rank in range(4):
@@ -376,7 +376,7 @@ def distributed(request, tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt") for rank in range(PROCESSES)]
 
 
-@forks.GROUP_OF_SPAWN
+@forks.GROUP
 @pytest.mark.parametrize(
     "name, by", [pytest.param(*way, marks=[] if way in BRIEF else pytest.mark.exhaustive) for way in WAYS]
 )
@@ -395,7 +395,7 @@ def test_processes(name, by, distributed):
         torch.testing.assert_close(bare(of_weights), weights, **close)
 
 
-@forks.GROUP_OF_SPAWN
+@forks.GROUP
 def test_fsdp1(distributed):
     for found in distributed:
         expected = found["FSDP1", True, "plain"]
@@ -416,7 +416,7 @@ def test_label_smoothing_under_fsdp1(monkeypatch):
     assert asked == [True, False]
 
 
-@forks.GROUP_OF_SPAWN
+@forks.GROUP
 def test_sharded_weight(distributed):
     """The gradient of a DTensor is the mean over the processes, each of which has rows of its own."""
     hidden, weight, target = head()

@@ -42,16 +42,17 @@ SEQUENCE = ("float32", True, True, True)  # ranks that have equal parts of the r
 
 @pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.exhaustive)], ids=["shares", "whole"])
 def test_every_loss(tmp_path, step):
-    """Two processes take every loss; other numbers of them take a third, another one for each variant, or all."""
+    """Two processes take every loss; other numbers and float64 take a third, another one for each variant, or all."""
     failed, printed = run(
         tmp_path,
         job(1, [HARD], [TILED, SEQUENCE], share=(0, step)),
         job(
             2,
-            [HARD, DOUBLE],
-            [TILED, IN_DOUBLE],
+            [HARD],
+            [TILED],
             functions=["merge_gradcheck", "hard_pairs", "disagreement", "dtensor", "mesh", "odd_shards", "few_columns"],
         ),
+        job(2, [DOUBLE], [IN_DOUBLE], share=(1, step)),
         job(
             3,
             [HARD, HALF],
@@ -89,7 +90,7 @@ def test_more_compiled(tmp_path):
     names = [f"compiled_worker.{name}" for name in ("logits", "shapes", "dtensors", "after_an_error")]
     if shutil.which(os.environ.get("CXX", "g++")):  # a fresh machine has no C++ compiler
         names.append("compiled_worker.inductor")
-    failed, printed = run(tmp_path, job(2, functions=names))
+    failed, printed = run(tmp_path, job(2, functions=names), job(4, functions=["mean_group_cases.compiled_of_a_mesh"]))
     assert not failed, printed
 
 
