@@ -89,7 +89,7 @@ def run_file(file: Path, folder: Path, *arguments: object, **options: Any) -> tu
 
 
 SPAWN = """
-import gc, os, pickle, sys, traceback
+import gc, os, pickle, signal, sys, traceback
 sys.path[:0] = sys.argv[1:]
 function, arguments, processes = pickle.loads(bytes.fromhex(sys.stdin.read()))
 gc.freeze()
@@ -103,7 +103,13 @@ for rank in range(processes):
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
-sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+while children:
+    child, status = os.wait()
+    children.remove(child)
+    if status:  # others may wait for it
+        for other in children:
+            os.kill(other, signal.SIGKILL)
+        sys.exit(1)
 """
 
 
