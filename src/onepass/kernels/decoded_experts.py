@@ -56,6 +56,7 @@ class DecodedExperts:
         for number, (w, size) in enumerate(zip(encoded, sizes)):
             w.decoded = self, number
             done = 0 if number else stay
+            # As few chunks of the other experts as there is room for, of equal sizes but for the last.
             count = -(-(E - done) // max(1, -(-(E - done) // max(1, room // size))))
             chunks = [Chunk(first, min(count, E - first), False) for first in range(done, E, max(1, count))]
             self.chunks.append([Chunk(0, done, True)] * (done > 0) + chunks)
@@ -83,7 +84,7 @@ class DecodedExperts:
 
 
 def decoded_chunks(weight: Encoded, groups: Groups) -> Iterator[tuple[int, Tensor]]:
-    """See `DecodedExperts.of`."""
+    """The first expert and the values of each chunk, in the memory that the weights of a layer share, if they do."""
     if weight.decoded is None:  # memory for this weight alone
         release(weight.data)
         return DecodedExperts(weight).of(weight, 0, groups)
@@ -95,8 +96,8 @@ def decoded_chunks(weight: Encoded, groups: Groups) -> Iterator[tuple[int, Tenso
 class Kept(NamedTuple):
     """The experts that the last forward on a device has decoded, until the tensor that it has saved is freed."""
 
-    saved: "weakref.ref[Tensor]"
-    memory: Any  # a weak reference to that of the tensor, which is equal to those of its views
+    saved: "weakref.ref[Tensor]"  # whose callback ends this when the tensor is freed
+    memory: Any  # a weak reference to the tensor's storage, which its views share: autograd may return a view
     stream: int
     decoded: DecodedExperts
 

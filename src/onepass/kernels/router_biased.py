@@ -81,7 +81,7 @@ def biased_routing_kernel(
     PART: tl.constexpr = SIZE // STEP  # vectors of a lane in a group
     SPAN_BITS: tl.constexpr = bits_of(SPANS)
     SLOTS: tl.constexpr = BLOCK_K // LANES if BLOCK_K > LANES else 1  # experts that a lane computes weights of
-    # The K largest values lie in K spans, which are searched for, or are compared with all of the groups that are kept.
+    # Where the K largest values are sought: in the K spans with the largest values, or in all groups that are kept.
     PARTS: tl.constexpr = K if SEARCH else KEPT
     EACH: tl.constexpr = SPAN if SEARCH else SIZE  # experts of a part
     READS: tl.constexpr = (PARTS * EACH // SPAN + LANES - 1) // LANES  # of a lane, of SPAN experts each
