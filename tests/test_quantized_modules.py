@@ -182,6 +182,38 @@ def test_a_copy_is_decoded_alone(families, monkeypatch):
     assert moe.dequantize_experts(experts) == 2 and torch.equal(experts.gate_up_proj, expected)
 
 
+def test_the_memory_of_decoded_experts(families, monkeypatch):
+    """The limit reaches the operation, for all experts of a model, also in a copy; None is the default again."""
+    from onepass.integrations import transformers_experts
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    given, original = [], transformers_experts.expert_mlp
+
+    def expert_mlp(*args, max_memory, **options):
+        given.append(max_memory)
+        return original(*args, max_memory=max_memory, **options)
+
+    monkeypatch.setattr(transformers_experts, "expert_mlp", expert_mlp)
+    layers = [families.experts_of("mixtral") for _ in range(2)]
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2), *layers])
+    hidden, ids = randn(5, 24), torch.tensor([[0, 1]] * 5)
+    for limit in (1 << 20, None):
+        assert moe.set_decoding_memory(model, limit) == 2
+        assert moe.quantize_experts(model, "nf4") in (4, 0)
+        given.clear()
+        for experts in (*layers, copy.deepcopy(layers[0])):
+            experts.config._experts_implementation = "onepass"
+            experts(hidden, ids, torch.ones(5, 2))
+        assert given == [limit] * 3
+    for wrong in (0, 1.5, True, "1 GiB"):
+        with pytest.raises((TypeError, ValueError), match="max_memory: expected"):
+            moe.set_decoding_memory(model, wrong)
+    with pytest.raises(TypeError, match="model: expected one with experts, got Linear, which has none"):
+        moe.set_decoding_memory(torch.nn.Linear(2, 2), 1)
+    with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module, got"):
+        moe.set_decoding_memory([model], 1)
+
+
 def test_training_after_inference_mode(families, monkeypatch):
     """What is kept of a quantized weight that inference mode has read cannot be saved for a backward."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -19,6 +19,7 @@ from onepass.integrations.patching import original, unsupported
 from onepass.moe.experts import Adapter, expert_mlp
 from onepass.moe.probe import children_of, held_by, key_of, module_of
 from onepass.moe.quantized import QuantizedWeight
+from onepass.moe.quantized_modules import LIMIT
 from onepass.moe.router import Routing
 from onepass.reference.experts import activate
 
@@ -69,7 +70,7 @@ def experts_forward(
         hidden_states, routing, gate_up, down, activation=gate.activation, interleaved=gate.interleaved,
         alpha=gate.alpha, limit=gate.limit, transposed=option(self, "is_transposed"),
         gate_up_bias=bias_of(self, "gate_up_proj_bias"), down_bias=bias_of(self, "down_proj_bias"),
-        lora_gate_up=lora_gate_up, lora_down=lora_down,
+        lora_gate_up=lora_gate_up, lora_down=lora_down, max_memory=getattr(self, LIMIT, None),
     )  # fmt: skip
 
 

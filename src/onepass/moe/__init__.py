@@ -5,7 +5,7 @@ from onepass.moe.experts import expert_mlp
 from onepass.moe.losses import load_balancing_loss, router_z_loss
 from onepass.moe.quantize import quantize
 from onepass.moe.quantized import QuantizedWeight
-from onepass.moe.quantized_modules import dequantize_experts, describe, quantize_experts
+from onepass.moe.quantized_modules import dequantize_experts, describe, quantize_experts, set_decoding_memory
 from onepass.moe.replay import Replay, record_routing, replay_routing
 from onepass.moe.router import Routing, route, sigmoid_topk, softmax_topk
 from onepass.moe.routing_record import RoutingRecord
@@ -35,6 +35,7 @@ __all__ = [
     "route_block",
     "router_z_loss",
     "scattered_linear",
+    "set_decoding_memory",
     "sigmoid_topk",
     "softmax_topk",
     "update_selection_bias",

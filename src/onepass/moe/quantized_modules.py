@@ -1,4 +1,4 @@
-"""Experts of models: `quantize_experts` and `dequantize_experts` change weights in place, `describe` lists them."""
+"""Experts of models: to quantize their weights in place and the inverse, how much is decoded at a time, and a list."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from onepass.backend import backend_of
-from onepass.core.checks import described
+from onepass.core.checks import check_integer, described
 from onepass.core.quantized import FORMATS, Encoded, WeightFormat, WeightParts
 from onepass.moe.quantize import quantize
 from onepass.moe.quantized import QuantizedWeight
 
 WEIGHTS = "gate_up_proj", "down_proj"
+LIMIT = "_onepass_max_memory"  # the attribute of experts that `set_decoding_memory` sets
 PATHS = {"onepass.kernels": "Triton kernels", "onepass.reference": "plain PyTorch"}
 
 
@@ -53,6 +54,14 @@ def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return model.named_modules()
 
 
+def experts_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules of a model that have weights of experts, by name. Raises a TypeError if there is none."""
+    found = [(name, module) for name, module in modules_of(model) if names_of(module)]
+    if not found:
+        raise TypeError(f"model: expected one with experts, got {type(model).__name__}, which has none")
+    return found
+
+
 def quantize_experts(
     model: nn.Module, format: str, *, block_size: int | tuple[int, int] | None = None, nested: bool = False
 ) -> int:
@@ -70,9 +79,7 @@ def quantize_experts(
         TypeError, ValueError: as `quantize`, where the error names the weight; or the model has no experts.
     """
     count = 0
-    if not any(names_of(module) for _, module in modules_of(model)):
-        raise TypeError(f"model: expected one with experts, got {type(model).__name__}, which has none")
-    for prefix, experts in list(modules_of(model)):
+    for prefix, experts in experts_of(model):
         for name in names_of(experts):
             weight = experts._parameters.get(name)
             if weight is None or not weight.is_floating_point() or weight.element_size() == 1:
@@ -111,6 +118,27 @@ def dequantize_experts(model: nn.Module) -> int:
                 experts.register_parameter(name, values)
                 count += 1
     return count
+
+
+def set_decoding_memory(model: nn.Module, max_memory: int | None) -> int:
+    """Set ``max_memory`` of `expert_mlp` for all experts of a model, and return the number of their modules.
+
+    It limits the memory of decoded weights where ``experts_implementation="onepass"`` runs quantized experts. It is one
+    buffer on each device, not one for each layer. It is an attribute of the modules, which their state does not have:
+    call this again after loading a model.
+
+    Args:
+        model: a model with experts as in `quantize_experts`, quantized or not yet.
+        max_memory: bytes, at least 1; None for the default of `expert_mlp`.
+
+    Raises:
+        TypeError, ValueError: ``max_memory`` is not such a number, or the model has no experts.
+    """
+    limit = None if max_memory is None else check_integer(max_memory, "max_memory", 1)
+    found = experts_of(model)
+    for _, experts in found:
+        setattr(experts, LIMIT, limit)
+    return len(found)
 
 
 def hold(experts: nn.Module, name: str, weight: QuantizedWeight) -> None:
