@@ -14,6 +14,8 @@ from onepass.core.options import Average
 from onepass.logits import source
 from onepass.softmax import statistics as primitive
 
+cross_entropy = sys.modules["onepass.losses.cross_entropy"]
+
 
 @pytest.fixture(params=(72, 77), ids=("one read", "two reads"))
 def batch(device, request):
@@ -101,6 +103,10 @@ def test_statistics_and_gradient_take_one_read(device, early, monkeypatch, optio
     for name in ("softmax_average", "softmax_statistics", "softmax_gradient"):
         real = getattr(backend, name)
         monkeypatch.setattr(backend, name, lambda *a, n=name, f=real, **k: (reads.append(n), f(*a, **k))[1])
+    launches = sys.modules["onepass.kernels.few_rows"].FewRows  # the same kernels
+    for of_few, name in (("average", "softmax_average"), ("correct", "softmax_gradient")):
+        real = getattr(launches, of_few)
+        monkeypatch.setattr(launches, of_few, lambda *a, n=name, f=real: (reads.append(n), f(*a))[1])
     for upstream in (1.0, 2.0, 1 / 3, torch.tensor(0.3, device=device)):
         found = []
         for turn in range(2):  # a guess that is wrong, and then one that is right
@@ -118,6 +124,74 @@ def test_statistics_and_gradient_take_one_read(device, early, monkeypatch, optio
         assert_close(found[0], expected)
         assert_close(loss, late)
     onepass.cross_entropy(x, target).backward()  # the next test guesses 1
+
+
+def few_rows_of(device, name):
+    """Logits, targets and options of a call, by what is particular about them."""
+    generator = torch.Generator().manual_seed(7)
+    shape = {"few dimensions": (96,), "more dimensions": (2, 2, 3, 96), "many rows": (513, 8), "no rows": (0, 96)}
+    x = torch.randn(shape.get(name, (6, 96)), generator=generator).to(device)
+    target = torch.randint(x.shape[-1], x.shape[:-1], generator=generator).to(device)
+    if target.numel() > 1 and name != "huge":
+        target.view(-1)[1] = 0 if name == "0" else -100
+    if name == "every other row":
+        x = x.repeat_interleave(2, 0)[::2]
+    elif name == "every other target":
+        target = target.repeat_interleave(2)[::2]
+    elif name == "not aligned":
+        x = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    elif name == "float64":
+        x = x.double()
+    elif name in ("bfloat16", "float16"):
+        x = x.to(getattr(torch, name))
+    elif name == "int32":
+        target = target.int()
+    options = {
+        "sum": {"reduction": "sum"}, "transformed": {"temperature": 0.7, "logit_scale": -2.0}, "0": {"ignore_index": 0},
+        "rows": {"reduction": "none"}, "softcap": {"softcap": 3.0}, "z-loss": {"z_loss_weight": 0.1},
+        "smoothed": {"label_smoothing": 0.1}, "in place": {"inplace_backward": True}, "items": {"num_items": 4},
+        "late": {"gradient_in_forward": False}, "mask": {"row_mask": target != 3}, "huge": {"ignore_index": 1 << 40},
+        "temperatures": {"temperature": torch.rand(6, device=device) + 0.5},
+        "weights": {"class_weights": torch.rand(96, device=device)},
+    }  # fmt: skip
+    return x, target, options.get(name, {})
+
+
+FEW = "", "sum", "transformed", "0", "bfloat16", "float16", "int32", "few dimensions", "more dimensions"
+OTHERS = (
+    "rows", "softcap", "z-loss", "smoothed", "in place", "items", "late", "mask", "huge", "temperatures", "weights",
+    "many rows", "no rows", "every other row", "every other target", "not aligned", "float64",
+)  # fmt: skip
+
+
+WITHOUT = OTHERS[:1] + OTHERS[2:11]  # calls that are known by their options to be others
+
+
+@pytest.mark.parametrize("name", (*FEW, *OTHERS))
+def test_few_rows_are_computed_as_others(device, monkeypatch, name):
+    """The result and the gradients, bitwise, for right and wrong guesses, and in two backwards of a call."""
+    x, target, options = few_rows_of(device, name)
+    taken, average = [], cross_entropy.average_of_few_rows
+
+    def averages(*args):
+        taken.append(average(*args))
+        return taken[-1]
+
+    found = []
+    for function in (averages, lambda *_: None):
+        monkeypatch.setattr(cross_entropy, "average_of_few_rows", function)
+        primitive._last.clear()
+        found.append([])
+        for upstream in (1.0, 3.0, 3.0):
+            leaf = x.detach().clone(memory_format=torch.preserve_format) if name == "in place" else x.detach()
+            loss = onepass.cross_entropy(leaf.requires_grad_(), target, **options)
+            grad = torch.full_like(loss, upstream)
+            twice = 1 if name == "in place" else 2
+            grads = [torch.autograd.grad(loss, leaf, n * grad, retain_graph=n < twice)[0] for n in range(1, 1 + twice)]
+            found[-1] += [loss.detach(), *[g.clone() for g in grads]]
+    assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(*found))
+    on_kernels = backend_of(x).__name__ == "onepass.kernels"
+    assert [t is not None for t in taken] == ([on_kernels and name in FEW] * 3 if name not in WITHOUT else [])
 
 
 def test_every_backward_of_a_mean_has_a_gradient_of_its_own(batch, early):

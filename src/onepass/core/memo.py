@@ -1,4 +1,4 @@
-"""`memo`: a function whose results are cached."""
+"""`memo` and `memo_of_numbers`: functions whose results are cached."""
 
 from collections.abc import Callable
 from functools import lru_cache, wraps
@@ -21,4 +21,19 @@ def memo(function: F) -> F:
         return function(*arguments) if torch.compiler.is_compiling() else kept(*arguments)
 
     call.cache_clear = kept.cache_clear  # type: ignore[attr-defined]
+    return call  # type: ignore[return-value]
+
+
+SCALARS = frozenset((int, float, bool, str, type(None)))
+
+
+def memo_of_numbers(function: F) -> F:
+    """`memo` for calls whose arguments are all Python's numbers, strings or None: a tensor may change, and a list has
+    no hash. Other calls are computed."""
+    kept = memo(function)
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        return (kept if SCALARS.issuperset(map(type, arguments)) else function)(*arguments)
+
     return call  # type: ignore[return-value]

@@ -1,6 +1,6 @@
 """Cross-entropy of class indices, with class weights, label smoothing and z-loss."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +15,15 @@ from onepass.core.checks import (
     check_row_mask,
 )
 from onepass.core.deprecated import renamed
-from onepass.core.options import REDUCTIONS, Reduction
+from onepass.core.invariance import is_batch_invariant
+from onepass.core.memo import memo_of_numbers
+from onepass.core.options import REDUCTIONS, Average, Options, Reduction
 from onepass.core.shard import Group
-from onepass.logits.source import Count, Divisor, Logits, as_source, inputs_for, options_for
+from onepass.logits.source import Count, Divisor, Logits, as_source, inputs_for, number_of, options_for
 from onepass.logits.tensor_like import TORCH_FUNCTIONS
 from onepass.losses.module import LossModule
 from onepass.losses.reduction import divisor_of, group_of_mean, summed
+from onepass.softmax.few_rows import average_of_few_rows
 
 POSITIONAL = ("weight", "ignore_index", "reduction", "label_smoothing")  # torch's order, in earlier versions
 
@@ -83,13 +86,16 @@ def cross_entropy(
     Raises:
         TypeError, ValueError, IndexError: as `onepass.softmax_statistics`, which also documents -inf and NaN logits.
     """
-    source = as_source(
-        logits, inplace_backward=inplace_backward, early_gradient=check_bool(gradient_in_forward, "gradient_in_forward")
-    )
-    check_choice(reduction, "reduction", REDUCTIONS)
-    label_smoothing = check_number(label_smoothing, "label_smoothing", 0, 1, open_low=False)
-    z_loss_weight = check_number(z_loss_weight, "z_loss_weight", 0, open_low=False)
-    ignore_index = check_integer(ignore_index, "ignore_index")
+    number = number_of(temperature)
+    given = reduction, ignore_index, label_smoothing, z_loss_weight, number, softcap, logit_scale
+    how = check_options(*given, inplace_backward, gradient_in_forward, is_batch_invariant())
+    plain = class_weights is row_mask is num_items is mean_group is None and number is temperature
+    if plain and how.average is not None:
+        loss = average_of_few_rows(logits, target, how.average, how.options)
+        if loss is not None:
+            return loss
+    source = as_source(logits, inplace_backward=how.inplace_backward, early_gradient=how.gradient_in_forward)
+    ignore_index, label_smoothing, z_loss_weight = how.ignore_index, how.label_smoothing, how.z_loss_weight
     weights = class_weights
     if isinstance(weights, Tensor):
         weights = source.all_class_weights(weights)
@@ -107,13 +113,8 @@ def cross_entropy(
     if row_mask is not None:
         check_row_mask(row_mask, source)
         valid &= row_mask != 0
-    fields = "log_probs"
-    if label_smoothing:
-        fields += " weighted_logit"
-    if label_smoothing or z_loss_weight:
-        fields += " shift log_normalizer"
     smoothed = None if not label_smoothing else 1.0 / source.shape[-1] if weights is None else weights
-    options = options_for(fields, temperature, softcap, logit_scale, masked=masked)
+    options = how.options._replace(masked=masked)
     inputs, options = inputs_for(source, options, target, valid, smoothed, "target", temperature)
 
     # A target outside the vocabulary makes its row NaN; the clamp only keeps the lookup of its weight in bounds.
@@ -143,9 +144,46 @@ def cross_entropy(
         return score - of_z * (s["shift"] + s["log_normalizer"]).square() if z_loss_weight else score
 
     counts = () if weights is None else (count,)
-    plain = fields == "log_probs" and weights is None  # the negative loss is this field
+    plain = options.fields == "log_probs" and weights is None  # the negative loss is this field
     score = source.loss(None if plain else score_of, inputs, options, counts, divisor, linear=not z_loss_weight)
     return -score if divisor is None else score
+
+
+class CheckedOptions(NamedTuple):
+    """Options of `cross_entropy`, checked and converted.
+
+    Attributes:
+        options: of the fields that the loss is computed from, which leave out rows whose target is ``ignore_index``.
+        average: of the log-probs, if the loss is that and may be `average_of_few_rows`.
+    """
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss_weight: float
+    inplace_backward: bool
+    gradient_in_forward: bool
+    options: Options
+    average: Average | None
+
+
+@memo_of_numbers
+def check_options(
+    reduction: Any, ignore_index: Any, label_smoothing: Any, z_loss_weight: Any, temperature: Any, softcap: Any,
+    logit_scale: Any, inplace_backward: Any, gradient_in_forward: Any, invariant: bool,
+) -> CheckedOptions:  # fmt: skip
+    """Check the options of `cross_entropy`, where ``temperature`` is a number. ``invariant`` is part of the key."""
+    inplace = check_bool(inplace_backward, "inplace_backward")
+    early = check_bool(gradient_in_forward, "gradient_in_forward")
+    check_choice(reduction, "reduction", REDUCTIONS)
+    smoothing = check_number(label_smoothing, "label_smoothing", 0, 1, open_low=False)
+    z_weight = check_number(z_loss_weight, "z_loss_weight", 0, open_low=False)
+    masked = check_integer(ignore_index, "ignore_index")
+    fields = "log_probs" + " weighted_logit" * bool(smoothing) + " shift log_normalizer" * bool(smoothing or z_weight)
+    options = options_for(fields, temperature, softcap, logit_scale, masked=masked)
+    # Labels are int32 or int64: a number beyond both cannot be compared by a kernel.
+    plain = fields == "log_probs" and reduction != "none" and early and not inplace and -(2**31) <= masked < 2**31
+    average = Average(-1.0, reduction == "mean", None, masked) if plain else None
+    return CheckedOptions(masked, smoothing, z_weight, inplace, early, options, average)
 
 
 class CrossEntropyLoss(LossModule):

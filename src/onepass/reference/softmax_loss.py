@@ -1,5 +1,7 @@
 """Softmax statistics and gradient at once, and the average of rows: `softmax_loss` and `row_average` of `kernels`."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,11 @@ from onepass.reference.softmax import read_rows, softmax_gradient, softmax_stati
 def supports_early_gradient(logits: Tensor, inputs: Inputs) -> bool:
     """Return False: a host that computes gains nothing from a backward that has less to launch."""
     return False
+
+
+def few_rows(logits: Tensor, index: Tensor, average: Average, options: Options) -> Any:
+    """Return None: there are no launches to prepare."""
+    return None
 
 
 def supports_fused_loss(logits: Tensor, index: Tensor | None, options: Options) -> bool:

@@ -1,0 +1,76 @@
+"""The average of the log-probs of few rows, with little time on the host, which is the limit for so few.
+
+The result and the gradient are those of `statistics_of`. What that finds out in every call is looked up here, by the
+shapes, dtypes and devices of the tensors. `losses.cross_entropy` calls this for plain tensors.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.backend import backend_of
+from onepass.core.checks import FLOATS, is_debugging
+from onepass.core.dispatch import PLAIN, check_upstream, is_plain
+from onepass.core.options import Average, FieldGradients, Inputs, Options
+from onepass.softmax.statistics import _gradient, keep_row_weight, last_row_weight
+
+MOST = 4096  # size of the table
+INDICES = torch.int32, torch.int64
+_known: dict[tuple[Any, ...], Any] = {}  # the launches for tensors of a kind; None where `statistics_of` is needed
+
+
+def average_of_few_rows(logits: Any, index: Any, average: Average, options: Options) -> Tensor | None:
+    """The average of the log-probs of the classes ``index``, where it is not ``options.masked``.
+
+    Nothing is checked: None for tensors that are not valid, and for all others that `statistics_of` is needed for.
+    """
+    if type(logits) not in PLAIN or type(index) not in PLAIN or not is_plain():
+        return None
+    if logits.layout is not torch.strided or logits.is_nested or not (logits.requires_grad and torch.is_grad_enabled()):
+        return None
+    if not (logits.is_contiguous() and index.is_contiguous()) or logits.data_ptr() & 15 or is_debugging():
+        return None
+    backend = backend_of(logits)
+    of_index = index.shape, index.dtype, index.device
+    key = backend, logits.shape, logits.dtype, logits.device, *of_index, average, options
+    try:
+        launches = _known[key]
+    except KeyError:
+        launches = backend.few_rows(logits, index, average, options) if are_valid(logits, index) else None
+        if len(_known) >= MOST:
+            _known.clear()
+        _known[key] = launches
+    if launches is None:
+        return None
+    total: Tensor = _Average.apply(logits, index, launches, options)
+    return total
+
+
+def are_valid(logits: Tensor, index: Tensor) -> bool:
+    """Whether there are logits ``(..., V)`` and an index ``(...)``."""
+    if logits.dtype not in FLOATS or index.dtype not in INDICES or index.device != logits.device:
+        return False
+    return logits.dim() > 0 and index.shape == logits.shape[:-1] and logits.numel() > 0
+
+
+class _Average(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, index: Tensor, launches: Any, options: Options) -> Tensor:
+        total, gradient, packed, row_weight = launches.average(logits, index, last_row_weight(logits))
+        ctx.save_for_backward(logits, index, packed, row_weight, gradient)
+        ctx.launches, ctx.options, ctx.given = launches, options, False
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        check_upstream(upstream)
+        logits, index, packed, row_weight, early = ctx.saved_tensors
+        if ctx.given:  # a second backward computes another gradient
+            upstreams = FieldGradients(selected=upstream, row_weight=row_weight)
+            return _gradient(logits, Inputs(index, index), packed, upstreams, ctx.options), None, None, None
+        ctx.given = True
+        gradient = early.data  # a second backward unpacks the saved tensor again, which must not seem to be modified
+        ctx.launches.correct(logits, index, packed, row_weight, upstream, gradient)
+        keep_row_weight(logits, row_weight)
+        return gradient, None, None, None
