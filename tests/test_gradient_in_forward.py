@@ -59,7 +59,9 @@ UPSTREAM = (1.0, 1.0, 2.0, 2.0, 1 / 3, 65536.0, 0.0, math.nan, 1.0)
 def early(monkeypatch, request):
     """Gradients of few logits are computed in the forward too, as those of many are, with the average or without."""
     monkeypatch.setattr(pytest.importorskip("onepass.kernels.softmax_gradient"), "LEAST_EARLY", 0)
-    monkeypatch.setattr(sys.modules["onepass.kernels.softmax_loss"], "FEW_ROWS", request.param)
+    for module in ("softmax_loss", "few_rows"):
+        monkeypatch.setattr(sys.modules[f"onepass.kernels.{module}"], "FEW_ROWS", request.param)
+    monkeypatch.setattr(sys.modules["onepass.softmax.few_rows"], "_known", {})
     monkeypatch.setattr(sys.modules["onepass.kernels.softmax_loss"], "LEAST_LOGITS", 0)
     monkeypatch.setattr(primitive, "LEAST_VOCABULARY", 0)
 

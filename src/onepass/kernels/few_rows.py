@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from onepass.core.options import PACKED, Average, Inputs, Options
-from onepass.kernels import softmax_gradient, softmax_loss
 from onepass.kernels.launch import launch
 from onepass.kernels.layout import layout_of
+from onepass.kernels.softmax_gradient import plan_for as plan_for_gradient
+from onepass.kernels.softmax_loss import FEW_ROWS, NO_STRIDES, NONE, reads_once
+from onepass.kernels.softmax_loss import plan_for as plan_for_average
 
 OF_FIELDS = False, False, False, False, True  # which fields have an upstream gradient: the log-probs
 
@@ -29,12 +31,12 @@ class FewRows(NamedTuple):
         rows and the weight of a row: see `softmax_average`."""
         new, rows = logits.new_empty_strided, self.rows
         gradient = torch.empty_like(logits)
-        packed, log_probs = (new((n, rows), (rows, 1), dtype=torch.float32) for n in (len(PACKED), 1))
+        packed = new((len(PACKED), rows), (rows, 1), dtype=torch.float32)
+        log_probs = new((rows,), (1,), dtype=torch.float32)
         row_weight, total = new((3,), (1,), dtype=torch.float32), new((), (), dtype=torch.float32)
-        results, grads = (packed, log_probs, None), softmax_loss.NONE
-        of_average = None, last, row_weight, total
-        given = logits, gradient, None, index, index, None, *results, *grads, *of_average
-        launch(softmax_loss.plan_for, self.forward, given)
+        results, of_average = (packed, log_probs, None), (None, last, row_weight, total)
+        given = logits, gradient, None, index, index, None, *results, *NONE, *of_average
+        launch(plan_for_average, self.forward, given)
         return total, gradient, packed, row_weight
 
     def correct(
@@ -42,7 +44,7 @@ class FewRows(NamedTuple):
     ) -> None:
         """Write the gradient again if it was computed for another upstream gradient: see `softmax_gradient`."""
         given = logits, None, row_weight, gradient, index, index, None, packed, None, None, None, None, upstream
-        launch(softmax_gradient.plan_for, self.backward, given)
+        launch(plan_for_gradient, self.backward, given)
 
 
 def few_rows(logits: Tensor, index: Tensor, average: Average, options: Options) -> Any:
@@ -54,8 +56,8 @@ def few_rows(logits: Tensor, index: Tensor, average: Average, options: Options) 
         average: without a divisor.
     """
     rows = index.numel()
-    if rows > softmax_loss.FEW_ROWS or not softmax_loss.reads_once(logits, Inputs(index), options):
+    if rows > FEW_ROWS or not reads_once(logits, Inputs(index), options):
         return None
     flat = layout_of(logits.view(-1, logits.shape[-1]))
-    forward = flat, flat[1][0], False, softmax_loss.NO_STRIDES, options, (average.factor, average.counted)
+    forward = flat, flat[1][0], False, NO_STRIDES, options, (average.factor, average.counted)
     return FewRows(rows, forward, (flat, flat, OF_FIELDS, (0,) * 5, rows, 1, options, True))
