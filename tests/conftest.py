@@ -5,6 +5,7 @@ import importlib
 import logging
 import os
 import warnings
+from collections import Counter
 from importlib.util import find_spec
 from itertools import combinations
 from logging.handlers import BufferingHandler
@@ -30,6 +31,7 @@ if HAS_TRITON:
     importlib.import_module("onepass.kernels")
 
 SLOW_TILES = 1, 1000  # in the interpreter
+NEIGHBOURS = 8  # few enough that no worker waits long for another one at the end
 PATHS = [
     pytest.param("eager", id="eager"),
     pytest.param("interpreter", id="interpreter"),
@@ -68,6 +70,20 @@ def pytest_collection_modifyitems(config, items):
     for tests in of_pairs.values():
         for item in beyond_pairs(tests):
             item.add_marker("exhaustive")
+    group_neighbours(items)
+
+
+def group_neighbours(items):
+    """Have one worker run tests that follow each other, which share what is made once.
+
+    After every test, pytest-xdist counts all groups that it has sent. With a group for each of thousands of tests, that
+    takes longer than many tests do.
+    """
+    before = Counter()
+    for item in items:
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {before[item.path] // NEIGHBOURS}"))
+            before[item.path] += not item.get_closest_marker("exhaustive")
 
 
 def is_skipped(values, unless=lambda **_: False):
