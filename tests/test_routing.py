@@ -25,11 +25,12 @@ def definition(x, k, *, score="softmax", selection_bias=None, n_group=1, topk_gr
               "sqrtsoftplus": lambda z: torch.log1p(z.exp()).sqrt()}[score]  # fmt: skip
     s = scores(z)
     value = ((z if score_after_topk else s) + (0 if selection_bias is None else selection_bias)).tolist()
-    ranked = sorted(range(E), key=lambda e: (z[e] == -INF, -value[e] if z[e] > -INF else 0, e))
+    logits = z.tolist()
+    ranked = sorted(range(E), key=lambda e: (logits[e] == -INF, -value[e] if logits[e] > -INF else 0, e))
     size = E // n_group
     if n_group > 1:
         taking_part = [
-            [v for e, v in enumerate(value) if e // size == g and min(z[e], v) > -INF] for g in range(n_group)
+            [v for e, v in enumerate(value) if e // size == g and min(logits[e], v) > -INF] for g in range(n_group)
         ]
         best = [sorted(v, reverse=True)[: 2 if group_score == "top2_sum" else 1] for v in taking_part]
         judged = [sum(v) if v else -INF for v in best]
