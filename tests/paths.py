@@ -12,7 +12,12 @@ ARITHMETIC: dict[str, tuple[Any, ...]] = {
     "__truediv__": ("divide", False, False, True, True),
 }  # fmt: skip
 FLOATS = {"fp32", "fp64"}
-NUMBERS = FLOATS | {"int32", "int64"}
+INTEGERS = {"int32", "int64"}
+NUMBERS = FLOATS | INTEGERS
+COMPARISONS = {
+    "__lt__": "less", "__le__": "less_equal", "__gt__": "greater", "__ge__": "greater_equal", "__eq__": "equal",
+    "__ne__": "not_equal",
+}  # fmt: skip
 
 
 def interpreted(device):
@@ -98,20 +103,42 @@ def quick_interpreter(monkeypatch: Any) -> None:
         for name, member in members[id(package)]:
             if package is core.tensor and name in ARITHMETIC:
                 types = FLOATS if name == "__truediv__" else NUMBERS
-                member = of_equal_types(member, types, *ARITHMETIC[name])
+                member = of_numbers(member, types, *ARITHMETIC[name])
+            if package is core.tensor and name in COMPARISONS:
+                member = of_comparison(member, COMPARISONS[name])
             scope.set_attr(package, name, member)
 
-    def of_equal_types(member: Any, types: set[str], name: str, *flags: bool) -> Any:
-        operation = getattr(numpy, name)
+    def of_numbers(member: Any, types: set[str], name: str, *flags: bool) -> Any:
+        operation, is_sum = getattr(numpy, name), name == "add"
 
         def call(self: Any, other: Any) -> Any:
             dtype = self.dtype
             if dtype.name in types:
-                if type(other) in (int, float):
+                if type(other) in (int, float) or (type(other) is core.tensor and other.dtype.name in types):
                     self, other = check_once(self, other, *flags)
-                if type(other) is core.tensor and self.type.name == other.type.name:
                     data = operation(self.handle.data, other.handle.data)
                     return core.tensor(interpreter.TensorHandle(data, self.dtype), self.type)
+            elif is_sum and type(other) is core.tensor and other.dtype.name in INTEGERS and dtype.is_ptr():
+                self, other = check_once(self, other, *flags)
+                return core.tensor(builder.create_addptr(self.handle, other.handle), self.type)
+            return member(self, other)
+
+        return call
+
+    def of_comparison(member: Any, name: str) -> Any:
+        operation = getattr(numpy, name)
+
+        def call(self: Any, other: Any) -> Any:
+            of_other = type(other)
+            if self.dtype.name in NUMBERS and (
+                of_other in (int, float) or (of_other is core.tensor and other.dtype.name in NUMBERS)
+            ):
+                self, other = check_once(self, semantic.to_tensor(other))
+                key = self.type.name
+                if key not in of_bools:
+                    of_bools[key] = semantic._bool_like(self)
+                data = operation(self.handle.data, other.handle.data)
+                return core.tensor(interpreter.TensorHandle(data, self.dtype), of_bools[key])
             return member(self, other)
 
         return call
@@ -125,11 +152,20 @@ def quick_interpreter(monkeypatch: Any) -> None:
 
         return call
 
-    semantic = interpreter.interpreter_semantic
+    semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
     check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
     unchanged: set[Any] = set()  # types of two tensors that both are as they must be
-    one_changes: dict[Any, Any] = {}  # of which one is cast to another integer, or repeated: which, and its type
+    changes: dict[Any, Any] = {}  # types of two tensors, and what each must be; None for one that already is
+    of_bools: dict[str, Any] = {}
     constants: dict[Any, Any] = {}
+
+    def remember(key: Any, before: Any, after: Any) -> Any:
+        types = [None if a is b else b.type for a, b in zip(before, after, strict=True)]
+        if types == [None, None]:
+            unchanged.add(key)
+        else:
+            changes[key] = types
+        return after
 
     def check_once(lhs: Any, rhs: Any, *flags: Any, **named: Any) -> Any:
         """Types decide what becomes of two operands, and of a number beside a tensor only its value."""
@@ -140,17 +176,10 @@ def quick_interpreter(monkeypatch: Any) -> None:
             key: Any = lhs.type.name, rhs.type.name, flags
             if key in unchanged:
                 return lhs, rhs
-            if key in one_changes:
-                left, type_ = one_changes[key]
-                return (changed(lhs, type_), rhs) if left else (lhs, changed(rhs, type_))
-            found = check(lhs, rhs, *flags)
-            if found[0] is lhs and found[1] is rhs:
-                unchanged.add(key)
-            elif found[1] is rhs and changes_simply(lhs.type, found[0].type):
-                one_changes[key] = True, found[0].type
-            elif found[0] is lhs and changes_simply(rhs.type, found[1].type):
-                one_changes[key] = False, found[1].type
-            return found
+            if key in changes:
+                left, right = changes[key]
+                return lhs if left is None else changed(lhs, left), rhs if right is None else changed(rhs, right)
+            return remember(key, (lhs, rhs), check(lhs, rhs, *flags))
         left = of_rhs is core.tensor
         tensor_, number = (rhs, lhs) if left else (lhs, rhs)
         if type(number) not in (int, float):
@@ -163,28 +192,31 @@ def quick_interpreter(monkeypatch: Any) -> None:
             constants[key] = found[not left]
         return found
 
-    def changes_simply(before: Any, after: Any) -> bool:
-        same = before.scalar == after.scalar or all(
-            t.is_int() and t.name != "int1" for t in (before.scalar, after.scalar)
-        )
-        return same and (not before.is_block() or before.shape == after.shape)
-
     def changed(x: Any, type_: Any) -> Any:
+        name = type_.scalar.name
+        if x.dtype.name != name:
+            if x.dtype.name in INTEGERS and name in INTEGERS:
+                x = core.tensor(interpreter.TensorHandle(x.handle.data.astype(np_dtype(type_.scalar)), type_.scalar),
+                                x.type.with_element_ty(type_.scalar))  # fmt: skip
+            else:
+                x = semantic.cast(x, type_.scalar)
         data = x.handle.data
-        if x.dtype.name != type_.scalar.name:
-            data = data.astype(np_dtype(type_.scalar))
         if type_.is_block() and not x.type.is_block():
             data = numpy.full(type_.shape, data, dtype=data.dtype)
+        elif x.type.name != type_.name:
+            data = numpy.broadcast_to(data, type_.shape)
+        else:
+            return x
         return core.tensor(interpreter.TensorHandle(data, type_.scalar), type_)
 
     def broadcast_once(lhs: Any, rhs: Any) -> Any:
         key = lhs.type.name, rhs.type.name
         if key in unchanged:
             return lhs, rhs
-        found = broadcast(lhs, rhs)
-        if found[0] is lhs and found[1] is rhs:
-            unchanged.add(key)
-        return found
+        if key in changes:
+            left, right = changes[key]
+            return lhs if left is None else changed(lhs, left), rhs if right is None else changed(rhs, right)
+        return remember(key, (lhs, rhs), broadcast(lhs, rhs))
 
     monkeypatch.setattr(semantic, "binary_op_type_checking_impl", check_once)
     monkeypatch.setattr(semantic, "broadcast_impl_value", broadcast_once)
