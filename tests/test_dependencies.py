@@ -18,7 +18,7 @@ canonicalize_name = pytest.importorskip("packaging.utils").canonicalize_name
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 ONE_WORKER = pytest.mark.xdist_group("alone")  # has the process
-DISTRIBUTIONS = metadata.packages_distributions()  # of every module that is installed
+distributions = cache(metadata.packages_distributions)  # of every module that is installed
 
 
 def names(declared: Iterable[str]) -> Iterator[str]:
@@ -68,7 +68,7 @@ def run_alone(code: str, roots: Iterable[str] = (), without: str = "") -> str:
     """What a process prints in which only torch, triton, the ``roots`` and what they depend on can be imported."""
     installed = with_dependencies([*names(PROJECT["dependencies"]), *roots])
     allowed = {"onepass", *sys.stdlib_module_names} | {
-        module for module, of in DISTRIBUTIONS.items() if installed & set(map(canonicalize_name, of))
+        module for module, of in distributions().items() if installed & set(map(canonicalize_name, of))
     }
     allowed -= {without}
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -139,6 +139,7 @@ except ModuleNotFoundError as error:
     assert run_alone(code, ["transformers", "accelerate"], without="triton").splitlines() == [expected]
 
 
+@cache
 def imported() -> dict[str, str]:
     """Every third-party module that a file of the package imports, at its top or in a function; and one such file."""
     found = {}
@@ -154,16 +155,13 @@ def imported() -> dict[str, str]:
     return {module: path for module, path in found.items() if module not in {"onepass", *sys.stdlib_module_names}}
 
 
-IMPORTED = imported()
-
-
-@pytest.mark.parametrize("module", IMPORTED)
-def test_what_is_imported_is_declared(module):
+def test_what_is_imported_is_declared():
     everything = [*PROJECT["dependencies"], *(r for extra in PROJECT["optional-dependencies"].values() for r in extra)]
     declared = {canonicalize_name(requirements.Requirement(r).name) for r in everything}
-    of = set(map(canonicalize_name, DISTRIBUTIONS.get(module, [module])))
-    assert of & declared, f"{IMPORTED[module]} imports {module}, which pyproject.toml does not declare"
+    for module, path in imported().items():
+        of = set(map(canonicalize_name, distributions().get(module, [module])))
+        assert of & declared, f"{path} imports {module}, which pyproject.toml does not declare"
 
 
 def test_every_import_is_seen():
-    assert {"torch", "triton", "typer", "filelock", "pydantic"} <= IMPORTED.keys()
+    assert {"torch", "triton", "typer", "filelock", "pydantic"} <= imported().keys()
