@@ -255,6 +255,22 @@ def test_a_checkpoint_keeps_no_gradient_of_a_mean(batch, early):
     assert_close(torch.autograd.grad(loss, x)[0], expected)
 
 
+@pytest.mark.parametrize("upstream", (1.0, 3.0))
+def test_what_hooks_unpack_may_have_another_layout(batch, early, upstream):
+    """As if it had been saved in memory with longer rows."""
+    x, target = batch
+
+    def unpack(t):
+        wide = torch.full((*t.shape[:-1], t.shape[-1] + 8), 5, dtype=t.dtype, device=t.device) if t.dim() else t
+        return wide[..., : t.shape[-1]].copy_(t) if t.dim() else t
+
+    (expected,) = torch.autograd.grad(onepass.cross_entropy(x, target), x, torch.full((), upstream, device=x.device))
+    torch.autograd.grad(onepass.cross_entropy(x, target), x)  # which predicts an upstream gradient of 1
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), unpack):
+        loss = onepass.cross_entropy(x, target)
+    assert_close(torch.autograd.grad(loss, x, torch.full((), upstream, device=x.device))[0], expected)
+
+
 def test_the_mean_of_more_rows_than_one_program_reduces(device, monkeypatch):
     x, t = torch.randn(6, 9, device=device, requires_grad=True), torch.tensor([1, -100, 3, 8, 0, 2], device=device)
     losses, grads = [], []

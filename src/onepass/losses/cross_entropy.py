@@ -180,7 +180,7 @@ def check_options(
     masked = check_integer(ignore_index, "ignore_index")
     fields = "log_probs" + " weighted_logit" * bool(smoothing) + " shift log_normalizer" * bool(smoothing or z_weight)
     options = options_for(fields, temperature, softcap, logit_scale, masked=masked)
-    # Labels are int32 or int64: a number beyond both cannot be compared by a kernel.
+    # A target in int32 is not compared with a larger number.
     plain = fields == "log_probs" and reduction != "none" and early and not inplace and -(2**31) <= masked < 2**31
     average = Average(-1.0, reduction == "mean", None, masked) if plain else None
     return CheckedOptions(masked, smoothing, z_weight, inplace, early, options, average)

@@ -66,7 +66,8 @@ class _Average(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         check_upstream(upstream)
         logits, index, packed, row_weight, early = ctx.saved_tensors
-        if ctx.given:  # a second backward computes another gradient
+        # A second backward computes another gradient. Hooks may have given what was saved another layout.
+        if ctx.given or not (logits.is_contiguous() and early.is_contiguous()):
             upstreams = FieldGradients(selected=upstream, row_weight=row_weight)
             return _gradient(logits, Inputs(index, index), packed, upstreams, ctx.options), None, None, None
         ctx.given = True
