@@ -156,6 +156,7 @@ CASES = [
     Case("cross_entropy", {"logits": LOGITS, "target": TARGET, "row_mask": MASK, "num_items": ITEMS}, ("logits",),
          "of a batch"),
     Case("cross_entropy", {"logits": LOGITS, "target": TARGET, "gradient_in_forward": False}, ("logits",), "late"),
+    Case("cross_entropy", {"logits": LOGITS, "target": TARGET, "ignore_index": IGNORED}, ("logits",), "few rows"),
     Case("cross_entropy", {"logits": LOGITS, "target": TARGET.int(), "reduction": "none", "inplace_backward": True},
          ("logits",), "in place", refused={"logits": "inplace_backward"}),
     Case("cross_entropy", {**head("logits"), "target": TARGET, "class_weights": CLASSES}, tuple(head("logits")),

@@ -255,6 +255,19 @@ def test_a_checkpoint_keeps_no_gradient_of_a_mean(batch, early):
     assert_close(torch.autograd.grad(loss, x)[0], expected)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_what_is_no_plain_tensor_has_the_error_of_others(batch):
+    x, target = batch
+    with pytest.raises(TypeError, match=r"logits: expected a float16.*got None"):
+        onepass.cross_entropy(None, target)
+    with pytest.raises(TypeError, match="target: expected an int32 or int64 tensor, got None"):
+        onepass.cross_entropy(x, None)
+    with pytest.raises(ValueError, match="target: expected shape"):
+        onepass.cross_entropy(x, torch.tensor([[1, 0], [2, 3]], device=x.device).to_sparse_csr())
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda x: onepass.cross_entropy(x, target))(x.detach())
+
+
 @pytest.mark.parametrize("upstream", (1.0, 3.0))
 def test_what_hooks_unpack_may_have_another_layout(batch, early, upstream):
     """As if it had been saved in memory with longer rows."""

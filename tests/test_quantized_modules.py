@@ -199,12 +199,13 @@ def test_the_memory_of_decoded_experts(families, monkeypatch):
     hidden, ids = randn(5, 24), torch.tensor([[0, 1]] * 5)
     for limit in (1 << 20, None):
         assert moe.set_decoding_memory(model, limit) == 2
-        assert moe.quantize_experts(model, "nf4") in (4, 0)
+        assert moe.quantize_experts(model, "nf4") in (4, 0) and len(moe.describe(model)) == 4
         given.clear()
         for experts in (*layers, copy.deepcopy(layers[0])):
             experts.config._experts_implementation = "onepass"
             experts(hidden, ids, torch.ones(5, 2))
         assert given == [limit] * 3
+    assert moe.set_decoding_memory(torch.compile(layers[0], backend="eager"), 1) == 1
     for wrong in (0, 1.5, True, "1 GiB"):
         with pytest.raises((TypeError, ValueError), match="max_memory: expected"):
             moe.set_decoding_memory(model, wrong)

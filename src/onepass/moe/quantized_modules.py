@@ -149,8 +149,10 @@ def hold(experts: nn.Module, name: str, weight: QuantizedWeight) -> None:
 
 def names_of(module: nn.Module) -> list[str]:
     """The weights of experts that a module has."""
-    own: dict[str, Any] = {**module._parameters, **dict.fromkeys(getattr(module, "parametrizations", {}), 0)}
-    if getattr(module, "gate_up_proj_precision_config", None) is not None:
+    # What the module itself has: a compiled one also gives the attributes of the module that it wraps.
+    parametrizations: Any = module._modules.get("parametrizations") or {}
+    own: dict[str, Any] = {**module._parameters, **dict.fromkeys(parametrizations, 0)}
+    if vars(module).get("gate_up_proj_precision_config") is not None:
         own |= dict.fromkeys(WEIGHTS, 0)  # gpt-oss in the layout of a card, which is no parameter
     wide = [n for n in WEIGHTS if n in own and (own[n] is None or not isinstance(own[n], Tensor) or own[n].dim() > 2)]
     return wide if len(wide) == len(WEIGHTS) else []

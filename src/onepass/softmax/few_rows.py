@@ -15,6 +15,7 @@ from onepass.core.dispatch import PLAIN, check_upstream, is_plain
 from onepass.core.options import Average, FieldGradients, Inputs, Options
 from onepass.softmax.statistics import _gradient, keep_row_weight, last_row_weight
 
+TENSORS = PLAIN - {type(None)}
 MOST = 4096  # size of the table
 INDICES = torch.int32, torch.int64
 _known: dict[tuple[Any, ...], Any] = {}  # the launches for tensors of a kind; None where `statistics_of` is needed
@@ -25,9 +26,11 @@ def average_of_few_rows(logits: Any, index: Any, average: Average, options: Opti
 
     Nothing is checked: None for tensors that are not valid, and for all others that `statistics_of` is needed for.
     """
-    if type(logits) not in PLAIN or type(index) not in PLAIN or not is_plain():
+    if type(logits) not in TENSORS or type(index) not in TENSORS or not is_plain():
         return None
-    if logits.layout is not torch.strided or logits.is_nested or not (logits.requires_grad and torch.is_grad_enabled()):
+    if torch._C._are_functorch_transforms_active() or not (logits.requires_grad and torch.is_grad_enabled()):
+        return None
+    if logits.is_nested or not logits.layout is index.layout is torch.strided:
         return None
     if not (logits.is_contiguous() and index.is_contiguous()) or logits.data_ptr() & 15 or is_debugging():
         return None
