@@ -131,7 +131,7 @@ def test_statistics_and_gradient_take_one_read(device, early, monkeypatch, optio
 def few_rows_of(device, name):
     """Logits, targets and options of a call, by what is particular about them."""
     generator = torch.Generator().manual_seed(7)
-    shape = {"few dimensions": (96,), "more dimensions": (2, 2, 3, 96), "many rows": (513, 8), "no rows": (0, 96)}
+    shape = {"few dimensions": (96,), "more dimensions": (2, 2, 3, 96), "no rows": (0, 96)}
     x = torch.randn(shape.get(name, (6, 96)), generator=generator).to(device)
     target = torch.randint(x.shape[-1], x.shape[:-1], generator=generator).to(device)
     if target.numel() > 1 and name != "huge":
@@ -173,6 +173,9 @@ WITHOUT = OTHERS[:1] + OTHERS[2:11]  # calls that are known by their options to 
 def test_few_rows_are_computed_as_others(device, monkeypatch, name):
     """The result and the gradients, bitwise, for right and wrong guesses, and in two backwards of a call."""
     x, target, options = few_rows_of(device, name)
+    if name == "many rows":
+        monkeypatch.setattr(pytest.importorskip("onepass.kernels.few_rows"), "FEW_ROWS", 5)
+        monkeypatch.setattr(sys.modules["onepass.softmax.few_rows"], "_known", {})
     taken, average = [], cross_entropy.average_of_few_rows
 
     def averages(*args):
