@@ -1,9 +1,9 @@
 """Random calls in a random order, each against a definition in float64: what no test thought of.
 
 An example is a list of calls, since launches are remembered from call to call. A call is a dict of plain values, of
-which `fuzz_examples.problem` makes tensors: what a failure prints can be put into `fuzz_corpus.EXAMPLES` as it is. Half
-a minute of the same examples by default; with ``ONEPASS_FUZZ_SECONDS=3600`` as long as that with examples that nobody
-has seen.
+which `fuzz_examples.problem` makes tensors: what a failure prints can be put into `fuzz_corpus.EXAMPLES` as it is. The
+same examples for twenty seconds by default; with ``ONEPASS_FUZZ_SECONDS=3600`` as long as that with examples that
+nobody has seen.
 """
 
 import os
@@ -169,7 +169,7 @@ def test_logits_that_overlap_are_not_written_over(device, shape, strides):
 
 @pytest.mark.parametrize("function", sorted(PROBLEMS))
 def test_random_calls(device, function):
-    @settings(max_examples=6 if is_slow(device) else 30, **QUICK)
+    @settings(max_examples=4 if is_slow(device) else 20, **QUICK)
     @given(spec=calls(function))
     def of_function(spec):
         check(spec, device)
@@ -178,7 +178,7 @@ def test_random_calls(device, function):
 
 
 def test_random_calls_in_a_random_order(device):
-    @settings(max_examples=15 if is_slow(device) else 60, **QUICK)
+    @settings(max_examples=10 if is_slow(device) else 40, **QUICK)
     @given(example=examples())
     def in_order(example):
         run(example, device)
