@@ -223,3 +223,26 @@ def test_a_backward_reads_what_autograd_has_saved(device, name):
             found = [path for path in held(dict(vars(node)), set()) if not OWN.search(path)]
             assert not found, (type(node).__name__, found)
     assert ours or name.endswith("renormalized")  # which is made of torch's own operations
+
+
+def test_lazy_values_reach_no_kernel_unseen(where):
+    """A gradient is copied with its values. What is described by strides is an error, and so is what is written to."""
+    x = torch.randn(5, 16, device=where).requires_grad_()
+    target = torch.tensor([1, -100, 3, 0, 15], device=where)
+    for reduction in ("mean", "none"):
+        for lazy in (torch._neg_view(torch.full((5,), -3.0, device=where)), torch._efficientzerotensor((5,))):
+            loss = onepass.cross_entropy(x, target, reduction=reduction)
+            upstream = lazy[0].to(where) if reduction == "mean" else lazy.to(where)
+            for _ in range(2):  # the second launch is one that is known
+                (found,) = torch.autograd.grad(loss, x, upstream, retain_graph=True)
+                (expected,) = torch.autograd.grad(loss, x, upstream.clone(), retain_graph=True)
+                assert torch.equal(found, expected) and bool(found.any()) == lazy.is_neg()
+    out, x = torch.zeros(16, device=where), torch.arange(16.0, device=where)
+    for _ in range(2):
+        launch(plan, (affine_kernel, 16, 2.0, 1), (torch._neg_view(x), x.view(16, 1), out))
+        assert torch.equal(out, -x)
+    for tensors in ((x, torch._neg_view(x).view(16, 1), out), (x, x.view(16, 1), torch._neg_view(out))):
+        with pytest.raises(ValueError, match="expected a tensor with its values in memory"):
+            launch(plan, (affine_kernel, 16, 2.0, 1), tensors)
+    with pytest.raises(ValueError, match="expected a tensor with its values in memory"):
+        onepass.cross_entropy(torch._neg_view(torch.randn(5, 16, device=where)), target)

@@ -10,7 +10,6 @@ are found by the memory of this tensor, which belongs to no other call, so that 
 they were decoded for.
 """
 
-import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from onepass.core.moe_options import Groups
 from onepass.core.quantized import Encoded, Weight
 from onepass.kernels.decode import decode
-from onepass.kernels.zeros import GRAPHS
+from onepass.kernels.zeros import may_be_captured
 
 
 class Chunk(NamedTuple):
@@ -110,7 +109,7 @@ def keep_for(saved: Tensor, decoded: DecodedExperts) -> None:
 
     Nothing is kept while a CUDA graph is captured, since nothing that is allocated in its memory may outlive it.
     """
-    if not decoded.there or _is_captured(saved):
+    if not decoded.there or may_be_captured(saved.device):
         return
     device = saved.get_device()
 
@@ -126,7 +125,7 @@ def keep_for(saved: Tensor, decoded: DecodedExperts) -> None:
 def kept_for(saved: Tensor, decoded: DecodedExperts) -> None:
     """Give ``decoded`` what the forward that saved the tensor ``saved`` has decoded, if it is still kept."""
     kept = _kept.pop(saved.get_device(), None)
-    if kept is None or _is_captured(saved) or kept.stream != _stream(saved):
+    if kept is None or may_be_captured(saved.device) or kept.stream != _stream(saved):
         return
     if kept.memory == StorageWeakRef(saved.untyped_storage()):
         decoded.memory, decoded.there = kept.decoded.memory, kept.decoded.there
@@ -135,11 +134,6 @@ def kept_for(saved: Tensor, decoded: DecodedExperts) -> None:
 def release(like: Tensor) -> None:
     """Keep nothing any longer on the device of a tensor."""
     _kept.pop(like.get_device(), None)
-
-
-def _is_captured(tensor: Tensor) -> bool:
-    """Whether the work on a tensor is, or may be, captured in a CUDA graph."""
-    return GRAPHS in sys.modules or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _stream(tensor: Tensor) -> int:

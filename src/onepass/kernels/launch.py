@@ -102,11 +102,13 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
             pointer = t.data_ptr()
             pointers.append(pointer)
             kinds.append(t.dtype)
-            if pointer & 15 or t.get_device() != index or not t.is_contiguous():
+            if pointer & 15 or not pointer or t.get_device() != index or not t.is_contiguous() or t.is_neg():
                 usual = False
     if not usual:
         given = [t for t in tensors if t is not None]
-        kinds += [(t.get_device(), t.data_ptr() & 15 == 0, t.is_contiguous() or -t.stride(-1)) for t in given]
+        kinds += [
+            (t.get_device(), t.data_ptr() & 15 == 0, t.is_contiguous() or -t.stride(-1), is_lazy(t)) for t in given
+        ]
     variant = tuple(kinds)
     if HIP:  # Triton compiles tensors below 2 GiB differently
         variant += tuple([t is not None and t.untyped_storage().nbytes() < 2**31 for t in tensors])
@@ -145,7 +147,7 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
         known = Launch(compiled, run, plan.programs, size, (*numbers, *plan.constexprs.values()))
         _keep(key, known)
     elif not isinstance(known, Launch):
-        copies = [t.contiguous() if copied else t for t, copied in zip(tensors, known)]  # type: ignore[union-attr]
+        copies = [copy_of(t) if copied else t for t, copied in zip(tensors, known)]  # type: ignore[arg-type]
         return launch(plan_for, about, copies)
     compiled, run, programs, workspace, rest = known
     if workspace is not None:
@@ -189,14 +191,27 @@ def guarded(kernel: Any, tensors: Sequence[torch.Tensor | None], device: torch.d
             where = f"{kernel.fn.__name__}: {name}"
             if tensor.device != device:
                 raise ValueError(f"{where}: expected device {device}, that of the first tensor, got {tensor.device}")
-            if kind is Flat:
-                tensor = tensor.contiguous()
+            if kind is Flat or (kind is Strided and is_lazy(tensor) and tensor.is_contiguous()):
+                tensor = copy_of(tensor)
+            elif is_lazy(tensor):
+                what = "a lazily negated tensor" if tensor.is_neg() else "lazy zeros"
+                raise ValueError(f"{where}: expected a tensor with its values in memory, got {what}; pass its clone()")
             elif kind is Out and not tensor.is_contiguous():
                 raise ValueError(f"{where}: expected a contiguous tensor to write to, got strides {tensor.stride()}")
             elif kind is Rows and tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
                 raise ValueError(f"{where}: expected a contiguous last dimension, got strides {tensor.stride()}")
         passed.append(tensor)
     return passed
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor has not its values: they are to be negated (`torch.Tensor.is_neg`), or all 0."""
+    return tensor.is_neg() or tensor._is_zerotensor()
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor of these values, itself if it is one."""
+    return tensor.clone(memory_format=torch.contiguous_format) if is_lazy(tensor) else tensor.contiguous()
 
 
 def typed(kernel: Any, first: int, numbers: Sequence[Any]) -> tuple[int | float, ...]:

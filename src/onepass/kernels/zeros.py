@@ -10,13 +10,18 @@ GRAPHS = "torch._inductor.cudagraph_trees"  # it lets nothing that was allocated
 _rows: dict[tuple[int, int, int], list[torch.Tensor]] = {}  # for each device, stream and size, those still unused
 
 
+def may_be_captured(device: torch.device) -> bool:
+    """Whether the work on a device is, or may be, captured in a CUDA graph, which lets no memory of its own be kept."""
+    return GRAPHS in sys.modules or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
 def zeros(n: int, device: torch.device) -> torch.Tensor:
     """``(n,)`` int32 zeros, for a kernel on the current stream.
 
     On a GPU this is a row of a block that was cleared on the same stream. No row is handed out twice. A CUDA graph
     clears its own, each time that it is replayed.
     """
-    if n > LARGEST or device.type != "cuda" or GRAPHS in sys.modules or torch.cuda.is_current_stream_capturing():
+    if n > LARGEST or device.type != "cuda" or may_be_captured(device):
         return torch.zeros(n, dtype=torch.int32, device=device)
     index = torch.cuda.current_device() if device.index is None else device.index
     key = index, driver.active.get_current_stream(index), n

@@ -22,7 +22,7 @@ from onepass.core.checks import (
 from onepass.core.deprecated import renamed
 from onepass.core.dispatch import check_upstream, operation
 from onepass.core.invariance import is_batch_invariant
-from onepass.core.memo import memo
+from onepass.core.memo import memo_of_numbers
 from onepass.core.moe_options import (
     GROUP_SCORES,
     MAX_EXPERTS,
@@ -39,7 +39,6 @@ from onepass.core.moe_options import (
 INTEGERS = frozenset({
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
 })  # fmt: skip
-SCALARS = frozenset((int, float, bool, str, type(None)))
 
 
 class Routing(NamedTuple):
@@ -138,9 +137,8 @@ def route(
         k, score, n_group, topk_group, group_score, renormalize, scale, eps, score_after_topk, softcap, losses,
         is_batch_invariant(), count_changed, counts, selection_bias is not None,
     )  # fmt: skip
-    plain = SCALARS.issuperset(map(type, given_options))  # a tensor may change, and a list cannot be hashed
     E = router_logits.shape[-1]
-    options = (check_once if plain else check_options)(E, *given_options)
+    options = check_options(E, *given_options)
     k = options.k
     if selection_bias is not None:
         if not isinstance(selection_bias, Tensor) or not selection_bias.is_floating_point():
@@ -223,6 +221,7 @@ def sigmoid_topk(
     )  # fmt: skip
 
 
+@memo_of_numbers  # a router is called once for each layer with the same options
 def check_options(experts: int, *options: Any) -> RouterOptions:
     """Check the options, and convert each to its declared type."""
     o = RouterOptions(*options)
@@ -256,12 +255,6 @@ def check_options(experts: int, *options: Any) -> RouterOptions:
     if o.k > o.topk_group * size and o.n_group > 1:
         raise ValueError(f"k: expected at most the {o.topk_group * size} experts of {o.topk_group} groups, got {o.k}")
     return o
-
-
-@memo
-def check_once(experts: int, *options: Any) -> RouterOptions:
-    """`check_options`, cached: a router is called once per layer with the same options."""
-    return check_options(experts, *options)
 
 
 class _Route(torch.autograd.Function):
