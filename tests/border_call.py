@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import onepass
-from onepass.core.moe_options import Groups
-from onepass.losses.ratio_report import RatioReport
-from onepass.moe import Routing
+from onepass import RatioReport
+from onepass.moe import Groups, Routing
 
 INF, NAN = float("inf"), float("nan")
 N, V, H, K, E, I, R = 3, 27, 16, 2, 3, 8, 2  # noqa: E741

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from border_call import INF, Case, Derived, E, H, I, Integer, K, N, Number, R, V
-from onepass.core.moe_options import Groups
-from onepass.moe import group_by_expert
+from onepass.moe import Groups, group_by_expert
 
 OUTPUTS = 12
 
@@ -21,6 +20,7 @@ EXEMPT = {
     "Attached": "is made by attach",
     "MaterializedLogits": "is a warning",
     "Patch": "is made by patch",
+    "RatioReport": "is what ratio_report returns",
     "RowGroups": "is what linear_loss passes to a loss of groups",
     "SoftmaxStatistics": "is what softmax_statistics returns",
     "VocabParallelLogits": "takes a process group; test_vocab_parallel.py has its arguments",
@@ -29,6 +29,7 @@ EXEMPT = {
     "gather_parameters": "takes a function",
     "moe": "is a module",
     "moe.ExpertCounts": "is made by count_experts",
+    "moe.Groups": "is what group_by_expert returns",
     "moe.QuantizedWeight": "is what quantize returns",
     "moe.Replay": "is made by replay_routing",
     "moe.Routing": "is what route returns, and is taken apart in the cases that take one",

@@ -5,6 +5,8 @@ tensor is then laid out in memory in every way, and written to between forward a
 every type. What is refused is in test_border_errors.py; what a function makes of valid arguments is tested elsewhere.
 """
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ import onepass
 from border_call import Integer, Number, flattened, forms, integer_forms, parameters, public_names, root
 from border_cases import CASES, EXEMPT, ROUTER, TEACHER, every_case, of_functions
 from layouts import EXPANSIONS, LAYOUTS, Laid, tensors_of
+from onepass.core.checks import INF, check_number
 from onepass.moe import route
 
 pytestmark = pytest.mark.usefixtures("path")
@@ -337,3 +340,9 @@ def test_what_may_be_written_is_in_the_table():
     assert set(cases) >= GRADIENT_IS_TAKEN
     for name, leaves in MAY_BE_WRITTEN.items():
         assert leaves <= {n for n, value in cases[name].values().items() if isinstance(value, Tensor)}
+
+
+@pytest.mark.parametrize("zero", (-0.0, torch.tensor(-0.0)))
+def test_minus_zero_is_zero(zero):
+    """Options that were checked for 0.0 serve for -0.0 too, which is the same key."""
+    assert math.copysign(1.0, check_number(zero, "logit_scale", -INF)) == 1.0

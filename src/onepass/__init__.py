@@ -27,7 +27,7 @@ from onepass.losses.linear import (
 )
 from onepass.losses.linear_loss import linear_loss
 from onepass.losses.log_probs import entropy_from_logits, selective_log_softmax, selective_log_softmax_and_entropy
-from onepass.losses.ratio_report import ratio_report
+from onepass.losses.ratio_report import RatioReport, ratio_report
 from onepass.losses.statistics import softmax_statistics
 from onepass.losses.topk_distillation import TopKKLDivLoss, distillation_loss, topk_kl_div
 from onepass.softmax.statistics import SoftmaxStatistics
@@ -45,9 +45,6 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-for _flag in ("ONEPASS_BATCH_INVARIANT", "ONEPASS_DEBUG"):  # which `core` reads
-    if os.environ.get(_flag, "") not in ("", "0", "1"):
-        raise ValueError(f"{_flag}: expected 0 or 1, got {os.environ[_flag]!r}")
 if os.environ.get("ONEPASS_AUTOTUNE_STORE"):
     importlib.import_module("onepass.autotune.session").for_process(os.environ["ONEPASS_AUTOTUNE_STORE"])
 patch_process()  # if ONEPASS_PATCH is set
@@ -60,6 +57,7 @@ __all__ = [
     "LinearLogits",
     "MaterializedLogits",
     "Patch",
+    "RatioReport",
     "RowGroups",
     "SoftmaxStatistics",
     "TopKKLDivLoss",

@@ -17,9 +17,19 @@ from onepass.core.dispatch import is_plain, refuse_forward_mode
 INF = float("inf")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
-DEBUG = os.environ.get("ONEPASS_DEBUG") == "1"
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
+
+
+def is_set(variable: str) -> bool:
+    """Whether an environment variable is 1. Raise unless it is 1, 0, empty or not set."""
+    value = os.environ.get(variable, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{variable}: expected 0 or 1, got {value!r}")
+    return value == "1"
+
+
+DEBUG = is_set("ONEPASS_DEBUG")
 
 
 def is_debugging() -> bool:
@@ -221,10 +231,11 @@ def check_device(tensor: LogitsLike, logits: LogitsLike, name: str) -> None:
 def check_number(value: Any, name: str, low: float, high: float = LARGEST, open_low: bool = True) -> float:
     """Return ``value`` as a float. Raise unless it is a number between ``low`` and ``high``.
 
-    Ints, floats, NumPy scalars and zero-dimensional CPU tensors are accepted. ``open_low`` excludes ``low`` itself.
+    Ints, floats, NumPy scalars and zero-dimensional CPU tensors are accepted. ``open_low`` excludes ``low`` itself. For
+    -0.0 it returns 0.0, which `memo` does not distinguish from it.
     """
     if type(value) is float and (low < value < high or (value == low and not open_low)):
-        return value
+        return value + 0.0
     number: Any = scalar(value, name, "a number")
     is_number = isinstance(number, Real) and not isinstance(number, bool)
     if not is_number:
@@ -233,7 +244,7 @@ def check_number(value: Any, name: str, low: float, high: float = LARGEST, open_
         bounds = f"a number in [{low:g}, {high:g}]" if high < LARGEST else "a finite number"
         bounds += f" {'above' if open_low else 'of at least'} {low:g}" if high == LARGEST and low > -INF else ""
         raise ValueError(f"{name}: expected {bounds}, got {short(value)}")
-    return float(number)
+    return float(number) + 0.0
 
 
 Adapter = tuple[torch.Tensor, torch.Tensor, float]  # (A, B, scaling) of LoRA, whose product is scaling·B A

@@ -1,12 +1,11 @@
 """The batch-invariant mode. The options of an operation include whether the mode is on when the operation is called."""
 
-import os
 from types import TracebackType
 from typing import Any
 
-from onepass.core.checks import described
+from onepass.core.checks import described, is_set
 
-_enabled = os.environ.get("ONEPASS_BATCH_INVARIANT") == "1"
+_enabled = is_set("ONEPASS_BATCH_INVARIANT")
 
 
 def is_batch_invariant() -> bool:

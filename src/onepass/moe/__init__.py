@@ -1,5 +1,6 @@
 """Mixtures of experts: routers, experts, and the auxiliary losses of routers."""
 
+from onepass.core.moe_options import Groups
 from onepass.moe.blocks import route_block
 from onepass.moe.experts import expert_mlp
 from onepass.moe.losses import load_balancing_loss, router_z_loss
@@ -16,6 +17,7 @@ from onepass.moe.token_sort import group_by_expert
 __all__ = [
     "GLUMLP",
     "ExpertCounts",
+    "Groups",
     "ParallelExperts",
     "QuantizedWeight",
     "Replay",
