@@ -235,7 +235,7 @@ def check_number(value: Any, name: str, low: float, high: float = LARGEST, open_
     -0.0 it returns 0.0, which `memo` does not distinguish from it.
     """
     if type(value) is float and (low < value < high or (value == low and not open_low)):
-        return value + 0.0
+        return value or 0.0
     number: Any = scalar(value, name, "a number")
     is_number = isinstance(number, Real) and not isinstance(number, bool)
     if not is_number:
@@ -244,7 +244,7 @@ def check_number(value: Any, name: str, low: float, high: float = LARGEST, open_
         bounds = f"a number in [{low:g}, {high:g}]" if high < LARGEST else "a finite number"
         bounds += f" {'above' if open_low else 'of at least'} {low:g}" if high == LARGEST and low > -INF else ""
         raise ValueError(f"{name}: expected {bounds}, got {short(value)}")
-    return float(number) + 0.0
+    return float(number) or 0.0
 
 
 Adapter = tuple[torch.Tensor, torch.Tensor, float]  # (A, B, scaling) of LoRA, whose product is scaling·B A

@@ -178,7 +178,9 @@ def check_options(
     smoothing = check_number(label_smoothing, "label_smoothing", 0, 1, open_low=False)
     z_weight = check_number(z_loss_weight, "z_loss_weight", 0, open_low=False)
     masked = check_integer(ignore_index, "ignore_index")
-    fields = "log_probs" + " weighted_logit" * bool(smoothing) + " shift log_normalizer" * bool(smoothing or z_weight)
+    fields = "log_probs weighted_logit" if smoothing else "log_probs"
+    if smoothing or z_weight:
+        fields += " shift log_normalizer"
     options = options_for(fields, temperature, softcap, logit_scale, masked=masked)
     # A target in int32 is not compared with a larger number.
     plain = fields == "log_probs" and reduction != "none" and early and not inplace and -(2**31) <= masked < 2**31
