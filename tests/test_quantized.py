@@ -84,9 +84,15 @@ def test_nvfp4_is_its_definition(device, shape):
     bytes_ = weight.data.view(*shape[:2], -1)
     codes = torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(2)
     values = torch.tensor(E2M1, dtype=torch.float64)[(codes & 7).long()] * (1 - 2 * (codes > 7).double())
-    expected = values * scales.repeat_interleave(16, -1) * weight.parts.outer_scales[0].double()
+    expected = values * scales.repeat_interleave(16, -1) * weight.parts.outer_scales.double().view(-1, 1, 1)
     got = weight.to(device).dequantize().cpu().double()
     torch.testing.assert_close(got, expected[..., : shape[2]], rtol=3e-7, atol=0)
+
+
+def test_experts_of_other_magnitudes_in_nvfp4():
+    w = randn(2, 3, 32) * torch.tensor([1.0, 1e-8])[:, None, None]
+    decoded = quantize(w, "nvfp4").dequantize()
+    assert all((d - expected).norm() < 0.2 * expected.norm() for d, expected in zip(decoded, w))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -154,6 +160,19 @@ BAD = {
     ),
     "data: expected codes of numbers, got NaN in expert 1": FP8 | {"data": damaged(FP8["data"], 255, 60)},
     "global_scale: expected one for 'nvfp4'": NV,
+    "global_scale: expected a number or a floating-point tensor, got 'x' (str)": NV | {"global_scale": "x"},
+    "global_scale: expected a number or a floating-point tensor, got torch.complex64": (
+        NV | {"global_scale": torch.ones((), dtype=torch.complex64)}
+    ),
+    "nested: expected (outer_scales, table, offset), got (1, 2) (tuple)": NF4 | {"nested": (1, 2)},
+    "nested: table: expected a number or a floating-point tensor, got None": NF4 | {"nested": (1.0, None, 1.0)},
+    "data: expected a dense tensor": NF4 | {"data": NF4["data"].to_sparse()},
+    "scales: expected a dense tensor": NF4 | {"scales": NF4["scales"].to_sparse()},
+    "data: expected codes of 4 bits, two in a byte, got torch.bool": NF4 | {"data": NF4["data"].view(torch.bool)},
+    "expected magnitudes whose product with a code of 'int8' is finite": {
+        "tensor": torch.full((2, 3, 4), 3e36),
+        "format": "int8",
+    },
     "block_size: expected a power of two from 32 to 4096, got 48": NF4 | {"block_size": 48},
     "scales: expected torch.uint8": MX | {"scales": MX["scales"].float()},
     "shape: expected (E, outputs, inputs), got (66, 64)": NF4 | {"shape": (66, 64)},
@@ -188,4 +207,4 @@ def test_a_weight_that_is_moved_leaves_nothing_behind():
     weight = moe.quantize(randn(2, 8, 64), "nf4")
     moved = weight.to("meta")
     assert {t.device.type for t in vars(moved).values() if isinstance(t, torch.Tensor)} == {"meta"}
-    assert weight.data.device.type == "cpu" and weight.to(torch.float16).source is weight.source
+    assert weight.data.device.type == "cpu" and weight.to(torch.float16).sources is weight.sources

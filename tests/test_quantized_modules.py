@@ -1,6 +1,8 @@
 """Quantized experts of models of transformers: adapters of PEFT, saving, casting, copying and training."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -98,6 +100,10 @@ def test_fp8_experts(families):
         out = module(hidden, ids, weights)
         found.append([out, *torch.autograd.grad(out, [hidden], torch.ones_like(out))])
     close(*found)
+    theirs.down_proj_scale_inv.requires_grad_()
+    with pytest.raises(ValueError, match="down_weight: a quantized weight has no gradient, and that of its scales"):
+        theirs(hidden, ids, weights)
+    theirs.down_proj_scale_inv.requires_grad_(False)
     out = theirs(hidden, ids, weights)
     for replace in (lambda old: torch.nn.Parameter(4 * old, requires_grad=False), lambda old: old.data.mul_(0.25)):
         new = replace(theirs.down_proj_scale_inv)
@@ -106,6 +112,27 @@ def test_fp8_experts(families):
         close([theirs(hidden, ids, weights)], [4 * out if isinstance(new, torch.nn.Parameter) else out])
     assert [line.format for line in moe.describe(theirs)] == ["fp8_block (blocks of 64 x 64)"] * 2
     assert [line.format for line in moe.describe(experts)] == ["float32"] * 2
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
+def test_scales_of_fp8_experts_of_another_shape(rows):
+    experts = torch.nn.Module()
+    experts.block_size = 64, 64
+    experts.gate_up_proj = torch.zeros(3, 256, 128).to(torch.float8_e4m3fn)
+    experts.gate_up_proj_scale_inv = torch.rand(3, rows, 2)
+    with pytest.raises(ValueError, match=rf"gate_up_proj: scales: expected shape \(3, 4, 2\) .* got \(3, {rows}, 2\)"):
+        QuantizedWeight.from_transformers(experts, "gate_up_proj")
+
+
+def test_gate_and_up_within_one_block_of_fp8():
+    """Each of them has a scale, as transformers allocates them."""
+    experts = torch.nn.Module()
+    experts.block_size = 64, 64
+    codes, scales = randn(3, 40, 128).to(torch.float8_e4m3fn), torch.rand(3, 2, 2)
+    experts.gate_up_proj, experts.gate_up_proj_scale_inv = codes, scales
+    found = QuantizedWeight.from_transformers(experts, "gate_up_proj").to(torch.float32).dequantize()
+    wide = scales.repeat_interleave(20, 1).repeat_interleave(64, 2)
+    assert torch.equal(found, codes.float() * wide)
 
 
 def test_sharded_experts_are_an_error(families):
@@ -244,6 +271,35 @@ def test_adapters_are_not_merged_into_codes(families, unloads, monkeypatch):
             model.merge_and_unload() if unloads else model.merge_adapter()
         assert moe.dequantize_experts(model) == 2
         model.merge_adapter()
+        moe.quantize_experts(model, "fp8_row")
+        hidden, ids = randn(5, 24), torch.tensor([[0, 1]] * 5)
+        merged = block["experts"](hidden, ids, torch.ones(5, 2))
+        with pytest.raises(ValueError, match="to take a merged adapter out of it, got 'fp8_row'; call onepass"):
+            model.unmerge_adapter()
+        with pytest.raises(ValueError, match="to take a merged adapter out of it"), model.disable_adapter():
+            block["experts"](hidden, ids, torch.ones(5, 2))
+        assert torch.equal(block["experts"](hidden, ids, torch.ones(5, 2)), merged)
+        moe.dequantize_experts(model)
+        model.unmerge_adapter()
+
+
+def test_what_is_read_again(families, monkeypatch):
+    """Tensors of a quantized weight that have been replaced; of a weight that has been decoded, nothing is kept."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    experts = families.experts_of("mixtral")
+    experts.config._experts_implementation = "onepass"
+    moe.quantize_experts(experts, "nf4")
+    given = randn(5, 24), torch.tensor([[0, 1]] * 5), torch.ones(5, 2)
+    first = experts(*given)
+    stored = experts.parametrizations.down_proj[0]
+    stored.scales = (2 * stored.scales.view(torch.float32)).view(torch.uint8)
+    torch.testing.assert_close(experts(*given), 2 * first)
+    codes = weakref.ref(experts.parametrizations.down_proj.original.untyped_storage())
+    alive = codes() is not None
+    moe.dequantize_experts(experts)
+    torch.testing.assert_close(experts(*given), 2 * first)
+    gc.collect()
+    assert alive and codes() is None
 
 
 def test_adapters_of_the_only_expert():

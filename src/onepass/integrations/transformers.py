@@ -19,12 +19,14 @@ from onepass.integrations.transformers_experts import (
     PEFT,
     PEFT_MERGE,
     PEFT_PLAN,
+    PEFT_UNMERGE,
     SINCE,
     activate_lora,
     experts_forward,
     merge_lora,
     register,
     tp_plan_and_mesh,
+    unmerge_lora,
 )
 from onepass.losses.next_token import mean_loss, next_tokens
 
@@ -119,6 +121,7 @@ OF_PEFT = [
     Target(*TUNER, tuner_forward, ("self, args, kwargs",), since="0.17"),
     Target(*PEFT, activate_lora, ("self, active_adapters",), since="0.21"),
     Target(*PEFT_MERGE, merge_lora, ("self, safe_merge, adapter_names",), since="0.21"),
+    Target(*PEFT_UNMERGE, unmerge_lora, ("self",), since="0.21"),
     Target(*PEFT_PLAN, tp_plan_and_mesh, ("model, current_key",), since="0.21.1"),
 ]
 TARGETS = [

@@ -30,6 +30,7 @@ EXCHANGES = "transformers.distributed.expert_parallel", "EPImplementationInterfa
 SINCE = "5.7"  # the first version of transformers whose models accept a registered name
 PEFT = "peft.tuners.lora.layer", "ParamWrapper._activate_lora"
 PEFT_MERGE = "peft.tuners.lora.layer", "ParamWrapper.merge"
+PEFT_UNMERGE = "peft.tuners.lora.layer", "ParamWrapper.unmerge"
 PEFT_PLAN = "peft.tuners.lora.model", "get_tp_plan_and_mesh"
 DEFAULTS = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False}
 PLACE = "_onepass_gate"  # the attribute of experts that have run: their `place_of_gate`, and the types of the children
@@ -190,6 +191,8 @@ def quantized_of(experts: nn.Module, name: str) -> QuantizedWeight | None:
     parametrized = getattr(experts, "parametrizations", {})
     data: Any = parametrized[name].original if name in parametrized else getattr(experts, name)
     if isinstance(data, Tensor) and data.is_floating_point() and data.element_size() > 1:
+        if _quantized:
+            _quantized.pop(experts, None)  # codes that `dequantize_experts` has replaced
         return None
     if is_sharded(experts, data):
         raise NotImplementedError(
@@ -209,11 +212,13 @@ def quantized_of(experts: nn.Module, name: str) -> QuantizedWeight | None:
 def scales_of(experts: nn.Module, name: str) -> list[Any]:
     """What `QuantizedWeight.from_transformers` reads beside the codes of a weight."""
     parametrized = getattr(experts, "parametrizations", {})
-    kind = parametrized[name][0] if name in parametrized else None
+    if name not in parametrized:
+        return [getattr(experts, f"{name}_scale_inv", None), getattr(experts, f"{name}_scales", None)]
+    kind = parametrized[name][0]
     state = getattr(kind, "quant_state", None)
     held = state, getattr(state, "state2", None)
-    return [getattr(experts, f"{name}_scale_inv", None), getattr(experts, f"{name}_scales", None),
-            getattr(kind, "row_stats", None), *[getattr(s, "absmax", None) for s in held]]  # fmt: skip
+    return [*kind._buffers.values(), getattr(kind, "row_stats", None), getattr(state, "offset", None),
+            *[getattr(s, n, None) for s in held for n in ("absmax", "code")]]  # fmt: skip
 
 
 def factors_of(wrapper: Any, adapters: Sequence[str]) -> Factors:
@@ -257,13 +262,25 @@ def activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
 
 def merge_lora(self: Any, *args: Any, **kwargs: Any) -> None:
     """`ParamWrapper.merge`, with an error where PEFT would add the adapter to a decoded copy, and lose it."""
-    quantized = quantized_of(self.get_base_layer(), self.parameter_name)
+    check_not_quantized(self, "merge an adapter into it")
+    original(*PEFT_MERGE)(self, *args, **kwargs)
+
+
+def unmerge_lora(self: Any) -> None:
+    """`ParamWrapper.unmerge`, with an error where the weight has been quantized with a merged adapter."""
+    if self.merged:
+        check_not_quantized(self, "take a merged adapter out of it")
+    original(*PEFT_UNMERGE)(self)
+
+
+def check_not_quantized(wrapper: Any, purpose: str) -> None:
+    """Raise if PEFT would write to a decoded copy of a quantized weight."""
+    quantized = quantized_of(wrapper.get_base_layer(), wrapper.parameter_name)
     if quantized is not None:
         raise ValueError(
-            f"{self.parameter_name}: expected a weight that is not quantized, to merge an adapter into it, got "
+            f"{wrapper.parameter_name}: expected a weight that is not quantized, to {purpose}, got "
             f"{quantized.format.name!r}; call onepass.moe.dequantize_experts(model) before"
         )
-    original(*PEFT_MERGE)(self, *args, **kwargs)
 
 
 def tp_plan_and_mesh(model: Any, current_key: str) -> tuple[str | None, Any]:

@@ -21,7 +21,8 @@ def quantize(
     """Quantize a weight ``(E, outputs, inputs)``: every value to the nearest code times the scale of its block.
 
     The scale of a block maps its largest magnitude to the largest code. It is rounded up to a power of two in "mxfp4",
-    and to float8_e4m3fn in "nvfp4". Codes that the dtype of the tensor cannot represent are not used.
+    and to float8_e4m3fn in
+    "nvfp4", times a factor for each expert. Codes that the dtype of the tensor cannot represent are not used.
 
     Args:
         tensor: floating-point, finite.
@@ -47,6 +48,9 @@ def quantize(
     x = tensor.detach().float()
     if not x.isfinite().all():
         raise ValueError(f"{name}: expected numbers that are finite in float32, got NaN, infinity or larger ones")
+    if format == "int8" and x.numel() and x.abs().max() > torch.finfo(x.dtype).max / 127:
+        raise ValueError(f"{name}: expected magnitudes whose product with a code of 'int8' is finite in float32, "
+                         f"got {x.abs().max().item():g}")  # fmt: skip
     if spec.flat:
         padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % f.block_columns)).view(-1, f.block_columns)
         largest = padded.abs().amax(1)
@@ -66,9 +70,10 @@ def quantize(
         scales = torch.where(largest > 0, power + 127, 127).to(torch.uint8)
         decoded = torch.ldexp(torch.ones_like(largest), scales.int() - 127)
     elif spec.scales == "e4m3":
-        options["global_scale"] = (largest.max() / (448 * top) if largest.numel() else x.new_zeros(())).clamp(min=1e-30)
-        scales = (largest / top / options["global_scale"]).clamp(max=448).to(torch.float8_e4m3fn)
-        decoded = scales.float() * options["global_scale"]
+        of_expert = largest.flatten(1).amax(1) if largest.numel() else x.new_zeros(E)
+        factor = (of_expert / (448 * top)).clamp(min=1e-30)[:, None, None]
+        scales = (largest / top / factor).clamp(max=448).to(torch.float8_e4m3fn)
+        decoded, options["global_scale"] = scales.float() * factor, factor
     elif format.startswith("fp8"):
         scales = decoded = largest / top
     elif format == "int8":

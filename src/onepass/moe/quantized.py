@@ -1,12 +1,13 @@
 """`QuantizedWeight`: a frozen weight of experts in one of several formats, an argument of `moe.expert_mlp`."""
 
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onepass.backend import backend_of
-from onepass.core.checks import FLOATS, check_choice, check_integer, described
+from onepass.core.checks import FLOATS, check_choice, check_dense, check_integer, described
 from onepass.core.dispatch import is_untraced
 from onepass.core.quantized import FORMATS, NESTED_BLOCK, Encoded, Weight, WeightFormat, WeightParts
 
@@ -36,13 +37,15 @@ class QuantizedWeight(Encoded):
         block_size: for "nf4" and "fp4" 32 to 4096, for "fp8_block" ``(rows, columns)``.
         nested: ``(outer_scales, table, offset)``, if ``scales`` are 8-bit codes of bitsandbytes' double quantization:
             the scale of block b is ``table[scales[b]] · outer_scales[b // 256] + offset``.
-        global_scale: for "nvfp4", a factor of all scales: a number or one for each expert, float32.
+        global_scale: for "nvfp4", a factor of all scales: a number, or a tensor of one or of one for each expert.
         name: the name of the weight in errors.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; a scale is not finite, or
             a code of float8_e4m3fn is NaN.
     """
+
+    sources: tuple[Tensor, ...]  # what a gradient may be asked of
 
     def __init__(
         self,
@@ -58,12 +61,13 @@ class QuantizedWeight(Encoded):
         name: str = "weight",
     ) -> None:
         check_choice(format, f"{name}: format", tuple(FORMATS))
-        self.name, self.source = name, data
+        self.name, self.sources = name, (data, scales)
         if dtype not in FLOATS:
             raise TypeError(f"{name}: dtype: expected one of {FLOATS}, got {dtype}")
         for t, what in ((data, "data"), (scales, "scales")):
             if not isinstance(t, Tensor):
                 raise TypeError(f"{name}: {what}: expected a tensor, got {described(t)}")
+            check_dense(t, f"{name}: {what}")
             if t.device != data.device:
                 raise ValueError(f"{name}: {what}: expected device {data.device}, that of the data, got {t.device}")
         if not isinstance(shape, tuple | list) or len(shape) != 3:
@@ -148,8 +152,8 @@ class QuantizedWeight(Encoded):
             return cls(data, scales, "mxfp4", (E, rows, columns), name=name)
         columns = data.shape[2]
         height, width = getattr(experts, "block_size", None) or (rows, columns)
-        if -(-rows // height) != scales.shape[1]:  # gate and up have scales of their own, however few rows they have
-            height = rows // max(scales.shape[1], 1)
+        if scales.shape[1:2] == (2,) and rows <= height:  # gate and up have scales of their own, however few rows
+            height = -(-rows // 2)
         return cls(data, scales, "fp8_block", (E, rows, columns), block_size=(height, width), name=name)
 
     def to(self, target: torch.dtype | torch.device | str) -> "QuantizedWeight":
@@ -157,8 +161,8 @@ class QuantizedWeight(Encoded):
         if isinstance(target, torch.dtype) and target not in FLOATS:
             raise TypeError(f"target: expected a floating-point dtype, got {target}")
         found = super().to(target)
-        if found.device != self.device and not self.source.requires_grad:
-            found.source = found.data  # so that nothing keeps the memory of the other device
+        if found.device != self.device and not any(t.requires_grad for t in self.sources):
+            found.sources = ()  # so that nothing keeps the memory of the other device
         return found
 
     @property
@@ -187,15 +191,16 @@ def apart(weight: Weight, name: str, max_memory: int | None) -> tuple[Tensor, We
     """The tensor of a weight, its other tensors, and its format, as operations registered with torch take them.
 
     Raises:
-        ValueError: a gradient of the codes is asked for.
+        ValueError: a gradient of the codes or scales is asked for.
     """
     limit = MAX_MEMORY if max_memory is None else check_integer(max_memory, "max_memory", 1)
     if isinstance(weight, Tensor):
         return weight, WeightParts(), WeightFormat()
-    source = getattr(weight, "source", weight.data)
-    if torch.is_grad_enabled() and source.requires_grad:
+    sources = getattr(weight, "sources", (weight.data,))
+    if torch.is_grad_enabled() and any(t.requires_grad for t in sources):
+        what = "data" if sources[0].requires_grad else "scales"
         raise ValueError(
-            f"{name}: a quantized weight has no gradient, and that of its data is asked for; "
+            f"{name}: a quantized weight has no gradient, and that of its {what} is asked for; "
             "call requires_grad_(False) on it, and train an adapter"
         )
     return weight.data, weight.parts, weight.format._replace(max_memory=limit)
@@ -229,6 +234,8 @@ def _bytes(data: Tensor, of: WeightFormat, name: str) -> Tensor:
         raise TypeError(f"{name}: data: expected torch.int8, got {data.dtype}")
     if of.name.startswith("fp8") and data.dtype not in (torch.float8_e4m3fn, torch.uint8):
         raise TypeError(f"{name}: data: expected torch.float8_e4m3fn, got {data.dtype}")
+    if data.dtype.is_complex or data.dtype == torch.bool:
+        raise TypeError(f"{name}: data: expected {BYTES[of.name]}, got {data.dtype}")
     data = data.contiguous().view(-1).view(wanted)
     if data.numel() != size:
         shape = (of.experts, of.rows, of.columns)
@@ -257,6 +264,10 @@ def _parts(
     if nested is not None:
         if not format.flat:
             raise ValueError(f"{name}: nested: expected None for {of.name!r}, got nested scales")
+        if not isinstance(nested, tuple | list) or len(nested) != 3:
+            raise TypeError(f"{name}: nested: expected (outer_scales, table, offset), got {described(nested)}")
+        for t, what in zip(nested, ("outer_scales", "table", "offset")):
+            check_factors(t, f"{name}: nested: {what}")
         outer, table, offset = (torch.as_tensor(t, dtype=torch.float32, device=device).detach() for t in nested)
         blocks = -(-scales.numel() // NESTED_BLOCK)
         for t, what, size in ((outer, "outer_scales", blocks), (table, "table", 256), (offset, "offset", 1)):
@@ -273,6 +284,7 @@ def _parts(
         raise ValueError(f"{name}: global_scale: expected {'one' if global_scale is None else 'None'} for {of.name!r}, "
                          f"got {described(global_scale)}")  # fmt: skip
     if global_scale is not None:
+        check_factors(global_scale, f"{name}: global_scale")
         outer = torch.as_tensor(global_scale, dtype=torch.float32, device=device).detach().flatten()
         if outer.numel() not in (1, of.experts):
             raise ValueError(f"{name}: global_scale: expected 1 or {of.experts} elements, got {outer.numel()}")
@@ -282,6 +294,14 @@ def _parts(
     else:
         scales = scales.contiguous().view(torch.uint8)
     return WeightParts(scales.contiguous(), outer, table, offset)
+
+
+def check_factors(value: Any, name: str) -> None:
+    """Raise unless ``value`` is a number or a dense tensor of floating-point numbers."""
+    is_tensor = isinstance(value, Tensor)
+    if not (value.dtype in FLOATS if is_tensor else isinstance(value, Real) and not isinstance(value, bool)):
+        raise TypeError(f"{name}: expected a number or a floating-point tensor, got {described(value)}")
+    check_dense(value, name)
 
 
 def _check_values(weight: QuantizedWeight) -> None:

@@ -38,7 +38,7 @@ class Stored(nn.Module):
     def quantized_weight(self, data: Tensor, name: str) -> QuantizedWeight:
         parts = WeightParts(**{n: getattr(self, n).view(dtype) for n, dtype in self.dtypes.items()})
         found: QuantizedWeight = object.__new__(QuantizedWeight)
-        found.name, found.source = name, data
+        found.name, found.sources = name, (data,)
         Encoded.__init__(found, data.detach(), parts, self.format, self.dtype)
         return found
 
