@@ -15,7 +15,7 @@ import onepass
 from border_call import Integer, Number, flattened, forms, integer_forms, parameters, public_names, root
 from border_cases import CASES, EXEMPT, ROUTER, TEACHER, every_case, of_functions
 from layouts import EXPANSIONS, LAYOUTS, Laid, tensors_of
-from onepass.core.checks import INF, check_number
+from onepass.core.checks import INF, check_number, check_transform
 from onepass.moe import route
 
 pytestmark = pytest.mark.usefixtures("path")
@@ -345,4 +345,5 @@ def test_what_may_be_written_is_in_the_table():
 @pytest.mark.parametrize("zero", (-0.0, torch.tensor(-0.0)))
 def test_minus_zero_is_zero(zero):
     """Options that were checked for 0.0 serve for -0.0 too, which is the same key."""
-    assert math.copysign(1.0, check_number(zero, "logit_scale", -INF)) == 1.0
+    for checked in (check_number(zero, "logit_scale", -INF), check_transform(1.7, None, zero)[2]):
+        assert math.copysign(1.0, checked) == 1.0

@@ -198,7 +198,7 @@ def check_transform(
     """Return temperature, soft-cap and logit scale as floats. Raise if float32 cannot represent the transform."""
     floats = softcap is None and type(temperature) is type(logit_scale) is float
     if floats and 1e-30 < temperature < 1e30 and -1e8 < logit_scale < 1e8:
-        return temperature, None, logit_scale  # nearly every call; the checks below take five times as long
+        return temperature, None, logit_scale or 0.0  # nearly every call; the checks below take five times as long
     temperature = check_number(temperature, f"{prefix}temperature", 0)
     softcap = None if softcap is None else check_number(softcap, f"{prefix}softcap", 0)
     logit_scale = check_number(logit_scale, f"{prefix}logit_scale", -INF)
