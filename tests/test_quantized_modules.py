@@ -179,6 +179,29 @@ def test_a_state_is_saved_and_loaded(families, tmp_path):
     assert torch.equal(other.gate_up_proj, experts.gate_up_proj)
 
 
+STATES = {"nf4": {}, "fp4": {}, "int8": {}, "fp8_row": {}, "fp8_block": {"block_size": (8, 16)},
+          "fp8_block ": {"block_size": (16, 8)}}  # fmt: skip
+
+
+@pytest.mark.parametrize("saved", STATES)
+def test_a_state_of_another_format_is_an_error(families, saved):
+    """Where the codes and the scales have as many bytes, too."""
+    models = {}
+    for kind, options in STATES.items():
+        models[kind] = families.experts_of("mixtral")
+        moe.quantize_experts(models[kind], kind.strip(), **options)
+    state = models[saved].state_dict()
+    for kind, experts in models.items():
+        for loaded in (experts, copy.deepcopy(experts), copy.deepcopy(experts).to("meta").to_empty(device="cpu")):
+            if kind == saved:
+                loaded.load_state_dict(state)
+                assert torch.equal(loaded.down_proj, models[saved].down_proj)
+            else:
+                for strict in (True, False):
+                    with pytest.raises(RuntimeError, match=rf"down_proj.0: expected codes of .*, got {saved.strip()} "):
+                        loaded.load_state_dict(state, strict=strict)
+
+
 def small_model(families, implementation, decoded=False):
     """NF4 experts with LoRA, of which ``decoded`` ones are plain tensors."""
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")

@@ -144,7 +144,24 @@ def set_decoding_memory(model: nn.Module, max_memory: int | None) -> int:
 def hold(experts: nn.Module, name: str, weight: QuantizedWeight) -> None:
     """Replace a parameter of experts by a quantized weight."""
     experts.register_parameter(name, nn.Parameter(weight.data, requires_grad=False))
-    parametrize.register_parametrization(experts, name, Stored(weight), unsafe=True)
+    stored: Any = Stored(weight)
+    stored.layout = f"{_format(weight.format, weight.parts)} {tuple(weight.shape)}"
+    stored.layout += " transposed" if weight.format.flipped else ""
+    # A part of the state, since codes of another format may have as many bytes.
+    text = torch.tensor(list(stored.layout.encode()), dtype=torch.uint8, device=weight.device)
+    stored.register_buffer("layout_text", text)
+    stored.register_load_state_dict_pre_hook(check_layout)
+    parametrize.register_parametrization(experts, name, stored, unsafe=True)
+
+
+def check_layout(stored: Any, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+    """A hook of `load_state_dict`, which reports codes of another format, block size or shape."""
+    text = state.get(f"{prefix}layout_text")
+    if text is None or text.is_meta:
+        return  # `load_state_dict` reports what is missing
+    given = bytes(text.tolist()).decode(errors="replace")
+    if given != stored.layout:
+        rest[-1].append(f"{prefix.removesuffix('.')}: expected codes of {stored.layout}, got {given}")
 
 
 def names_of(module: nn.Module) -> list[str]:
