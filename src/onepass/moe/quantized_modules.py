@@ -199,7 +199,8 @@ class ExpertWeight(NamedTuple):
 def describe(model: nn.Module) -> list[ExpertWeight]:
     """List the weights of experts in a model, with their formats, their bytes and how they are multiplied.
 
-    Nothing is decoded. ``str`` of an element is a readable line.
+    Nothing is decoded, and nothing is run: experts with an activation that onepass does not have are listed as others,
+    and their forward raises an error. ``str`` of an element is a readable line.
     """
     return [found for prefix, experts in modules_of(model) for found in _weights(prefix, experts)]
 
