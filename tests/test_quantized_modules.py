@@ -124,6 +124,17 @@ def test_scales_of_fp8_experts_of_another_shape(rows):
         QuantizedWeight.from_transformers(experts, "gate_up_proj")
 
 
+def test_experts_that_are_not_run_are_described_as_such(families, monkeypatch):
+    experts = families.experts_of("mixtral")
+    experts.config._experts_implementation = "onepass"
+    assert all("onepass: grouped GEMM" in line.path for line in moe.describe(experts))
+    monkeypatch.setattr(type(experts), "_apply_gate", lambda self, x: x.chunk(2, -1)[0].square())
+    lines = [line.path for line in moe.describe(experts)]
+    assert len(lines) == 2 and all("not supported: experts_implementation='onepass'" in line for line in lines)
+    with pytest.raises(NotImplementedError, match="_apply_gate is none of"):
+        experts(randn(5, 24), torch.tensor([[0, 1]] * 5), torch.ones(5, 2))
+
+
 def test_gate_and_up_within_one_block_of_fp8():
     """Each of them has a scale, as transformers allocates them."""
     experts = torch.nn.Module()
@@ -179,17 +190,17 @@ def test_a_state_is_saved_and_loaded(families, tmp_path):
     assert torch.equal(other.gate_up_proj, experts.gate_up_proj)
 
 
-STATES = {"nf4": {}, "fp4": {}, "int8": {}, "fp8_row": {}, "fp8_block": {"block_size": (8, 16)},
-          "fp8_block ": {"block_size": (16, 8)}}  # fmt: skip
+STATES = [("nf4", None), ("fp4", None), ("int8", None), ("fp8_row", None), ("fp8_block", (8, 16)),
+          ("fp8_block", (16, 8))]  # fmt: skip
 
 
 @pytest.mark.parametrize("saved", STATES)
 def test_a_state_of_another_format_is_an_error(families, saved):
     """Where the codes and the scales have as many bytes, too."""
     models = {}
-    for kind, options in STATES.items():
+    for kind in STATES:
         models[kind] = families.experts_of("mixtral")
-        moe.quantize_experts(models[kind], kind.strip(), **options)
+        moe.quantize_experts(models[kind], kind[0], block_size=kind[1])
     state = models[saved].state_dict()
     for kind, experts in models.items():
         for loaded in (experts, copy.deepcopy(experts), copy.deepcopy(experts).to("meta").to_empty(device="cpu")):
@@ -198,7 +209,7 @@ def test_a_state_of_another_format_is_an_error(families, saved):
                 assert torch.equal(loaded.down_proj, models[saved].down_proj)
             else:
                 for strict in (True, False):
-                    with pytest.raises(RuntimeError, match=rf"down_proj.0: expected codes of .*, got {saved.strip()} "):
+                    with pytest.raises(RuntimeError, match=rf"down_proj.0: expected codes of .*, got {saved[0]} "):
                         loaded.load_state_dict(state, strict=strict)
 
 

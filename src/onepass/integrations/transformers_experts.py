@@ -19,7 +19,7 @@ from onepass.integrations.patching import original, unsupported
 from onepass.moe.experts import Adapter, expert_mlp
 from onepass.moe.probe import children_of, held_by, key_of, module_of
 from onepass.moe.quantized import QuantizedWeight
-from onepass.moe.quantized_modules import LIMIT
+from onepass.moe.quantized_modules import CHECKS, LIMIT
 from onepass.moe.router import Routing
 from onepass.reference.experts import activate
 
@@ -73,6 +73,13 @@ def experts_forward(
         gate_up_bias=bias_of(self, "gate_up_proj_bias"), down_bias=bias_of(self, "down_proj_bias"),
         lora_gate_up=lora_gate_up, lora_down=lora_down, max_memory=getattr(self, LIMIT, None),
     )  # fmt: skip
+
+
+def check_supported(experts: nn.Module) -> None:
+    """Raise NotImplementedError for experts that `experts_forward` does not run; for `moe.describe`."""
+    if not hasattr(experts, "_apply_gate") or option(experts, "has_post_expert_norm"):
+        raise NotImplementedError(f"experts_implementation='{NAME}': {type(experts).__name__} has another forward")
+    gate_of(experts)
 
 
 def option(experts: nn.Module, name: str) -> bool:
@@ -299,6 +306,7 @@ def register() -> None:
     names other than their own, and those before 5.23 know no exchange of tokens by its name."""
     if not unsupported(INTERFACE[0], SINCE):
         getattr(import_module(INTERFACE[0]), INTERFACE[1]).register(NAME, experts_forward)
+        CHECKS[NAME] = check_supported
         of_fp8 = getattr(import_module(FP8[0]), FP8[1], None)  # not in all versions
         if of_fp8 is not None:
             of_fp8.register(NAME, experts_forward)

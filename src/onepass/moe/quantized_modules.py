@@ -1,6 +1,6 @@
 """Experts of models: to quantize their weights in place and the inverse, how much is decoded at a time, and a list."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,8 @@ from onepass.moe.quantized import QuantizedWeight
 
 WEIGHTS = "gate_up_proj", "down_proj"
 LIMIT = "_onepass_max_memory"  # the attribute of experts that `set_decoding_memory` sets
+# By the name of an experts_implementation: raises NotImplementedError for experts that it does not run.
+CHECKS: dict[str, Callable[[nn.Module], None]] = {}
 PATHS = {"onepass.kernels": "Triton kernels", "onepass.reference": "plain PyTorch"}
 
 
@@ -199,15 +201,20 @@ class ExpertWeight(NamedTuple):
 def describe(model: nn.Module) -> list[ExpertWeight]:
     """List the weights of experts in a model, with their formats, their bytes and how they are multiplied.
 
-    Nothing is decoded, and nothing is run: experts with an activation that onepass does not have are listed as others,
-    and their forward raises an error. ``str`` of an element is a readable line.
+    Nothing is decoded. ``str`` of an element is a readable line.
     """
     return [found for prefix, experts in modules_of(model) for found in _weights(prefix, experts)]
 
 
 def _weights(prefix: str, experts: nn.Module) -> Iterator[ExpertWeight]:
     implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
-    for name in names_of(experts):
+    names, obstacle = names_of(experts), None
+    if names and implementation in CHECKS:
+        try:
+            CHECKS[implementation](experts)
+        except NotImplementedError as error:
+            obstacle = f"not supported: {error}"
+    for name in names:
         full = f"{prefix}.{name}" if prefix else name
         try:
             weight: Any = QuantizedWeight.from_transformers(experts, name)
@@ -217,7 +224,9 @@ def _weights(prefix: str, experts: nn.Module) -> Iterator[ExpertWeight]:
         tensor = weight if weight is not None else getattr(experts, name)
         kind = tensor.dtype if tensor.device.type != "meta" else torch.float64  # a model without memory: no kernels
         where = PATHS[backend_of(torch.empty(0, dtype=kind, device=tensor.device)).__name__]
-        if implementation != "onepass":
+        if obstacle:
+            path = obstacle
+        elif implementation != "onepass":
             path = f"not onepass: experts_implementation={implementation!r}"
             path += "" if weight is None else ", which decodes the whole weight"
         elif weight is None:
