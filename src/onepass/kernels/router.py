@@ -303,7 +303,7 @@ def route(
     pairs = logits.element_size() == 2 and logits.data_ptr() % 4 == 0
     plan, tokens = choice(*about, pairs, selection_bias is not None)
     alone = 0 < T <= tokens
-    counts = zeros(E, logits.device) if options.counts and not alone else None
+    counts = zeros(E, logits.device) if options.counts else None  # a row of these takes less time than a new tensor
     weights, experts, counts, prob_sums, logsumexp, changed = results = empty_routing(logits, options, counts)
     if changed is not None and (not alone or given is None):
         changed.zero_()
