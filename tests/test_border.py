@@ -227,6 +227,21 @@ def test_numbers_reach_kernels_in_one_type(device, path, case, types_of_numbers)
     assert not several
 
 
+MASK_DTYPES = (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.int8, torch.int64, torch.bfloat16, torch.float64)
+
+
+def masks_of(case):
+    return [name for name, value in case.arguments.items() if name.endswith("_mask") and isinstance(value, Tensor)]
+
+
+@pytest.mark.parametrize("case", [c for c in of_functions() if masks_of(c)], ids=str)
+def test_masks_in_every_dtype(device, path, case):
+    plain = expected_of(case, device, path)
+    for dtype in MASK_DTYPES if path != "interpreter" else (torch.uint16,):
+        masks = {name: case.arguments[name].to(device, dtype) for name in masks_of(case)}
+        assert same(case.results(case.values(device, **masks)), plain), dtype
+
+
 AFTER = {
     "scale": (lambda x, v: route(x, 2, scale=v).weights, 1, 2.5),
     "eps": (lambda x, v: route(x, 2, score="sigmoid", eps=v).weights, 0, 1e-20),

@@ -372,6 +372,19 @@ def test_the_lowest_number_disables_an_expert_of_a_group(device, after):
 
 
 @pairs
+@pytest.mark.parametrize("name", [name for name, (_, _, options) in CASES.items() if "selection_bias" in options])
+def test_a_bias_of_nan_disables_an_expert_as_one_of_minus_infinity_does(device, dtype, name):
+    x, k, options = inputs(name, 3)
+    x, E = x.to(device, dtype), x.shape[-1]
+    for some in (torch.arange(E) == 1, torch.arange(E) != E - 2, torch.ones(E, dtype=torch.bool)):
+        of_nan, of_inf = (options["selection_bias"].masked_fill(some, value).to(device) for value in (math.nan, -INF))
+        expected = route(x, k, **on(device, options) | {"selection_bias": of_inf})
+        found = route(x, k, **on(device, options) | {"selection_bias": of_nan})
+        assert torch.equal(found.experts, expected.experts) and found.experts.max() < E
+        assert torch.equal(found.weights, expected.weights) and torch.equal(found.counts, expected.counts)
+
+
+@pairs
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("size", [48, 192])

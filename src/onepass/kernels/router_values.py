@@ -55,7 +55,7 @@ def value_of(x, bias, inner, outer, SCORING: tl.constexpr, PTX: tl.constexpr):
         value = score + bias.to(tl.float32)
         value = tl.where((value > LOWEST) | (score != score), value, LOWEST)
     else:
-        value = score + tl.maximum(bias.to(tl.float32), LOWEST)  # on a GPU, also if the bias is NaN
+        value = score + tl.where(bias > LOWEST, bias.to(tl.float32), LOWEST)  # also if the bias is NaN
     return tl.where(z == float("-inf"), LOWEST, value)
 
 

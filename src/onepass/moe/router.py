@@ -96,7 +96,7 @@ def route(
         score: :math:`f`: ``"softmax"`` (over the experts), ``"sigmoid"`` or ``"sqrtsoftplus"``
             (:math:`\sqrt{\log(1 + e^z)}`).
         selection_bias: ``(E,)``, added for the selection and not in the weights (DeepSeek-V3's correction bias,
-            arXiv:2412.19437, section 2.1.2); not differentiable.
+            arXiv:2412.19437, section 2.1.2); not differentiable. NaN is taken as -inf, which disables an expert.
         n_group, topk_group: only experts of the ``topk_group`` best of ``n_group`` groups of equal size are selected.
         group_score: the score of a group: ``"top2_sum"``, the sum of its two largest selection values, or ``"max"``.
             Experts that a logit or a bias of -inf disables, or whose selection value is the lowest number of float32,
