@@ -63,6 +63,20 @@ def test_doctor_describes_the_experts_of_a_model(tmp_path):
     assert result.exit_code == 1 and "missing cannot be read: " in result.output
 
 
+def test_doctor_describes_the_experts_of_a_model_that_reads_images(tmp_path):
+    text = OF_EXPERTS | {"head_dim": 16}
+    vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=32)
+    try:
+        config = pytest.importorskip("transformers").AutoConfig.for_model(
+            "qwen3_vl_moe", text_config=text, vision_config=vision | {"deepstack_visual_indexes": [0]}
+        )
+    except ValueError:
+        pytest.skip("a transformers without this model")
+    config.save_pretrained(tmp_path)
+    result = run("doctor", "--model", tmp_path)
+    assert result.exit_code == 0 and "layers.0.mlp.experts.gate_up_proj: float32" in result.output, result.output
+
+
 def test_doctor_says_what_to_do(monkeypatch):
     of_gpu = {"cpu": "eager PyTorch", "cuda": "Triton kernels"}
     monkeypatch.setattr(doctor, "path", lambda device, dtype: of_gpu[device])

@@ -196,8 +196,10 @@ def experts_of(name: str) -> list[str]:
     register()
     config = transformers.AutoConfig.from_pretrained(name)
     quantized = getattr(config, "quantization_config", None)
+    is_causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING  # else it reads images too, say
+    kind = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=NAME)
+        model = kind.from_config(config, experts_implementation=NAME)
         if quantized is not None and quantized.get("quant_method") in ("fp8", "mxfp4"):  # others leave experts alone
             AutoHfQuantizer.from_config(quantized, pre_quantized=True).preprocess_model(model)
     return [str(line) for line in onepass.moe.describe(model)] or ["no experts of three dimensions"]
