@@ -227,7 +227,16 @@ def test_numbers_reach_kernels_in_one_type(device, path, case, types_of_numbers)
     assert not several
 
 
-MASK_DTYPES = (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.int8, torch.int64, torch.bfloat16, torch.float64)
+MASK_DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.int8,
+    torch.int64,
+    torch.float16,
+    torch.float64,
+)
 
 
 def masks_of(case):

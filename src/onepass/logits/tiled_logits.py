@@ -65,7 +65,7 @@ class TiledLogits(TensorLike):
             return super().statistics(inputs, options)
         inputs = self.flat(inputs)
         if inputs.row_mask is not None:
-            inputs = inputs._replace(row_mask=inputs.row_mask.bool())  # torch finds no rows of a mask of unsigned integers
+            inputs = inputs._replace(row_mask=inputs.row_mask.bool())  # torch finds no nonzero unsigned integers
         fields = tiled_statistics(self.tensors(inputs.row_mask), inputs, self.settings, composed)
         rows = self.shape[:-1]
         return {name: f.reshape((*rows, *f.shape[1:])) for name, f in zip(options.names(), fields)}

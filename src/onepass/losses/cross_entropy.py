@@ -64,8 +64,9 @@ def cross_entropy(
         row_mask: ``(...)``, bool or 0/1; rows where it is False are excluded likewise.
         label_smoothing: :math:`\varepsilon` in [0, 1].
         z_loss_weight: weight of the squared log-normalizer (PaLM, arXiv:2204.02311, section 5), >= 0.
-        reduction: ``"mean"`` (weighted by ``class_weights[target]``, as in torch; NaN without any valid row; the z-loss
-            is averaged over the valid rows), ``"sum"`` or ``"none"``.
+        reduction: ``"mean"`` (weighted by ``class_weights[target]``, as in torch; NaN without any valid row, and NaN or
+            infinite if the weights of all targets are 0; the z-loss is averaged over the valid rows), ``"sum"`` or
+            ``"none"``.
         num_items: the number of items in the whole batch, a number or a tensor of one element. The sum is divided by it
             instead of being reduced by ``reduction``, so that gradient accumulation does not change the average.
         mean_group: a process group, or a `DeviceMesh` with one dimension, whose processes hold different rows of one

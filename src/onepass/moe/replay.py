@@ -223,7 +223,8 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[Replay]:
     The n-th forward pass uses the n-th pass of the record; a pass that ends in an error does not count. Weights and
     gradients are computed for the recorded experts, from the current logits, as by `route` with ``experts``. The
     backward may run within the context or after it, and those of several passes in any order: a layer that gradient
-    checkpointing computes again uses the experts of its own forward pass.
+    checkpointing computes again uses the experts of its own forward pass. If replays of one model are nested, the
+    innermost one selects the experts, and a forward pass counts for each of them.
 
     Args:
         model: as in `record_routing`.

@@ -107,10 +107,11 @@ def route(
         token_mask: ``(...)``, bool or 0/1. Tokens where it is False have weights and gradients of 0 and are excluded
             from counts and sums; their experts are valid ids.
         losses: whether to return the sums that `load_balancing_loss` and `router_z_loss` need, without another read.
-        experts: ``(..., K)``, of any integer dtype: experts to use instead of the selection (a replay), such as those
-            of the sampler in reinforcement learning (arXiv:2510.11370). They keep the given order, and are not
-            restricted by groups or bias. Weights, counts, sums and gradients are computed for these experts, from the
-            given logits. If one id of a token is -1, the router selects all experts of this token.
+        experts: ``(..., K)``, of any integer dtype (uint64 is read as int64): experts to use instead of the selection
+            (a replay), such as those of the sampler in reinforcement learning (arXiv:2510.11370). They keep the given
+            order, and are not restricted by groups or bias. Weights, counts, sums and gradients are computed for these
+            experts, from the given logits. If one id of a token is -1, the router selects all experts of this token,
+            whatever its other ids are.
         count_changed: whether to return how many of the replayed experts are not among the k that the router would have
             selected. The number stays on the device.
         counts: whether to count the tokens of each expert, which auxiliary losses (``losses`` always counts them) and
@@ -121,9 +122,9 @@ def route(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
-        IndexError, ValueError: an id of ``experts`` is neither -1 nor an expert, or occurs twice in a token that is not
-            masked. This is raised only on a CPU: elsewhere, the token has NaN weights, a NaN gradient and the experts 0
-            … k - 1.
+        IndexError, ValueError: in a token that is not masked and has no -1, an id of ``experts`` is no expert, or
+            occurs twice. This is raised only on a CPU: elsewhere, the token has NaN weights, a NaN gradient and the
+            experts 0 … k - 1.
 
     A logit of -inf disables an expert (unless a ``softcap`` makes it finite): its score is 0, and it is selected only
     if fewer than k others remain. A token with a NaN logit, or whose scores are not finite or (softmax) not a
