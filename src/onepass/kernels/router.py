@@ -190,8 +190,7 @@ def routing_kernel(
                     score = sqrtsoftplus(z[c])
             if selection_bias is not None:  # loaded for every token, so that it has the layout of the logits
                 bias = tl.load(selection_bias + e[c] + tl.zeros([BLOCK_T, 1], tl.int32), mask=there[c], other=0.0)
-                biased = score + bias.to(tl.float32)
-                score = tl.where(biased > LOWEST, biased, LOWEST)  # also if the bias is NaN
+                score = tl.maximum(score + tl.where(bias == bias, bias.to(tl.float32), LOWEST), LOWEST)
                 value = score
             score = tl.where(z[c] == float("-inf"), LOWEST, score)
         # A logit of -inf becomes LOWEST: it comes last, but before experts that must not be selected, which are -inf.
