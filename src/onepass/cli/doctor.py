@@ -196,7 +196,7 @@ def experts_of(name: str) -> list[str]:
     register()
     config = transformers.AutoConfig.from_pretrained(name)
     quantized = getattr(config, "quantization_config", None)
-    is_causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING  # else it reads images too, say
+    is_causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING  # not so if it also reads images
     kind = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
     with torch.device("meta"):
         model = kind.from_config(config, experts_implementation=NAME)

@@ -34,6 +34,7 @@ from onepass.kernels.router_scores import (
     scoring,
     sigmoid,
     sqrtsoftplus,
+    summand_of,
     undefined,
     warps_of,
     weights_of,
@@ -190,7 +191,7 @@ def routing_kernel(
                     score = sqrtsoftplus(z[c])
             if selection_bias is not None:  # loaded for every token, so that it has the layout of the logits
                 bias = tl.load(selection_bias + e[c] + tl.zeros([BLOCK_T, 1], tl.int32), mask=there[c], other=0.0)
-                score = tl.maximum(score + tl.where(bias == bias, bias.to(tl.float32), LOWEST), LOWEST)
+                score = tl.maximum(score + summand_of(bias), LOWEST)
                 value = score
             score = tl.where(z[c] == float("-inf"), LOWEST, score)
         # A logit of -inf becomes LOWEST: it comes last, but before experts that must not be selected, which are -inf.
@@ -303,7 +304,7 @@ def route(
     pairs = logits.element_size() == 2 and logits.data_ptr() % 4 == 0
     plan, tokens = choice(*about, pairs, selection_bias is not None)
     alone = 0 < T <= tokens
-    counts = zeros(E, logits.device) if options.counts else None  # a row of these takes less time than a new tensor
+    counts = zeros(E, logits.device) if options.counts and not alone else None
     weights, experts, counts, prob_sums, logsumexp, changed = results = empty_routing(logits, options, counts)
     if changed is not None and (not alone or given is None):
         changed.zero_()

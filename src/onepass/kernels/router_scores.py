@@ -7,7 +7,7 @@ import triton.language as tl
 
 from onepass.core.moe_options import LOG_TINY, RouterOptions
 from onepass.kernels import layout
-from onepass.kernels.online_softmax import LOG2E
+from onepass.kernels.online_softmax import LOG2E, LOWEST
 
 SOFTMAX, SIGMOID, SQRTSOFTPLUS = tl.constexpr("softmax"), tl.constexpr("sigmoid"), tl.constexpr("sqrtsoftplus")
 TINY = tl.constexpr(LOG_TINY)
@@ -40,6 +40,12 @@ def sqrtsoftplus(z):
     w = 1.0 + u
     log1p = tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
     return tl.sqrt(tl.maximum(z, 0.0) + log1p)
+
+
+@triton.jit
+def summand_of(bias):
+    """What a selection bias adds to a score, in float32: LOWEST for -inf and NaN, on every backend of Triton."""
+    return tl.where(bias > LOWEST, bias.to(tl.float32), LOWEST)
 
 
 @triton.jit

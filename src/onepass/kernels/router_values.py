@@ -15,7 +15,7 @@ import triton.language as tl
 
 from onepass.kernels.online_softmax import LOWEST
 from onepass.kernels.router_keys import LOW, least_of, ordered
-from onepass.kernels.router_scores import SIGMOID, sigmoid, sqrtsoftplus
+from onepass.kernels.router_scores import SIGMOID, sigmoid, sqrtsoftplus, summand_of
 from onepass.kernels.router_topk import logit
 
 SMALLEST = tl.constexpr(2.0**-149)  # of the positive numbers in float32
@@ -55,7 +55,7 @@ def value_of(x, bias, inner, outer, SCORING: tl.constexpr, PTX: tl.constexpr):
         value = score + bias.to(tl.float32)
         value = tl.where((value > LOWEST) | (score != score), value, LOWEST)
     else:
-        value = score + tl.where(bias > LOWEST, bias.to(tl.float32), LOWEST)  # also if the bias is NaN
+        value = score + summand_of(bias)
     return tl.where(z == float("-inf"), LOWEST, value)
 
 
