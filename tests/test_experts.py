@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onepass.moe import Routing, expert_mlp, scattered_linear
+from onepass.moe import Routing, expert_mlp, group_by_expert, scattered_linear
 
 ACTIVATIONS = {
     "silu": lambda g, u: F.silu(g) * u,
@@ -195,6 +195,34 @@ def test_a_row_that_is_no_number_stays_alone(device, bad):
         kept = rows if name in ("hidden", "weights") else others
         assert torch.equal(grad[kept], expected[name][kept]), name
         assert grad[~kept].isnan().any() or name == "down_bias"
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("first_is_sorted", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_gradients_of_weights_leave_out_the_rows_of_other_experts(device, bad, first_is_sorted, transposed):
+    """Also in tiles of the largest size, whose last rows are those of the next expert, or of none."""
+    if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
+        pytest.skip("a kernel is called")
+    weight_gradient = pytest.importorskip("onepass.kernels.grouped_weight_gradient").weight_gradient
+    E, K, N = 4, 2, 264
+    generator = torch.Generator().manual_seed(0)
+    experts = torch.multinomial(torch.tensor([0.3, 0.0, 0.4, 0.3, 0.2]), 700, True, generator=generator)
+    experts = torch.where(experts == E, -1, experts).view(-1, K).to(device)  # no process has the last; none chose 1
+    groups = group_by_expert(experts, E, torch.empty(0, device=device))
+    gathered, rows = (torch.randn(n, N, generator=generator).to(device, torch.float16) for n in (350, 700))
+    ends = groups.offsets.tolist()
+    rows[ends[2], 3] = rows[ends[4] :] = bad  # the first row of the third expert, and rows that belong to none
+    rows_of = groups.order.long() // K
+    operands = (rows, gathered) if first_is_sorted else (gathered, rows)
+    like = torch.empty(E, N, N, dtype=torch.float16, device=device)
+    share = {"share_b" if first_is_sorted else "share_a": K}
+    found = weight_gradient(*operands, like, groups, **share, transposed=transposed)
+    for e in range(E):
+        some = slice(ends[e], ends[e + 1])
+        of_expert = rows[some].double(), gathered[rows_of[some]].double()
+        left, right = of_expert if first_is_sorted != transposed else of_expert[::-1]
+        torch.testing.assert_close(found[e].double(), left.T @ right, atol=0.05, rtol=0.01, equal_nan=True)
 
 
 @pytest.mark.parametrize("rank", [0, 2])

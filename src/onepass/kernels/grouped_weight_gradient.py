@@ -36,11 +36,54 @@ def next_step(
 
 
 @triton.jit
+def load_rows(
+    x, assignment, row, there, column, COLUMNS: tl.constexpr, SHARE: tl.constexpr, X_ROW: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """The rows of an operand that are ``there``, or their transpose; zeros elsewhere and beyond COLUMNS, if not 0."""
+    source = (assignment // SHARE if SHARE > 0 else row).to(tl.int64) * X_ROW
+    if TRANSPOSED:
+        mask = there[None, :] if COLUMNS == 0 else there[None, :] & (column < COLUMNS)[:, None]
+        place = source[None, :] + column[:, None]
+    else:
+        mask = there[:, None] if COLUMNS == 0 else there[:, None] & (column < COLUMNS)[None, :]
+        place = source[:, None] + column[None, :]
+    return tl.load(x + place, mask=mask, other=0.0)
+
+
+@triton.jit
+def of_tile(
+    a, b, order, start, end, n, k,
+    OF_A: tl.constexpr, OF_B: tl.constexpr, SHARE_A: tl.constexpr, SHARE_B: tl.constexpr, A_ROW: tl.constexpr,
+    B_ROW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of ``aᵀ @ b`` over the rows from ``start`` to ``end`` alone, for the columns ``n`` of a and ``k`` of b."""
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for m in tl.range(start, end, 16, num_stages=1):  # a few rows at once, which take few registers
+        row = m + tl.arange(0, 16)
+        there = row < end
+        assignment = tl.load(order + row, mask=there, other=0) if SHARE_A > 0 or SHARE_B > 0 else row
+        left = load_rows(a, assignment, row, there, n, OF_A, SHARE_A, A_ROW, True)
+        right = load_rows(b, assignment, row, there, k, OF_B, SHARE_B, B_ROW, False)
+        acc = tl.dot(left, right, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def wait_for_stores():
+    """Wait until results that descriptors write are in memory. (At the end of a loop they may only have been read.)"""
+    return tl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit(do_not_specialize=["assignments"])
 def grouped_weight_gradient_kernel(
     a: "Rows", b: "Rows", out: "Out", order: "Flat", offsets: "Flat",
+    assignments: tl.int32,
     E: tl.constexpr, BLOCK_E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SHARE_A: tl.constexpr,
     SHARE_B: tl.constexpr, A_ROW: tl.constexpr, B_ROW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
     """``out[e] = aᵀ @ b`` over the rows of expert e, the gradient of its weight. It is 0 for an expert without rows.
 
@@ -52,11 +95,20 @@ def grouped_weight_gradient_kernel(
     A program computes many tiles in one loop, whose steps are BLOCK_M rows of a tile, so that the first rows of the
     next tile are loaded while the last is computed and written. Which assignments a step reads is loaded two steps
     ahead. With TMA, a descriptor writes the tiles, which does not keep the program waiting.
+
+    SORTED is "a" or "b", an operand whose sorted rows are loaded by a descriptor, or "". A descriptor has no mask: the
+    last step of an expert also loads rows of the next ones, which are multiplied by zeros of the other operand. That
+    changes a result only if they are not finite, and then it is NaN for every column of the other operand. A program
+    that finds a column that is not finite computes its tiles again, without these rows.
     """
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     TILES: tl.constexpr = K_TILES * ((N + BLOCK_N - 1) // BLOCK_N)
     if TMA:
         descriptor = tl.make_tensor_descriptor(out, [E, N, K], [N * K, K, 1], [1, BLOCK_N, BLOCK_K])
+    if SORTED == "a":
+        rows_of = tl.make_tensor_descriptor(a, [assignments, N], [A_ROW, 1], [BLOCK_M, BLOCK_N])
+    elif SORTED == "b":
+        rows_of = tl.make_tensor_descriptor(b, [assignments, K], [B_ROW, 1], [BLOCK_M, BLOCK_K])
     tile = tl.program_id(0)
     programs = tl.num_programs(0)
     e = tl.arange(0, BLOCK_E)
@@ -72,6 +124,8 @@ def grouped_weight_gradient_kernel(
     next_start = tl.load(offsets + expert)
     next_end = tl.load(offsets + expert + 1)
     GATHERED: tl.constexpr = SHARE_A > 0 or SHARE_B > 0
+    OF_A: tl.constexpr = 0 if N % BLOCK_N == 0 else N
+    OF_B: tl.constexpr = 0 if K % BLOCK_K == 0 else K
     row = start + tl.arange(0, BLOCK_M)
     assignment = tl.load(order + row, mask=row < end, other=0) if GATHERED else row
     tile1, start1, end1, next_start, next_end = next_step(
@@ -80,6 +134,7 @@ def grouped_weight_gradient_kernel(
     row = start1 + tl.arange(0, BLOCK_M)
     assignment1 = tl.load(order + row, mask=row < end1, other=0) if GATHERED else row
     zero = tl.program_id(1)
+    again = 0.0  # NaN if a tile is not finite
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for _ in tl.range(0, steps, num_stages=STAGES):
         n0 = tile % TILES // K_TILES * BLOCK_N
@@ -88,15 +143,23 @@ def grouped_weight_gradient_kernel(
         k = k0 + tl.arange(0, BLOCK_K)
         row = start + tl.arange(0, BLOCK_M)
         there = row < end
-        a_row = (assignment // SHARE_A if SHARE_A > 0 else row).to(tl.int64) * A_ROW
-        b_row = (assignment // SHARE_B if SHARE_B > 0 else row).to(tl.int64) * B_ROW
-        mask = there[None, :] if N % BLOCK_N == 0 else there[None, :] & (n < N)[:, None]
-        left = tl.load(a + a_row[None, :] + n[:, None], mask=mask, other=0.0)
-        mask = there[:, None] if K % BLOCK_K == 0 else there[:, None] & (k < K)[None, :]
-        right = tl.load(b + b_row[:, None] + k[None, :], mask=mask, other=0.0)
+        if SORTED == "a":
+            left = rows_of.load([start, n0]).T
+        else:
+            left = load_rows(a, assignment, row, there, n, OF_A, SHARE_A, A_ROW, True)
+        if SORTED == "b":
+            right = rows_of.load([start, k0])
+        else:
+            right = load_rows(b, assignment, row, there, k, OF_B, SHARE_B, B_ROW, False)
         acc = tl.dot(left, right, acc, input_precision=PRECISION)
         if start + BLOCK_M >= end:  # the last step of this tile
             expert = tile // TILES
+            finite = 0.0
+            if SORTED == "a":
+                finite = tl.sum(tl.where(tl.arange(0, BLOCK_K)[None, :] == 0, acc * 0.0, 0.0))
+            elif SORTED == "b":
+                finite = tl.sum(tl.where(tl.arange(0, BLOCK_N)[:, None] == 0, acc * 0.0, 0.0))
+            again += finite
             found = acc.to(out.dtype.element_ty)
             if TMA:
                 descriptor.store([expert, n0, k0], tl.reshape(found, (1, BLOCK_N, BLOCK_K)))
@@ -115,6 +178,20 @@ def grouped_weight_gradient_kernel(
             assignment = assignment1 + zero
             row = start1 + tl.arange(0, BLOCK_M)
             assignment1 = tl.load(order + row, mask=row < end1, other=0)
+    if again != again:
+        if TMA:
+            wait_for_stores()
+        tl.debug_barrier()
+        for tile in range(tl.program_id(0), E * TILES, programs):
+            expert = tile // TILES
+            n = tile % TILES // K_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+            k = tile % K_TILES * BLOCK_K + tl.arange(0, BLOCK_K)
+            acc = of_tile(
+                a, b, order, tl.load(offsets + expert), tl.load(offsets + expert + 1), n, k, OF_A, OF_B, SHARE_A,
+                SHARE_B, A_ROW, B_ROW, BLOCK_N, BLOCK_K, PRECISION,
+            )  # fmt: skip
+            at = out + expert.to(tl.int64) * (N * K) + n[:, None] * K + k[None, :]
+            tl.store(at, acc.to(out.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
 
 
 def weight_gradient(
@@ -137,7 +214,11 @@ def weight_gradient(
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     if out.numel():
         about = tuple(out.shape), (a.stride(0), b.stride(0)), (share_a, share_b), a.element_size(), len(groups.order)
-        launch(weight_gradient_plan, (*about, a.device), (a, b, out, groups.order, groups.offsets))
+        by_tma = ""
+        if (share_a == 0) != (share_b == 0):  # with two sorted operands, no zeros would hide the rows of other experts
+            name, rows = ("a", a) if share_a == 0 else ("b", b)
+            by_tma = name if layout.tma_dimension(rows, 1, 0, only_k=True) else ""
+        launch(weight_gradient_plan, (*about, a.device, by_tma), (a, b, out, groups.order, groups.offsets))
     return out
 
 
@@ -148,17 +229,19 @@ def weight_gradient_plan(
     element: int,
     assignments: int,
     device: torch.device,
+    by_tma: str,
 ) -> Plan:
-    """The launch of `grouped_weight_gradient_kernel`."""
+    """The launch of `grouped_weight_gradient_kernel`. ``by_tma``: the sorted operand, if descriptors can load it."""
     E, N, K = shape
     hopper = layout.compute_capability() == 90 and element == 2  # tensor cores read both operands from shared memory
     block_n, block_k = (max(16, min(256 // element, power_of_two(n))) for n in (N, K))
     block_m = 128 // element
     # Larger tiles read the operands less often, and smaller ones, of which two programs share a multiprocessor, wait
-    # less between tiles. Those of 256 columns are faster along the smaller dimension. Measured on an H100.
-    wide = hopper and min(N, K) > 128 and assignments >= 1024 * E and K * element % 16 == 0
+    # less between tiles. Those of 256 columns are faster along an operand that descriptors load, which takes few
+    # instructions, and otherwise along the smaller dimension. Measured on an H100 and an H200.
+    wide = hopper and min(N, K) > 128 and K * element % 16 == 0 and assignments >= (128 if by_tma else 1024) * E
     if wide:
-        block_n, block_k = (256, 128) if N < K else (128, 256)
+        block_n, block_k = (256, 128) if by_tma == "a" or (by_tma == "" and N < K) else (128, 256)
     of_step, of_result = (block_n + block_k) * block_m * element, block_n * block_k * element // (1 if wide else 2)
     most = (layout.shared_memory() - of_result) // of_step
     key = {"rows": assignments, "experts": E, "columns": N, "inner": K, "read": "outer"} | layout.elements(element)
@@ -166,9 +249,10 @@ def weight_gradient_plan(
     constexprs = dict(
         E=E, BLOCK_E=power_of_two(E), N=N, K=K, SHARE_A=shares[0], SHARE_B=shares[1], A_ROW=rows[0], B_ROW=rows[1],
         BLOCK_N=block_n, BLOCK_K=block_k, **numbers, PRECISION=layout.precision(), TMA=wide,
+        SORTED=by_tma if wide or layout.one_at_a_time() else "",
     )  # fmt: skip
     of_loop = of_step // block_m * numbers["BLOCK_M"] * numbers["STAGES"]
     fit = 1 if wide else 2 * 128 * 128 // (block_n * block_k)  # by registers
     at_once = max(1, min(8, fit, layout.shared_memory() // (of_loop + of_result)))
     programs = min(E * -(-N // block_n) * -(-K // block_k), at_once * layout.multiprocessors(device))
-    return Plan(grouped_weight_gradient_kernel, programs, (), constexprs, 4 if hopper and not wide else 8)
+    return Plan(grouped_weight_gradient_kernel, programs, (assignments,), constexprs, 4 if hopper and not wide else 8)
