@@ -54,8 +54,8 @@ def load_rows(
 @triton.jit
 def of_tile(
     a, b, order, start, end, n, k,
-    OF_A: tl.constexpr, OF_B: tl.constexpr, SHARE_A: tl.constexpr, SHARE_B: tl.constexpr, A_ROW: tl.constexpr,
-    B_ROW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    A_COLUMNS: tl.constexpr, B_COLUMNS: tl.constexpr, SHARE_A: tl.constexpr, SHARE_B: tl.constexpr,
+    A_ROW: tl.constexpr, B_ROW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of ``aᵀ @ b`` over the rows from ``start`` to ``end`` alone, for the columns ``n`` of a and ``k`` of b."""
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -63,8 +63,8 @@ def of_tile(
         row = m + tl.arange(0, 16)
         there = row < end
         assignment = tl.load(order + row, mask=there, other=0) if SHARE_A > 0 or SHARE_B > 0 else row
-        left = load_rows(a, assignment, row, there, n, OF_A, SHARE_A, A_ROW, True)
-        right = load_rows(b, assignment, row, there, k, OF_B, SHARE_B, B_ROW, False)
+        left = load_rows(a, assignment, row, there, n, A_COLUMNS, SHARE_A, A_ROW, True)
+        right = load_rows(b, assignment, row, there, k, B_COLUMNS, SHARE_B, B_ROW, False)
         acc = tl.dot(left, right, acc, input_precision=PRECISION)
     return acc
 
@@ -124,8 +124,8 @@ def grouped_weight_gradient_kernel(
     next_start = tl.load(offsets + expert)
     next_end = tl.load(offsets + expert + 1)
     GATHERED: tl.constexpr = SHARE_A > 0 or SHARE_B > 0
-    OF_A: tl.constexpr = 0 if N % BLOCK_N == 0 else N
-    OF_B: tl.constexpr = 0 if K % BLOCK_K == 0 else K
+    A_COLUMNS: tl.constexpr = 0 if N % BLOCK_N == 0 else N  # 0: no mask is needed
+    B_COLUMNS: tl.constexpr = 0 if K % BLOCK_K == 0 else K
     row = start + tl.arange(0, BLOCK_M)
     assignment = tl.load(order + row, mask=row < end, other=0) if GATHERED else row
     tile1, start1, end1, next_start, next_end = next_step(
@@ -146,11 +146,11 @@ def grouped_weight_gradient_kernel(
         if SORTED == "a":
             left = rows_of.load([start, n0]).T
         else:
-            left = load_rows(a, assignment, row, there, n, OF_A, SHARE_A, A_ROW, True)
+            left = load_rows(a, assignment, row, there, n, A_COLUMNS, SHARE_A, A_ROW, True)
         if SORTED == "b":
             right = rows_of.load([start, k0])
         else:
-            right = load_rows(b, assignment, row, there, k, OF_B, SHARE_B, B_ROW, False)
+            right = load_rows(b, assignment, row, there, k, B_COLUMNS, SHARE_B, B_ROW, False)
         acc = tl.dot(left, right, acc, input_precision=PRECISION)
         if start + BLOCK_M >= end:  # the last step of this tile
             expert = tile // TILES
@@ -187,8 +187,8 @@ def grouped_weight_gradient_kernel(
             n = tile % TILES // K_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
             k = tile % K_TILES * BLOCK_K + tl.arange(0, BLOCK_K)
             acc = of_tile(
-                a, b, order, tl.load(offsets + expert), tl.load(offsets + expert + 1), n, k, OF_A, OF_B, SHARE_A,
-                SHARE_B, A_ROW, B_ROW, BLOCK_N, BLOCK_K, PRECISION,
+                a, b, order, tl.load(offsets + expert), tl.load(offsets + expert + 1), n, k, A_COLUMNS, B_COLUMNS,
+                SHARE_A, SHARE_B, A_ROW, B_ROW, BLOCK_N, BLOCK_K, PRECISION,
             )  # fmt: skip
             at = out + expert.to(tl.int64) * (N * K) + n[:, None] * K + k[None, :]
             tl.store(at, acc.to(out.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
