@@ -154,12 +154,10 @@ def grouped_weight_gradient_kernel(
         acc = tl.dot(left, right, acc, input_precision=PRECISION)
         if start + BLOCK_M >= end:  # the last step of this tile
             expert = tile // TILES
-            finite = 0.0
             if SORTED == "a":
-                finite = tl.sum(tl.where(tl.arange(0, BLOCK_K)[None, :] == 0, acc * 0.0, 0.0))
+                again += tl.sum(tl.where(tl.arange(0, BLOCK_K)[None, :] == 0, acc * 0.0, 0.0))
             elif SORTED == "b":
-                finite = tl.sum(tl.where(tl.arange(0, BLOCK_N)[:, None] == 0, acc * 0.0, 0.0))
-            again += finite
+                again += tl.sum(tl.where(tl.arange(0, BLOCK_N)[:, None] == 0, acc * 0.0, 0.0))
             found = acc.to(out.dtype.element_ty)
             if TMA:
                 descriptor.store([expert, n0, k0], tl.reshape(found, (1, BLOCK_N, BLOCK_K)))
@@ -178,20 +176,21 @@ def grouped_weight_gradient_kernel(
             assignment = assignment1 + zero
             row = start1 + tl.arange(0, BLOCK_M)
             assignment1 = tl.load(order + row, mask=row < end1, other=0)
-    if again != again:
-        if TMA:
-            wait_for_stores()
-        tl.debug_barrier()
-        for tile in range(tl.program_id(0), E * TILES, programs):
-            expert = tile // TILES
-            n = tile % TILES // K_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
-            k = tile % K_TILES * BLOCK_K + tl.arange(0, BLOCK_K)
-            acc = of_tile(
-                a, b, order, tl.load(offsets + expert), tl.load(offsets + expert + 1), n, k, A_COLUMNS, B_COLUMNS,
-                SHARE_A, SHARE_B, A_ROW, B_ROW, BLOCK_N, BLOCK_K, PRECISION,
-            )  # fmt: skip
-            at = out + expert.to(tl.int64) * (N * K) + n[:, None] * K + k[None, :]
-            tl.store(at, acc.to(out.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
+    if SORTED != "":  # noqa: SIM102  (known when the kernel is compiled)
+        if again != again:
+            if TMA:
+                wait_for_stores()
+            tl.debug_barrier()
+            for tile in range(tl.program_id(0), E * TILES, programs):
+                expert = tile // TILES
+                n = tile % TILES // K_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+                k = tile % K_TILES * BLOCK_K + tl.arange(0, BLOCK_K)
+                acc = of_tile(
+                    a, b, order, tl.load(offsets + expert), tl.load(offsets + expert + 1), n, k, A_COLUMNS, B_COLUMNS,
+                    SHARE_A, SHARE_B, A_ROW, B_ROW, BLOCK_N, BLOCK_K, PRECISION,
+                )  # fmt: skip
+                at = out + expert.to(tl.int64) * (N * K) + n[:, None] * K + k[None, :]
+                tl.store(at, acc.to(out.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
 
 
 def weight_gradient(
