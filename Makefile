@@ -12,14 +12,15 @@ unexport PYTHONDONTWRITEBYTECODE
 EARLIER_TRL := 0.29.1 1.10.0
 EARLIER_TRANSFORMERS := 4.56.0 5.0.0 5.6.0 5.7.0 5.13.0
 EARLIER_PEFT := 0.21.0
+EARLIER_TRITON := 3.6.0  # that of torch 2.11
 
 # Pythons and torches together, the oldest and the newest of both among them (docs/versions.md). Each torch brings its
 # own Triton, which `notriton` removes, as on macOS and Windows.
 MATRIX := python3.10-torch2.9.0 python3.13-torch2.9.1 python3.12-torch2.10.0 python3.11-torch2.11.0 \
 	python3.12-torch2.12.1 python3.10-torch2.13.0 python3.13-torch2.13.0 python3.13-torch2.13.0-notriton
 
-.PHONY: docs reading plots kernel demo test test-all pytest test-trl test-transformers test-peft test-matrix lint bench \
-	clean
+.PHONY: docs reading plots kernel demo test test-all pytest test-trl test-transformers test-peft test-triton test-matrix \
+	lint bench clean
 
 demo: $(READY)
 	$(BIN)/onepass demo
@@ -41,6 +42,8 @@ test-transformers: $(EARLIER_TRANSFORMERS:%=test-transformers-%)
 
 test-peft: $(EARLIER_PEFT:%=test-peft-%)
 
+test-triton: $(EARLIER_TRITON:%=test-triton-%)
+
 test-matrix: $(MATRIX:%=test-%)
 
 test-trl-%: ALSO := requests  # which they import
@@ -48,6 +51,7 @@ test-trl-%: TESTS := tests/test_trainers.py tests/test_patching.py tests/test_in
 test-transformers-%: ALSO := datasets  # of a version for the same huggingface-hub
 test-transformers-%: TESTS := $(addprefix tests/test_,patching.py integrations.py moe_families.py experts_transformers.py)
 test-peft-%: TESTS := tests/test_patching.py tests/test_moe_families.py tests/test_experts_transformers.py
+test-triton-%: TESTS := tests/test_compile_ahead.py
 
 # One version of one library (as in `make test-transformers-5.17.0`), on top of what the main environment has.
 test-%: $(READY)
