@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 EARLIER_TRL := 0.29.1 1.10.0
 EARLIER_TRANSFORMERS := 4.56.0 5.0.0 5.6.0 5.7.0 5.13.0
 EARLIER_PEFT := 0.21.0
-EARLIER_TRITON := 3.6.0  # that of torch 2.11
+EARLIER_TRITON := 3.5.1 3.6.0
 
 # Pythons and torches together, the oldest and the newest of both among them (docs/versions.md). Each torch brings its
 # own Triton, which `notriton` removes, as on macOS and Windows.

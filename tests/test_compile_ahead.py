@@ -71,7 +71,8 @@ EXPERTS = {name for name in KERNELS if any(name in vars(module) for module in OF
 OF_HOPPER = {"linear_statistics_kernel", "merge_tiles_kernel"}
 # Constants that a launcher passes but does not choose by its arguments.
 FIXED = {"TILES", "BLOCK", "GROUP", "NESTED", "maxnreg"}
-SPILLS = 3  # instructions of a kernel with a limit of registers
+SPILLS = 3  # instructions of a kernel with a limit of registers, or of an earlier Triton
+EARLIER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 OF_ONE_WIDTH = {
     "scale_kernel",
     "row_weight_kernel",
@@ -222,7 +223,7 @@ def test_compiles_without_spills(reports: dict[str, Any], target: str, kernel: s
         pytest.skip("is compiled if the exhaustive tests run too")
     for report in compiled:
         assert "error" not in report, report["error"]
-        few = SPILLS if report["constants"].get("maxnreg") else 0
+        few = SPILLS if EARLIER or report["constants"].get("maxnreg") else 0
         assert max(report["spills"].values()) <= few, report
 
 

@@ -71,6 +71,12 @@ def quick_value(x, bias, inner, outer, SCORING: tl.constexpr, PTX: tl.constexpr)
     return value
 
 
+@triton.constexpr_function
+def largest_difference(bits):
+    """The largest number of 32 - ``bits`` bits, or all bits of an infinite float32 if these are fewer."""
+    return min((1 << (32 - bits)) - 1, INFINITE.value)
+
+
 @triton.jit
 def bound_of(top, BITS: tl.constexpr):
     """The arguments of `key_of` for a token whose largest value is ``top``: a lower bound, a factor and ``start``.
@@ -78,7 +84,7 @@ def bound_of(top, BITS: tl.constexpr):
     The bound has the sign of ``top``. The bits of floats of one sign are in the order of the floats, or, if the sign is
     negative, in the inverse order; hence the sign of the factor.
     """
-    MOST: tl.constexpr = min((1 << (32 - BITS)) - 1, INFINITE)
+    MOST: tl.constexpr = largest_difference(BITS)
     bits = (top + 0.0).to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     size = tl.where(bits < 0, tl.minimum(size, INFINITE - MOST) + MOST, tl.maximum(size, MOST) - MOST)
