@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import io
 import pickle
 import threading
 from functools import partial
@@ -145,6 +146,64 @@ def test_transforms_of_functions():
     with onepass.attach(model):
         torch.testing.assert_close(torch.func.grad(loss)(parameters), expected)
         assert isinstance(model(**given).logits, onepass.LinearLogits)
+
+
+@pytest.mark.parametrize("transform", [
+    lambda z: torch.func.vmap(lambda row: row.softmax(-1))(z),
+    lambda z: torch.func.vmap(lambda row: 2 * row, in_dims=1)(z),
+    lambda z: torch.func.grad(lambda t: t.pow(2).sum())(z),
+    lambda z: torch.func.vjp(lambda t: t.sin(), z),
+])  # fmt: skip
+def test_transforms_of_the_logits_of_a_model_take_a_tensor(transform):
+    model = llama()
+    with onepass.attach(model):
+        logits = model(**lazy_models.inputs(model)).logits
+        with pytest.raises(TypeError, match=r"^logits: expected a tensor .* call logits.materialize\(\) before"):
+            transform(logits)
+        transform(logits.materialize())
+
+
+@pytest.mark.filterwarnings("ignore::onepass.MaterializedLogits")
+def test_numbers_files_and_copies_of_logits_are_those_of_a_tensor():
+    model = llama()
+    given = lazy_models.inputs(model)
+    expected = model(**given).logits
+    with onepass.attach(model):
+        one = model(**given).logits.detach()[:1, :1, :1]
+        assert float(one) == pytest.approx(expected[0, 0, 0].item(), abs=1e-5) and int(one) == int(expected[0, 0, 0])
+        with pytest.raises((ValueError, RuntimeError), match="convert"):
+            float(model(**given).logits)
+        for copied in (
+            lambda z: pickle.loads(pickle.dumps(z)),
+            lambda z: loaded(z),
+            lambda z: copy.deepcopy(z.detach()),
+            lambda z: copy.copy(z).materialize(),
+        ):
+            found = copied(model(**given).logits)
+            assert type(found) is torch.Tensor
+            torch.testing.assert_close(found, expected)
+        with pytest.raises(RuntimeError, match="explicitly by the user"):  # torch's, of every result with a gradient
+            copy.deepcopy(model(**given).logits)
+
+
+def loaded(saved):
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def test_metrics_of_a_compiled_model():
+    model = llama()
+    given = lazy_models.inputs(model)
+    with onepass.attach(model, metrics=True) as attached:
+        lazy_models.step(model, given)
+        expected = attached.metrics()
+        torch.compile(model, backend="eager")(**given).loss.backward()
+        found = attached.metrics()
+    assert found.keys() == expected.keys() and found
+    for name, metric in expected.items():
+        torch.testing.assert_close(found[name], metric)
 
 
 def test_max_memory():

@@ -179,15 +179,15 @@ def test_any_ids(device, ids, rank, K):
     close(run(expert_mlp, leaves(of, torch.float32, device), experts.to(device)), expected)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_row_that_is_no_number_stays_alone(device, bad):
+@pytest.mark.parametrize("bad, activation", [(float("inf"), "silu")] + [(float("nan"), name) for name in ACTIVATIONS])
+def test_a_row_that_is_no_number_stays_alone(device, bad, activation):
     """It reaches its own result and the gradients of its experts' weights; no row or expert beside it in a tile."""
     of, experts = inputs(T=40, E=4, K=1, biased=True, rank=2)
     tensors = leaves(of, torch.float32, device)
-    clean, expected = run(expert_mlp, tensors, experts.to(device))
+    clean, expected = run(expert_mlp, tensors, experts.to(device), activation=activation)
     with torch.no_grad():
         tensors["hidden"][7] = bad
-    out, grads = run(expert_mlp, tensors, experts.to(device))
+    out, grads = run(expert_mlp, tensors, experts.to(device), activation=activation)
     rows = torch.arange(40, device=device) != 7
     others = torch.arange(4, device=device) != experts[7, 0].item()
     assert out[7].isnan().all() and torch.equal(out[rows], clean[rows])

@@ -4,12 +4,14 @@
 parameters without changing their version: this module handles both.
 """
 
+import copy
 import functools
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo, and Triton, at once
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import register_pytree_node
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -66,8 +68,11 @@ class HeadLogits(LinearLogits):
         """The same logits from other hidden states, or these as another tensor if they are materialized.
 
         Raises:
-            TypeError: the leaf is a tensor that is no hidden states.
+            TypeError: the leaf is a tensor that is no hidden states, or a tensor of a transform of `torch.func`.
         """
+        if isinstance(leaf, Tensor) and not torch.compiler.is_compiling() and is_transformed(leaf):
+            raise TypeError("logits: expected a tensor for transforms of torch.func, got logits that are not "
+                            "materialized; call logits.materialize() before")  # fmt: skip
         old = self.hidden if self.tensor is None else self.tensor
         if leaf is old:
             return self
@@ -91,6 +96,25 @@ class HeadLogits(LinearLogits):
             new.hidden = leaf
         return new
 
+    def loss(self, *arguments: Any, **options: Any) -> Tensor:
+        """See `TiledLogits.loss`. A compiled graph breaks for metrics, which are kept in a Python object."""
+        if self.observer is not None and torch.compiler.is_compiling():
+            return _observed_loss(self, *arguments, **options)
+        return super().loss(*arguments, **options)
+
+    # A file or a deep copy has the logits as a tensor, without the head.
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.materialize_for("pickle").__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.materialize_for("deepcopy"), memo)
+
+    def __copy__(self) -> "HeadLogits":
+        new = object.__new__(type(self))
+        new.__dict__ |= self.__getstate__()
+        return new
+
     def __getattr__(self, name: str) -> Any:
         if name not in ("weight", "bias", "lora") or "head" not in self.__dict__:
             return super().__getattr__(name)
@@ -103,6 +127,18 @@ class HeadLogits(LinearLogits):
         if torch.is_grad_enabled() and any(a is not b for a, b in zip(parts, parameters)):
             self.__dict__[name] = found  # gathered once
         return found
+
+
+def is_transformed(value: Tensor) -> bool:
+    """Whether a tensor is one of `torch.func.vmap` or `torch.func.grad`, which lazy logits would lose."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(value) or functorch.is_gradtrackingtensor(value)
+
+
+@_disable_dynamo
+def _observed_loss(logits: HeadLogits, *arguments: Any, **options: Any) -> Tensor:
+    """`HeadLogits.loss`, which is not traced."""
+    return logits.loss(*arguments, **options)
 
 
 class Node:

@@ -24,8 +24,8 @@ def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
     if ACTIVATION == "swiglu_clamped":
         inside = gate <= limit
         within = tl.abs(up) <= limit
-        gate = tl.minimum(gate, limit)
-        up = tl.clamp(up, -limit, limit) + 1.0
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL) + 1.0
         s = tl.sigmoid(alpha * gate)
         f = gate * s
         slope = tl.where(inside, s + alpha * f * (1.0 - s), 0.0)

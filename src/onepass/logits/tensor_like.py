@@ -330,6 +330,12 @@ class TensorLike(LogitsSource):
     def __bool__(self) -> bool:
         return bool(self.materialize_for("bool"))
 
+    def __float__(self) -> Any:
+        return float(self.materialize_for("float"))
+
+    def __int__(self) -> Any:
+        return int(self.materialize_for("int"))
+
     def __contains__(self, value: Any) -> bool:
         return value in self.materialize_for("in")
 
