@@ -84,6 +84,18 @@ EVERY_FIELD = (
 )
 
 
+def test_an_option_may_be_a_symbolic_bool(dynamo, eager):
+    """Dynamo traces what is compared with a symbolic number neither as True nor as False."""
+    x, target = torch.randn(6, 16), torch.randint(16, (6,))
+
+    def losses(x, n):
+        sums = onepass.moe.route(x, 3, losses=n > 0).prob_sums
+        return sums.sum() + onepass.cross_entropy(x, target, gradient_in_forward=n > 5)
+
+    compiled = torch.compile(losses, backend="eager", dynamic=True, fullgraph=True)
+    torch.testing.assert_close(compiled(x, 2), losses(x, 2))
+
+
 @pytest.mark.parametrize("many", [(), (3,)], ids=["one index", "three indices"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_operations_are_well_formed(device, dtype, many):

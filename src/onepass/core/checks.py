@@ -278,9 +278,9 @@ def check_integer(value: Any, name: str, low: int = -(2**63), high: int = 2**63 
 
 
 def check_bool(value: Any, name: str) -> bool:
-    """Return ``value`` as a bool. Raise unless it is a bool, also of NumPy, or 0 or 1."""
-    if value is True or value is False:
-        return value
+    """Return ``value`` as a bool. Raise unless it is a bool, also of NumPy or symbolic, or 0 or 1."""
+    if isinstance(value, (bool, torch.SymBool)):  # Dynamo takes the second for the first, but not for True or False
+        return bool(value)
     if not (isinstance(value, Integral) or type(value).__name__ in ("bool_", "bool")) or value not in (0, 1):
         raise TypeError(f"{name}: expected a bool, got {described(value)}")
     return bool(value)

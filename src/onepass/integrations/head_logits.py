@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo, and Triton, at once
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import register_pytree_node
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -96,12 +95,6 @@ class HeadLogits(LinearLogits):
             new.hidden = leaf
         return new
 
-    def loss(self, *arguments: Any, **options: Any) -> Tensor:
-        """See `TiledLogits.loss`. A compiled graph breaks for metrics, which are kept in a Python object."""
-        if self.observer is not None and torch.compiler.is_compiling():
-            return _observed_loss(self, *arguments, **options)
-        return super().loss(*arguments, **options)
-
     # A file or a deep copy has the logits as a tensor, without the head.
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -133,12 +126,6 @@ def is_transformed(value: Tensor) -> bool:
     """Whether a tensor is one of `torch.func.vmap` or `torch.func.grad`, which lazy logits would lose."""
     functorch = torch._C._functorch
     return functorch.is_batchedtensor(value) or functorch.is_gradtrackingtensor(value)
-
-
-@_disable_dynamo
-def _observed_loss(logits: HeadLogits, *arguments: Any, **options: Any) -> Tensor:
-    """`HeadLogits.loss`, which is not traced."""
-    return logits.loss(*arguments, **options)
 
 
 class Node:

@@ -6,9 +6,11 @@ Its subclass `LinearLogits` has the tensors of the head.
 import math
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo, and Triton, at once
 
 from onepass.core.dispatch import refuse_forward_mode
 from onepass.core.options import Inputs, Options, PairOptions, PairRows
@@ -90,6 +92,8 @@ class TiledLogits(TensorLike):
         if composed is None:
             logits = TensorLogits(self.materialize())
             return logits.loss(loss_fn, inputs, options, row_inputs, divisor, linear)
+        if self.observer is not None and torch.compiler.is_compiling():
+            return _untraced_loss(self, loss_fn, inputs, options, row_inputs, divisor, linear, groups)
         # A Python function cannot be part of a registered operation. The loss of every group takes four GEMMs anyhow.
         if not self.is_eager or (groups is not None and divisor is None):
             return super().loss(loss_fn, inputs, options, row_inputs, divisor)
@@ -180,3 +184,9 @@ class TiledLogits(TensorLike):
         of_sum = None if divisor is None else number
         loss = tiled_loss(self.tensors(row_mask), row_mask, row_loss, of_sum, settings or self.settings)
         return loss.reshape(self.shape[:-1]) if divisor is None else loss
+
+
+@_disable_dynamo
+def _untraced_loss(logits: TiledLogits, *arguments: Any) -> Tensor:
+    """`TiledLogits.loss` outside of a compiled graph, for an observer, which keeps tensors in a Python object."""
+    return logits.loss(*arguments)
