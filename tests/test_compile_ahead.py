@@ -131,8 +131,7 @@ def resources(kernel: Any) -> dict[str, Any]:
         spills = {name: int(re.search(rf"{re.escape(name)}:\s*(\d+)", text)[1]) for name in names}
         registers = re.findall(r"(?<![\w.])\.vgpr_count:\s*(\d+)", text)
     assert len(registers) == 1, f"expected the registers once in:\n{text}"
-    # Minima and maxima of floats that ignore a NaN. Those of numpy, which the interpreter calls, do not ignore it, so that
-    # no test on a CPU notices.
+    # Minima and maxima of floats that ignore a NaN. The interpreter calls those of numpy, which do not ignore it.
     ignored = len(re.findall(r"arith\.(?:min|max)numf|tt\.clampf .*propagateNan = none", kernel.asm["ttir"]))
     return {"registers": int(registers[0]), "spills": spills, "ignoring_nan": ignored}
 
