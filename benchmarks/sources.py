@@ -6,6 +6,7 @@ a file is imported is not followed: decorators, default values of arguments, and
 """
 
 import hashlib
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
@@ -24,15 +25,15 @@ from onepass.kernels.launch import Plan, forget
 PACKAGE = Path(onepass.__file__).resolve().parent
 COMMAND_LINE = "cli/"  # whose functions call operations, and are no part of them
 
-Hashes = dict[str, str]  # by the path of a file within the package, or "path::name" of what it defines
+Hashes = dict[str, str]  # by the path of a file within the package, or "path::name" of what it defines or measured
 
 
 def sources_of(run: Callable[[], Any]) -> Hashes:
     """Run ``run`` and return the hashes of what it ran through.
 
     These are the Python functions that were called, the kernels that were launched, with every device function that
-    they name, directly or not, the constants, classes and imports that all of these name, and the stores of shipped
-    measurements that chose the numbers of these kernels.
+    they name, directly or not, the constants, classes and imports that all of these name, and the shipped measurements
+    of these kernels, if any was used.
 
     The backward runs in the calling thread, so that it is seen too.
     """
@@ -56,11 +57,17 @@ def sources_of(run: Callable[[], Any]) -> Hashes:
     for kernel in kernels.values():
         called |= functions_of_kernel(kernel)
     names = {jitted(kernel).fn.__name__ for kernel in kernels.values()}
-    measured = [record for record in own.collect_own() if record.kernel in names]
-    stores = [path for path in own.SHIPPED.glob("*.json") if holds_any(path, measured)]
+    used = [record for record in own.collect_own() if record.kernel in names]
+    stores = {path: ConfigStore(path).records for path in own.SHIPPED.glob("*.json")} if used else {}
+    measured = {
+        f"{within_package(path)}::{record.kernel}"
+        for path, stored in stores.items()
+        for record in used
+        if record in stored
+    }
     functions = [c for c in called if c.co_name != "<module>"]  # a file that was imported
     inside = {(path, c.co_qualname) for c in functions if (path := within_package(c.co_filename))}
-    found = named_by(inside) | {path for store in stores if (path := within_package(store))}
+    found = named_by(inside) | measured
     return {key: hash_of(key) for key in sorted(found) if not key.startswith(COMMAND_LINE)}
 
 
@@ -144,24 +151,34 @@ def functions_of_kernel(kernel: Any) -> set[CodeType]:
     return {function.__code__ for function in functions}
 
 
-def holds_any(path: Path, records: list[Any]) -> bool:
-    stored = ConfigStore(path).records if records else []
-    return any(record in stored for record in records)
-
-
 def hash_of(key: str) -> str:
-    """The first digits of the sha256 of a file's code or of a definition in it; empty if there is no such thing."""
+    """The first digits of a sha256: of a file's code, of a definition in it, or of the measurements of a kernel.
+
+    Empty if there is no such thing.
+    """
     file, _, name = key.partition("::")
+    path = PACKAGE / file
+    if name and path.suffix == ".json":
+        return measurements(path.read_bytes()).get(name, "") if path.is_file() else ""
     if name:
         definition = definitions_of(file).get(name)
         return digest(definition.code.encode()) if definition else ""
-    path = PACKAGE / file
     return hash_of_file(path.read_bytes(), path.suffix == ".py") if path.is_file() else ""
 
 
 @lru_cache(maxsize=512)  # many results name the same files
 def hash_of_file(content: bytes, is_code: bool) -> str:
     return digest(code_of(content) if is_code else content)
+
+
+@lru_cache
+def measurements(content: bytes) -> Hashes:
+    """The hashes of what a file of shipped measurements says of each kernel."""
+    found: dict[str, list[str]] = {}
+    for record in json.loads(content)["records"]:
+        says = [record[field] for field in ("gpu", "source_hash", "key", "config")]
+        found.setdefault(record["kernel"], []).append(json.dumps(says, sort_keys=True))
+    return {kernel: digest("\n".join(sorted(said)).encode()) for kernel, said in found.items()}
 
 
 def digest(content: bytes) -> str:

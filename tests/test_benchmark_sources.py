@@ -129,13 +129,27 @@ def test_the_backward_and_the_device_functions_of_kernels_are_sources():
     assert {"softmax_statistics_kernel", "update"} <= names
 
 
-def test_a_shipped_measurement_is_a_source_of_what_it_chose(monkeypatch):
+def test_the_shipped_measurements_of_a_kernel_are_a_source_of_what_they_chose(package, monkeypatch):
     store = own.SHIPPED / "h100.json"
-    records = [r for r in ConfigStore(store).records if r.kernel.startswith("divergence")]
+    records = [r for r in ConfigStore(store).records if r.kernel == "divergence_kernel"]
     assert records, "this test needs the name of another kernel"
-    monkeypatch.setattr(own, "collect_own", lambda: records)
-    found = {name for name, run in RUNS.items() if "autotune/shipped/h100.json" in sources.sources_of(run)}
-    assert found == {"kl_div"}
+    with monkeypatch.context() as of_package:  # the stores are those of the package that is imported
+        of_package.setattr(sources, "PACKAGE", own.SHIPPED.parents[1])
+        of_package.setattr(own, "collect_own", lambda: records)
+        key = "autotune/shipped/h100.json::divergence_kernel"
+        assert {name for name, run in RUNS.items() if key in sources.sources_of(run)} == {"kl_div"}
+    before = {key: sources.hash_of(key)}
+    path = package / "autotune" / "shipped" / "h100.json"
+    file = json.loads(path.read_text())
+    for kernel, field, value, stale in (
+        ("divergence_kernel", "milliseconds", 1e3, []), ("softmax_statistics_kernel", "config", {"LANES": 7}, []),
+        ("divergence_kernel", "config", {"LANES": 7}, [key]), ("divergence_kernel", "kernel", "other_kernel", [key]),
+    ):  # fmt: skip
+        records = [r | ({field: value} if r["kernel"] == kernel else {}) for r in file["records"]]
+        path.write_text(json.dumps(file | {"records": records}))
+        assert sources.changed_since(before) == stale, (kernel, field)
+    path.unlink()
+    assert sources.changed_since(before) == [key]
 
 
 def test_a_result_without_hashes_is_of_an_earlier_version():

@@ -15,10 +15,6 @@ from weakref import WeakKeyDictionary
 from triton.language import constexpr
 
 Function = Callable[..., Any]
-# Versions of kernels by name; a kernel that is not listed has version 1. Records of another version are not used. Raise
-# a version when the tuned numbers change their meaning, or when the work of one program changes, so that earlier
-# measurements no longer apply; not for comments, renamed arguments or other code for the same work.
-VERSIONS: dict[str, int] = {"grouped_weight_gradient_kernel": 3}
 _hashes: "WeakKeyDictionary[Function, str]" = WeakKeyDictionary()
 
 
@@ -30,10 +26,16 @@ def jitted(kernel: Any) -> Any:
 
 
 def identity_of(kernel: Any) -> str:
-    """The ``source_hash`` of a record: the version of a kernel of onepass, `source_hash` of any other."""
+    """The ``source_hash`` of a record: the version of a kernel of onepass, `source_hash` of any other.
+
+    The versions of kernels are in the dictionary ``VERSIONS`` of their module, by name; a kernel that is not listed has
+    version 1. Records of another version are not used. Raise a version when the tuned numbers change their meaning, or
+    when the work of one program changes, so that earlier measurements no longer apply; not for comments, renamed
+    arguments or other code for the same work.
+    """
     function = jitted(kernel).fn
     if function.__module__.split(".")[0] == "onepass":
-        return f"version {VERSIONS.get(function.__name__, 1)}"
+        return f"version {function.__globals__.get('VERSIONS', {}).get(function.__name__, 1)}"
     return source_hash(kernel)
 
 

@@ -15,6 +15,8 @@ from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows, launch
 from onepass.kernels.layout import power_of_two
 
+VERSIONS = {"grouped_weight_gradient_kernel": 3}  # see `autotune.sources.identity_of`
+
 
 @triton.jit
 def next_step(
