@@ -60,9 +60,6 @@ def experts_forward(
     Raises:
         NotImplementedError: no gate, a norm after the experts, or an activation that `expert_mlp` does not have.
     """
-    if not option(self, "has_gate") or option(self, "has_post_expert_norm"):
-        what = "experts with a norm of their own" if option(self, "has_gate") else "experts without a gate"
-        raise NotImplementedError(f"experts_implementation='{NAME}': {type(self).__name__} has {what}")
     gate = gate_of(self)
     gate_up, lora_gate_up = weight_of(self, "gate_up_proj", hidden_states.dtype)
     down, lora_down = weight_of(self, "down_proj", hidden_states.dtype)
@@ -75,20 +72,20 @@ def experts_forward(
     )  # fmt: skip
 
 
-def check_supported(experts: nn.Module) -> None:
-    """Raise NotImplementedError for experts that `experts_forward` does not run; for `moe.describe`."""
-    if not hasattr(experts, "_apply_gate") or option(experts, "has_post_expert_norm"):
-        raise NotImplementedError(f"experts_implementation='{NAME}': {type(experts).__name__} has another forward")
-    gate_of(experts)
-
-
 def option(experts: nn.Module, name: str) -> bool:
     """An option of ``use_experts_implementation``; instances of earlier versions lack it and have the default."""
     return getattr(experts, name, DEFAULTS[name])
 
 
 def gate_of(experts: nn.Module) -> Gate:
-    """The activation that gives the results of the experts' own ``_apply_gate``, tried on a few numbers."""
+    """The activation that gives the results of the experts' own ``_apply_gate``, tried on a few numbers.
+
+    Raises:
+        NotImplementedError: see `experts_forward`.
+    """
+    if not option(experts, "has_gate") or option(experts, "has_post_expert_norm") or not hasattr(experts, "_apply_gate"):
+        what = "a norm after the experts" if option(experts, "has_post_expert_norm") else "no gate of gate and up"
+        raise NotImplementedError(f"experts_implementation='{NAME}': {type(experts).__name__} has {what}")
     if not torch.compiler.is_compiling():
         return candidates(experts)[place_of_gate(experts)]
     # Constants that are the same for all layers that have run before, so that they share one graph.
@@ -306,7 +303,7 @@ def register() -> None:
     names other than their own, and those before 5.23 know no exchange of tokens by its name."""
     if not unsupported(INTERFACE[0], SINCE):
         getattr(import_module(INTERFACE[0]), INTERFACE[1]).register(NAME, experts_forward)
-        CHECKS[NAME] = check_supported
+        CHECKS[NAME] = gate_of
         of_fp8 = getattr(import_module(FP8[0]), FP8[1], None)  # not in all versions
         if of_fp8 is not None:
             of_fp8.register(NAME, experts_forward)

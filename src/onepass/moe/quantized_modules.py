@@ -23,7 +23,8 @@ PATHS = {"onepass.kernels": "Triton kernels", "onepass.reference": "plain PyTorc
 class Stored(nn.Module):
     """The parametrization of a weight that `quantize_experts` has replaced by its codes: gives the whole weight.
 
-    The other tensors are buffers of bytes, which ``model.to(dtype)`` leaves alone.
+    The other tensors are buffers of bytes, which ``model.to(dtype)`` leaves alone. So is the description ``layout``,
+    which is a part of the state, since codes of another format may have as many bytes.
     """
 
     def __init__(self, weight: QuantizedWeight) -> None:
@@ -32,6 +33,11 @@ class Stored(nn.Module):
         self.dtypes = {n: t.dtype for n, t in weight.parts._asdict().items() if t is not None}
         for name in self.dtypes:
             self.register_buffer(name, getattr(weight.parts, name).reshape(-1).view(torch.uint8))
+        transposed = " transposed" if weight.format.flipped else ""
+        self.layout = f"{_format(weight.format, weight.parts)} {tuple(weight.shape)}{transposed}"
+        text = torch.tensor(list(self.layout.encode()), dtype=torch.uint8, device=weight.device)
+        self.register_buffer("layout_text", text)
+        self.register_load_state_dict_pre_hook(check_layout)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype  # a cast of the model
@@ -146,14 +152,7 @@ def set_decoding_memory(model: nn.Module, max_memory: int | None) -> int:
 def hold(experts: nn.Module, name: str, weight: QuantizedWeight) -> None:
     """Replace a parameter of experts by a quantized weight."""
     experts.register_parameter(name, nn.Parameter(weight.data, requires_grad=False))
-    stored: Any = Stored(weight)
-    stored.layout = f"{_format(weight.format, weight.parts)} {tuple(weight.shape)}"
-    stored.layout += " transposed" if weight.format.flipped else ""
-    # A part of the state, since codes of another format may have as many bytes.
-    text = torch.tensor(list(stored.layout.encode()), dtype=torch.uint8, device=weight.device)
-    stored.register_buffer("layout_text", text)
-    stored.register_load_state_dict_pre_hook(check_layout)
-    parametrize.register_parametrization(experts, name, stored, unsafe=True)
+    parametrize.register_parametrization(experts, name, Stored(weight), unsafe=True)
 
 
 def check_layout(stored: Any, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
