@@ -24,8 +24,7 @@ def train_sharded(head: str, size: Size, seed: int, windows: Tensor, processes: 
     """What the first of the processes records. Each has all of the decoder and some rows of the head's weight."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(run, (processes, folder, head, size, seed, windows.cpu(), windows.device.type), processes)
-        curve: Curve = torch.load(Path(folder, "curve"), weights_only=False)
-        return curve
+        return torch.load(Path(folder, "curve"), weights_only=False)
 
 
 def run(rank: int, ranks: int, folder: str, head: str, size: Size, seed: int, windows: Tensor, place: str) -> None:

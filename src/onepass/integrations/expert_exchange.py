@@ -148,18 +148,15 @@ def copied(t: Tensor, order: Tensor, share: int, exchange: Exchange | None) -> T
 
 def summed(rows: Tensor, places: Tensor, exchange: Exchange | None) -> Tensor:
     """The opposite: the exchange back, and the sum of the rows at the places ``(T, K)`` over K."""
-    found: Tensor = backend_of(rows).sum_rows(rows if exchange is None else exchange.back(rows), places)
-    return found
+    return backend_of(rows).sum_rows(rows if exchange is None else exchange.back(rows), places)
 
 
 def part_of_process(t: Tensor, mesh: Any) -> Tensor:
     """This process' part of what all processes of the mesh have. The gradients of all parts are gathered."""
-    own: Tensor = DTensor.from_local(t, mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(0)]).to_local()
-    return own
+    return DTensor.from_local(t, mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(0)]).to_local()
 
 
 def whole_batch(out: Tensor, tokens: int, mesh: Any) -> Tensor:
     """The results of all tokens, from the parts of the processes of the mesh."""
     width = out.shape[1]
-    found: Tensor = DTensor.from_local(out, mesh, [Shard(0)], shape=(tokens, width), stride=(width, 1)).full_tensor()  # type: ignore[arg-type]
-    return found
+    return DTensor.from_local(out, mesh, [Shard(0)], shape=(tokens, width), stride=(width, 1)).full_tensor()  # type: ignore[arg-type]

@@ -70,8 +70,7 @@ def whole_factors(wrapper: Any, adapter: str, like: Tensor) -> Factors:
     view = SimpleNamespace(**found, get_param=lambda: like, **{
         name: getattr(wrapper, name) for name in ("num_experts", "scaling", "_did_swap_in_out_features")
     })  # fmt: skip
-    factors: Factors = type(wrapper).get_delta_factors(view, adapter)
-    return factors
+    return type(wrapper).get_delta_factors(view, adapter)
 
 
 def local_factors(experts: nn.Module, name: str, weight: Tensor, base: Any, factors: Factors) -> Factors:

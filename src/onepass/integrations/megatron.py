@@ -30,8 +30,7 @@ def vocab_parallel_cross_entropy(
     """The cross-entropy of every token. The original is called with label smoothing, which it takes over each shard."""
     if label_smoothing:
         given = () if tp_group is None else (tp_group,)
-        smoothed: Tensor = original(*PLAIN)(vocab_parallel_logits, target, label_smoothing, *given)
-        return smoothed
+        return original(*PLAIN)(vocab_parallel_logits, target, label_smoothing, *given)
     return losses(vocab_parallel_logits, target, tensor_parallel_group() if tp_group is None else tp_group)
 
 
@@ -78,8 +77,7 @@ def topk_routing_with_score_function(
     known = score_function in SCORES and topk <= MAX_K and logits.shape[-1] <= MAX_EXPERTS and best <= 2
     if fused or router_replay is not None or not known:
         options = (use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias, fused)
-        found: tuple[Tensor, Tensor] = original(*ROUTER)(logits, topk, *options, router_replay)
-        return found
+        return original(*ROUTER)(logits, topk, *options, router_replay)
     softmax = score_function == "softmax"
     routing = route(
         logits, topk, score=score_function, selection_bias=None if softmax else expert_bias,  # type: ignore[arg-type]
@@ -103,8 +101,7 @@ def run_experts(
     rows, probs, config = permuted_local_hidden_states, permuted_probs, self.config
     activation = ACTIVATIONS.get(config.activation_func) if config.gated_linear_unit else None
     if activation is None or config.moe_apply_probs_on_input or self.activation_recompute:
-        found: tuple[Tensor, None] = original(*EXPERTS)(self, rows, tokens_per_expert, probs)
-        return found
+        return original(*EXPERTS)(self, rows, tokens_per_expert, probs)
     count = self.num_local_experts
     counts = tokens_per_expert.to(rows.device, torch.int64)
     experts = experts_of_rows(counts, len(rows))

@@ -25,10 +25,9 @@ def cross_entropy(
     taken = taken and isinstance(target, Tensor) and not target.is_floating_point()
     taken = taken and all(in_order(input.device_mesh, n) for n in range(input.device_mesh.ndim))
     if not taken or size_average is not None or reduce is not None:
-        found: Tensor = original(*CROSS_ENTROPY)(
+        return original(*CROSS_ENTROPY)(
             input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
-        return found
     from torch.distributed.tensor import DTensor
 
     target, weight = (t.full_tensor() if isinstance(t, DTensor) else t for t in (target, weight))
@@ -44,8 +43,7 @@ def replicated(loss: Tensor, logits: Any) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = logits.device_mesh
-    result: Tensor = DTensor.from_local(loss, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return result
+    return DTensor.from_local(loss, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def sharded_over(logits: Any, dim: int) -> bool:

@@ -34,8 +34,7 @@ def cross_entropy_loss(pred: Any, labels: Any, **options: Any) -> Tensor:
 
     logits = source_of(library, pred, labels, options.get("global_vocab_size"))
     if logits is None:
-        found: Tensor = original(*CROSS_ENTROPY)(pred, labels, **options)
-        return found
+        return original(*CROSS_ENTROPY)(pred, labels, **options)
     loss = cross_entropy(logits, labels, reduction="sum" if hasattr(library, "IGNORE_INDEX") else "mean")
     # From 0.3 on, the loss of a DTensor is a tensor.
     return loss if logits is not pred or type(pred) is Tensor or has_backends(library) else replicated(loss, pred)
@@ -71,8 +70,7 @@ def choose_experts(self: Any, x_BLD: Tensor, expert_bias_E: Tensor | None = None
     with torch.autocast(x_BLD.device.type, dtype=torch.float32):
         logits = self.gate(x_BLD)
     if self._debug_force_load_balance or hasattr(logits, "device_mesh") or library.spmd.is_type_checking():
-        found: tuple[Tensor, Tensor, Tensor] = original(*ROUTER)(self, x_BLD, expert_bias_E)
-        return found
+        return original(*ROUTER)(self, x_BLD, expert_bias_E)
     groups = {} if self.num_expert_groups is None else {
         "n_group": self.num_expert_groups, "topk_group": self.num_limited_groups
     }  # fmt: skip

@@ -83,7 +83,11 @@ def gate_of(experts: nn.Module) -> Gate:
     Raises:
         NotImplementedError: see `experts_forward`.
     """
-    if not option(experts, "has_gate") or option(experts, "has_post_expert_norm") or not hasattr(experts, "_apply_gate"):
+    if (
+        not option(experts, "has_gate")
+        or option(experts, "has_post_expert_norm")
+        or not hasattr(experts, "_apply_gate")
+    ):
         what = "a norm after the experts" if option(experts, "has_post_expert_norm") else "no gate of gate and up"
         raise NotImplementedError(f"experts_implementation='{NAME}': {type(experts).__name__} has {what}")
     if not torch.compiler.is_compiling():
@@ -129,8 +133,7 @@ def place_of_gate(experts: nn.Module) -> int:
                 f"experts_implementation='{NAME}': {type(experts).__name__}._apply_gate is none of "
                 f"{', '.join(ACTIVATIONS)} of gate and up, side by side or in turns"
             )
-    place: int = experts.__dict__[PLACE][0]
-    return place
+    return experts.__dict__[PLACE][0]
 
 
 def gate_settings(experts: nn.Module) -> tuple[Any, ...]:
@@ -294,8 +297,7 @@ def tp_plan_and_mesh(model: Any, current_key: str) -> tuple[str | None, Any]:
     """
     module = current_key.rpartition(".")[0]
     of_experts = original(*PEFT_PLAN)(model, module)[0] == "moe_tp_experts"
-    found: tuple[str | None, Any] = (None, None) if of_experts else original(*PEFT_PLAN)(model, current_key)
-    return found
+    return (None, None) if of_experts else original(*PEFT_PLAN)(model, current_key)
 
 
 def register() -> None:

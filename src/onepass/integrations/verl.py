@@ -34,10 +34,7 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Log-probs and entropy of all tokens, ``(tokens,)`` each, from hidden states and the weight of this process."""
     if reduction.lower() != "none":
-        reduced: tuple[Tensor, Tensor] = original(*HEAD)(
-            hidden, weight, labels, temperature, reduction, dist_process_group
-        )
-        return reduced
+        return original(*HEAD)(hidden, weight, labels, temperature, reduction, dist_process_group)
     logits = LinearLogits(hidden.reshape(-1, hidden.shape[-1]), weight, vocab_group=dist_process_group)
     return selective_log_softmax_and_entropy(logits, labels.reshape(-1), temperature=float(temperature))
 

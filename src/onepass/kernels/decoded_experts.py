@@ -88,8 +88,7 @@ def decoded_chunks(weight: Encoded, groups: Groups) -> Iterator[tuple[int, Tenso
         release(weight.data)
         return DecodedExperts(weight).of(weight, 0, groups)
     decoded, number = weight.decoded
-    found: Iterator[tuple[int, Tensor]] = decoded.of(weight, number, groups)
-    return found
+    return decoded.of(weight, number, groups)
 
 
 class Kept(NamedTuple):

@@ -134,8 +134,7 @@ class Head:
         """Bytes of workspace per row if this head `reads_its_product`; 0 if it is sharded, see `tile_shape`."""
         if self.settings.shard.sizes:
             return 0
-        count: int = backend_of(self.hidden).state_bytes(self.vocab, options)
-        return count
+        return backend_of(self.hidden).state_bytes(self.vocab, options)
 
     def read_product(self, hidden: Tensor, inputs: Inputs, options: Options, results: Results, states: bool) -> None:
         """Write the `softmax_statistics` of the product with ``hidden`` to ``results``, or the states of the rows."""

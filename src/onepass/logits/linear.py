@@ -294,8 +294,7 @@ class LinearLogits(TiledLogits):
     def untransformed(self) -> Tensor:
         """All logits, computed by an ordinary linear layer."""
         logits = self.untransformed_columns()
-        gathered_logits: Tensor = GatheredColumns.apply(logits, self.shard) if self.shard.sizes else logits
-        return gathered_logits
+        return GatheredColumns.apply(logits, self.shard) if self.shard.sizes else logits
 
     def untransformed_columns(self, row_mask: Tensor | None = None) -> Tensor:
         """`untransformed`, but only the columns that this process holds, and those of zeros for masked rows."""

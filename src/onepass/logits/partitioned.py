@@ -50,8 +50,7 @@ def gathered(*parameters: Tensor | None) -> AbstractContextManager[Any]:
         return nullcontext()
     from deepspeed.zero import GatheredParameters  # type: ignore[import-not-found]
 
-    gather: AbstractContextManager[Any] = GatheredParameters(partitioned)
-    return gather
+    return GatheredParameters(partitioned)
 
 
 def rows_of_dtensor(weight: Tensor, vocab_group: Any) -> int | None:

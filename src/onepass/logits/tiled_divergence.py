@@ -62,8 +62,7 @@ def tiled_divergence(
     options: PairOptions,
 ) -> Tensor:
     """The divergence of every row, ``(N,)``, differentiable with respect to the student's head."""
-    loss: Tensor = _Divergence.apply(*tensors, *teacher, *read, dtypes, settings, options)
-    return loss
+    return _Divergence.apply(*tensors, *teacher, *read, dtypes, settings, options)
 
 
 class _Divergence(torch.autograd.Function):
@@ -72,8 +71,7 @@ class _Divergence(torch.autograd.Function):
         *tensors, dtypes, settings, options = arguments
         ctx.save_for_backward(*tensors)
         ctx.rest = dtypes, settings, options
-        loss: Tensor = _forward(*parts(tensors), list(ctx.needs_input_grad[:COUNT]), *ctx.rest)
-        return loss
+        return _forward(*parts(tensors), list(ctx.needs_input_grad[:COUNT]), *ctx.rest)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

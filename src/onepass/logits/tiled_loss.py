@@ -33,8 +33,7 @@ def tiled_loss(
     inputs = row_loss.row_inputs
     refuse_forward_mode(*tensors, *inputs)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors, *inputs)):
-        loss: Tensor = _TiledLoss.apply(*tensors, row_mask, row_loss, settings, divisor, *inputs)
-        return loss
+        return _TiledLoss.apply(*tensors, row_mask, row_loss, settings, divisor, *inputs)
     losses = walk(tensors, row_mask, row_loss, settings)[0]
     return losses if divisor is None else losses.sum() / divisor()
 

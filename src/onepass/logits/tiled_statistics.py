@@ -37,8 +37,7 @@ from onepass.softmax.statistics import returned
 def tiled_statistics(tensors: HeadTensors, inputs: Inputs, settings: Settings, options: Options) -> tuple[Tensor, ...]:
     """The fields of ``options`` of N rows, differentiable. The index is ``(N,)`` or ``(N, K)``."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        fields: tuple[Tensor, ...] = _TiledStatistics.apply(*tensors, *inputs.passed(), settings, options)
-        return fields
+        return _TiledStatistics.apply(*tensors, *inputs.passed(), settings, options)
     return pick(results(tensors, inputs, True, settings, options), options)
 
 
@@ -46,11 +45,9 @@ def results(tensors: HeadTensors, inputs: Inputs, final: bool, settings: Setting
     """The `softmax_statistics` of the logits. ``final`` says that no backward follows."""
     shard = settings.shard
     if not (shard.sizes and torch.compiler.is_compiling()):
-        found: Results = _forward(tensors, inputs, final, settings, options)
-        return found
+        return _forward(tensors, inputs, final, settings, options)
     states = of_all_ranks(_states(tensors, inputs, final, settings, options), shard.group)
-    merged: Results = merge_states(states, rows_of(tensors, settings), inputs, shard, options)
-    return merged
+    return merge_states(states, rows_of(tensors, settings), inputs, shard, options)
 
 
 def field_to_derive(
@@ -209,8 +206,7 @@ def statistics_and_derivative(tile: Tile, inputs: Inputs, options: Options, fiel
     upstream = FieldGradients.of(options.fields, grads)
     fused = not (shard.sizes or options.invariant) and inputs.support is None
     if fused and backend.supports_fused_loss(logits, inputs.index, options):
-        found: Results = backend.softmax_loss(logits, inputs, upstream, options, out)
-        return found
+        return backend.softmax_loss(logits, inputs, upstream, options, out)
     found = tile.statistics(inputs, options)
     backend_of(out).softmax_gradient(logits, inputs, found[0], upstream, options, out)
     return found

@@ -58,8 +58,7 @@ class Tile:
     def states(self, inputs: Inputs, options: Options) -> Tensor:
         """The states of the first head's rows, whose vocabulary is sharded, of the columns of this process."""
         if self.buffers:
-            found: Tensor = state_of_rows(self.logits[0], inputs, options)
-            return found
+            return state_of_rows(self.logits[0], inputs, options)
         states = empty_states(self.like(), inputs, options)
         self.heads[0].read_product(self.hidden[0], inputs, options, (states, None, None), True)
         return states

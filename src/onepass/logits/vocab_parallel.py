@@ -80,8 +80,7 @@ class VocabParallelLogits(LogitsSource):
 
     def materialize(self) -> Tensor:
         """The logits of all processes, on each of them."""
-        full: Tensor = GatheredColumns.apply(self.local_logits, self.shard)
-        return full
+        return GatheredColumns.apply(self.local_logits, self.shard)
 
     def local_columns(self, shard: Shard) -> Tensor:
         return self.local_logits

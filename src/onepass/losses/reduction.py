@@ -75,8 +75,7 @@ def group_of_mean(
             "mean_group: expected no other process of vocab_group than this one, since all of them have the same rows, "
             f"got {shared_ranks(group.group_name, source.shard.group)} of its processes"
         )
-    name: str = group.group_name
-    return name
+    return group.group_name
 
 
 def shared_ranks(first: str, second: str) -> int:

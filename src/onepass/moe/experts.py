@@ -229,10 +229,7 @@ def _forward(
     tensors: ExpertTensors, experts: Tensor, groups: Groups, parts: ExpertParts, keep: bool, options: ExpertOptions
 ) -> tuple[Tensor, Tensor | None]:
     """The result and, if ``keep``, the first GEMM's output, which the gradient needs."""
-    results: tuple[Tensor, Tensor | None] = backend_of(tensors.hidden).expert_mlp(
-        parts.join(tensors, options), experts, groups, keep, options
-    )
-    return results
+    return backend_of(tensors.hidden).expert_mlp(parts.join(tensors, options), experts, groups, keep, options)
 
 
 @operation("onepass::expert_mlp_gradient", _like_gradient, _flops)
@@ -240,7 +237,6 @@ def _gradient(
     grad: Tensor, h: Tensor | None, tensors: ExpertTensors, experts: Tensor, groups: Groups, parts: ExpertParts,
     needed: list[bool], options: ExpertOptions,
 ) -> ExpertGradients:  # fmt: skip
-    results: ExpertGradients = backend_of(tensors.hidden).expert_mlp_gradient(
+    return backend_of(tensors.hidden).expert_mlp_gradient(
         grad, h, parts.join(tensors, options), experts, groups, needed, options
     )
-    return results

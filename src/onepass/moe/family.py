@@ -134,8 +134,7 @@ def _constant(value: Any) -> Any:
 def selection_bias_of(parts: Parts, d: RouterDescription) -> Tensor | None:
     """The selection bias of a router, as it or its block has it; None if there is none."""
     if d.selection_bias:
-        bias: Tensor = at(parts.router, d.selection_bias)
-        return bias
+        return at(parts.router, d.selection_bias)
     if d.given_bias is None:
         return None
     for module in (parts.block, parts.router):

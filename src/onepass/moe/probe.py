@@ -73,8 +73,7 @@ def plain(held: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 def module_of(number: int) -> nn.Module:
     """The module with this ``id``, which exists: torch is tracing a call of it."""
-    module: nn.Module = ctypes.cast(number, ctypes.py_object).value
-    return module
+    return ctypes.cast(number, ctypes.py_object).value
 
 
 def guard_settings(module: nn.Module) -> None:

@@ -130,8 +130,7 @@ class QuantizedWeight(Encoded):
             stored = experts.parametrizations[name]
             kind = stored[0]
             if hasattr(kind, "quantized_weight"):
-                found: QuantizedWeight = kind.quantized_weight(stored.original, name)
-                return found
+                return kind.quantized_weight(stored.original, name)
             state = getattr(kind, "quant_state", getattr(kind, "row_stats", None))
             if state is not None:
                 return cls.from_bitsandbytes(stored.original, state, name=name)

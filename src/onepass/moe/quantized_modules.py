@@ -16,7 +16,7 @@ from onepass.moe.quantized import QuantizedWeight
 WEIGHTS = "gate_up_proj", "down_proj"
 LIMIT = "_onepass_max_memory"  # the attribute of experts that `set_decoding_memory` sets
 # By the name of an experts_implementation: raises NotImplementedError for experts that it does not run.
-CHECKS: dict[str, Callable[[nn.Module], None]] = {}
+CHECKS: dict[str, Callable[[nn.Module], object]] = {}
 PATHS = {"onepass.kernels": "Triton kernels", "onepass.reference": "plain PyTorch"}
 
 

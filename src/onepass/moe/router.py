@@ -286,8 +286,7 @@ def _forward(
     logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, given: Tensor | None,
     options: RouterOptions,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    results: RoutingResults = backend_of(logits).route(logits, selection_bias, token_mask, given, options)
-    return results
+    return backend_of(logits).route(logits, selection_bias, token_mask, given, options)
 
 
 def _like_gradient(logits: Tensor, **_: Any) -> Tensor:
@@ -299,5 +298,4 @@ def _gradient(
     logits: Tensor, experts: Tensor, token_mask: Tensor | None, given: Tensor | None, grads: RoutingGradients,
     options: RouterOptions,
 ) -> Tensor:  # fmt: skip
-    out: Tensor = backend_of(logits).route_gradient(logits, experts, token_mask, given, grads, options)
-    return out
+    return backend_of(logits).route_gradient(logits, experts, token_mask, given, grads, options)

@@ -97,8 +97,7 @@ def scattered_linear(
     weights = weights if weights is None or x.dtype == torch.float64 else weights.float()
     data, parts, format = apart(weight, "weight", max_memory)
     options = ScatterOptions(transposed, grouped_in, grouped_out, K, format)
-    out: Tensor = _Scattered.apply(x.contiguous(), data, bias, weights, experts, options, *groups, *parts)
-    return out
+    return _Scattered.apply(x.contiguous(), data, bias, weights, experts, options, *groups, *parts)
 
 
 class ParallelExperts(nn.Module):
@@ -202,8 +201,7 @@ def _forward(
     tensors: ScatterTensors, experts: Tensor, groups: Groups, parts: WeightParts, options: ScatterOptions
 ) -> tuple[Tensor, Tensor | None]:
     tensors = tensors._replace(weight=joined(tensors.weight, parts, options.format, tensors.x))
-    results: tuple[Tensor, Tensor | None] = backend_of(tensors.x).scattered_linear(tensors, experts, groups, options)
-    return results
+    return backend_of(tensors.x).scattered_linear(tensors, experts, groups, options)
 
 
 @operation("onepass::scattered_linear_gradient", _like_gradient, _flops)
@@ -212,7 +210,4 @@ def _gradient(
     needed: list[bool], options: ScatterOptions,
 ) -> ScatterGradients:  # fmt: skip
     tensors = tensors._replace(weight=joined(tensors.weight, parts, options.format, tensors.x))
-    results: ScatterGradients = backend_of(tensors.x).scattered_linear_gradient(
-        grad, y, tensors, experts, groups, needed, options
-    )
-    return results
+    return backend_of(tensors.x).scattered_linear_gradient(grad, y, tensors, experts, groups, needed, options)

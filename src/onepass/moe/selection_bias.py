@@ -74,8 +74,7 @@ def own_part(whole: Tensor, like: Any) -> Tensor:
 
     mesh = like.device_mesh
     replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    found: Tensor = replicated.redistribute(placements=like.placements)
-    return found
+    return replicated.redistribute(placements=like.placements)
 
 
 class ExpertCounts(Follower):

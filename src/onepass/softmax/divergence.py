@@ -29,8 +29,7 @@ def divergence_of(
     """
     student, teacher = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (student, teacher))
     if torch.is_grad_enabled() and (student.requires_grad or teacher.requires_grad):
-        loss: Tensor = _Divergence.apply(student, teacher, *read, shard, options)
-        return loss
+        return _Divergence.apply(student, teacher, *read, shard, options)
     return pair_numbers(student, teacher, read, shard, options)[DIVERGENCE]
 
 
@@ -40,8 +39,7 @@ def pair_numbers(student: Tensor, teacher: Tensor, read: PairRows, shard: Shard,
     The ranks exchange 5 numbers per row once or, for ``"jsd"``, 4 numbers and then 3.
     """
     if not shard.sizes:
-        packed: Tensor = _forward(student, teacher, read, options)
-        return packed
+        return _forward(student, teacher, read, options)
     columns, options = slice(options.columns), options._replace(columns=None)
     student, teacher = student[..., columns], teacher[..., columns]
     if options.direction != "jsd":
@@ -68,15 +66,13 @@ def _like_states(student: Tensor, teacher: Tensor, **_: Any) -> Tensor:
 def _states(student: Tensor, teacher: Tensor, read: PairRows, options: PairOptions) -> Tensor:
     """The state of every row of this rank's columns, ``(len(PAIR_STATE), rows)``."""
     backend = backend_of(student, teacher) if student.shape[-1] else reference
-    states: Tensor = backend.divergence_states(student, teacher, read, options)
-    return states
+    return backend.divergence_states(student, teacher, read, options)
 
 
 @operation("onepass::merge_divergences", lambda student, teacher, **_: empty_pair_numbers(student, teacher))
 def _merged(states: Tensor, student: Tensor, teacher: Tensor, read: PairRows, options: PairOptions) -> Tensor:
     """`PAIR_NUMBERS` of every row, from the states of all ranks."""
-    packed: Tensor = backend_of(student, teacher).merge_divergences(states, student, teacher, read, options)
-    return packed
+    return backend_of(student, teacher).merge_divergences(states, student, teacher, read, options)
 
 
 @operation("onepass::divergence_means", lambda student, teacher, **_: empty_pair_numbers(student, teacher)[:3])
@@ -121,8 +117,7 @@ class _Divergence(torch.autograd.Function):
 def _forward(student: Tensor, teacher: Tensor, read: PairRows, options: PairOptions) -> Tensor:
     columns = slice(options.columns)
     pair = student[..., columns], teacher[..., columns]
-    packed: Tensor = backend_of(student, teacher).divergence(*pair, read, options)
-    return packed
+    return backend_of(student, teacher).divergence(*pair, read, options)
 
 
 def _like_gradient(student: Tensor, teacher: Tensor, needed: list[bool], **_: Any) -> list[Tensor | None]:

@@ -46,8 +46,7 @@ def average_of_few_rows(logits: Any, index: Any, average: Average, options: Opti
         _known[key] = launches
     if launches is None:
         return None
-    total: Tensor = _Average.apply(logits, index, launches, options)
-    return total
+    return _Average.apply(logits, index, launches, options)
 
 
 def are_valid(logits: Tensor, index: Tensor) -> bool:

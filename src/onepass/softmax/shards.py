@@ -42,8 +42,7 @@ def statistics_of_shards(
     if logits.stride(-1) != 1 and logits.shape[-1] > 1:
         logits = logits.contiguous()
     if torch.is_grad_enabled() and logits.requires_grad:
-        fields: tuple[Tensor, ...] = _ShardStatistics.apply(logits, *inputs.passed(), average, shard, options, early)
-        return fields
+        return _ShardStatistics.apply(logits, *inputs.passed(), average, shard, options, early)
     results = merged(leading_columns(logits, shard.size), inputs, shard, options)
     return averaged(pick(results, options), inputs, average)[0]
 
@@ -57,8 +56,7 @@ def results_of(logits: Tensor, inputs: Inputs, shard: Shard, options: Options) -
     """The results of `softmax_statistics`, those of all ranks if the vocabulary is sharded."""
     if shard.sizes:
         return merged(logits, inputs, shard, options)
-    results: Results = backend_of(logits).softmax_statistics(logits, inputs, options)
-    return results
+    return backend_of(logits).softmax_statistics(logits, inputs, options)
 
 
 def merged(logits: Tensor, inputs: Inputs, shard: Shard, options: Options) -> Results:
@@ -69,8 +67,7 @@ def merged(logits: Tensor, inputs: Inputs, shard: Shard, options: Options) -> Re
 def merged_states(states: Tensor, logits: Tensor, inputs: Inputs, shard: Shard, options: Options) -> Results:
     """`merged`, from the states of this rank. Only shape and dtype of ``logits`` are used."""
     of_all = of_all_ranks(states, shard.group)
-    results: Results = merge_states(of_all, logits, inputs, shard, options)
-    return results
+    return merge_states(of_all, logits, inputs, shard, options)
 
 
 def empty_states(logits: Tensor, inputs: Inputs, options: Options) -> Tensor:
@@ -84,8 +81,7 @@ def empty_states(logits: Tensor, inputs: Inputs, options: Options) -> Tensor:
 def state_of_rows(logits: Tensor, inputs: Inputs, options: Options) -> Tensor:
     """The state of every row of this rank's columns, ``(numbers, rows)``; see `state_fields`."""
     backend = backend_of(logits) if logits.shape[-1] else reference
-    states: Tensor = backend.shard_statistics(logits, inputs, options)
-    return states
+    return backend.shard_statistics(logits, inputs, options)
 
 
 def _like_results(states: Tensor, logits: Tensor, inputs: Inputs, shard: Shard, options: Options) -> Results:
@@ -99,8 +95,7 @@ def merge_states(
     """The results of `softmax_statistics` from the states of all ranks. Only shape and dtype of ``logits`` are used."""
     if not isinstance(shard.sizes, tuple):  # a list, from an operation that is registered with torch
         shard = shard._replace(sizes=tuple(shard.sizes))
-    results: Results = backend_of(logits).merge_shards(states, logits, inputs, shard, options)
-    return results
+    return backend_of(logits).merge_shards(states, logits, inputs, shard, options)
 
 
 class _ShardStatistics(torch.autograd.Function):
@@ -116,8 +111,7 @@ class _ShardStatistics(torch.autograd.Function):
         early = early and backend_of(logits).supports_early_gradient(logits, inputs)
 
         def gradient(upstream: FieldGradients) -> Tensor:
-            found: Tensor = gradient_of(logits, inputs, results[0], upstream, shard.size, options)
-            return found
+            return gradient_of(logits, inputs, results[0], upstream, shard.size, options)
 
         fields, row_weight, grad = average_and_gradient(
             pick(results, options), logits, inputs, average, gradient if early else None

@@ -137,8 +137,7 @@ class _SelectedLogits(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, index: Tensor, transform: Transform) -> Tensor:
         ctx.save_for_backward(logits, index)
         ctx.transform = transform
-        selected: Tensor = _selected_logits(logits, index, transform)
-        return selected
+        return _selected_logits(logits, index, transform)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -154,8 +153,7 @@ def _like_index(logits: Tensor, index: Tensor, **_: Any) -> Tensor:
 
 @operation("onepass::selected_logits", _like_index)
 def _selected_logits(logits: Tensor, index: Tensor, transform: Transform) -> Tensor:
-    selected: Tensor = backend_of(logits).selected_logits(logits, index, transform)
-    return selected
+    return backend_of(logits).selected_logits(logits, index, transform)
 
 
 def _like_logits(logits: Tensor, **_: Any) -> Tensor:
@@ -164,8 +162,7 @@ def _like_logits(logits: Tensor, **_: Any) -> Tensor:
 
 @operation("onepass::selected_logits_gradient", _like_logits)
 def _selected_gradient(logits: Tensor, index: Tensor, grad: Tensor, transform: Transform) -> Tensor:
-    found: Tensor = backend_of(logits).selected_logits_gradient(logits, index, grad, transform)
-    return found
+    return backend_of(logits).selected_logits_gradient(logits, index, grad, transform)
 
 
 def check_inplace(logits: Tensor) -> None:
@@ -206,10 +203,7 @@ def check_range(logits: Any, inputs: Inputs, name: str = "index", masked: int = 
 
 def row_weight_of(logits: Tensor, inputs: Inputs, average: Average) -> Tensor:
     """``(3,)``, see `FieldGradients`: the upstream gradient of the last average predicts that of this one."""
-    row_weight: Tensor = backend_of(logits).compute_row_weight(
-        logits, inputs.row_mask, average, last_row_weight(logits)
-    )
-    return row_weight
+    return backend_of(logits).compute_row_weight(logits, inputs.row_mask, average, last_row_weight(logits))
 
 
 def last_row_weight(logits: Tensor) -> Tensor | None:
@@ -305,8 +299,7 @@ class _Statistics(torch.autograd.Function):
             early = early and backend.supports_early_gradient(logits, inputs)  # else the GPU waits for the CPU
 
             def gradient(upstream: FieldGradients) -> Tensor:
-                found: Tensor = _gradient(logits, inputs, results[0], upstream, options)
-                return found
+                return _gradient(logits, inputs, results[0], upstream, options)
 
             fields, row_weight, grad = average_and_gradient(
                 pick(results, options), logits, inputs, average, gradient if early else None
@@ -347,8 +340,7 @@ def _like_forward(logits: Tensor, inputs: Inputs, options: Options) -> Results:
 @operation("onepass::softmax_statistics", _like_forward)
 def _forward(logits: Tensor, inputs: Inputs, options: Options) -> tuple[Tensor, Tensor | None, Tensor | None]:
     check_range(logits, inputs, masked=options.masked)
-    results: Results = backend_of(logits).softmax_statistics(logits, inputs, options)
-    return results
+    return backend_of(logits).softmax_statistics(logits, inputs, options)
 
 
 @operation("onepass::softmax_gradient", lambda logits, **_: empty_gradient(logits))

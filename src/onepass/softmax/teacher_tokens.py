@@ -36,7 +36,4 @@ def teacher_tokens(
         ``(..., K)`` each: the ids, 0 for tokens without a term; whether a token has a term; the log-probs, -inf for
         masked tokens, in float32 (float64 for float64), or None if that is what was passed; the probabilities, or None.
     """
-    found: tuple[Tensor, Tensor, Tensor | None, Tensor | None] = backend_of(log_probs).teacher_tokens(
-        log_probs, ids, row_mask, teacher_mask, with_probs
-    )
-    return found
+    return backend_of(log_probs).teacher_tokens(log_probs, ids, row_mask, teacher_mask, with_probs)
