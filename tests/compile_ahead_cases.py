@@ -249,7 +249,7 @@ def launch_experts(options: ExpertOptions, trained: tuple[str, ...], empty: Any)
     # The second GEMM with one expert a token, for as many rows as other processes send.
     groups = kernels.sort_by_expert(empty(tokens * K, 1, dtype=torch.int64), E)
     given = dict(
-        low=empty(tokens * K, 16), lora=loras[3], bias=biases[1], weights=empty(tokens * K, dtype=torch.float32)
+        adapter=(empty(tokens * K, 16), loras[3]), bias=biases[1], weights=empty(tokens * K, dtype=torch.float32)
     )
     down = down.mT if options.transposed else down
     clear_dropped(grouped_gemm(empty(tokens * K, width), down, groups, scatter=True, **given), groups)
@@ -267,10 +267,10 @@ def launch_experts(options: ExpertOptions, trained: tuple[str, ...], empty: Any)
         weight = encoded(empty, name, (E, 2 * width, H))[-1]
         low = empty(tokens * K, 16)
         if flipped:
-            given = dict(scatter=True, low=low, lora=empty(E, H, 16))
+            given = dict(scatter=True, adapter=(low, empty(E, H, 16)))
             grouped_gemm(empty(tokens * K, 2 * width), weight.mT, groups, options, **given)
         else:
-            given = dict(share=K, glu=True, low=low, lora=empty(E, 2 * width, 16), bias=biases[0])
+            given = dict(share=K, glu=True, adapter=(low, empty(E, 2 * width, 16)), bias=biases[0])
             grouped_gemm(empty(tokens, H), weight, groups, options, **given)
 
 

@@ -42,14 +42,18 @@ def test_experts_as_with_decoded_weights(device, monkeypatch, format):
 def test_a_tile_that_is_decoded_fits_into_shared_memory():
     """The interpreter has as much of it as the smallest card, and rows of float32 take twice as much."""
     pytest.importorskip("triton")
-    plan = import_module("onepass.kernels.grouped_gemm").decoding_plan
-    of, rest = quantize(randn(2, 128, 64), "nf4").format, (64, (1, 1, 1), 4, torch.device("cpu"))
+    kernels = import_module("onepass.kernels.grouped_gemm")
+    of = quantize(randn(2, 128, 64), "nf4").format
+    product = kernels.Product(
+        assignments=0, tiles=4, E=2, N=64, K=64, R=3, share=1, scatter=False, glu=False, scale=1.0,
+        options=ExpertOptions(), x_row=64, lora_strides=(1, 1, 1), element=4, device=torch.device("cpu"),
+    )  # fmt: skip
     for rows in (16, 32, 64, 128):
         for glu in (False, True):
-            found = plan((2 * rows, 4, 2, 64, 64, 3, 1), (glu, False, 1.0), ExpertOptions(), *rest, of)
+            found = kernels.decoding_plan(product._replace(assignments=2 * rows, glu=glu), of)
             assert found.constexprs["STAGES"] >= 1 and found.constexprs["BLOCK_M"] == rows
         with pytest.raises(ValueError, match="shared memory, got 4096"):
-            plan((2 * rows, 4, 2, 64, 64, 4096, 1), (False, False, 1.0), ExpertOptions(), *rest, of)
+            kernels.decoding_plan(product._replace(assignments=2 * rows, R=4096), of)
 
 
 def test_float64_experts():

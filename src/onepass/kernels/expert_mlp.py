@@ -22,18 +22,15 @@ def expert_mlp(
     decoded = DecodedExperts(t.gate_up, t.down)
     w1, w2 = (w.mT if o.transposed else w for w in (t.gate_up, t.down))
     h = t.hidden.new_empty((experts.numel(), w1.shape[1])) if keep else None
-    low1 = low2 = None  # (T·K, R): the rows between A and B of a LoRA adapter
-    if t.gate_up_lora_a is not None:
+    adapter1 = adapter2 = None  # the rows (T·K, R) between A and B of a LoRA adapter, and B
+    if t.gate_up_lora_a is not None and t.gate_up_lora_b is not None:
         low1 = grouped_gemm(t.hidden, t.gate_up_lora_a, groups, share=K, scale=o.gate_up_scaling)
-    activated = grouped_gemm(
-        t.hidden, w1, groups, o, share=K, glu=True, low=low1, lora=t.gate_up_lora_b, bias=t.gate_up_bias, h=h
-    )
-    if t.down_lora_a is not None:
-        low2 = grouped_gemm(activated, t.down_lora_a, groups, scale=o.down_scaling)
+        adapter1 = low1, t.gate_up_lora_b
+    activated = grouped_gemm(t.hidden, w1, groups, o, share=K, glu=True, adapter=adapter1, bias=t.gate_up_bias, h=h)
+    if t.down_lora_a is not None and t.down_lora_b is not None:
+        adapter2 = grouped_gemm(activated, t.down_lora_a, groups, scale=o.down_scaling), t.down_lora_b
     weights = t.weights if K == 1 else None
-    y = grouped_gemm(
-        activated, w2, groups, scatter=True, low=low2, lora=t.down_lora_b, bias=t.down_bias, weights=weights
-    )
+    y = grouped_gemm(activated, w2, groups, scatter=True, adapter=adapter2, bias=t.down_bias, weights=weights)
     if h is not None:
         keep_for(h, decoded)
     return clear_dropped(y, groups) if K == 1 else combine(y, t.weights, experts, len(w1), t.hidden), h
@@ -53,13 +50,11 @@ def expert_mlp_gradient(
     need = dict(zip(EXPERT_TENSORS, needed))
     found: dict[str, Tensor | None] = dict.fromkeys(EXPERT_TENSORS)
 
-    def transposed(lora: Tensor | None) -> Tensor | None:
-        return None if lora is None else lora.mT
-
-    up2 = None
-    if t.down_lora_b is not None:
+    adapter1 = adapter2 = up1 = up2 = None
+    if t.down_lora_a is not None and t.down_lora_b is not None:
         up2 = grouped_gemm(grad, t.down_lora_b.mT, groups, share=K, scale=o.down_scaling)
-    of_activated = grouped_gemm(grad, w2.mT, groups, share=K, low=up2, lora=transposed(t.down_lora_a))
+        adapter2 = up2, t.down_lora_a.mT
+    of_activated = grouped_gemm(grad, w2.mT, groups, share=K, adapter=adapter2)
     keep = need["down"] or need["down_lora_a"] or need["down_lora_b"]
     dh, of_weights = glu_gradient(of_activated, h, t.weights, groups, o, keep)  # type: ignore[arg-type]
     if need["weights"]:
@@ -77,11 +72,11 @@ def expert_mlp_gradient(
         low2 = grouped_gemm(weighted, t.down_lora_a, groups, scale=o.down_scaling)  # type: ignore[arg-type]
         found["down_lora_b"] = weight_gradient(grad, low2, t.down_lora_b, groups, share_a=K)  # type: ignore[arg-type]
     del of_activated, weighted  # before more memory is allocated
-    up1 = None
-    if t.gate_up_lora_b is not None:
+    if t.gate_up_lora_a is not None and t.gate_up_lora_b is not None:
         up1 = grouped_gemm(dh, t.gate_up_lora_b.mT, groups, scale=o.gate_up_scaling)
+        adapter1 = up1, t.gate_up_lora_a.mT
     if need["hidden"]:
-        of_rows = grouped_gemm(dh, w1.mT, groups, scatter=True, low=up1, lora=transposed(t.gate_up_lora_a))
+        of_rows = grouped_gemm(dh, w1.mT, groups, scatter=True, adapter=adapter1)
         found["hidden"] = (
             clear_dropped(of_rows, groups) if K == 1 else combine(of_rows, None, experts, len(w1), t.hidden)
         )

@@ -30,6 +30,7 @@ from onepass.kernels.row_gemm import place_of
 from onepass.kernels.token_sort import rows_of_tile
 
 Strides = tuple[int, ...]
+Adapter = tuple[Tensor, Tensor]
 PLAIN = ExpertOptions()
 # Most rows of a tile, for which the loop decodes: columns and K of a tile, stages, warps, programs per multiprocessor.
 # Measured on an H100, as is that beyond these rows an expert a decoded copy is faster.
@@ -44,6 +45,35 @@ class WeightStrides(NamedTuple):
     E: int
     N: int
     K: int
+
+
+class Product(NamedTuple):
+    """What a grouped GEMM computes, and from what, besides its weight: a part of the key of its launch.
+
+    Attributes:
+        assignments, tiles: rows of the result, and tiles that `Groups` has room for.
+        E, N, K: experts, columns of the result and of ``x``.
+        R: the rank of the adapter; 0 without one.
+        share, scatter, glu, scale, options: as in `grouped_gemm`.
+        x_row: the stride of the rows of ``x``.
+        element: bytes of an element.
+    """
+
+    assignments: int
+    tiles: int
+    E: int
+    N: int
+    K: int
+    R: int
+    share: int
+    scatter: bool
+    glu: bool
+    scale: float
+    options: ExpertOptions
+    x_row: int
+    lora_strides: Strides
+    element: int
+    device: torch.device
 
 
 @triton.jit
@@ -203,15 +233,14 @@ def grouped_gemm(
     share: int = 0,
     scatter: bool = False,
     glu: bool = False,
-    low: Tensor | None = None,
-    lora: Tensor | None = None,
+    adapter: Adapter | None = None,
     scale: float = 1.0,
     bias: Tensor | None = None,
     weights: Tensor | None = None,
     h: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Launch `grouped_gemm_kernel`, and return ``out``. ``w`` and ``lora`` may have any strides.
+    """Launch `grouped_gemm_kernel`, and return ``out``. ``w`` and the weights of an adapter may have any strides.
 
     A quantized ``w`` is decoded by the kernel itself, or beforehand for many rows: a chunk of experts at a time, for
     each of which the kernel is launched.
@@ -220,7 +249,7 @@ def grouped_gemm(
         share: how many consecutive assignments have the same row of ``x``; 0 if the rows are sorted by expert.
         scatter: whether ``out`` is in the order of the assignments instead of sorted by expert.
         glu: whether the columns of ``w`` are gate and up, to which the activation of ``options`` is applied.
-        low, lora: the rows ``(assignments, R)`` and weights ``(E, N, R)`` of a LoRA adapter.
+        adapter: the rows ``(assignments, R)`` and weights ``(E, N, R)`` of a LoRA adapter.
         weights: what the row of each assignment is multiplied by, float32, in the order of the assignments.
         h: is overwritten with the rows before the activation.
     """
@@ -230,20 +259,22 @@ def grouped_gemm(
     out = x.new_empty((assignments, N)) if out is None else out
     if not assignments:
         return out
-    sizes = assignments, len(groups.tile_row), E, N, K, 0 if lora is None else lora.shape[2], share
     halves = 2 if glu and not options.interleaved else 1
-    about = sizes, (glu, scatter, scale), options, x.stride(0), () if lora is None else lora.stride(), x.element_size()
+    low, lora = adapter or (None, None)
+    rank, lora_strides = (0, ()) if lora is None else (lora.shape[2], lora.stride())
+    product = Product(
+        assignments, len(groups.tile_row), E, N, K, rank, share, scatter, glu, scale, options, x.stride(0),
+        lora_strides, x.element_size(), x.device,
+    )  # fmt: skip
     others = low, lora, bias, weights, h, out, *groups
     if not isinstance(w, Tensor) and is_decoded_in_loop(w.format, assignments, halves):
-        of_format = w.format._replace(max_memory=0)
-        codes = codes_of(w.format.name, w.device)
-        launch(decoding_plan, (*about, x.device, of_format), (x, w.data, *others, *w.parts, codes))
+        about = product, w.format._replace(max_memory=0)
+        launch(decoding_plan, about, (x, w.data, *others, *w.parts, codes_of(w.format.name, w.device)))
         return out
     for first, part in [(0, w)] if isinstance(w, Tensor) else decoded_chunks(w, groups):
         # A tile has two ranges of columns, gate and up. One load by a descriptor covers both only if K is contiguous.
         tma = layout.tma_dimension(part, 2, 1, only_k=halves == 2)
-        of_part = part.stride(), tma, (first, len(part))
-        launch(gemm_plan, (*about, x.device, *of_part), (x, part, *others, *(None,) * 5))
+        launch(gemm_plan, (product, part.stride(), tma, (first, len(part))), (x, part, *others, *(None,) * 5))
     return out
 
 
@@ -253,34 +284,23 @@ def is_decoded_in_loop(f: WeightFormat, assignments: int, halves: int) -> bool:
     return assignments <= max(DECODING) * f.experts and f.columns > 0 and segment == SEGMENT
 
 
-def gemm_plan(
-    sizes: tuple[int, ...],
-    how: tuple[bool, bool, float],
-    o: ExpertOptions,
-    x_row: int,
-    lora_strides: Strides,
-    element: int,
-    device: torch.device,
-    w_strides: Strides,
-    tma: str,
-    chunk: tuple[int, int],
-) -> Plan:
+def gemm_plan(p: Product, w_strides: Strides, tma: str, chunk: tuple[int, int]) -> Plan:
     """The launch of `grouped_gemm_kernel`, for a chunk of experts: the first, and how many the weight has.
 
     Raises:
         ValueError: the LoRA rank does not fit into shared memory.
     """
-    assignments, tiles, E, N, K, R, _ = sizes
-    glu, _, scale = how
-    same = same_constexprs(sizes, how, o, x_row, lora_strides)
+    E, N, K, element = p.E, p.N, p.K, p.element
+    same = same_constexprs(p)
     block_m, block_k, block_r = same["BLOCK_M"], max(16, min(power_of_two(K), 128 // element)), same["BLOCK_R"]
-    products = 2 if glu else 1
-    block_n, of_stage, most = tile_that_fits(N, products, (block_m, block_k, block_r if R else 0), element, bool(tma))
+    products = 2 if p.glu else 1
+    blocks = block_m, block_k, block_r if p.R else 0
+    block_n, of_stage, most = tile_that_fits(N, products, blocks, element, bool(tma))
     if most < 1:
-        raise ValueError(RANK.format(layout.shared_memory(), R))
-    tiles_of_expert = power_of_two(assignments // (E * block_m))
+        raise ValueError(RANK.format(layout.shared_memory(), p.R))
+    tiles_of_expert = power_of_two(p.assignments // (E * block_m))
     rule = dict(STAGES=min(2 + products, most), GROUP=min(16, tiles_of_expert))
-    key = {"rows": assignments, "experts": E, "columns": N, "inner": K, "read": "glu" if glu else "plain"}
+    key = {"rows": p.assignments, "experts": E, "columns": N, "inner": K, "read": "glu" if p.glu else "plain"}
     numbers = choose(grouped_gemm_kernel, key | layout.elements(element), rule)
     stages = min(numbers["STAGES"], most)
     constexprs = same | dict(
@@ -288,36 +308,26 @@ def gemm_plan(
         BLOCK_K=block_k, STAGES=stages, TMA=tma, CODE=None,
     )  # fmt: skip
     at_once = max(1, min(4, layout.shared_memory() // (of_stage * stages)))
-    programs = min(tiles * -(-N // block_n), at_once * layout.multiprocessors(device))
+    programs = min(p.tiles * -(-N // block_n), at_once * layout.multiprocessors(p.device))
     warps = 8 if block_m * block_n * products * element >= 128 * 128 * 2 else 4
-    given = tiles, numbers["GROUP"], *chunk, scale, o.alpha, o.limit
+    given = p.tiles, numbers["GROUP"], *chunk, p.scale, p.options.alpha, p.options.limit
     return Plan(grouped_gemm_kernel, programs, given, constexprs, warps)
 
 
-def decoding_plan(
-    sizes: tuple[int, ...],
-    how: tuple[bool, bool, float],
-    o: ExpertOptions,
-    x_row: int,
-    lora_strides: Strides,
-    element: int,
-    device: torch.device,
-    f: WeightFormat,
-) -> Plan:
+def decoding_plan(p: Product, f: WeightFormat) -> Plan:
     """The launch of `grouped_gemm_kernel` with a quantized weight that it decodes.
 
     Raises:
         ValueError: the LoRA rank does not fit into shared memory.
     """
-    _, tiles, E, N, K, R, _ = sizes
-    products = 2 if how[0] else 1
-    halves = 1 if o.interleaved else products
-    same = same_constexprs(sizes, how, o, x_row, lora_strides)
-    block_m, of_rank = same["BLOCK_M"], same["BLOCK_R"] * element if R else 0
+    element, products = p.element, 2 if p.glu else 1
+    halves = 1 if p.options.interleaved else products
+    same = same_constexprs(p)
+    block_m, of_rank = same["BLOCK_M"], same["BLOCK_R"] * element if p.R else 0
     width, block_k, stages, warps, at_once = DECODING[block_m]
-    block_k = max(16, min(power_of_two(K), 2 * block_k // element))
+    block_k = max(16, min(power_of_two(p.K), 2 * block_k // element))
     widest = 256 if layout.compute_capability() == 90 else 128  # limited by registers
-    width = max(16 * products, min(products * power_of_two(N), 2 * width // element, widest))
+    width = max(16 * products, min(products * power_of_two(p.N), 2 * width // element, widest))
 
     def needed() -> int:
         """Bytes of shared memory: rows and codes of each stage, the decoded tile, and an adapter."""
@@ -330,26 +340,25 @@ def decoding_plan(
         else:
             stages -= 1
     if needed() > layout.shared_memory():
-        raise ValueError(RANK.format(layout.shared_memory(), R))
+        raise ValueError(RANK.format(layout.shared_memory(), p.R))
     most = gcd(MOST_OF_SEGMENT, width // halves, f.columns // halves) if f.flipped else min(MOST_OF_SEGMENT, block_k)
     constexprs = same | dict(
         BLOCK_E=0, W_STRIDES=None, BLOCK_N=width // products, BLOCK_K=block_k, STAGES=stages, TMA="",
         CODE=code_of(f, most, f.flipped),
     )  # fmt: skip
-    programs = min(tiles * -(-N * products // width), at_once * layout.multiprocessors(device))
-    given = tiles, 1, 0, E, how[2], o.alpha, o.limit
+    programs = min(p.tiles * -(-p.N * products // width), at_once * layout.multiprocessors(p.device))
+    given = p.tiles, 1, 0, p.E, p.scale, p.options.alpha, p.options.limit
     return Plan(grouped_gemm_kernel, programs, given, constexprs, warps)
 
 
-def same_constexprs(
-    sizes: tuple[int, ...], how: tuple[bool, bool, float], o: ExpertOptions, x_row: int, lora_strides: Strides
-) -> dict[str, Any]:
+def same_constexprs(p: Product) -> dict[str, Any]:
     """The constants of `grouped_gemm_kernel` that do not depend on how the weight is read."""
-    assignments, _, E, N, K, R, share = sizes
+    o = p.options
     return dict(
-        E=E, N=N, K=K, R=R, ACTIVATION=o.activation if how[0] else "", INTERLEAVED=o.interleaved, SHARE=share,
-        SCATTER=how[1], X_ROW=x_row, LORA_STRIDES=WeightStrides(*lora_strides) if lora_strides else None,
-        BLOCK_M=rows_of_tile(assignments, E), BLOCK_R=max(16, power_of_two(R)), PRECISION=layout.precision(),
+        E=p.E, N=p.N, K=p.K, R=p.R, ACTIVATION=o.activation if p.glu else "", INTERLEAVED=o.interleaved,
+        SHARE=p.share, SCATTER=p.scatter, X_ROW=p.x_row,
+        LORA_STRIDES=WeightStrides(*p.lora_strides) if p.lora_strides else None,
+        BLOCK_M=rows_of_tile(p.assignments, p.E), BLOCK_R=max(16, power_of_two(p.R)), PRECISION=layout.precision(),
     )  # fmt: skip
 
 
