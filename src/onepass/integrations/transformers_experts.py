@@ -33,7 +33,9 @@ PEFT_MERGE = "peft.tuners.lora.layer", "ParamWrapper.merge"
 PEFT_UNMERGE = "peft.tuners.lora.layer", "ParamWrapper.unmerge"
 PEFT_PLAN = "peft.tuners.lora.model", "get_tp_plan_and_mesh"
 DEFAULTS = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False}
-PLACE = "_onepass_gate"  # the attribute of experts that have run: their `place_of_gate`, and the types of the children
+GATE_INDEX = (
+    "_onepass_gate"  # the attribute of experts that have run: their `gate_index`, and the types of the children
+)
 HELD = "_onepass_adapters"  # the attribute of experts that has the LoRA factors while their forward runs
 
 
@@ -46,7 +48,7 @@ class Gate(NamedTuple):
     limit: float
 
 
-_gates: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()  # the settings that PLACE was found for
+_gates: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()  # the settings that GATE_INDEX was found for
 # By whether inference mode is on: autograd cannot save tensors that were made in it.
 _quantized: "WeakKeyDictionary[nn.Module, dict[bool, dict[str, tuple[Any, QuantizedWeight | None]]]]"
 _quantized = WeakKeyDictionary()
@@ -91,12 +93,12 @@ def gate_of(experts: nn.Module) -> Gate:
         what = "a norm after the experts" if option(experts, "has_post_expert_norm") else "no gate of gate and up"
         raise NotImplementedError(f"experts_implementation='{NAME}': {type(experts).__name__} has {what}")
     if not torch.compiler.is_compiling():
-        return candidates(experts)[place_of_gate(experts)]
+        return candidates(experts)[gate_index(experts)]
     # Constants that are the same for all layers that have run before, so that they share one graph.
-    place, children = getattr(experts, PLACE, (None, ()))
-    if place is None or children != types_of_children(experts):
-        place = place_of_object(id(experts))
-    return candidates(experts)[place]
+    index, children = getattr(experts, GATE_INDEX, (None, ()))
+    if index is None or children != types_of_children(experts):
+        index = gate_index_of_object(id(experts))
+    return candidates(experts)[index]
 
 
 def types_of_children(experts: nn.Module) -> tuple[str, ...]:
@@ -104,17 +106,17 @@ def types_of_children(experts: nn.Module) -> tuple[str, ...]:
     return tuple([type(child).__qualname__ for child in experts.children()])
 
 
-def place_of_object(number: int) -> int:
-    """`place_of_gate` of `module_of` the number, which torch compiles for this module alone."""
+def gate_index_of_object(number: int) -> int:
+    """`gate_index` of `module_of` the number, which torch compiles for this module alone."""
     with _disable_current_modes():
-        return place_of_gate(module_of(number))
+        return gate_index(module_of(number))
 
 
-constant_in_trace(place_of_object)
+constant_in_trace(gate_index_of_object)
 
 
-def place_of_gate(experts: nn.Module) -> int:
-    """The place of `gate_of` the experts among the `candidates`."""
+def gate_index(experts: nn.Module) -> int:
+    """The index of `gate_of` the experts among the `candidates`."""
     used = gate_settings(experts)
     if _gates.get(experts) != used:
         probe = torch.linspace(-21.0, 23.0, 96).view(2, 48).roll(5, -1)
@@ -126,14 +128,14 @@ def place_of_gate(experts: nn.Module) -> int:
             ours = activate(first, second, ExpertOptions(gate.activation, alpha=gate.alpha, limit=gate.limit))
             if theirs.shape == ours.shape and torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6):
                 _gates[experts] = used
-                experts.__dict__[PLACE] = n, types_of_children(experts)
+                experts.__dict__[GATE_INDEX] = n, types_of_children(experts)
                 break
         else:
             raise NotImplementedError(
                 f"experts_implementation='{NAME}': {type(experts).__name__}._apply_gate is none of "
                 f"{', '.join(ACTIVATIONS)} of gate and up, side by side or in turns"
             )
-    return experts.__dict__[PLACE][0]
+    return experts.__dict__[GATE_INDEX][0]
 
 
 def gate_settings(experts: nn.Module) -> tuple[Any, ...]:

@@ -33,7 +33,7 @@ from onepass.core.moe_options import (
     Groups,
 )
 from onepass.core.quantized import Encoded, Weight, WeightParts, cast
-from onepass.moe.quantized import apart
+from onepass.moe.quantized import split_weight
 from onepass.moe.router import Routing
 from onepass.moe.token_sort import check_groups, group_by_expert
 
@@ -110,8 +110,8 @@ def expert_mlp(
         tensors = ExpertTensors(*[cast(t, dtype) for t in tensors])._replace(weights=routing.weights)
     transposed, interleaved = check_bool(transposed, "transposed"), check_bool(interleaved, "interleaved")
     check_experts(tensors, routing.experts, transposed)
-    gate_up, gate_up_parts, gate_up_format = apart(tensors.gate_up, "gate_up_weight", max_memory)
-    down, down_parts, down_format = apart(tensors.down, "down_weight", max_memory)
+    gate_up, gate_up_parts, gate_up_format = split_weight(tensors.gate_up, "gate_up_weight", max_memory)
+    down, down_parts, down_format = split_weight(tensors.down, "down_weight", max_memory)
     parts = ExpertParts(gate_up_parts, down_parts)
     options = ExpertOptions(
         activation,

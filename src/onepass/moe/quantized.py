@@ -186,7 +186,7 @@ class QuantizedWeight(Encoded):
         return f"QuantizedWeight({self.format.name!r}, shape={shape}, dtype={self.dtype}, {self.nbytes} bytes)"
 
 
-def apart(weight: Weight, name: str, max_memory: int | None) -> tuple[Tensor, WeightParts, WeightFormat]:
+def split_weight(weight: Weight, name: str, max_memory: int | None) -> tuple[Tensor, WeightParts, WeightFormat]:
     """The tensor of a weight, its other tensors, and its format, as operations registered with torch take them.
 
     Raises:

@@ -13,7 +13,7 @@ from onepass.core.dispatch import autocast_dtype, check_upstream, empty_gradient
 from onepass.core.moe_options import ACTIVATIONS, Activation, Groups, ScatterGradients, ScatterOptions, ScatterTensors
 from onepass.core.quantized import Encoded, Weight, WeightParts, cast, joined
 from onepass.moe.experts import expert_mlp
-from onepass.moe.quantized import apart
+from onepass.moe.quantized import split_weight
 from onepass.moe.router import Routing
 from onepass.moe.token_sort import check_assignments, check_groups, group_by_expert
 
@@ -95,7 +95,7 @@ def scattered_linear(
     if weights is not None and grouped_out:
         raise ValueError("grouped_out: expected False where there are weights, got True")
     weights = weights if weights is None or x.dtype == torch.float64 else weights.float()
-    data, parts, format = apart(weight, "weight", max_memory)
+    data, parts, format = split_weight(weight, "weight", max_memory)
     options = ScatterOptions(transposed, grouped_in, grouped_out, K, format)
     return _Scattered.apply(x.contiguous(), data, bias, weights, experts, options, *groups, *parts)
 
