@@ -154,7 +154,7 @@ def measure(case: dict[str, Any], shard: Shard, device: torch.device, request: R
     for _ in range(request["rounds"]):
         for turn in order.sample(range(len(runs)), len(runs)):
             times[turn].append(median_ms(wall_ms, runs[turn], device))
-            if device.type == "cuda" and turn < 2:  # what none can do without, and onepass
+            if device.type == "cuda" and turn < 2:  # the lower bound, and onepass
                 behind[turn].append(median_ms(busy_ms, runs[turn], device))
     for m, of_run, of_busy in zip(measured, times, behind):
         m |= {"runs": of_run, "ms": statistics.median(of_run), "baseline_ms": statistics.median(times[0])}

@@ -323,7 +323,7 @@ def decoder_table(path: Path, report: Report) -> str:
 
 
 def shard_table(path: Path, report: Report) -> str:
-    """Losses of a sharded vocabulary, beside what no implementation can do without."""
+    """Losses of a sharded vocabulary, beside their lower bound: what every implementation computes."""
     of_all, of_each = marks_of(report)
     processes = "1 process" if report["processes"] == 1 else f"{report['processes']} processes"
     text = [f"{where(path, report)}, {processes}.\n\n{command_of(report)}{of_all}".removesuffix("\n")]
@@ -333,7 +333,7 @@ def shard_table(path: Path, report: Report) -> str:
             spread = f"{min(r['runs']):.2f} to {max(r['runs']):.2f}"
             rows.append([named(r) if r["extra_bytes"] is not None else r["implementation"], f"{r['ms']:.2f}", spread,
                          f"{r['ratio']:.3f}", *[f"{r[k]:.3f}" if k in r else "" for k in busy], gib(r)])  # fmt: skip
-        needed = "× what none can do without"
+        needed = "× lower bound"
         head = ["", "ms", "least to most", needed, "behind other work, ms", needed, "extra GiB"]
         text.append(f"`{operation}`, {shape}:\n\n{of_each[operation]}{grid(head, rows)}")
     return "\n".join(text)

@@ -78,11 +78,11 @@ def test_doctor_describes_the_experts_of_a_model_that_reads_images(tmp_path):
 
 
 def test_doctor_says_what_to_do(monkeypatch):
-    of_gpu = {"cpu": "eager PyTorch", "cuda": "Triton kernels"}
+    of_gpu = {"cpu": "plain PyTorch", "cuda": "Triton kernels"}
     monkeypatch.setattr(doctor, "path", lambda device, dtype: of_gpu[device])
-    assert doctor.verdict(2, ["cpu"]).startswith("Not well: 2 checks failed")
-    assert doctor.verdict(0, ["cpu"]).startswith("Well, without a GPU")
-    assert doctor.verdict(0, ["cpu", "cuda"]).startswith("Well: the kernels run")
+    assert doctor.verdict(2, ["cpu"]).startswith("Failed: 2 checks")
+    assert doctor.verdict(0, ["cpu"]).startswith("OK, without a GPU")
+    assert doctor.verdict(0, ["cpu", "cuda"]).startswith("OK: the kernels run")
     of_gpu["cuda"] = "none (No module named 'triton')"
     assert doctor.verdict(9, ["cpu", "cuda"]).endswith("pip install triton")  # which the checks fail for
 

@@ -64,7 +64,7 @@ def families():
 
 
 def routers(name):
-    """The routers of a family that are recognised: (module, method, description)."""
+    """The routers of a family that are recognized: (module, method, description)."""
     modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     configs = vars(importlib.import_module(f"transformers.models.{name}.configuration_{name}")).values()
     configs = [c for c in configs if isinstance(c, type) and issubclass(c, transformers.PretrainedConfig)]
@@ -193,8 +193,8 @@ def covered():
         for name in families():
             with pytest.MonkeyPatch.context() as patch:
                 patch.delenv("TRITON_INTERPRET", raising=False)  # many calls; only those that are checked run kernels
-                recognised = list(routers(name))
-            for router, of, d in recognised:
+                recognized = list(routers(name))
+            for router, of, d in recognized:
                 assert getattr(type(router), of) is not method(type(router), of)
                 try:
                     check_replay(router, of, d)
@@ -225,7 +225,7 @@ def kind(d):
     of = dict(d.arguments)
     words = [of["score"] + (" of the selected" if of["score_after_topk"] else "")]
     words += ["a selection bias"] * bool(d.selection_bias or d.given_bias) + ["groups"] * (of["n_group"] > 1)
-    words += ["not renormalised"] * (not of["renormalize"] and not d.min_sum)
+    words += ["not renormalized"] * (not of["renormalize"] and not d.min_sum)
     words += ["a soft-cap"] * (of["softcap"] is not None) + ["a scale for each expert"] * bool(d.expert_scale)
     return ", ".join(words)
 

@@ -282,7 +282,7 @@ def test_bad_arguments():
     refused(ValueError, r"hidden_states: expected shape \(..., 32\).*got \(3, 33\)", block, torch.zeros(3, H + 1))
     refused(TypeError, "hidden_states: expected a floating-point tensor, got torch.int64", block, hidden.long())
     block.gate.weight = nn.Parameter(torch.zeros(E * H // 2, 1, dtype=torch.uint8), requires_grad=False)
-    refused(TypeError, "block: expected a floating-point gate.*quantised.*got torch.uint8", block, hidden)
+    refused(TypeError, "block: expected a floating-point gate.*quantized.*got torch.uint8", block, hidden)
     alone = build(MINIMAX_M2).gate
     refused(
         TypeError, "'e_score_correction_bias', which it passes to its router, got MiniMaxM2TopKRouter", alone, hidden

@@ -1,4 +1,4 @@
-"""How routers are recognised: what is told apart, what is refused, and that the router itself is left alone."""
+"""How routers are recognized: what is told apart, what is refused, and that the router itself is left alone."""
 
 import importlib
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ from torch import nn
 
 import onepass
 from onepass.moe import recognition, route_block
-from onepass.moe.blocks import recognised_parts, routed, routing_method
+from onepass.moe.blocks import recognized_parts, routed, routing_method
 
 pytestmark = pytest.mark.usefixtures("eager")
 H, E, K = 12, 16, 4
@@ -60,10 +60,10 @@ SAME = [
 
 
 @pytest.mark.parametrize("options", SAME, ids=lambda o: "-".join(f"{k}={v}" for k, v in o.items()) or "plain")
-def test_what_is_recognised(options):
+def test_what_is_recognized(options):
     torch.manual_seed(0)
     router, x = Router(**options), torch.randn(2, 40, H)
-    d = recognised_parts(router)[1]
+    d = recognized_parts(router)[1]
     of = dict(d.arguments)
     assert (of["n_group"], d.selection_bias) == (options.get("groups") or 1, "correction" if router.biased else None)
     assert of["group_score"] == "top2_sum" or router.groups == 0 or router.best == 1
@@ -105,7 +105,7 @@ DIFFERENT = [{"score": "square"}, {"noise": True}, {"twice": True}, {"groups": 4
 @pytest.mark.parametrize("options", DIFFERENT, ids=str)
 def test_what_is_refused(options):
     router = Router(**options).train()
-    assert recognised_parts(router) is None
+    assert recognized_parts(router) is None
     with pytest.raises(TypeError, match=r"block: expected .*got Router"):
         route_block(router, torch.randn(3, H))
 
@@ -114,16 +114,16 @@ def test_settings_that_change_and_modules_that_are_left_alone():
     router, other, calls = Router(groups=4), Router(groups=4), []
     router.register_forward_hook(lambda *_: calls.append(1))
     before, state = {n: t.clone() for n, t in router.state_dict().items()}, torch.get_rng_state()
-    first = recognised_parts(router)[1]
-    assert recognised_parts(router)[1] is first and recognised_parts(other)[1] is first
+    first = recognized_parts(router)[1]
+    assert recognized_parts(router)[1] is first and recognized_parts(other)[1] is first
     router.groups = 0
-    assert dict(recognised_parts(router)[1].arguments)["n_group"] == 1
+    assert dict(recognized_parts(router)[1].arguments)["n_group"] == 1
     router.scale = 3.0
-    assert dict(recognised_parts(router)[1].arguments)["scale"] == 3.0
+    assert dict(recognized_parts(router)[1].arguments)["scale"] == 3.0
     assert not calls and torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(t, before[n]) for n, t in router.state_dict().items())
     with torch.device("meta"):
-        assert dict(recognised_parts(Router(groups=2))[1].arguments)["n_group"] == 1  # both groups are chosen
+        assert dict(recognized_parts(Router(groups=2))[1].arguments)["n_group"] == 1  # both groups are chosen
 
 
 class Normalized(nn.Module):
@@ -155,7 +155,7 @@ class WithHelper(Normalized):
         return z.sigmoid()
 
 
-def assert_recognised(router):
+def assert_recognized(router):
     x = torch.randn(7, H)
     weights, experts = router(x)
     found = route_block(router, x)
@@ -165,15 +165,15 @@ def assert_recognised(router):
 
 def test_subclasses_and_settings_of_held_objects():
     for cls in (Normalized, WithConstant, WithHelper):
-        assert_recognised(cls())
+        assert_recognized(cls())
     for normalized in (True, False):
-        assert_recognised(Normalized(SimpleNamespace(routing={"normalized": normalized})))
+        assert_recognized(Normalized(SimpleNamespace(routing={"normalized": normalized})))
     router = Normalized(SimpleNamespace(routing={"normalized": True}))
-    assert_recognised(router)
+    assert_recognized(router)
     router.config.routing["normalized"] = False
-    assert_recognised(router)
+    assert_recognized(router)
     WithConstant.normalized = True
-    assert_recognised(WithConstant())
+    assert_recognized(WithConstant())
     WithConstant.normalized = False
 
 
@@ -200,20 +200,20 @@ def test_a_subclass_that_calls_its_base(monkeypatch):
 def test_classes_that_torch_makes_of_another():
     router = torch.nn.utils.parametrizations.weight_norm(WithHelper(), "weight")
     assert type(router) is not WithHelper
-    assert_recognised(router)
+    assert_recognized(router)
 
 
 def test_no_generator_of_a_device_is_touched(monkeypatch):
     seeds = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
-    assert recognised_parts(Router(eps=0.123)) is not None and not seeds
+    assert recognized_parts(Router(eps=0.123)) is not None and not seeds
 
 
 def test_few_descriptions_are_kept(monkeypatch):
     monkeypatch.setattr(recognition, "MOST_KNOWN", 3)
     monkeypatch.setattr(recognition, "_known", {})
     for n in range(5):
-        assert recognised_parts(Router(scale=2.0 + n)) is not None
+        assert recognized_parts(Router(scale=2.0 + n)) is not None
         assert len(recognition._known) <= 3
 
 
@@ -261,7 +261,7 @@ def test_whole_models(name):
 
 
 def test_compiled():
-    """The router is recognised while it is compiled, without a graph break."""
+    """The router is recognized while it is compiled, without a graph break."""
     torch.compiler.reset()
     module = importlib.import_module("transformers.models.hy_v3.modeling_hy_v3")
     router, x, bias = module.HYV3TopKRouter(transformers.HYV3Config(**COMMON)), torch.randn(9, 16), torch.rand(8)

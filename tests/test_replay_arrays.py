@@ -150,7 +150,7 @@ def test_errors():
         with pytest.raises(error, match=match):
             call()
     router = build("afmoe").model.layers[1].mlp.router
-    with record_routing(router), pytest.raises(TypeError, match=r"recognised, got AfmoeTokenChoiceRouter.forward\("):
+    with record_routing(router), pytest.raises(TypeError, match=r"recognized, got AfmoeTokenChoiceRouter.forward\("):
         router(torch.randn(3, 32), torch.zeros(4))
     free = RoutingRecord.from_array([a[:-1] for a in record.to_array(mask)], mask)
     with pytest.raises(ValueError, match=r"dtype: expected torch.int16 for ids below 0"):

@@ -11,6 +11,8 @@ import torch
 from onepass import reference
 from onepass.core.memo import memo
 
+KERNELS, PLAIN = "Triton kernels", "plain PyTorch"
+
 
 def backend_of(*inputs: Any) -> Any:
     """Return `onepass.kernels` or `onepass.reference`, two modules that define the same functions.
@@ -21,6 +23,11 @@ def backend_of(*inputs: Any) -> Any:
         if x.dtype == torch.float64 or not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
             return reference
     return _kernels()
+
+
+def name_of_backend(*inputs: Any) -> str:
+    """What `backend_of` returns, for messages."""
+    return PLAIN if backend_of(*inputs) is reference else KERNELS
 
 
 @memo

@@ -12,15 +12,16 @@ from rich.table import Table
 from torch import Tensor
 
 import onepass
-from onepass.backend import backend_of
+from onepass.backend import KERNELS, name_of_backend
 from onepass.cli.environment import environment, package_version
 from onepass.core.checks import FLOATS
 from onepass.core.options import Metric
 from onepass.integrations.patching import LIBRARIES, plan
 
-PATHS = {"onepass.kernels": "Triton kernels", "onepass.reference": "eager PyTorch"}
 PEERS = ("transformers", "trl", "liger-kernel", "quack-kernels", "axolotl", "tokenizers", "typer", "rich", "matplotlib")
-SWITCHES = ("ONEPASS_DEBUG", "ONEPASS_PATCH", "TRITON_INTERPRET")
+SWITCHES = (
+    "ONEPASS_AUTOTUNE_STORE", "ONEPASS_BATCH_INVARIANT", "ONEPASS_DEBUG", "ONEPASS_PATCH", "TRITON_INTERPRET",
+)  # fmt: skip
 SHAPE = (3, 5, 1003)  # a vocabulary that no vector width divides
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = 1e-5  # of float32 arithmetic
@@ -149,7 +150,7 @@ def compare(value: Tensor, expected: Tensor, bound: Tensor) -> tuple[str, bool]:
 
 def path(device: str, dtype: torch.dtype) -> str:
     try:
-        return PATHS[backend_of(torch.empty(1, dtype=dtype, device=device)).__name__]
+        return name_of_backend(torch.empty(1, dtype=dtype, device=device))
     except ImportError as error:  # of Triton
         return f"none ({error})"
 
@@ -165,7 +166,7 @@ def check(name: str, device: str, dtype: torch.dtype) -> tuple[str, str, bool]:
     results, gradient = evaluate(ours, x, index, weight)
     expected, exact = evaluate(definition, x.double(), index, weight)
     # A gradient is computed in float32 and rounded once to the dtype of the logits; Triton's interpreter cuts it off.
-    interpreted = device == "cpu" and path(device, dtype) == PATHS["onepass.kernels"]
+    interpreted = device == "cpu" and path(device, dtype) == KERNELS
     rounding = torch.finfo(dtype).eps * (1 if interpreted else 0.5) + TOLERANCE
     result_error, first = compare(results, expected, TOLERANCE * expected.abs().clamp(min=1))
     # It is a difference of numbers up to the upstream gradient, which is at most 1, times a probability.
@@ -260,16 +261,16 @@ def doctor(
 def verdict(failures: int, devices: list[str]) -> str:
     """Whether onepass works on this machine, and what to do."""
     has_gpu = "cuda" in devices
-    if has_gpu and path("cuda", torch.bfloat16) != PATHS["onepass.kernels"]:
-        return "Not well: this GPU has no kernels, since Triton cannot be imported. Run: pip install triton"
+    if has_gpu and path("cuda", torch.bfloat16) != KERNELS:
+        return "Failed: this GPU has no kernels, since Triton cannot be imported. Run: pip install triton"
     if failures:
         return (
-            f"Not well: {failures} checks failed, which should not happen on any machine. Do not train with onepass "
-            "here, and please report the whole output of this command."
+            f"Failed: {failures} checks, which should not fail on any machine. Do not train with onepass here, and "
+            "please report the whole output of this command."
         )
     if not has_gpu:
         return (
-            "Well, without a GPU: results are right, and onepass saves memory, but time only with many rows. If this "
+            "OK, without a GPU: results are right, and onepass saves memory, but time only with many rows. If this "
             "machine has a GPU, install a build of torch that can use it."
         )
-    return "Well: the kernels run on this GPU. Call onepass.patch() before the trainer is made."
+    return "OK: the kernels run on this GPU. Call onepass.patch() before the trainer is made."

@@ -229,6 +229,10 @@ class PairRows(NamedTuple):
     student_temperatures: Tensor | None = None  # see `Inputs.temperature`
     teacher_temperatures: Tensor | None = None
 
+    def rows(self, function: Callable[[Tensor], Tensor]) -> "PairRows":
+        """These tensors, with the function applied to each."""
+        return PairRows(*[None if t is None else function(t) for t in self])
+
 
 class PairOptions(NamedTuple):
     """A divergence, and the transforms of the two rows of logits that it compares."""

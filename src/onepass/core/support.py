@@ -19,13 +19,13 @@ EXPECTED = (
 Ids = tuple[Tensor, Tensor | None, Tensor | None]
 
 
-def check_support(support: Any, logits: Any, row_mask: Tensor | None, look: bool) -> Ids:
+def check_support(support: Any, logits: Any, row_mask: Tensor | None, check_values: bool) -> Ids:
     """Return the ids ``(n,)`` of all rows, where those of a row start, and how many it has, -1 for all classes.
 
     If every row has S, these are the ids ``(..., S)``, None and None.
 
     Args:
-        look: whether to check the values too.
+        check_values: whether to check the values of ids and lengths too.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape or device.
@@ -58,7 +58,7 @@ def check_support(support: Any, logits: Any, row_mask: Tensor | None, look: bool
             )
         offsets = offsets.to(torch.int64)
         starts, lengths = offsets[:-1].clone(), offsets.diff()
-        if look and (int(offsets[0]) < 0 or bool((lengths < 0).any()) or int(offsets[-1]) > len(ids)):
+        if check_values and (int(offsets[0]) < 0 or bool((lengths < 0).any()) or int(offsets[-1]) > len(ids)):
             raise ValueError(
                 f"support: expected ascending offsets between 0 and {len(ids)}, the number of ids, "
                 f"got {offsets[:8].tolist()}{' ...' if len(offsets) > 8 else ''}"
@@ -67,7 +67,7 @@ def check_support(support: Any, logits: Any, row_mask: Tensor | None, look: bool
     if full is not None:
         ids, starts, lengths = of_each_row(ids, starts, lengths)
         lengths = lengths.masked_fill(full.reshape(-1), -1)
-    if look:
+    if check_values:
         check_ids(*of_each_row(ids, starts, lengths), row_mask, logits.shape[-1])
     if starts is None or lengths is None:
         return ids, None, None
@@ -82,14 +82,19 @@ def of_each_row(ids: Tensor, starts: Tensor | None, lengths: Tensor | None) -> t
     return ids.reshape(-1), torch.arange(n, device=ids.device) * S, torch.full((n,), S, device=ids.device)
 
 
+def entries(ids: Tensor, starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The row of each id of rows that have ``counts`` of them from ``starts`` on, and the id, as int64."""
+    row = torch.arange(len(counts), device=ids.device).repeat_interleave(counts)
+    place = torch.arange(len(row), device=ids.device) - (counts.cumsum(0) - counts)[row] + starts[row]
+    return row, ids[place].long()
+
+
 def check_ids(ids: Tensor, starts: Tensor, lengths: Tensor, row_mask: Tensor | None, vocab: int) -> None:
     """Raise for an id outside of the vocabulary but -1, and for one that a row has twice."""
     if row_mask is not None:
         lengths = lengths.masked_fill(row_mask.reshape(-1) == 0, 0)
     counts = lengths.clamp(min=0)
-    row = torch.arange(len(counts), device=ids.device).repeat_interleave(counts)
-    place = torch.arange(len(row), device=ids.device) - (counts.cumsum(0) - counts)[row] + starts[row]
-    of_rows = ids[place].long()
+    row, of_rows = entries(ids, starts, counts)
     bad = (of_rows < -1) | (of_rows >= vocab)
     if bad.any():
         n = int(bad.nonzero()[0])

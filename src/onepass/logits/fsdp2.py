@@ -30,16 +30,18 @@ def sharded_parameter(module: nn.Module, name: str) -> Any:
 
 def divide_factor(parameter: Tensor, processes: int) -> float:
     """What FSDP2 divides sums of gradients by: the ``processes``, or what `set_gradient_divide_factor` was given."""
-    group = _groups.get(parameter)
-    found = None if group is None else group()
-    if found is None:
+    if known_group(parameter) is None:
         for state in [m._get_fsdp_state() for m in list(all_states()) if hasattr(m, "unshard")]:
-            for of in groups_of(state):
-                _groups.update((p.sharded_param, weakref.ref(of)) for p in of.fsdp_params)
-        group = _groups.get(parameter)
-        found = None if group is None else group()
-    factor = getattr(found, "gradient_divide_factor", None)
+            for group in groups_of(state):
+                _groups.update((p.sharded_param, weakref.ref(group)) for p in group.fsdp_params)
+    factor = getattr(known_group(parameter), "gradient_divide_factor", None)
     return processes if factor is None else factor
+
+
+def known_group(parameter: Tensor) -> Any:
+    """The group of a parameter; None if it is not known, or no longer exists."""
+    group = _groups.get(parameter)
+    return None if group is None else group()
 
 
 def states_of(module: nn.Module) -> list[Any]:

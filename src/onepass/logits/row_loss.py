@@ -310,7 +310,7 @@ class DivergenceLoss:
         for part in parts:
             if self.options.columns != 0:  # as on a rank that holds none of the columns that are compared
                 x, y, to = pair[0][part], pair[1][part], out[part, columns]
-                of_part = PairRows(*[None if t is None else t[part] for t in read])
+                of_part = read.rows(itemgetter(part))
                 numbers = packed if part == ALL else packed[:, part]
                 backend_of(x, y).divergence_gradient(x, y, of_part, numbers, grad[part], False, self.options, to)
             if self.options.columns is not None:

@@ -88,6 +88,11 @@ class LogitsSource:
         return is_plain()
 
     @property
+    def checks_values(self) -> bool:
+        """Whether values of indices and temperatures are checked: on a CPU and in debug mode."""
+        return (is_debugging() or self.is_cpu) and self.is_eager
+
+    @property
     def compares_mask(self) -> bool:
         """Whether kernels compare a row mask with `Options.masked`, so that labels can be the mask; else it is bool."""
         return False
@@ -297,7 +302,7 @@ def temperature_of_rows(
         return None
     check_temperature(temperature, logits, name)
     given, temperature = temperature, temperature.detach().to(torch.promote_types(logits.dtype, torch.float32))
-    if (is_debugging() or logits.is_cpu) and logits.is_eager and is_plain(temperature):
+    if logits.checks_values and is_plain(temperature):
         good = (temperature > 0) & (temperature < INF) & (1 / temperature < INF)
         good = good if row_mask is None else good | (row_mask == masked)
         if not good.all():
@@ -350,13 +355,12 @@ def inputs_for(
     elif class_weights is not None:
         options = options._replace(class_weight=check_number(class_weights, "class_weights", -INF))
     inputs = Inputs(index, row_mask, weights, temperature_of_rows(temperature, logits, row_mask, masked=options.masked))
-    look = (is_debugging() or logits.is_cpu) and logits.is_eager
     if support is not None:
         if options.wants("mean_logit"):
             raise ValueError("metrics: expected no 'mean_logit' with a support, whose other logits are not read, "
                              f"got fields {options.fields!r}")  # fmt: skip
-        ids, starts, lengths = check_support(support, logits, row_mask, look)
+        ids, starts, lengths = check_support(support, logits, row_mask, logits.checks_values)
         inputs = inputs._replace(support=ids, starts=starts, lengths=lengths)
-    if look:
+    if logits.checks_values:
         check_range(logits, inputs, index_name, options.masked)
     return inputs, options

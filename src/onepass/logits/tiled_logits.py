@@ -136,7 +136,7 @@ class TiledLogits(TensorLike):
         settings = self.settings._replace(logits_dtype=self.dtype_of_divergence)
         if shard is not None:
             options = options._replace(columns=shard.size)
-        read = PairRows(*[None if t is None else t.reshape(-1) for t in read])
+        read = read.rows(lambda t: t.reshape(-1))
         head = teacher if isinstance(teacher, TiledLogits) and teacher.tensor is None else None
         of_head = None if head is None or head.shard != self.shard else head.transform.then(options.teacher)
         if head is not None and of_head is not None:

@@ -90,8 +90,8 @@ def cross_entropy(
     number = number_of(temperature)
     given = reduction, ignore_index, label_smoothing, z_loss_weight, number, softcap, logit_scale
     how = check_options(*given, inplace_backward, gradient_in_forward, is_batch_invariant())
-    plain = class_weights is row_mask is num_items is mean_group is None and number is temperature
-    if plain and how.average is not None:
+    is_plain = class_weights is row_mask is num_items is mean_group is None and number is temperature
+    if is_plain and how.average is not None:
         loss = average_of_few_rows(logits, target, how.average, how.options)
         if loss is not None:
             return loss
@@ -133,8 +133,8 @@ def cross_entropy(
         if z_loss_weight and weights is not None:
             of_z = z_loss_weight * (total_weight / summed(valid, group))
     else:
-        number = divisor_of(source, None, reduction, num_items)
-        divisor = None if number is None else -number  # type: ignore[operator]
+        items = divisor_of(source, None, reduction, num_items)
+        divisor = None if items is None else -items  # type: ignore[operator]
 
     def score_of(s: dict[str, Tensor], *counts: Tensor) -> Tensor:
         """The negative loss of rows."""
@@ -145,8 +145,8 @@ def cross_entropy(
         return score - of_z * (s["shift"] + s["log_normalizer"]).square() if z_loss_weight else score
 
     counts = () if weights is None else (count,)
-    plain = options.fields == "log_probs" and weights is None  # the negative loss is this field
-    score = source.loss(None if plain else score_of, inputs, options, counts, divisor, linear=not z_loss_weight)
+    is_field = options.fields == "log_probs" and weights is None  # the negative loss is one of the fields
+    score = source.loss(None if is_field else score_of, inputs, options, counts, divisor, linear=not z_loss_weight)
     return -score if divisor is None else score
 
 

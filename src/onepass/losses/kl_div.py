@@ -80,17 +80,17 @@ def kl_div(
     if row_mask is not None:
         check_row_mask(row_mask, student)
     direction, beta = resolved(direction, beta)
-    of_student = Transform(*check_transform(number_of(temperature), softcap, logit_scale))
+    student_transform = Transform(*check_transform(number_of(temperature), softcap, logit_scale))
     if teacher_temperature is None:
         teacher_temperature = temperature
     number = number_of(teacher_temperature)
-    of_teacher = check_transform(number, teacher_softcap, teacher_logit_scale, prefix="teacher_")
-    of_rows = temperature_of_rows(temperature, student, row_mask)
-    teacher_of_rows = temperature_of_rows(teacher_temperature, teacher, row_mask, "teacher_temperature")
-    options = PairOptions(direction, beta, of_student, Transform(*of_teacher), columns, is_batch_invariant())
+    teacher_transform = Transform(*check_transform(number, teacher_softcap, teacher_logit_scale, prefix="teacher_"))
+    temperatures = temperature_of_rows(temperature, student, row_mask)
+    teacher_temperatures = temperature_of_rows(teacher_temperature, teacher, row_mask, "teacher_temperature")
+    options = PairOptions(direction, beta, student_transform, teacher_transform, columns, is_batch_invariant())
     rows = None if row_mask is None else row_mask != 0
     divisor = divisor_of(student, rows, reduction, num_items, mean_group)
-    return student.divergence(teacher, PairRows(row_mask, of_rows, teacher_of_rows), options, divisor)
+    return student.divergence(teacher, PairRows(row_mask, temperatures, teacher_temperatures), options, divisor)
 
 
 class KLDivLoss(LossModule):

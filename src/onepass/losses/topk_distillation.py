@@ -21,7 +21,7 @@ from onepass.core.checks import (
 )
 from onepass.core.deprecated import renamed
 from onepass.core.dispatch import is_plain
-from onepass.core.options import Direction, Reduction
+from onepass.core.options import Direction, Inputs, Reduction
 from onepass.core.shard import Group
 from onepass.logits.source import (
     Logits,
@@ -38,6 +38,7 @@ from onepass.losses.directions import BETA, resolved
 from onepass.losses.log_probs import selective_log_softmax
 from onepass.losses.module import LossModule
 from onepass.losses.reduction import divisor_of, reduced
+from onepass.softmax.statistics import check_range
 from onepass.softmax.teacher_tokens import teacher_tokens
 
 
@@ -170,7 +171,6 @@ def distillation_loss(
     """
     student = as_source(student_logits, "student_logits")
     check_index(target, student, "target", many=False)
-    given = direction, beta
     direction, beta = resolved(direction, beta)
     alpha = check_number(alpha, "alpha", 0, 1, open_low=False)
     ignore_index = check_integer(ignore_index, "ignore_index")
@@ -185,20 +185,23 @@ def distillation_loss(
     renormalize = check_bool(renormalize, "renormalize")
     if of_each is not None and not renormalize:  # two reads: a read has one second temperature for all rows
         soft = topk_kl_div(
-            student, teacher_ids, teacher_log_probs, row_mask=row_mask, teacher_mask=teacher_mask, direction=given[0],
-            beta=given[1], reduction=reduction, num_items=num_items, mean_group=mean_group, temperature=of_each,
+            student, teacher_ids, teacher_log_probs, row_mask=row_mask, teacher_mask=teacher_mask, direction=direction,
+            beta=beta, reduction=reduction, num_items=num_items, mean_group=mean_group, temperature=of_each,
             softcap=softcap, logit_scale=logit_scale,
         )  # fmt: skip
         of_target = -selective_log_softmax(student, target, row_mask=valid, softcap=softcap, logit_scale=logit_scale)
         return alpha * soft + (1 - alpha) * reduced(student, of_target, valid, reduction, num_items, mean_group)
     teacher = Teacher(student, teacher_ids, teacher_log_probs, row_mask, teacher_mask, direction, renormalize)
+    if student.checks_values:
+        check_range(student, Inputs(target, valid), "target")
+        check_range(student, Inputs(teacher.ids, teacher.to_read), "teacher_ids")
     target = target.unsqueeze(-1)
     index = torch.cat([t.to(torch.promote_types(target.dtype, teacher.ids.dtype)) for t in (target, teacher.ids)], -1)
     one_normalizer = renormalize or number == 1.0
     fields = "selected log_normalizer" if one_normalizer else "selected log_normalizer tempered_log_normalizer"
     options = options_for(fields, 1.0, softcap, logit_scale, sharpness=1.0 / number)
     to_read = None if teacher.to_read is None else valid | teacher.to_read
-    inputs, options = inputs_for(student, options, index, to_read, index_name="target or teacher_ids")
+    inputs, options = inputs_for(student, options, index, to_read)
     s = student.statistics(inputs, options)
     selected = divided_by(s["selected"] if number == 1.0 else s["selected"] / number, of_each, row_mask)
     if renormalize:
@@ -250,19 +253,19 @@ class Teacher:
             log_probs = log_probs.clone()  # which autograd can save
         # In the other forms, the teacher's probability may matter where it underflows.
         with_probs = direction == "forward" and not renormalize
-        self.ids, given, masked, probs = teacher_tokens(log_probs, ids, row_mask, teacher_mask, with_probs)
-        log_probs = log_probs if masked is None else masked
-        look = not renormalize and (is_debugging() or log_probs.is_cpu) and is_plain(log_probs)
-        if look and (log_probs > 1e-3).any():
+        self.ids, given, masked_log_probs, probs = teacher_tokens(log_probs, ids, row_mask, teacher_mask, with_probs)
+        log_probs = log_probs if masked_log_probs is None else masked_log_probs
+        check_values = not renormalize and (is_debugging() or log_probs.is_cpu) and is_plain(log_probs)
+        if check_values and (log_probs > 1e-3).any():
             raise ValueError(
                 f"teacher_log_probs: expected logarithms of probabilities, at most 0, got {log_probs.max().item():g}"
             )
         if renormalize:  # log_softmax makes a row without any token NaN
             log_probs = log_probs.log_softmax(-1).where(given, log_probs)
         self.tensors = (log_probs, given) if probs is None else (log_probs, given, probs)
-        masked = row_mask is not None or teacher_mask is not None
+        has_mask = row_mask is not None or teacher_mask is not None
         # The loss and the gradient of a row without any token are 0, even if it is read.
-        self.to_read = given.any(-1) if masked else student.rows_with(given)
+        self.to_read = given.any(-1) if has_mask else student.rows_with(given)
 
 
 def normalized(z: Tensor, teacher: Tensor, given: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """`route_block`: `route` with the gate and the settings of a MoE block of transformers.
 
-A router is recognised by what it computes: it is run on a few numbers (`recognition.py`). In transformers 4, the gate
+A router is recognized by what it computes: it is run on a few numbers (`recognition.py`). In transformers 4, the gate
 of a block is a Linear, and the block does everything else itself, so that there is no router to run. These blocks are
 listed by name, in a table here.
 """
@@ -53,7 +53,7 @@ SUFFIXES = ("SparseMoeBlock", "MoE", "Moe", "TopKRouter", "TopkRouter", "MoEGate
 NAMES = {name + suffix: name for name in EARLIER for suffix in SUFFIXES}
 
 
-def recognised_parts(block: nn.Module) -> tuple[Parts, RouterDescription] | None:
+def recognized_parts(block: nn.Module) -> tuple[Parts, RouterDescription] | None:
     """The router of a block, or the block itself if it routes, with its description; None if there is none.
 
     The router is run once for its class and settings, on a few numbers on the CPU; see `recognition`.
@@ -85,7 +85,7 @@ def own_method(router: nn.Module) -> tuple[str, Callable[..., Any]]:
 
 @cache
 def routing_method(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The replacement for a method that routes. It calls the original of a module whose router is not recognised."""
+    """The replacement for a method that routes. It calls the original of a module whose router is not recognized."""
 
     number = id(original)
 
@@ -100,7 +100,7 @@ def routing_method(original: Callable[..., Any], name: str) -> Callable[..., Any
                 return called(Parts(self, adapters_of(self, d), self), d, *inputs)
         if followed_of(self) is not None:
             got = ", ".join(map(described, (*args, *kwargs.values())))
-            raise TypeError(f"model: expected routers that are called as they were recognised, got "
+            raise TypeError(f"model: expected routers that are called as they were recognized, got "
                             f"{type(self).__name__}.{name}({got})")  # fmt: skip
         return original(self, *args, **kwargs)
 
@@ -116,11 +116,11 @@ def routed(module: nn.Module, hidden_states: Tensor, **arguments: Any) -> Routed
         arguments: of `route`. They override those of the router.
 
     Raises:
-        TypeError: the router is not recognised.
+        TypeError: the router is not recognized.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"block: expected a MoE block or router, got {described(module)}")
-    parts, d = recognised_parts(module) or earlier_parts(module)
+    parts, d = recognized_parts(module) or earlier_parts(module)
     if d.gate is None:
         found = routed_parts(parts, d, gate_of(parts.block)(hidden_states), **arguments)
         tokens = hidden_states.shape[:-1]
@@ -142,7 +142,7 @@ def route_block(
 
     The options of `route` are found by what the router computes: once for its class and settings, a copy of it is run
     on a few numbers, and its experts and weights are compared with those of `route`. A router for which options are
-    found is *recognised*; docs/moe.md lists the model families of transformers. Logits are computed in the precision of
+    found is *recognized*; docs/moe.md lists the model families of transformers. Logits are computed in the precision of
     the router, scores and weights in float32. A PEFT LoRA on the gate is computed by separate GEMMs,
     ``x Wᵀ + scaling (x Aᵀ) Bᵀ``, so that ``B A`` is never added to a sharded ``W``.
 
@@ -157,7 +157,7 @@ def route_block(
         `Routing` of the tokens ``(...)``, differentiable with respect to hidden states, gate and LoRA.
 
     Raises:
-        TypeError: the router is not recognised, or its gate has an adapter other than plain LoRA.
+        TypeError: the router is not recognized, or its gate has an adapter other than plain LoRA.
         TypeError, ValueError, IndexError: as `route`.
     """
     given = {"experts": experts, "count_changed": count_changed}
@@ -170,7 +170,7 @@ def gate_of(block: nn.Module) -> nn.Module:
 
 
 def earlier_parts(block: nn.Module) -> tuple[Parts, RouterDescription]:
-    """As `recognised_parts`, for blocks that route themselves with a Linear as gate, and routers with all settings."""
+    """As `recognized_parts`, for blocks that route themselves with a Linear as gate, and routers with all settings."""
     block, outer = unwrapped(block)
     gate = gate_of(block)
     router, adapters = unwrapped(gate) if gate is not block else (block, outer)
@@ -207,5 +207,5 @@ def _read(names: Attribute, router: nn.Module, block: nn.Module, family: str | N
     wanted = " or ".join(map(repr, names))
     of = f"for {family}" if family else (
         "of a router that does not compute what `route` does: the k largest softmax, sigmoid or sqrt-softplus scores "
-        "of one gate, with a selection bias, groups of experts, renormalisation and a scale")  # fmt: skip
+        "of one gate, with a selection bias, groups of experts, renormalization and a scale")  # fmt: skip
     raise TypeError(f"block: expected the attribute {wanted} on it or its router, {of}, got {type(block).__name__}")

@@ -198,7 +198,7 @@ def _gate_logits(parts: Parts, d: RouterDescription, hidden_states: Tensor) -> T
     weight, bias = whole(at(parts.router, d.gate)), None if d.gate_bias is None else at(parts.router, d.gate_bias)
     lora = [factors for layer in parts.adapters for factors in _plain_lora(layer)]
     if not weight.is_floating_point() or weight.dim() != 2:
-        raise TypeError(f"block: expected a floating-point gate of shape (E, H), neither quantised nor partitioned, "
+        raise TypeError(f"block: expected a floating-point gate of shape (E, H), neither quantized nor partitioned, "
                         f"got {described(weight)}")  # fmt: skip
     if not isinstance(hidden_states, Tensor) or not hidden_states.is_floating_point():
         raise TypeError(f"hidden_states: expected a floating-point tensor, got {described(hidden_states)}")

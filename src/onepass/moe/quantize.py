@@ -21,13 +21,16 @@ def quantize(
     """Quantize a weight ``(E, outputs, inputs)``: every value to the nearest code times the scale of its block.
 
     The scale of a block maps its largest magnitude to the largest code. It is rounded up to a power of two in "mxfp4",
-    and to float8_e4m3fn in
-    "nvfp4", times a factor for each expert. Codes that the dtype of the tensor cannot represent are not used.
+    and in "nvfp4" to float8_e4m3fn, times a factor for each expert. Codes that the dtype of the tensor cannot represent
+    are not used.
 
     Args:
         tensor: floating-point, finite.
         format, block_size, name: as in `QuantizedWeight`.
         nested: whether to quantize the scales of "nf4" and "fp4" to 8 bits, as bitsandbytes' double quantization.
+
+    Returns:
+        `QuantizedWeight` of the shape of ``tensor``; its decoded values have the dtype of ``tensor``.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape or value.

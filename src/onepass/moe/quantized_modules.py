@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from onepass.backend import backend_of
+from onepass.backend import KERNELS, name_of_backend
 from onepass.core.checks import check_integer, described
 from onepass.core.quantized import FORMATS, Encoded, WeightFormat, WeightParts
 from onepass.moe.quantize import quantize
@@ -17,7 +17,6 @@ WEIGHTS = "gate_up_proj", "down_proj"
 LIMIT = "_onepass_max_memory"  # the attribute of experts that `set_decoding_memory` sets
 # By the name of an experts_implementation: raises NotImplementedError for experts that it does not run.
 CHECKS: dict[str, Callable[[nn.Module], object]] = {}
-PATHS = {"onepass.kernels": "Triton kernels", "onepass.reference": "plain PyTorch"}
 
 
 class Stored(nn.Module):
@@ -222,7 +221,7 @@ def _weights(prefix: str, experts: nn.Module) -> Iterator[ExpertWeight]:
             continue
         tensor = weight if weight is not None else getattr(experts, name)
         kind = tensor.dtype if tensor.device.type != "meta" else torch.float64  # a model without memory: no kernels
-        where = PATHS[backend_of(torch.empty(0, dtype=kind, device=tensor.device)).__name__]
+        where = name_of_backend(torch.empty(0, dtype=kind, device=tensor.device))
         if obstacle:
             path = obstacle
         elif implementation != "onepass":
@@ -231,11 +230,7 @@ def _weights(prefix: str, experts: nn.Module) -> Iterator[ExpertWeight]:
         elif weight is None:
             path = f"onepass: grouped GEMM in {where}"
         else:
-            ways = (
-                "by the grouped GEMM, or in chunks for many tokens,"
-                if where == PATHS["onepass.kernels"]
-                else "in chunks,"
-            )
+            ways = "by the grouped GEMM, or in chunks for many tokens," if where == KERNELS else "in chunks,"
             path = f"onepass: experts that have tokens are decoded {ways} in {where}"
         text = str(tensor.dtype).removeprefix("torch.") if weight is None else _format(weight.format, weight.parts)
         yield ExpertWeight(full, text, tuple(tensor.shape), tensor.nbytes, path)

@@ -1,4 +1,4 @@
-"""How a router is recognised: it is run on a few numbers, and its results are compared with those of `route`.
+"""How a router is recognized: it is run on a few numbers, and its results are compared with those of `route`.
 
 Nothing depends on the name of its class. A twin of the router is run: an object of the same class, with tensors of the
 same shapes in float32 on the CPU and without hooks, so that the module itself is neither called nor changed.
@@ -73,7 +73,7 @@ def _described(module: nn.Module, name: str, function: int | None) -> RouterDesc
             torch.default_generator.manual_seed(0)  # `torch.manual_seed` would set those of all devices
             if len(_known) >= MOST_KNOWN:
                 _known.clear()
-            _known[key] = _recognised(module, name)
+            _known[key] = _recognized(module, name)
     _last[module][name] = key, _known[key]
     return _known[key]
 
@@ -81,7 +81,7 @@ def _described(module: nn.Module, name: str, function: int | None) -> RouterDesc
 constant_in_trace(described_object)
 
 
-def _recognised(module: nn.Module, name: str) -> RouterDescription | None:
+def _recognized(module: nn.Module, name: str) -> RouterDescription | None:
     function = method(type(module), name)
     shapes = {n: tuple(t.shape) for n, t in tensors_of(module) if t.is_floating_point()}
     matrices = [n for n, shape in shapes.items() if len(shape) > 1 and 1 not in shape]

@@ -291,10 +291,10 @@ def routers_of(model: nn.Module) -> dict[str, list[nn.Module]]:
         inside = f"{name}." if name else ""
         if "experts" in children and name not in found and not any(router.startswith(inside) for router in found):
             gate = children.get("gate", children.get("router", module))
-            raise TypeError(f"model: expected routers that route_block recognises, got {type(gate).__name__} in "
+            raise TypeError(f"model: expected routers that route_block recognizes, got {type(gate).__name__} in "
                             f"{type(module).__name__} ({name or 'the model'})")  # fmt: skip
     if not found:
-        raise TypeError(f"model: expected a model with routers that route_block recognises, got "
+        raise TypeError(f"model: expected a model with routers that route_block recognizes, got "
                         f"{type(model).__name__}, which has none")  # fmt: skip
     wrappers = [n for n, m in model.named_modules() if {"original_module", "modules_to_save"} <= m._modules.keys()]
     places: dict[str, list[nn.Module]] = {}

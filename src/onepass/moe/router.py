@@ -46,7 +46,8 @@ class Routing(NamedTuple):
 
     Attributes:
         weights: ``(..., K)``, float32 (float64 for float64 logits), differentiable.
-        experts: ``(..., K)``, int64, in descending order of their selection values.
+        experts: ``(..., K)``, int64, in descending order of their selection values; replayed ones in the order in which
+            they were given.
         counts: ``(E,)``, int32: the number of tokens of each expert; None if `route` was told not to count them.
         prob_sums: ``(E,)``: softmax probabilities summed over tokens, differentiable; None without ``losses``.
         logsumexp: ``(...)``: ``log Σ_e exp(z_e)``, differentiable; None without ``losses``.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.options import PACKED, FieldGradients, Inputs, Options, Results, Transform, empty_results
-from onepass.core.support import of_each_row
+from onepass.core.support import entries, of_each_row
 
 BLOCK_ELEMENTS = 1 << 20
 IN_CACHE = 1 << 18  # of one thread, in whose cache a block stays. Several wait for each other after every operation.
@@ -84,9 +84,7 @@ def support_of(inputs: Inputs, rows: slice, like: Tensor) -> tuple[Tensor | None
     every, starts, lengths = of_each_row(inputs.support, inputs.starts, inputs.lengths)
     starts, lengths = starts[rows].long().clamp(0, len(every)), lengths[rows].long()
     counts = lengths.clamp(min=0).minimum(len(every) - starts)
-    n = torch.arange(len(lengths), device=like.device).repeat_interleave(counts)
-    place = torch.arange(len(n), device=like.device) - (counts.cumsum(0) - counts)[n] + starts[n]
-    ids, V = every[place].long(), like.shape[-1]
+    (n, ids), V = entries(every, starts, counts), like.shape[-1]
     allowed = torch.zeros(like.shape, dtype=torch.bool, device=like.device)
     inside = (ids >= 0) & (ids < V)
     allowed[n[inside], ids[inside]] = True
