@@ -207,7 +207,7 @@ onepass.kl_div(x, x, direction="backward")  # wrong
 onepass.linear_kl_div(x, x, x, tempo=2.0)  # wrong
 onepass.softmax_statistics(x, t, metrics=["top1"])  # wrong
 onepass.moe.route(x, 2, score="softmx")  # wrong
-onepass.moe.softmax_topk(x, 2, renormalize=False)  # wrong
+onepass.moe.softmax_topk(x, 2, renormalise=False)  # wrong
 onepass.moe.route(x, 2).weights.sum()
 onepass.CrossEntropyLoss(reduction="sum")(x, t).backward()
 module = onepass.CrossEntropyLoss()

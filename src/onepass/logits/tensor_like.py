@@ -5,7 +5,6 @@ only change the source. Any other operation computes the logits once, with a war
 """
 
 import math
-import operator
 import warnings
 from collections.abc import Callable, Iterator
 from numbers import Real
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_map
 from onepass.core.caller import stacklevel_outside
 from onepass.core.options import IDENTITY, Transform
 from onepass.logits.indexing import count_of_columns, divided_index, is_view
+from onepass.logits.operators import Operators, as_tensor, is_in_place, is_lazy
 from onepass.logits.source import LogitsSource
 from onepass.reference.softmax import transformed
 
@@ -29,7 +29,7 @@ class MaterializedLogits(UserWarning):
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}  # losses of torch, and functions that return None if they cannot
 
 
-class TensorLike(LogitsSource):
+class TensorLike(Operators, LogitsSource):
     """Logits ``(..., V)`` with some methods of a tensor.
 
     Views do not share memory. Once logits are changed in place, using logits that would share memory with them, if they
@@ -276,7 +276,7 @@ class TensorLike(LogitsSource):
         number = _number(other)
         scaled = None if number is None or self.tensor is not None else self.transform.times(number)
         if scaled is None:
-            return self.materialize_for("mul") * _plain(other)
+            return self.materialize_for("mul") * as_tensor(other)
         return self.changed(transform=scaled)
 
     def div(self, other: Any, *, rounding_mode: str | None = None) -> Any:
@@ -285,7 +285,7 @@ class TensorLike(LogitsSource):
         if number and math.isfinite(1 / number) and self.tensor is None:
             scaled = self.transform.times(1 / number)
         if scaled is None:
-            return torch.div(self.materialize_for("div"), _plain(other), rounding_mode=rounding_mode)
+            return torch.div(self.materialize_for("div"), as_tensor(other), rounding_mode=rounding_mode)
         return self.changed(transform=scaled)
 
     def tanh(self) -> Any:
@@ -302,7 +302,7 @@ class TensorLike(LogitsSource):
         found = None
         if is_bias and alpha == 1 and self.tensor is None and self.transform == IDENTITY:
             found = self.with_bias(other.reshape(-1))
-        return torch.add(self.materialize_for("add"), _plain(other), alpha=alpha) if found is None else found
+        return torch.add(self.materialize_for("add"), as_tensor(other), alpha=alpha) if found is None else found
 
     multiply = __mul__ = __rmul__ = mul
     divide = true_divide = __truediv__ = div
@@ -314,7 +314,7 @@ class TensorLike(LogitsSource):
 
     @data.setter
     def data(self, value: Any) -> None:
-        self.materialize_for("data").data = _plain(value)  # which keeps the graph, as a tensor does
+        self.materialize_for("data").data = as_tensor(value)  # which keeps the graph, as a tensor does
         self.written()
 
     def become(self, result: Any) -> Any:
@@ -371,7 +371,7 @@ class TensorLike(LogitsSource):
         if bare in LAZY and args and isinstance(args[0], TensorLike) and "out" not in kwargs:
             return getattr(args[0], bare)(*args[1:], **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            plain, options = tree_map(lambda a: _plain(a, name), (args, kwargs), is_leaf=is_lazy)
+            plain, options = tree_map(lambda a: as_tensor(a, name), (args, kwargs), is_leaf=is_lazy)
             result = function(*plain, **options)
         for changed in (kwargs.get("out"), args[0] if args and is_in_place(name) else None):
             if isinstance(changed, TensorLike):
@@ -385,45 +385,6 @@ LAZY = frozenset(
 )  # the methods that torch also has as functions
 
 
-def _operator(name: str) -> Callable[..., Any]:
-    function = getattr(operator, name)
-
-    def apply(self: TensorLike, *others: Any) -> Any:
-        result = function(self.materialize_for(name), *map(_plain, others))
-        if name == "__setitem__":
-            self.written()
-        return result
-
-    return apply
-
-
-def _reflected(name: str) -> Callable[..., Any]:
-    function = getattr(operator, name)
-    return lambda self, other: function(_plain(other), self.materialize_for(name))
-
-
-def _in_place(name: str) -> Callable[..., Any]:
-    function, of_tensor = getattr(operator, name), getattr(operator, f"i{name}")
-
-    def apply(self: TensorLike, other: Any) -> Any:
-        lazy = function(self, other) if self.tensor is None else None
-        if isinstance(lazy, TensorLike):
-            return self.become(lazy)
-        return self.become(of_tensor(self.materialize_for(name), _plain(other)))  # views of the tensor change too
-
-    return apply
-
-
-COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-for _name in ("neg", "abs", "pos", "invert", "sub", "pow", "mod", "floordiv", "matmul", "setitem", *COMPARISONS):
-    setattr(TensorLike, f"__{_name}__", _operator(f"__{_name}__"))
-for _name in ("sub", "truediv", "floordiv", "pow", "mod", "matmul"):
-    setattr(TensorLike, f"__r{_name}__", _reflected(f"__{_name}__"))
-for _name in ("add", "sub", "mul", "truediv", "pow", "mod", "floordiv"):
-    setattr(TensorLike, f"__i{_name}__", _in_place(_name))
-TensorLike.__hash__ = object.__hash__  # type: ignore[method-assign]
-
-
 def _number(value: Any) -> float | None:
     """A finite number as a float; None for anything else, and for a tensor that is not a constant on the CPU."""
     if isinstance(value, Tensor):
@@ -432,16 +393,3 @@ def _number(value: Any) -> float | None:
         value = value.item()
     is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if is_number else None
-
-
-def is_lazy(value: Any) -> bool:
-    return isinstance(value, TensorLike)
-
-
-def is_in_place(name: str) -> bool:
-    """Whether an operation of a tensor changes its numbers."""
-    return name.endswith("_") and not name.startswith("_") and name != "requires_grad_"
-
-
-def _plain(value: Any, name: str = "an operation") -> Any:
-    return value.materialize_for(name) if isinstance(value, TensorLike) else value

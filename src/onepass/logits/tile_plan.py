@@ -34,6 +34,8 @@ BLOCK, WAVE = (256, 128), 132
 # Memory of the blocks of rows in `onepass.reference`: its maximum, and bytes per logit.
 REFERENCE_BLOCKS, REFERENCE_BYTES = 1 << 26, 64
 ROW, INDEX = 1536, 64  # bytes per row, for its statistics and the programs that share it, and per index of a row
+ROW_ID = 9  # bytes per row that is masked or not: an int64 id and a bool
+SMALL = 1 << 17  # bytes of scalars, and of rounding up the sizes of allocations
 
 
 class Rows(NamedTuple):
@@ -181,7 +183,7 @@ def tile_shape(
     if use.gradient and head.logits_dtype != head.dtype:
         per_row, per_wide = head.row_bytes(gathered) + head.logits_bytes(head.dtype), per_row
         wide = min(count * per_wide, WIDE if head.hidden.is_cuda else ON_CPU)
-    fixed = (1 << 17) + sum(h.cast_bytes() for h in heads) + 9 * head.hidden.shape[0] * gathered
+    fixed = SMALL + sum(h.cast_bytes() for h in heads) + ROW_ID * head.hidden.shape[0] * gathered
     total = sum_bytes(head, use)  # a float32 gradient needs no other sum
     if head.adapter is not None and head.settings.invariant_gemms:
         per_row += head.logits_bytes(head.logits_dtype)  # the adapter's part of the logits
@@ -218,7 +220,7 @@ def tile_columns(count: int, gathered: bool, head: Head, limit: int, row_bytes: 
     logits = size if head.logits_dtype == head.dtype else size + head.logits_dtype.itemsize  # with their gradient
     per_column = count * logits + H * cast + 16 + 4 * (count + H) * head.upcasts
     of_row = row_bytes + H * (size * (gathered or head.hidden.dtype != head.dtype) + 4 + 4 * head.upcasts)
-    fixed = (1 << 18) + 9 * head.hidden.shape[0] * gathered + count * of_row + head.low_bytes()
+    fixed = 2 * SMALL + ROW_ID * head.hidden.shape[0] * gathered + count * of_row + head.low_bytes()
     fixed += min(REFERENCE_BLOCKS, REFERENCE_BYTES * count * head.vocab) * (head.hidden.device.type == "cpu")
     least = min(LEAST_COLUMNS, head.vocab - 1)
     if head.settings.max_memory is None:
