@@ -172,7 +172,7 @@ CASES = {
     "mask of tokens": (
         lambda: topk(teacher_mask=torch.ones(3)),
         ValueError,
-        r"teacher_mask: expected \(3, 2\), the shape of teacher_ids, got \(3,\)",
+        r"teacher_mask: expected shape \(3, 2\), that of teacher_ids, got \(3,\)",
     ),
     "device of the mask of tokens": (
         lambda: topk(teacher_mask=IDS.to("meta")),
@@ -287,3 +287,11 @@ def test_error_names_the_argument(case):
     call, error, message = CASES[case]
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("name", ["target", "teacher_ids"])
+def test_the_error_names_the_argument_that_has_a_bad_class(eager, name):
+    given = {"target": I, "teacher_ids": IDS}
+    given[name] = given[name] + 8  # 9 is the last class
+    with pytest.raises(IndexError, match=rf"^{name}: expected values in \[0, 10\), got 10 in row "):
+        onepass.distillation_loss(X, teacher_log_probs=LOG_T, **given)

@@ -96,21 +96,31 @@ def check_index(index: torch.Tensor, logits: LogitsLike, name: str = "index", ma
     check_device(index, logits, name)
 
 
+def check_constant(t: torch.Tensor, name: str) -> None:
+    """Raise for a tensor that autograd would differentiate the result by, in either mode."""
+    if t.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name}: expected a constant, got a tensor that requires a gradient; detach it")
+    refuse_forward_mode(t)
+
+
 def check_row_mask(row_mask: torch.Tensor, logits: LogitsLike, name: str = "row_mask") -> None:
     """Raise unless ``row_mask`` is a real tensor of shape ``(...)``.
 
     An additive mask, with -inf for the rows to leave out, would keep exactly those.
     """
-    if not isinstance(row_mask, torch.Tensor) or row_mask.dtype.is_complex:
-        raise TypeError(f"{name}: expected a bool (or 0/1) tensor, got {described(row_mask)}")
-    if row_mask.shape != logits.shape[:-1]:
-        raise ValueError(f"{name}: expected shape {tuple(logits.shape[:-1])}, got {tuple(row_mask.shape)}")
-    check_device(row_mask, logits, name)
-    check_not_additive(row_mask, name)
+    check_mask(row_mask, logits.shape[:-1], logits, name)
 
 
-def check_not_additive(mask: torch.Tensor, name: str) -> None:
-    """Raise if a mask has negative numbers or NaN, as additive ones have. They are read on a CPU, and in debug mode."""
+def check_mask(mask: torch.Tensor, shape: Sequence[int], like: Any, name: str, of: str = "") -> None:
+    """Raise unless ``mask`` is a real tensor of this shape, which may be that ``of`` something, on the device of ``like``.
+
+    Negative numbers and NaN, which additive masks have, are an error too. They are read on a CPU, and in debug mode.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.dtype.is_complex:
+        raise TypeError(f"{name}: expected a bool (or 0/1) tensor, got {described(mask)}")
+    if mask.shape != shape:
+        raise ValueError(f"{name}: expected shape {tuple(shape)}{of}, got {tuple(mask.shape)}")
+    check_device(mask, like, name)
     if (mask.is_cpu or is_debugging()) and mask.dtype.is_signed and is_plain(mask):
         bad = mask.detach()[~(mask >= 0)]
         if bad.numel():
@@ -126,9 +136,7 @@ def check_temperature(temperature: torch.Tensor, logits: LogitsLike, name: str =
             f"{name}: expected a number, or a tensor of shape {tuple(logits.shape[:-1])}, "
             f"got one of shape {tuple(temperature.shape)}"
         )
-    if temperature.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name}: expected a constant, got a tensor that requires a gradient; detach it")
-    refuse_forward_mode(temperature)
+    check_constant(temperature, name)
     check_device(temperature, logits, name)
 
 
@@ -138,9 +146,7 @@ def check_class_weights(weights: torch.Tensor, logits: LogitsLike, name: str) ->
         raise TypeError(f"{name}: expected a floating-point tensor, got {described(weights)}")
     if weights.shape != logits.shape[-1:]:
         raise ValueError(f"{name}: expected shape ({logits.shape[-1]},), got {tuple(weights.shape)}")
-    if weights.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name}: expected constants, got a tensor that requires a gradient; detach it")
-    refuse_forward_mode(weights)
+    check_constant(weights, name)
     check_device(weights, logits, name)
 
 
@@ -161,21 +167,12 @@ def check_teacher(ids: torch.Tensor, log_probs: torch.Tensor, student_logits: Lo
                          f"got {tuple(log_probs.shape)}")  # fmt: skip
     check_device(ids, student_logits, "teacher_ids")
     check_device(log_probs, student_logits, "teacher_log_probs")
-    if log_probs.requires_grad and torch.is_grad_enabled():
-        raise ValueError("teacher_log_probs: expected a constant, got a tensor that requires a gradient; detach it")
-    refuse_forward_mode(log_probs)
+    check_constant(log_probs, "teacher_log_probs")
 
 
 def check_teacher_mask(mask: torch.Tensor, ids: torch.Tensor) -> None:
     """Raise unless ``mask`` is a bool (or 0/1) tensor of the shape of the teacher's ids."""
-    if not isinstance(mask, torch.Tensor) or mask.dtype.is_complex:
-        raise TypeError(f"teacher_mask: expected a bool (or 0/1) tensor, got {described(mask)}")
-    if mask.shape != ids.shape:
-        raise ValueError(
-            f"teacher_mask: expected {tuple(ids.shape)}, the shape of teacher_ids, got {tuple(mask.shape)}"
-        )
-    check_device(mask, ids, "teacher_mask")
-    check_not_additive(mask, "teacher_mask")
+    check_mask(mask, ids.shape, ids, "teacher_mask", ", that of teacher_ids")
 
 
 def check_pair(student: LogitsLike, teacher: LogitsLike, vocab_size: int | None) -> int | None:

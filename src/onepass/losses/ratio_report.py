@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from onepass.core.checks import FLOATS, check_dense, check_not_additive, described, short
+from onepass.core.checks import FLOATS, check_dense, check_mask, described, short
 
 QUANTILES = (0.5, 0.9, 0.99)
 NAMES = (
@@ -67,14 +67,11 @@ def ratio_report(log_probs: Tensor, sampler_log_probs: Tensor, row_mask: Tensor 
         if not isinstance(value, Tensor) or value.dtype not in FLOATS:
             raise TypeError(f"{name}: expected a floating-point tensor, got {described(value)}")
         check_dense(value, name)
-    if row_mask is not None and (not isinstance(row_mask, Tensor) or row_mask.is_complex()):
-        raise TypeError(f"row_mask: expected a bool (or 0/1) tensor, got {described(row_mask)}")
-    for other, name in ((sampler_log_probs, "sampler_log_probs"), (row_mask, "row_mask")):
-        if other is not None and (other.shape != log_probs.shape or other.device != log_probs.device):
-            raise ValueError(f"{name}: expected the shape and device of log_probs, {short(log_probs)}, "
-                             f"got {short(other)}")  # fmt: skip
+    if sampler_log_probs.shape != log_probs.shape or sampler_log_probs.device != log_probs.device:
+        raise ValueError(f"sampler_log_probs: expected the shape and device of log_probs, {short(log_probs)}, "
+                         f"got {short(sampler_log_probs)}")  # fmt: skip
     if row_mask is not None:
-        check_not_additive(row_mask, "row_mask")
+        check_mask(row_mask, log_probs.shape, log_probs, "row_mask", ", that of log_probs")
     difference = log_probs.double().flatten() - sampler_log_probs.double().flatten()
     kept = torch.ones_like(difference, dtype=torch.bool) if row_mask is None else row_mask.flatten() != 0
     count = kept.sum().double()
