@@ -112,7 +112,7 @@ def check_row_mask(row_mask: torch.Tensor, logits: LogitsLike, name: str = "row_
 
 
 def check_mask(mask: torch.Tensor, shape: Sequence[int], like: Any, name: str, of: str = "") -> None:
-    """Raise unless ``mask`` is a real tensor of this shape, which may be that ``of`` something, on the device of ``like``.
+    """Raise unless ``mask`` is a real tensor of this shape on the device of ``like``. ``of`` says whose shape it is.
 
     Negative numbers and NaN, which additive masks have, are an error too. They are read on a CPU, and in debug mode.
     """
