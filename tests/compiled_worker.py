@@ -163,6 +163,21 @@ def shapes(rank, ranks):
     assert graphs[0] == graphs[-1], graphs
 
 
+def classes(rank, ranks):
+    """Another number of selected classes."""
+    (hidden, weight, _), x, group = head_of_rank(rank, ranks), logits_of(rank, ranks), dist.group.WORLD
+
+    def call(hidden, weight, x, ids):
+        sources = onepass.VocabParallelLogits(x, group), onepass.LinearLogits(hidden, weight, vocab_group=group)
+        return [onepass.softmax_statistics(source, ids).log_probs for source in sources]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for k in (3, 2, 5):
+        ids = torch.arange(12 * k).view(3, 4, k) % VOCAB
+        compare(call, [hidden, weight, x], f"{k} classes", ids, compiled=compiled)
+
+
 def inductor(rank, ranks):
     def call(hidden, weight, bias, x):
         head = onepass.LinearLogits(hidden, weight, bias, vocab_group=dist.group.WORLD)

@@ -80,7 +80,7 @@ def test_meshes(tmp_path):
 
 
 def test_compiled(tmp_path):
-    names = ["compiled_worker.heads", "compiled_worker.refused", "mean_group_cases.compiled"]
+    names = ["compiled_worker.heads", "compiled_worker.classes", "compiled_worker.refused", "mean_group_cases.compiled"]
     failed, printed = run(tmp_path, job(2, functions=names))
     assert not failed, printed
 

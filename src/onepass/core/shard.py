@@ -94,6 +94,11 @@ def state_fields(options: Options, K: int) -> tuple[str, ...]:
     return tuple(fields + (["top1"] * K if options.wants("is_top1") else []))
 
 
+def state_size(options: Options, K: int) -> int:
+    """The number of `state_fields`, for a K that may be symbolic."""
+    return len(state_fields(options, 0)) + (2 if options.wants("is_top1") else 1) * K
+
+
 # The state of a row of some columns of P and Q, for KL(P ‖ Q): of each, the largest logit, which is subtracted in the
 # others, and the sum of exp(); and the sum of the logits' differences, weighted by exp() of those of P.
 PAIR_STATE = ("p_max", "p_sum", "q_max", "q_sum", "difference")

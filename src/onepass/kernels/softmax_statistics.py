@@ -12,7 +12,7 @@ import triton.language as tl
 
 from onepass.autotune.own import choose
 from onepass.core.options import Inputs, Options, Results, empty_results
-from onepass.core.shard import per_row, state_fields
+from onepass.core.shard import per_row, state_size
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows, launch
 from onepass.kernels.layout import Geometry, Layout, flat_rows, layout_of, power_of_two, row_groups, workspace
@@ -255,7 +255,7 @@ def shard_statistics(logits: torch.Tensor, inputs: Inputs, options: Options) -> 
     """
     index, row_mask, class_weights, temperature = inputs[:4]
     rows, K = logits.shape[:-1].numel(), per_row(index, logits.dim())
-    state = logits.new_empty((len(state_fields(options, K)), rows), dtype=torch.float32)
+    state = logits.new_empty((state_size(options, K), rows), dtype=torch.float32)
     if inputs.support is not None:
         support_statistics(logits, inputs, (state, None, None), options, True)
         return state

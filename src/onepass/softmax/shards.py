@@ -19,7 +19,7 @@ from onepass.backend import backend_of
 from onepass.core.collectives import of_all_ranks
 from onepass.core.dispatch import check_upstream, empty_gradient, operation, refuse_forward_mode
 from onepass.core.options import Average, FieldGradients, Inputs, Options, Results, empty_results, pick
-from onepass.core.shard import Shard, per_row, state_fields
+from onepass.core.shard import Shard, per_row, state_size
 from onepass.softmax.statistics import average_and_gradient, averaged, keep_row_weight, returned, upstream_of
 
 
@@ -72,7 +72,7 @@ def merged_states(states: Tensor, logits: Tensor, inputs: Inputs, shard: Shard, 
 
 def empty_states(logits: Tensor, inputs: Inputs, options: Options) -> Tensor:
     """Uninitialized states of the rows of logits."""
-    numbers = len(state_fields(options, per_row(inputs.index, logits.dim())))
+    numbers = state_size(options, per_row(inputs.index, logits.dim()))
     dtype = torch.promote_types(logits.dtype, torch.float32)
     return logits.new_empty((numbers, prod(logits.shape[:-1])), dtype=dtype)  # numel() would make the rows constant
 
