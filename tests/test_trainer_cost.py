@@ -147,6 +147,18 @@ def test_a_loss_that_does_not_sum_is_an_error():
         torch.autograd.grad(_OfSum.apply(total, values, valid), total, torch.arange(4.0))
 
 
+def test_a_gradient_of_the_entropy_is_an_error(folder, tmp_path):
+    """A hook may read it within the loss of SFT, which has no gradient of it."""
+    with onepass.patch("trl"):
+        trainer, model = built("sft", "full", folder, tmp_path)
+        batch, seen = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader()))), []
+        model.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs.entropy))
+        loss = trainer.compute_loss(model.train(), batch)
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="^entropy: expected a loss that does not depend on it"):
+            (loss - seen[0].mean()).backward()
+
+
 def test_adapters_that_are_still_refused(folder, tmp_path):
     with onepass.patch("trl"):
         model = trainers.load(folder)

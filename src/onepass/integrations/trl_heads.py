@@ -149,7 +149,10 @@ def _valid_rows(targets: Tensor) -> Tensor | None:
 def fields_and_sum(
     names: str, head: LinearLogits, target: Tensor, valid: Tensor, transform: tuple[Any, ...]
 ) -> dict[str, Tensor]:
-    """`log_probs.fields_of_rows`, of which only the sum of the log-probs has a gradient, which takes three GEMMs."""
+    """`log_probs.fields_of_rows`, of which only the sum of the log-probs has a gradient, which takes three GEMMs.
+
+    The gradient of the entropy is an error. The other fields have none in TRL either.
+    """
     options = options_for(names, *transform)
     inputs, options = inputs_for(head, options, target, valid)
     found: dict[str, Tensor] = {}
@@ -162,6 +165,8 @@ def fields_and_sum(
     rows = torch.arange(len(target), device=target.device)
     total = head.loss(log_probs_of, inputs, options, (rows,), 1.0, linear=True)
     found = {name: found.get(name, total.new_zeros(len(target))) for name in names.split()}
+    if "entropy" in found:
+        found["entropy"] = _WithoutGradient.apply(total, found["entropy"])
     return found | {"log_probs": _OfSum.apply(total, found["log_probs"], valid)}
 
 
@@ -187,6 +192,21 @@ class _OfSum(torch.autograd.Function):
         if (grad.is_cpu or is_debugging()) and low < high:
             raise RuntimeError("log_probs: expected a loss that sums them, as that of SFT, got another gradient")
         return low.where(low == high, torch.nan).masked_fill(low > high, 0.0), None, None
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """The entropies of all rows, which are not differentiated: an error in the backward, where it would be lost."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(
+            "entropy: expected a loss that does not depend on it, as that of SFTTrainer with loss_type='nll', "
+            "got its gradient; do not patch 'trl' for another loss"
+        )
 
 
 def _parts(hidden: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
