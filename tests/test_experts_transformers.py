@@ -238,6 +238,66 @@ def test_layers_that_have_run_share_a_graph(monkeypatch):
     torch.compiler.reset()
 
 
+class Function(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize("first", ["compiled", "eager"])
+@pytest.mark.parametrize(
+    "activations",
+    [
+        (torch.nn.GELU(), torch.nn.GELU("tanh")),
+        (Function(torch.nn.functional.silu), Function(torch.nn.functional.gelu)),
+    ],
+    ids=["option", "attribute"],
+)
+def test_another_activation_of_the_same_class(monkeypatch, activations, first):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    torch.compiler.reset()
+    experts = experts_of("qwen3_moe")
+    experts.config._experts_implementation = "onepass"
+    arguments = torch.randn(5, 24), torch.tensor([[0, 1]] * 5), torch.rand(5, 2)
+    compiled = torch.compile(experts, backend="eager", fullgraph=True)
+    experts.act_fn = activations[0]
+    (compiled if first == "compiled" else experts)(*arguments)
+    experts.act_fn = activations[1]
+    found = compiled(*arguments)
+    torch.testing.assert_close(found, experts(*arguments))
+    experts.config._experts_implementation = "eager"
+    torch.testing.assert_close(found, experts(*arguments))
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_graph_break_after_experts(monkeypatch, has_run):
+    """Torch traces once more what precedes the break, also of a class of which no module has run before."""
+    from onepass.integrations.transformers_experts import METHOD
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    torch.compiler.reset()
+    experts = experts_of("qwen3_moe")
+    experts.config._experts_implementation = "onepass"
+    arguments = torch.randn(5, 24), torch.tensor([[0, 1]] * 5), torch.rand(5, 2)
+    if has_run:
+        experts(*arguments)
+    elif hasattr(type(experts), METHOD):
+        monkeypatch.delattr(type(experts), METHOD)
+
+    def call(*arguments):
+        found = experts(*arguments)
+        torch._dynamo.graph_break()
+        return found + 1
+
+    found = torch.compile(call, backend="eager")(*arguments)
+    torch.testing.assert_close(found, experts(*arguments) + 1)
+    torch.compiler.reset()
+
+
 def test_an_activation_that_changes_before_compilation(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     torch.compiler.reset()

@@ -33,9 +33,8 @@ PEFT_MERGE = "peft.tuners.lora.layer", "ParamWrapper.merge"
 PEFT_UNMERGE = "peft.tuners.lora.layer", "ParamWrapper.unmerge"
 PEFT_PLAN = "peft.tuners.lora.model", "get_tp_plan_and_mesh"
 DEFAULTS = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False}
-GATE_INDEX = (
-    "_onepass_gate"  # the attribute of experts that have run: their `gate_index`, and the types of the children
-)
+METHOD = "_onepass_gate_index"  # of the classes of experts that have run: `traced_gate_index`
+PROBE = 48  # columns of gate and up that a gate is tried on
 HELD = "_onepass_adapters"  # the attribute of experts that has the LoRA factors while their forward runs
 
 
@@ -48,7 +47,7 @@ class Gate(NamedTuple):
     limit: float
 
 
-_gates: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()  # the settings that GATE_INDEX was found for
+_gates: "WeakKeyDictionary[nn.Module, tuple[Any, int]]" = WeakKeyDictionary()  # settings, and their `gate_index`
 # By whether inference mode is on: autograd cannot save tensors that were made in it.
 _quantized: "WeakKeyDictionary[nn.Module, dict[bool, dict[str, tuple[Any, QuantizedWeight | None]]]]"
 _quantized = WeakKeyDictionary()
@@ -62,7 +61,7 @@ def experts_forward(
     Raises:
         NotImplementedError: no gate, a norm after the experts, or an activation that `expert_mlp` does not have.
     """
-    gate = gate_of(self)
+    gate = gate_of(self, hidden_states)
     gate_up, lora_gate_up = weight_of(self, "gate_up_proj", hidden_states.dtype)
     down, lora_down = weight_of(self, "down_proj", hidden_states.dtype)
     routing = Routing(top_k_weights, top_k_index, top_k_index)  # expert_mlp does not read the counts
@@ -79,63 +78,71 @@ def option(experts: nn.Module, name: str) -> bool:
     return getattr(experts, name, DEFAULTS[name])
 
 
-def gate_of(experts: nn.Module) -> Gate:
+def gate_of(experts: nn.Module, hidden: Tensor | None = None) -> Gate:
     """The activation that gives the results of the experts' own ``_apply_gate``, tried on a few numbers.
+
+    Args:
+        hidden: of the dtype and device of the experts; needed where torch traces this.
 
     Raises:
         NotImplementedError: see `experts_forward`.
     """
-    if (
-        not option(experts, "has_gate")
-        or option(experts, "has_post_expert_norm")
-        or not hasattr(experts, "_apply_gate")
-    ):
-        what = "a norm after the experts" if option(experts, "has_post_expert_norm") else "no gate of gate and up"
+    has_norm = option(experts, "has_post_expert_norm")
+    if has_norm or not option(experts, "has_gate") or not hasattr(experts, "_apply_gate"):
+        what = "a norm after the experts" if has_norm else "no gate of gate and up"
         raise NotImplementedError(f"experts_implementation='{NAME}': {type(experts).__name__} has {what}")
-    if not torch.compiler.is_compiling():
+    kind: Any = type(experts)
+    if hidden is None or not torch.compiler.is_compiling():
+        if not hasattr(kind, METHOD):
+            setattr(kind, METHOD, traced_gate_index)
         return candidates(experts)[gate_index(experts)]
-    # Constants that are the same for all layers that have run before, so that they share one graph.
-    index, children = getattr(experts, GATE_INDEX, (None, ()))
-    if index is None or children != types_of_children(experts):
-        index = gate_index_of_object(id(experts))
-    return candidates(experts)[index]
+    # Traced on no rows, whose result is not used: torch compiles again if anything changes that the gate reads.
+    experts._apply_gate(hidden.new_empty((0, PROBE)))  # type: ignore[operator]
+    if hasattr(kind, METHOD):
+        return candidates(experts)[getattr(experts, METHOD)()]
+    return candidates(experts)[gate_index_of_object(id(experts))]
 
 
-def types_of_children(experts: nn.Module) -> tuple[str, ...]:
-    """The classes of a module's children, such as its activation."""
-    return tuple([type(child).__qualname__ for child in experts.children()])
+def traced_gate_index(experts: nn.Module) -> int:
+    """`gate_index` as a constant of a graph.
+
+    It is a method of the experts, since torch compiles a function again for each object that is its argument: layers of
+    a class of which one has run before share a graph.
+    """
+    with _disable_current_modes():
+        return gate_index(experts)
 
 
 def gate_index_of_object(number: int) -> int:
     """`gate_index` of `module_of` the number, which torch compiles for this module alone."""
-    with _disable_current_modes():
-        return gate_index(module_of(number))
+    return traced_gate_index(module_of(number))
 
 
+traced_gate_index.__name__ = METHOD  # torch looks a method up by its name
+constant_in_trace(traced_gate_index)
 constant_in_trace(gate_index_of_object)
 
 
 def gate_index(experts: nn.Module) -> int:
     """The index of `gate_of` the experts among the `candidates`."""
     used = gate_settings(experts)
-    if _gates.get(experts) != used:
-        probe = torch.linspace(-21.0, 23.0, 96).view(2, 48).roll(5, -1)
-        probe = torch.cat([probe, 1000 * probe])  # beyond any limit
-        with torch.no_grad():
-            theirs = experts._apply_gate(probe)  # type: ignore[operator]
-        for n, gate in enumerate(candidates(experts)):
-            first, second = (probe[:, ::2], probe[:, 1::2]) if gate.interleaved else probe.chunk(2, -1)
-            ours = activate(first, second, ExpertOptions(gate.activation, alpha=gate.alpha, limit=gate.limit))
-            if theirs.shape == ours.shape and torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6):
-                _gates[experts] = used
-                experts.__dict__[GATE_INDEX] = n, types_of_children(experts)
-                break
-        else:
-            raise NotImplementedError(
-                f"experts_implementation='{NAME}': {type(experts).__name__}._apply_gate is none of "
-                f"{', '.join(ACTIVATIONS)} of gate and up, side by side or in turns"
-            )
-    return experts.__dict__[GATE_INDEX][0]
+    known = _gates.get(experts)
+    if known is not None and known[0] == used:
+        return known[1]
+    probe = torch.linspace(-21.0, 23.0, 2 * PROBE).view(2, PROBE).roll(5, -1)
+    probe = torch.cat([probe, 1000 * probe])  # beyond any limit
+    with torch.no_grad():
+        theirs = experts._apply_gate(probe)  # type: ignore[operator]
+    for n, gate in enumerate(candidates(experts)):
+        first, second = (probe[:, ::2], probe[:, 1::2]) if gate.interleaved else probe.chunk(2, -1)
+        ours = activate(first, second, ExpertOptions(gate.activation, alpha=gate.alpha, limit=gate.limit))
+        if theirs.shape == ours.shape and torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6):
+            _gates[experts] = used, n
+            return n
+    raise NotImplementedError(
+        f"experts_implementation='{NAME}': {type(experts).__name__}._apply_gate is none of "
+        f"{', '.join(ACTIVATIONS)} of gate and up, side by side or in turns"
+    )
 
 
 def gate_settings(experts: nn.Module) -> tuple[Any, ...]:
