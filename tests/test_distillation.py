@@ -299,3 +299,16 @@ def test_modules_are_the_functions(device):
     assert torch.equal(
         module(x, y, num_items=7), onepass.kl_div(x, y, num_items=7, vocab_size=200, teacher_temperature=3.0, **options)
     )
+
+
+def test_a_part_of_weight_0_is_left_out(device):
+    """An infinite one, since a logit is -inf, would make the sum NaN."""
+    x = torch.tensor([[0.0, float("-inf"), 1.0]], device=device, requires_grad=True)
+    first, second, log_probs = (torch.tensor(v, device=device) for v in ([0], [1], [[-0.1]]))
+    for target, ids, alpha in ((first, second, 0.0), (second, first, 1.0)):
+        found = onepass.distillation_loss(x, target, ids.unsqueeze(-1), log_probs, alpha=alpha)
+        of_teacher = onepass.topk_kl_div(x, ids.unsqueeze(-1), log_probs)
+        expected = of_teacher if alpha else onepass.cross_entropy(x, target)
+        assert found.isfinite() and torch.equal(found, expected)
+        gradients = [torch.autograd.grad(loss, x)[0] for loss in (found, expected)]
+        torch.testing.assert_close(*gradients, rtol=0, atol=1e-7)

@@ -160,8 +160,9 @@ def distillation_loss(
         target: ``(...)``, int32 or int64; rows that are ``ignore_index`` have no cross-entropy, but do have a
             divergence unless they are masked.
         row_mask: ``(...)``, bool or 0/1; rows where it is False have neither cross-entropy nor divergence.
-        alpha: weight of the divergence, in [0, 1].
-        reduction: ``"mean"`` (of each part over its own rows), ``"sum"`` or ``"none"``.
+        alpha: weight of the divergence, in [0, 1]. A part of weight 0 is left out, even if it is infinite or NaN.
+        reduction: ``"mean"`` (of each part over its own rows; 0 if there are none, also for the cross-entropy),
+            ``"sum"`` or ``"none"``.
         num_items, mean_group: divide the sums of both parts, see `topk_kl_div`.
 
     The other arguments, and what is raised, are those of `topk_kl_div`.
@@ -190,7 +191,7 @@ def distillation_loss(
             softcap=softcap, logit_scale=logit_scale,
         )  # fmt: skip
         of_target = -selective_log_softmax(student, target, row_mask=valid, softcap=softcap, logit_scale=logit_scale)
-        return alpha * soft + (1 - alpha) * reduced(student, of_target, valid, reduction, num_items, mean_group)
+        return mixed(alpha, soft, reduced(student, of_target, valid, reduction, num_items, mean_group))
     teacher = Teacher(student, teacher_ids, teacher_log_probs, row_mask, teacher_mask, direction, renormalize)
     if student.checks_values:
         check_range(student, Inputs(target, valid), "target")
@@ -213,6 +214,13 @@ def distillation_loss(
     soft = divided(of_rows, divisor_of(student, teacher.rows, reduction, num_items, mean_group), student.dim() - 1)
     of_target = (s["log_normalizer"] - s["selected"][..., 0]).where(valid, 0.0)
     hard = reduced(student, of_target, valid, reduction, num_items, mean_group)
+    return mixed(alpha, soft, hard)
+
+
+def mixed(alpha: float, soft: Tensor, hard: Tensor) -> Tensor:
+    """The weighted sum of the two parts of a distillation loss."""
+    if alpha in (0.0, 1.0):
+        return soft if alpha else hard
     return alpha * soft + (1 - alpha) * hard
 
 
