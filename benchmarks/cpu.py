@@ -82,7 +82,7 @@ def measure(
             forward = partial(loss, *inputs, labels)
             runs[name] = forward if direction == "forward" else partial(loss_and_gradients, loss, inputs, labels)
         memory = {name: peak_memory(run, labels.device) for name, run in runs.items()}
-        for name, times in in_turns(runs, seconds).items():
+        for name, times in times_in_turns(runs, seconds).items():
             first, middle, third = statistics.quantiles(times, n=4)
             found.append({"pass": direction, "implementation": name, "ms": middle, "quartiles": [first, third],
                           "turns": len(times), "peak_bytes": memory[name]})  # fmt: skip
@@ -90,7 +90,7 @@ def measure(
     return found
 
 
-def in_turns(runs: dict[str, Run], seconds: float) -> dict[str, list[float]]:
+def times_in_turns(runs: dict[str, Run], seconds: float) -> dict[str, list[float]]:
     """The milliseconds of the calls of each."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     end = time.perf_counter() + seconds

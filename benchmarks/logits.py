@@ -77,7 +77,7 @@ def logits(
                 missing[f"{implementation.name} {operation} {rows}x{vocab}"] = first_line(error)
                 continue
             measured += records
-            runs += again if in_turns(rows * vocab, device) else ()
+            runs += again if is_limited_by_host(rows * vocab, device) else ()
             del again  # which holds the tensors, and these may be large
         # The host's speed drifts by more than the implementations differ, so that few rows are timed in short turns.
         if runs:
@@ -97,8 +97,8 @@ def logits(
     conclude(console, report, out / name)
 
 
-def in_turns(numel: int, device: torch.device) -> bool:
-    """Whether the wall time is measured in turns. On a CPU, where it is no result to publish, that takes too long."""
+def is_limited_by_host(numel: int, device: torch.device) -> bool:
+    """Whether the wall time is measured too, in turns; not on a CPU, where that takes too long for no result."""
     return device.type == "cuda" and numel <= SMALL
 
 
@@ -136,7 +136,7 @@ def measure(
     with torch.no_grad():
         outputs = forward()
         error = max((o - e).abs().max().item() for o, e in zip(outputs, expected))
-        few, gradients = in_turns(logits.numel(), device), [torch.ones_like(o) for o in outputs]
+        few, gradients = is_limited_by_host(logits.numel(), device), [torch.ones_like(o) for o in outputs]
         del outputs
         passes: dict[str, Run] = {"forward": torch.no_grad()(forward)}
         found = {"forward": extra_memory(passes["forward"], device)}

@@ -372,9 +372,10 @@ def autotune_table(path: Path, report: Report) -> str:
     libraries = list(processes["tunes"]["seconds"])
     head = ["process", "candidates benchmarked", *[f"first step of {name}, s" for name in libraries]]
     versions = ", ".join(f"{name} {report['environment'][name]}" for name in libraries if name != "onepass")
+    names = {"tunes": "first, which tunes", "knows": "second, which reuses its choices"}
     rows = [
-        [name, str(of["benchmarked"]), *[f"{of['seconds'][library]:.2f}" for library in libraries]]
-        for name, of in processes.items()
+        [names[process], str(of["benchmarked"]), *[f"{of['seconds'][library]:.2f}" for library in libraries]]
+        for process, of in processes.items()
     ]
     return f"{where(path, report)}, {versions}.\n\n{marked(report, operations_of(report))}" + grid(head, rows)
 

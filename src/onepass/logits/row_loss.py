@@ -26,7 +26,7 @@ from onepass.core.options import (
 )
 from onepass.core.shard import Shard
 from onepass.logits.head import ALL, Head, HeadTensors, Settings
-from onepass.logits.tile_plan import INDEX, ROW, Rows, Use
+from onepass.logits.tile_plan import ROW, Rows, Use, row_bytes
 from onepass.logits.tiles import Tile
 from onepass.softmax.divergence import pair_numbers
 
@@ -103,10 +103,9 @@ class StatisticsLoss:
         groups: Sequence[int] | None = None,
     ) -> None:
         self.loss_fn, self.options, self.linear, self.groups = loss_fn, options, linear, groups
-        self.inputs, self.row_inputs, index = inputs, row_inputs, inputs.index
+        self.inputs, self.row_inputs = inputs, row_inputs
         self.dtype = torch.promote_types(dtype, torch.float32)
-        numbers = sum(i[:1].numel() for i in row_inputs) + (index[:1].numel() if index is not None else 1)
-        self.row_bytes = ROW + INDEX * numbers
+        self.row_bytes = row_bytes(inputs.index, row_inputs)
         self.checked = not torch.is_grad_enabled()
 
     @property

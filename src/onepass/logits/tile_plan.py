@@ -168,6 +168,12 @@ def plan(heads: Sequence[Head], row_mask: Tensor | None, use: Use, later: Use | 
     return TilePlan(ids, n, rows, batch, vocab, columns, columns < heads[0].vocab)
 
 
+def row_bytes(index: Tensor | None, row_inputs: Sequence[Tensor] = ()) -> int:
+    """Bytes of workspace per row, in addition to the logits."""
+    numbers = 1 if index is None or index.dim() == 1 else index.shape[1]
+    return ROW + INDEX * (numbers + sum(i[:1].numel() for i in row_inputs))
+
+
 def tile_shape(
     count: int, gathered: bool, heads: Sequence[Head], use: Use, masked: bool = False
 ) -> tuple[int, int, int]:  # fmt: skip

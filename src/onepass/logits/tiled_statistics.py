@@ -27,7 +27,7 @@ from onepass.core.options import NOT_DIFFERENTIABLE, FieldGradients, Inputs, Opt
 from onepass.logits.gradients import Gradients
 from onepass.logits.head import ALL, Head, HeadTensors, Settings
 from onepass.logits.partitioned import gathered
-from onepass.logits.tile_plan import INDEX, ROW, Use, plan
+from onepass.logits.tile_plan import Use, plan, row_bytes
 from onepass.logits.tiles import Tile, tiles
 from onepass.logits.valid_rows import defers
 from onepass.softmax.shards import empty_states, merge_states
@@ -215,11 +215,6 @@ def statistics_and_derivative(tile: Tile, inputs: Inputs, options: Options, fiel
 def gradient_use(inputs: Inputs, of_weight: bool) -> Use:
     """What the backward uses tiles for."""
     return Use(row_bytes(inputs.index), weight_gradient=of_weight, gradient=True, known=True)
-
-
-def row_bytes(index: Tensor | None) -> int:
-    """Bytes of workspace per row, in addition to the logits."""
-    return ROW + INDEX * (1 if index is None or index.dim() == 1 else index.shape[1])
 
 
 def _like_gradient(tensors: HeadTensors, needed: list[bool], **_: Any) -> list[Tensor | None]:
