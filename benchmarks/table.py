@@ -10,7 +10,6 @@ from pathlib import Path
 
 from benchmarks.overlap import draw_overlap
 from benchmarks.plots import lm_plot
-from benchmarks.sources import staleness
 from benchmarks.tables import (
     Report,
     Reports,
@@ -26,7 +25,6 @@ from benchmarks.tables import (
     lm_table,
     logits_table,
     marks_of,
-    operations_of,
     parity_table,
     shard_table,
     summary,
@@ -72,9 +70,6 @@ of an earlier version. Older results record whole files.
 - Linear heads take hidden states: all implementations of a case, and its bare GEMMs on whole tensors and all rows, are
   timed in turns. "Extra GiB" is the peak that forward + backward allocate beyond the gradients that come out.
 """
-EARLIER = """
-Some of these results are of an earlier version; [measured.md](measured.md) says which.
-"""
 
 
 def between(text: str, marks: tuple[str, str], inside: str) -> str:
@@ -95,12 +90,6 @@ def measured_page(logits: Reports, heads: Reports, versions: Reports, cpu: Repor
     text += [cpu_table(*of) for of in cpu.items()] + [expert_parallel_table(*of) for of in expert_parallel.items()]
     text += [version_table(*of) for of in versions.items()]
     return "\n".join(text)
-
-
-def with_remark(summary: str, reports: Reports) -> str:
-    """The summary, and a remark if any of its results are of an earlier version."""
-    earlier = any(staleness(report, operations_of(report)) for report in reports.values())
-    return summary + EARLIER * earlier
 
 
 def kind_of(report: Report) -> str:
@@ -148,7 +137,7 @@ def table() -> None:
         ("tensor_parallel.md", SHARDS, [shard_table(*each) for each in of("shards").items()]),
         ("parity.md", PARITY, [parity_table(*each) for each in of("parity").items()]),
         ("integrations.md", LM, [lm_table(*each) for each in of("lm").items()]),
-        ("linear_head.md", LINEAR_HEAD, [with_remark(head_summary(heads), heads)]),
+        ("linear_head.md", LINEAR_HEAD, [head_summary(heads)]),
         ("autotune.md", AUTOTUNE, [autotune_table(*each) for each in of("autotune").items()]),
     ):
         document = HERE.parent / "docs" / name

@@ -91,6 +91,12 @@ def where(path: Path, report: Report) -> str:
     )
 
 
+def origin(report: Report, operation: str) -> str:
+    """The GPU of the results of an operation, and whether they are of an earlier version; for summaries."""
+    gpu = str(report["environment"]["gpu"]).removeprefix("NVIDIA ").split()[0]
+    return gpu + (", earlier version" if staleness(report, [operation]) else "")
+
+
 def size(r: dict) -> str:
     masked = f", {r['masked']:.0%} masked" if r.get("masked") else ""
     return " × ".join(str(r[k]) for k in ("rows", "hidden", "vocab") if r.get(k)) + masked
@@ -169,9 +175,10 @@ def summary(reports: Reports) -> str:
             best = min(found.values(), key=lambda r: r["ms"])
             times = [f"{r['ms']:.2f}" if r else "" for r in torch.values()]
             peer = f"{best['ms']:.3f} ({named(best)})"
-            rows.append([f"`{operation}`", shape, f"**{ours['ms']:.3f}**", share(ours), peer, *times])
+            about = [f"`{operation}`", shape, origin(report, operation)]
+            rows.append([*about, f"**{ours['ms']:.3f}**", share(ours), peer, *times])
     of_torch = ["torch.compile", "eager, in the logits' dtype", "eager, of a float32 copy"]
-    head = ["forward + backward, ms", "rows × vocabulary", "onepass", "of copy", "best peer", *of_torch]
+    head = ["forward + backward, ms", "rows × vocabulary", "GPU", "onepass", "of copy", "best peer", *of_torch]
     return grid(head, rows)
 
 
@@ -195,10 +202,9 @@ def head_summary(reports: Reports) -> str:
             best = min(found.values(), key=lambda r: r["ms"], default=None)
             peer = f"{best['ms']:.1f}, {gib(best)} GiB ({named(best)})" if best else ""
             times = [f"{r['ms']:.1f}" if r else "" for r in torch]
-            rows.append(
-                [f"`{operation}`", shape, f"**{ours['ms']:.1f}**", f"{ours['ratio']:.3f}", gib(ours), peer, *times]
-            )
-    columns = ["onepass", "× bare GEMMs", "extra GiB", "best peer", "torch.compile", "eager"]
+            about = [f"`{operation}`", shape, origin(report, operation)]
+            rows.append([*about, f"**{ours['ms']:.1f}**", f"{ours['ratio']:.3f}", gib(ours), peer, *times])
+    columns = ["GPU", "onepass", "× bare GEMMs", "extra GiB", "best peer", "torch.compile", "eager"]
     return HEADS + grid(["ms", "rows × hidden × vocabulary", *columns], rows) if rows else ""
 
 
