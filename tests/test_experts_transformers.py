@@ -273,6 +273,49 @@ def test_another_activation_of_the_same_class(monkeypatch, activations, first):
     torch.compiler.reset()
 
 
+class Mixed(torch.nn.Module):
+    """SiLU or GELU, by the value of a buffer."""
+
+    def __init__(self, share):
+        super().__init__()
+        self.register_buffer("share", torch.tensor(share))
+
+    def forward(self, x):
+        return self.share * torch.nn.functional.silu(x) + (1 - self.share) * torch.nn.functional.gelu(x)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_activation_with_tensors_is_an_error(monkeypatch, compiled):
+    """Which activation it is could change with their values, and they could need gradients."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    torch.compiler.reset()
+    experts = experts_of("qwen3_moe")
+    experts.config._experts_implementation = "onepass"
+    experts.act_fn = Mixed(1.0)
+    call = torch.compile(experts, backend="eager") if compiled else experts
+    with pytest.raises(Exception, match="_apply_gate uses parameters or buffers"):
+        call(torch.randn(5, 24), torch.tensor([[0, 1]] * 5), torch.rand(5, 2))
+    torch.compiler.reset()
+
+
+class Observed(torch.nn.Module):
+    def forward(self, x):
+        x.abs().amax()
+        return torch.nn.functional.silu(x)
+
+
+def test_an_activation_that_needs_rows(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    torch.compiler.reset()
+    experts = experts_of("qwen3_moe")
+    experts.config._experts_implementation = "onepass"
+    experts.act_fn = Observed()
+    arguments = torch.randn(5, 24), torch.tensor([[0, 1]] * 5), torch.rand(5, 2)
+    expected = experts(*arguments)
+    torch.testing.assert_close(torch.compile(experts, backend="eager", fullgraph=True)(*arguments), expected)
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("has_run", [False, True])
 def test_a_graph_break_after_experts(monkeypatch, has_run):
     """Torch traces once more what precedes the break, also of a class of which no module has run before."""

@@ -96,8 +96,8 @@ def gate_of(experts: nn.Module, hidden: Tensor | None = None) -> Gate:
         if not hasattr(kind, METHOD):
             setattr(kind, METHOD, traced_gate_index)
         return candidates(experts)[gate_index(experts)]
-    # Traced on no rows, whose result is not used: torch compiles again if anything changes that the gate reads.
-    experts._apply_gate(hidden.new_empty((0, PROBE)))  # type: ignore[operator]
+    # Traced on a row, whose result is not used: torch compiles again if anything changes that the gate reads.
+    experts._apply_gate(hidden.new_zeros((1, PROBE)))  # type: ignore[operator]
     if hasattr(kind, METHOD):
         return candidates(experts)[getattr(experts, METHOD)()]
     return candidates(experts)[gate_index_of_object(id(experts))]
@@ -146,11 +146,21 @@ def gate_index(experts: nn.Module) -> int:
 
 
 def gate_settings(experts: nn.Module) -> tuple[Any, ...]:
-    """The attributes that ``_apply_gate`` uses, as something that can be compared."""
+    """The attributes that ``_apply_gate`` uses, as something that can be compared.
+
+    Raises:
+        NotImplementedError: it uses a tensor, whose values may change, and which may need a gradient.
+    """
     kind: Any = type(experts)
     function: Any = unwrap(kind._apply_gate)
-    held = vars(experts) | experts._modules
-    used = [held.get(n, getattr(kind, n, None)) for n in function.__code__.co_names]
+    names, held = function.__code__.co_names, vars(experts) | experts._modules
+    used = [held.get(n, getattr(kind, n, None)) for n in names]
+    parts = [m for v in used if isinstance(v, nn.Module) for m in v.modules()]
+    tensors = experts._parameters | experts._buffers
+    if any(m._parameters or m._buffers for m in parts) or not tensors.keys().isdisjoint(names):
+        raise NotImplementedError(
+            f"experts_implementation='{NAME}': {kind.__name__}._apply_gate uses parameters or buffers"
+        )
     return function, *[(held_by(v), children_of(v)) if isinstance(v, nn.Module) else key_of(v) for v in used]
 
 
