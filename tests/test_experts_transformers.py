@@ -204,38 +204,46 @@ def test_adapters_of_peft(device, family, parameters, patched, routed, monkeypat
         torch.testing.assert_close(b.cpu(), a, rtol=1e-5, atol=1e-5 * a.abs().max().item())
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_a_limit_that_changes(before, monkeypatch):
-    """Before experts that have run are compiled, and after that."""
+@pytest.fixture
+def to_compile(monkeypatch):
+    """Makes experts that onepass runs on a CPU, for tests of `torch.compile`; `ARGUMENTS` are those of a call."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     torch.compiler.reset()
-    experts = experts_of("gpt_oss")
-    experts.config._experts_implementation = "onepass"
-    hidden, ids, weights = torch.randn(5, 24), torch.tensor([[0, 1]] * 5), torch.rand(5, 2)
+
+    def made(family="qwen3_moe"):
+        experts = experts_of(family)
+        experts.config._experts_implementation = "onepass"
+        return experts
+
+    yield made
+    torch.compiler.reset()
+
+
+ARGUMENTS = torch.randn(5, 24), torch.tensor([[0, 1]] * 5), torch.rand(5, 2)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_limit_that_changes(before, to_compile):
+    """Before experts that have run are compiled, and after that."""
+    experts = to_compile("gpt_oss")
     compiled = torch.compile(experts, backend="eager", fullgraph=True)
-    (experts if before else compiled)(hidden, ids, weights)
+    (experts if before else compiled)(*ARGUMENTS)
     for experts.limit in (0.3, 0.1):
         experts.config._experts_implementation = "eager"
-        expected = experts(hidden, ids, weights)
+        expected = experts(*ARGUMENTS)
         experts.config._experts_implementation = "onepass"
-        torch.testing.assert_close(compiled(hidden, ids, weights), expected)
-    torch.compiler.reset()
+        torch.testing.assert_close(compiled(*ARGUMENTS), expected)
 
 
-def test_layers_that_have_run_share_a_graph(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+def test_layers_that_have_run_share_a_graph(to_compile):
     from torch._dynamo.testing import CompileCounter
 
-    torch.compiler.reset()
     counter = CompileCounter()
-    hidden, ids, weights = torch.randn(5, 24), torch.tensor([[0, 1]] * 5), torch.rand(5, 2)
-    for layer in [experts_of("gpt_oss") for _ in range(10)]:
-        layer.config._experts_implementation = "onepass"
-        expected = layer(hidden, ids, weights)
-        found = torch.compile(layer, backend=counter, fullgraph=True)(hidden, ids, weights)
+    for layer in [to_compile("gpt_oss") for _ in range(10)]:
+        expected = layer(*ARGUMENTS)
+        found = torch.compile(layer, backend=counter, fullgraph=True)(*ARGUMENTS)
         torch.testing.assert_close(found, expected)
     assert counter.frame_count == 1
-    torch.compiler.reset()
 
 
 class Function(torch.nn.Module):
@@ -256,21 +264,16 @@ class Function(torch.nn.Module):
     ],
     ids=["option", "attribute"],
 )
-def test_another_activation_of_the_same_class(monkeypatch, activations, first):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    torch.compiler.reset()
-    experts = experts_of("qwen3_moe")
-    experts.config._experts_implementation = "onepass"
-    arguments = torch.randn(5, 24), torch.tensor([[0, 1]] * 5), torch.rand(5, 2)
+def test_another_activation_of_the_same_class(to_compile, activations, first):
+    experts = to_compile()
     compiled = torch.compile(experts, backend="eager", fullgraph=True)
     experts.act_fn = activations[0]
-    (compiled if first == "compiled" else experts)(*arguments)
+    (compiled if first == "compiled" else experts)(*ARGUMENTS)
     experts.act_fn = activations[1]
-    found = compiled(*arguments)
-    torch.testing.assert_close(found, experts(*arguments))
+    found = compiled(*ARGUMENTS)
+    torch.testing.assert_close(found, experts(*ARGUMENTS))
     experts.config._experts_implementation = "eager"
-    torch.testing.assert_close(found, experts(*arguments))
-    torch.compiler.reset()
+    torch.testing.assert_close(found, experts(*ARGUMENTS))
 
 
 class Mixed(torch.nn.Module):
@@ -285,17 +288,13 @@ class Mixed(torch.nn.Module):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_an_activation_with_tensors_is_an_error(monkeypatch, compiled):
+def test_an_activation_with_tensors_is_an_error(to_compile, compiled):
     """Which activation it is could change with their values, and they could need gradients."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    torch.compiler.reset()
-    experts = experts_of("qwen3_moe")
-    experts.config._experts_implementation = "onepass"
+    experts = to_compile()
     experts.act_fn = Mixed(1.0)
     call = torch.compile(experts, backend="eager") if compiled else experts
     with pytest.raises(Exception, match="_apply_gate uses parameters or buffers"):
-        call(torch.randn(5, 24), torch.tensor([[0, 1]] * 5), torch.rand(5, 2))
-    torch.compiler.reset()
+        call(*ARGUMENTS)
 
 
 class Observed(torch.nn.Module):
@@ -304,30 +303,21 @@ class Observed(torch.nn.Module):
         return torch.nn.functional.silu(x)
 
 
-def test_an_activation_that_needs_rows(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    torch.compiler.reset()
-    experts = experts_of("qwen3_moe")
-    experts.config._experts_implementation = "onepass"
+def test_an_activation_that_needs_rows(to_compile):
+    experts = to_compile()
     experts.act_fn = Observed()
-    arguments = torch.randn(5, 24), torch.tensor([[0, 1]] * 5), torch.rand(5, 2)
-    expected = experts(*arguments)
-    torch.testing.assert_close(torch.compile(experts, backend="eager", fullgraph=True)(*arguments), expected)
-    torch.compiler.reset()
+    expected = experts(*ARGUMENTS)
+    torch.testing.assert_close(torch.compile(experts, backend="eager", fullgraph=True)(*ARGUMENTS), expected)
 
 
 @pytest.mark.parametrize("has_run", [False, True])
-def test_a_graph_break_after_experts(monkeypatch, has_run):
+def test_a_graph_break_after_experts(monkeypatch, to_compile, has_run):
     """Torch traces once more what precedes the break, also of a class of which no module has run before."""
     from onepass.integrations.transformers_experts import METHOD
 
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    torch.compiler.reset()
-    experts = experts_of("qwen3_moe")
-    experts.config._experts_implementation = "onepass"
-    arguments = torch.randn(5, 24), torch.tensor([[0, 1]] * 5), torch.rand(5, 2)
+    experts = to_compile()
     if has_run:
-        experts(*arguments)
+        experts(*ARGUMENTS)
     elif hasattr(type(experts), METHOD):
         monkeypatch.delattr(type(experts), METHOD)
 
@@ -336,23 +326,17 @@ def test_a_graph_break_after_experts(monkeypatch, has_run):
         torch._dynamo.graph_break()
         return found + 1
 
-    found = torch.compile(call, backend="eager")(*arguments)
-    torch.testing.assert_close(found, experts(*arguments) + 1)
-    torch.compiler.reset()
+    found = torch.compile(call, backend="eager")(*ARGUMENTS)
+    torch.testing.assert_close(found, experts(*ARGUMENTS) + 1)
 
 
-def test_an_activation_that_changes_before_compilation(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    torch.compiler.reset()
-    experts = experts_of("qwen3_moe")
-    hidden, ids, weights = torch.randn(5, 24), torch.tensor([[0, 1]] * 5), torch.rand(5, 2)
-    experts.config._experts_implementation = "onepass"
-    experts(hidden, ids, weights)
+def test_an_activation_that_changes_before_compilation(to_compile):
+    experts = to_compile()
+    experts(*ARGUMENTS)
     experts.act_fn = torch.nn.GELU(approximate="tanh")
-    expected = experts(hidden, ids, weights)
+    expected = experts(*ARGUMENTS)
     experts.act_fn = torch.nn.SiLU()
-    experts(hidden, ids, weights)
+    experts(*ARGUMENTS)
     experts.act_fn = torch.nn.GELU(approximate="tanh")
-    found = torch.compile(experts, backend="eager", fullgraph=True)(hidden, ids, weights)
+    found = torch.compile(experts, backend="eager", fullgraph=True)(*ARGUMENTS)
     torch.testing.assert_close(found, expected)
-    torch.compiler.reset()

@@ -83,7 +83,7 @@ def of_each_row(ids: Tensor, starts: Tensor | None, lengths: Tensor | None) -> t
 
 
 def entries(ids: Tensor, starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """The row of each id of rows that have ``counts`` of them from ``starts`` on, and the id, as int64."""
+    """The row of each id that is in a row, and the id (int64). Row n has ``counts[n]`` ids, from ``starts[n]`` on."""
     row = torch.arange(len(counts), device=ids.device).repeat_interleave(counts)
     place = torch.arange(len(row), device=ids.device) - (counts.cumsum(0) - counts)[row] + starts[row]
     return row, ids[place].long()
