@@ -112,15 +112,15 @@ def check_row_mask(row_mask: torch.Tensor, logits: LogitsLike, name: str = "row_
 
 
 def check_mask(mask: torch.Tensor, shape: Sequence[int], like: Any, name: str, of: str = "") -> None:
-    """Raise unless ``mask`` is a real tensor of this shape, that of the argument ``of``, on the device of ``like``.
+    """Raise unless ``mask`` is a real tensor of this shape on the device of ``like``.
 
+    In the error, ``of`` follows the shape and says whose it is: ", that of teacher_ids".
     Negative numbers and NaN, which additive masks have, are an error too. They are read on a CPU, and in debug mode.
     """
     if not isinstance(mask, torch.Tensor) or mask.dtype.is_complex:
         raise TypeError(f"{name}: expected a bool (or 0/1) tensor, got {described(mask)}")
     if mask.shape != shape:
-        whose = f", that of {of}" if of else ""
-        raise ValueError(f"{name}: expected shape {tuple(shape)}{whose}, got {tuple(mask.shape)}")
+        raise ValueError(f"{name}: expected shape {tuple(shape)}{of}, got {tuple(mask.shape)}")
     check_device(mask, like, name)
     if (mask.is_cpu or is_debugging()) and mask.dtype.is_signed and is_plain(mask):
         bad = mask.detach()[~(mask >= 0)]
@@ -173,7 +173,7 @@ def check_teacher(ids: torch.Tensor, log_probs: torch.Tensor, student_logits: Lo
 
 def check_teacher_mask(mask: torch.Tensor, ids: torch.Tensor) -> None:
     """Raise unless ``mask`` is a bool (or 0/1) tensor of the shape of the teacher's ids."""
-    check_mask(mask, ids.shape, ids, "teacher_mask", "teacher_ids")
+    check_mask(mask, ids.shape, ids, "teacher_mask", ", that of teacher_ids")
 
 
 def check_pair(student: LogitsLike, teacher: LogitsLike, vocab_size: int | None) -> int | None:
