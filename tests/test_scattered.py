@@ -1,6 +1,7 @@
-"""`moe.scattered_linear` against one product a slot, in every order of its rows, and the modules on it."""
+"""`moe.scattered_linear` against one product for each token and expert, in every order of rows, and its modules."""
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -117,6 +118,31 @@ def test_rows_that_are_grouped_already_are_not_sorted(device, rows, outside):
         m.setattr("onepass.moe.experts.group_by_expert", pytest.fail)
         out = expert_mlp(x, routing, first, second, groups=found)
     assert torch.equal(out, expert_mlp(x, routing, first, second))
+
+
+@pytest.mark.parametrize("few", [0, 1 << 20])
+@pytest.mark.parametrize("assignments, experts", [(1, 1), (31, 5), (128, 3), (129, 40), (1500, 7), (4096, 130)])
+def test_assignments_are_sorted_by_one_launch_or_by_several(device, monkeypatch, few, assignments, experts):
+    """The order is that of a stable sort, with out-of-range ids last, and each tile lies within one expert."""
+    if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
+        pytest.skip("kernels are called")
+    module = pytest.importorskip("onepass.kernels.token_sort")
+    monkeypatch.setattr(module, "FEW", few)
+    generator = torch.Generator().manual_seed(assignments)
+    ids = torch.randint(-1, experts + 1, (assignments, 1), generator=generator)
+    if assignments == 1500:
+        ids[:1000] = 2  # more than a tile, of an expert between others
+    groups = module.sort_by_expert(ids.to(device, torch.int32 if experts == 7 else torch.int64), experts)
+    groups = groups._replace(**{name: t.cpu() for name, t in groups._asdict().items()})
+    inside = torch.where((ids >= 0) & (ids < experts), ids, experts).flatten()
+    assert torch.equal(groups.order.long(), inside.argsort(stable=True))
+    counts = inside.bincount(minlength=experts + 1)[:experts]
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    assert torch.equal(groups.offsets.long(), offsets)
+    rows = module.rows_of_tile(assignments, experts)
+    tiles = [(e, row) for e in range(experts) for row in range(int(offsets[e]), int(offsets[e + 1]), rows)]
+    assert [*zip(groups.tile_expert.tolist(), groups.tile_row.tolist())][: len(tiles)] == tiles
+    assert (groups.tile_expert[len(tiles) :] == experts).all()
 
 
 @pytest.mark.parametrize("counts, message", [

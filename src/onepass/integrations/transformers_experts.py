@@ -34,6 +34,8 @@ PEFT_UNMERGE = "peft.tuners.lora.layer", "ParamWrapper.unmerge"
 PEFT_PLAN = "peft.tuners.lora.model", "get_tp_plan_and_mesh"
 DEFAULTS = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False}
 METHOD = "_onepass_gate_index"  # of the classes of experts that have run: `traced_gate_index`
+GATES = [(activation, interleaved) for activation in get_args(Activation) for interleaved in (False, True)]
+CLAMPED = 1.702, 7.0  # alpha and limit where the experts have none
 PROBE = 48  # columns of gate and up that a gate is tried on
 HELD = "_onepass_adapters"  # the attribute of experts that has the LoRA factors while their forward runs
 
@@ -95,12 +97,12 @@ def gate_of(experts: nn.Module, hidden: Tensor | None = None) -> Gate:
     if hidden is None or not torch.compiler.is_compiling():
         if not hasattr(kind, METHOD):
             setattr(kind, METHOD, traced_gate_index)
-        return candidates(experts)[gate_index(experts)]
+        return gate_at(experts, gate_index(experts))
     # Traced on a row, whose result is not used: torch compiles again if anything changes that the gate reads.
     experts._apply_gate(hidden.new_zeros((1, PROBE)))  # type: ignore[operator]
     if hasattr(kind, METHOD):
-        return candidates(experts)[getattr(experts, METHOD)()]
-    return candidates(experts)[gate_index_of_object(id(experts))]
+        return gate_at(experts, getattr(experts, METHOD)())
+    return gate_at(experts, gate_index_of_object(id(experts)))
 
 
 def traced_gate_index(experts: nn.Module) -> int:
@@ -124,7 +126,7 @@ constant_in_trace(gate_index_of_object)
 
 
 def gate_index(experts: nn.Module) -> int:
-    """The index of `gate_of` the experts among the `candidates`."""
+    """The number of the gate of the experts: see `gate_at`."""
     used = gate_settings(experts)
     known = _gates.get(experts)
     if known is not None and known[0] == used:
@@ -133,7 +135,8 @@ def gate_index(experts: nn.Module) -> int:
     probe = torch.cat([probe, 1000 * probe])  # beyond any limit
     with torch.no_grad():
         theirs = experts._apply_gate(probe)  # type: ignore[operator]
-    for n, gate in enumerate(candidates(experts)):
+    for n in range(len(GATES)):
+        gate = gate_at(experts, n)
         first, second = (probe[:, ::2], probe[:, 1::2]) if gate.interleaved else probe.chunk(2, -1)
         ours = activate(first, second, ExpertOptions(gate.activation, alpha=gate.alpha, limit=gate.limit))
         if theirs.shape == ours.shape and torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6):
@@ -164,12 +167,16 @@ def gate_settings(experts: nn.Module) -> tuple[Any, ...]:
     return function, *[(held_by(v), children_of(v)) if isinstance(v, nn.Module) else key_of(v) for v in used]
 
 
-def candidates(experts: nn.Module) -> list[Gate]:
+def gate_at(experts: nn.Module, n: int) -> Gate:
+    """The gate of this number, with the parameters that the experts would have for it."""
+    activation, interleaved = GATES[n]
+    if activation != "swiglu_clamped":
+        return Gate(activation, interleaved, *CLAMPED)
     alpha, limit = (
         float(next((x for n in names if (x := getattr(experts, n, None)) is not None), default))
-        for names, default in ((("alpha", "swiglu_alpha"), 1.702), (("limit", "swiglu_limit"), 7.0))
+        for names, default in zip((("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")), CLAMPED)
     )
-    return [Gate(a, interleaved, alpha, limit) for a in get_args(Activation) for interleaved in (False, True)]
+    return Gate(activation, interleaved, alpha, limit)
 
 
 def bias_of(experts: nn.Module, name: str) -> Tensor | None:

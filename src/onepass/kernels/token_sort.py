@@ -4,7 +4,8 @@
 has the sorted rows ``offsets[e]`` to ``offsets[e + 1]``, and assignments to out-of-range ids come last. No row is
 padded. Every expert's rows are divided into tiles of BLOCK_M rows, and a tile with fewer rows masks the rest.
 
-Bytes moved: the ids are read three times and the order is written once, plus one count per block and expert.
+Bytes moved: the ids are read three times and the order is written once, plus one count per block and expert. Few
+assignments are sorted by one launch, whose programs each read all ids.
 """
 
 from functools import partial
@@ -21,6 +22,8 @@ from onepass.kernels.layout import power_of_two
 MOST_ROWS = 128  # per tile
 BLOCK = 128  # assignments of a program of the sort; twice as many take 1.3 to 1.9 times as long on an H200
 OTHERS = tl.constexpr(32)  # assignments with which a program that places compares its own at once
+FEW = 1024  # assignments that one launch sorts: it takes longer than four, but far less time on the host
+TILES = tl.constexpr(16)  # tiles that a program finds at once
 
 
 @triton.jit
@@ -74,11 +77,28 @@ def place_kernel(
     tl.store(order + place, assignment, mask=there)
 
 
+@triton.jit
+def write_tiles(
+    begin, end, first, tile_expert, tile_row, tiles, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Write the expert and the first sorted row of TILES tiles from ``first`` on, for the rows ``begin`` to ``end`` of
+    every expert."""
+    of_expert = tl.cdiv(end - begin, BLOCK_M)
+    last = tl.cumsum(of_expert, 0)  # 1 plus the last tile of expert e
+    tile = first + tl.arange(0, TILES)
+    mine = (tile[:, None] < last[None, :]) & (tile[:, None] >= (last - of_expert)[None, :])
+    e = tl.arange(0, BLOCK_E)
+    expert = tl.sum(tl.where(mine, e[None, :], 0), 1) + tl.where(tl.sum(mine.to(tl.int32), 1) == 0, E, 0)
+    row = tl.sum(tl.where(mine, (begin - (last - of_expert) * BLOCK_M)[None, :], 0), 1) + tile * BLOCK_M
+    tl.store(tile_expert + tile, expert, mask=tile < tiles)
+    tl.store(tile_row + tile, row, mask=tile < tiles)
+
+
 @triton.jit(do_not_specialize=["blocks", "tiles"])
 def tile_kernel(
     ends: "Flat", offsets: "Out", tile_expert: "Out", tile_row: "Out",
     blocks: tl.int32, tiles: tl.int32,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Find where each expert's rows begin, and the expert and first sorted row of each tile.
 
@@ -93,14 +113,46 @@ def tile_kernel(
     if tl.program_id(0) == 0:
         tl.store(offsets + e, begin, mask=e < E)
         tl.store(offsets + e + 1, end, mask=e == E - 1)
-    of_expert = tl.cdiv(end - begin, BLOCK_M)
-    last = tl.cumsum(of_expert, 0)  # 1 plus the last tile of expert e
-    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mine = (tile[:, None] < last[None, :]) & (tile[:, None] >= (last - of_expert)[None, :])
-    expert = tl.sum(tl.where(mine, e[None, :], 0), 1) + tl.where(tl.sum(mine.to(tl.int32), 1) == 0, E, 0)
-    row = tl.sum(tl.where(mine, (begin - (last - of_expert) * BLOCK_M)[None, :], 0), 1) + tile * BLOCK_M
-    tl.store(tile_expert + tile, expert, mask=tile < tiles)
-    tl.store(tile_row + tile, row, mask=tile < tiles)
+    write_tiles(begin, end, tl.program_id(0) * TILES, tile_expert, tile_row, tiles, E, BLOCK_E, BLOCK_M)
+
+
+@triton.jit(do_not_specialize=["assignments", "tiles"])
+def sort_kernel(
+    experts: "Flat", order: "Out", offsets: "Out", tile_expert: "Out", tile_row: "Out",
+    assignments: tl.int32, tiles: tl.int32,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """The results of the other kernels in one launch: a program places BLOCK assignments, and finds some of the tiles.
+
+    Input: ``experts`` ``(T, K)``.
+    Outputs: ``order`` of `place_kernel`, and those of `tile_kernel`.
+    Bytes moved: the ids twice per program in, the outputs out.
+    """
+    first = tl.program_id(0) * BLOCK
+    if first < assignments:
+        assignment = first + tl.arange(0, BLOCK)
+        there = assignment < assignments
+        expert = bucket(tl.load(experts + assignment, mask=there, other=0), E)
+        place = tl.zeros([BLOCK], tl.int32)
+        for part in range(0, assignments, BLOCK):
+            other = part + tl.arange(0, BLOCK)
+            of_other = bucket(tl.load(experts + other, mask=other < assignments, other=E), E)
+            same = of_other[None, :] == expert[:, None]
+            before = (of_other[None, :] < expert[:, None]) | (same & (other[None, :] < assignment[:, None]))
+            place += tl.sum(before.to(tl.int32), 1)
+        tl.store(order + place, assignment, mask=there)
+    if tl.program_id(0) * TILES < tiles:
+        count = tl.zeros([BLOCK_E], tl.int32)
+        for part in range(0, assignments, 4 * BLOCK):
+            other = part + tl.arange(0, 4 * BLOCK)
+            count += tl.histogram(bucket(tl.load(experts + other, mask=other < assignments, other=E), E), BLOCK_E)
+        e = tl.arange(0, BLOCK_E)
+        count = tl.where(e < E, count, 0)
+        end = tl.cumsum(count, 0)
+        if tl.program_id(0) == 0:
+            tl.store(offsets + e, end - count, mask=e <= E)
+        for tile in range(tl.program_id(0) * TILES, tiles, tl.num_programs(0) * TILES):
+            write_tiles(end - count, end, tile, tile_expert, tile_row, tiles, E, BLOCK_E, BLOCK_M)
 
 
 def rows_of_tile(assignments: int, E: int) -> int:
@@ -127,6 +179,9 @@ def sort_by_expert(experts: Tensor, num_experts: int, counts: Tensor | None = No
     order, offsets, tile_expert, tile_row = new(assignments), new(E + 1), new(tiles), new(tiles)
     if not assignments:
         return Groups(order, offsets.zero_(), tile_expert, tile_row)
+    if assignments <= FEW and counts is None:
+        launch(sort_plan, (assignments, E), (experts, order, offsets, tile_expert, tile_row))
+        return Groups(order, offsets, tile_expert, tile_row)
     blocks = -(-assignments // BLOCK)
     if counts is None:
         counts = new((E + 1) * blocks)
@@ -156,5 +211,13 @@ def place_plan(assignments: int, E: int) -> Plan:
 def tile_plan(assignments: int, E: int, blocks: int) -> Plan:
     """The launch of `tile_kernel`."""
     tiles = count_tiles(assignments, E)
-    constexprs = dict(E=E, BLOCK_E=power_of_two(E), BLOCK=16, BLOCK_M=rows_of_tile(assignments, E))
-    return Plan(tile_kernel, -(-tiles // 16), (blocks, tiles), constexprs, 4)
+    constexprs = dict(E=E, BLOCK_E=power_of_two(E), BLOCK_M=rows_of_tile(assignments, E))
+    return Plan(tile_kernel, -(-tiles // TILES.value), (blocks, tiles), constexprs, 4)
+
+
+def sort_plan(assignments: int, E: int) -> Plan:
+    """The launch of `sort_kernel`."""
+    tiles = count_tiles(assignments, E)
+    constexprs = dict(E=E, BLOCK_E=power_of_two(E + 1), BLOCK=BLOCK, BLOCK_M=rows_of_tile(assignments, E))
+    programs = max(-(-assignments // BLOCK), -(-tiles // TILES.value))
+    return Plan(sort_kernel, programs, (assignments, tiles), constexprs, 8)

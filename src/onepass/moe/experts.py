@@ -21,7 +21,7 @@ from onepass.core.checks import (
     check_number,
     described,
 )
-from onepass.core.dispatch import autocast_dtype, check_upstream, empty_gradients, operation
+from onepass.core.dispatch import PLAIN, autocast_dtype, check_upstream, empty_gradients, operation
 from onepass.core.moe_options import (
     ACTIVATIONS,
     EXPERT_TENSORS,
@@ -36,6 +36,9 @@ from onepass.core.quantized import Encoded, Weight, WeightParts, cast
 from onepass.moe.quantized import split_weight
 from onepass.moe.router import Routing
 from onepass.moe.token_sort import check_groups, group_by_expert
+
+MOST = 4096  # size of the set
+_valid: set[tuple[Any, ...]] = set()  # shapes, dtypes and devices of the tensors of valid calls
 
 
 def expert_mlp(
@@ -124,24 +127,41 @@ def expert_mlp(
         gate_up_format,
         down_format,
     )
-    tokens, K = math.prod(hidden.shape[:-1]), routing.experts.shape[-1]
-    weights, experts = routing.weights.reshape(tokens, K), routing.experts.reshape(tokens, K)
-    rows = tensors.hidden.reshape(tokens, hidden.shape[-1]).contiguous()
+    rows, weights, experts = tensors.hidden, routing.weights, routing.experts
+    if hidden.dim() != 2:
+        tokens = math.prod(hidden.shape[:-1])
+        rows, weights, experts = (t.reshape(tokens, t.shape[-1]) for t in (rows, weights, experts))
+    rows = rows.contiguous()
     if rows.dtype != torch.float64:
         weights = weights.float()
     if groups is None:
-        groups = group_by_expert(experts, len(gate_up_weight), rows)
+        groups = group_by_expert(experts, gate_up_weight.shape[0], rows)
     else:
-        check_groups(groups, experts, len(gate_up_weight), rows)
+        check_groups(groups, experts, gate_up_weight.shape[0], rows)
     tensors = tensors._replace(hidden=rows, weights=weights, gate_up=gate_up, down=down)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         out: Tensor = _Experts.apply(options, *tensors, experts, *groups, *parts.gate_up, *parts.down)
     else:
         out = _forward(tensors, experts, groups, parts, False, options)[0]
-    return out.view(hidden.shape)
+    return out if hidden.dim() == 2 else out.view(hidden.shape)
 
 
 def check_experts(tensors: ExpertTensors, experts: Tensor, transposed: bool) -> None:
+    """Raise as `expert_mlp` says, unless tensors of these shapes, dtypes and devices are known to be valid."""
+    every = *tensors, experts
+    key: Any = None
+    if PLAIN.issuperset(map(type, every)) and not torch.compiler.is_compiling():
+        key = transposed, *[t if t is None else (t.shape, t.dtype, t.device) for t in every]
+        if key in _valid:
+            return
+    _check_experts(tensors, experts, transposed)
+    if key is not None:
+        if len(_valid) >= MOST:
+            _valid.clear()
+        _valid.add(key)
+
+
+def _check_experts(tensors: ExpertTensors, experts: Tensor, transposed: bool) -> None:
     hidden, weights, gate_up, down, gate_up_bias, down_bias, *lora = tensors
     if not isinstance(experts, Tensor) or experts.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"routing.experts: expected an int32 or int64 tensor, got {described(experts)}")
