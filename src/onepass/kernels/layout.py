@@ -201,12 +201,18 @@ def tma_dimension(operand: torch.Tensor, k: int, n: int, only_k: bool = False) -
 
     ``k`` and ``n`` are the positions of these dimensions. With ``only_k``, N is not considered.
     """
-    size, strides = operand.element_size(), operand.stride()
+    name = aligned_dimension(operand.stride(), operand.element_size(), k, n, only_k)
+    fits = name and operand.numel() > 0 and operand.data_ptr() % 16 == 0
+    return name if fits and has_tma(operand.get_device()) else ""
+
+
+@memo
+def aligned_dimension(strides: tuple[int, ...], size: int, k: int, n: int, only_k: bool) -> str:
+    """`tma_dimension` by the strides alone: all but one are of whole 16 bytes."""
     name, contiguous = ("K", k) if strides[k] == 1 else ("N", n)
-    fits = strides[contiguous] == 1 and not (only_k and name == "N") and operand.numel() > 0
     others = [stride for d, stride in enumerate(strides) if d != contiguous]
-    aligned = all(s > 0 and s * size % 16 == 0 for s in others) and operand.data_ptr() % 16 == 0
-    return name if has_tma(operand.get_device()) and fits and aligned else ""
+    fits = strides[contiguous] == 1 and not (only_k and name == "N")
+    return name if fits and all(s > 0 and s * size % 16 == 0 for s in others) else ""
 
 
 SHARED_KIB = {0: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
