@@ -269,3 +269,18 @@ def patched_verl(x, local, target):
         found = head.linear_cross_entropy(parts[0], mine, target, 0.7, "none", dist.group.WORLD)
         for a, b in zip(found, whole):
             close(a.detach(), b.detach().flatten(), 4e-6, "verl, head")
+        # The gradient of the hidden states is summed by the caller; a label that is no class is masked by the caller.
+        labels = target.reshape(ROWS).clone()
+        labels[0, 0] = -100
+        hidden, leaf = (parts[0].detach().clone().requires_grad_() for _ in range(2))
+        scale = torch.linspace(-1, 1, labels.numel())
+        log_probs, entropy = head.linear_cross_entropy(hidden, mine, labels, 0.7, "none", dist.group.WORLD)
+        assert log_probs.isfinite().all() and entropy.isfinite().all()
+        ((log_probs * scale).where(labels.flatten() != -100, 0.0).sum() + (entropy * scale).sum()).backward()
+        dist.all_reduce(hidden.grad)
+        whole = onepass.linear_selective_log_softmax_and_entropy(
+            leaf, parts[1].detach(), labels.clamp(min=0), temperature=0.7
+        )
+        log_probs, entropy = (t.flatten() for t in whole)
+        ((log_probs * scale).where(labels.flatten() != -100, 0.0).sum() + (entropy * scale).sum()).backward()
+        close(hidden.grad, leaf.grad, 8e-6, "verl, head, gradient")

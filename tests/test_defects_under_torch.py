@@ -1,5 +1,7 @@
 """Defects under compilation, hooks, modes and transforms of torch, which these tests showed before they were fixed."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -220,6 +222,21 @@ def test_groups_under_another_default_device():
 
     with torch.device("meta"):
         assert ids_of([1, 3], torch.device("cpu")).tolist() == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_experts_of_meta_tensors(weighted, monkeypatch):
+    """As for the other operations, shapes and dtypes follow, forward and backward, and no value is read."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # in which meta tensors are taken for those of a GPU
+    normal = partial(torch.randn, device="meta", requires_grad=True)
+    x, gate_up, down = normal(2, 4, 6), normal(3, 10, 6), normal(3, 6, 5)
+    routing = onepass.moe.route(normal(2, 4, 3), 2)
+    out = onepass.moe.expert_mlp(x, routing, gate_up, down)
+    rows, weights = x.flatten(0, 1), routing.weights.flatten(0, 1) if weighted else None
+    scattered = onepass.moe.scattered_linear(rows, gate_up, routing.experts.flatten(0, 1), weights=weights)
+    assert out.shape == x.shape and scattered.shape == ((8, 10) if weighted else (16, 10))
+    (out.sum() + scattered.sum()).backward()
+    assert all(t.is_meta and t.grad.shape == t.shape and t.grad.is_meta for t in (x, gate_up, down))
 
 
 def test_a_dtensor_among_plain_tensors():

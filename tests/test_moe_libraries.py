@@ -1,7 +1,8 @@
 """The routers of Megatron-core and torchtitan, alike with and without `onepass.patch`, if these are installed."""
 
+import sys
 from itertools import product
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def test_megatron():
     for score, pre, (groups, chosen), biased, topk in product(
         ("softmax", "sigmoid"), (False, True), ((None, None), (4, 2), (4, 4)), (False, True), (K, 1)
     ):
-        if chosen and (topk == 1 or (score == "sigmoid" and pre)):
+        if chosen and score == "sigmoid" and pre:
             continue
         config = SimpleNamespace(
             num_moe_experts=E, moe_router_pre_softmax=pre, moe_router_num_groups=groups, moe_router_group_topk=chosen,
@@ -120,3 +121,35 @@ def test_torchtitan():
             assert any("TokenChoiceTopKRouter" in p.name for p in patched.replaced)
             next(steps)
         next(steps, None)
+
+
+@pytest.mark.parametrize("changed", [
+    {"top_k": 33}, {"num_experts": 1025}, {"score_func": "sqrtsoftplus"}, {"num_expert_groups": 4},
+    {"_debug_force_load_balance": True}, {"x": SimpleNamespace(device_mesh=None)}, {},
+], ids=lambda changed: next(iter(changed), "none"))  # fmt: skip
+def test_torchtitan_keeps_routers_that_are_not_supported(monkeypatch, changed):
+    """Its own method is called, before the gate is."""
+    of_torchtitan = pytest.importorskip("onepass.integrations.torchtitan")
+    for name in ("torchtitan", "torchtitan.models", "torchtitan.models.common", "torchtitan.models.common.moe"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    library = sys.modules["torchtitan.models.common"].moe = sys.modules["torchtitan.models.common.moe"]
+    library.spmd = SimpleNamespace(is_type_checking=lambda: False)
+    monkeypatch.setattr(of_torchtitan, "original", lambda *name: lambda *given: "original")
+    gate = torch.nn.Linear(H, E, bias=False)
+    gate.register_forward_hook(lambda *given: calls.append(given))
+    calls, x = [], changed.pop("x", torch.randn(2, T, H))
+    given = dict(num_experts=E, num_expert_groups=None, num_limited_groups=None, top_k=K, score_func="softmax",
+                 route_norm=False, route_scale=1.0, _debug_force_load_balance=False)  # fmt: skip
+    found = of_torchtitan.choose_experts(SimpleNamespace(gate=gate, **given | changed), x)
+    is_ours = not changed and isinstance(x, torch.Tensor)
+    assert len(calls) == is_ours and (found != "original") == is_ours
+
+
+def test_torchtitan_refuses_arguments_that_it_does_not_have(monkeypatch):
+    of_torchtitan = pytest.importorskip("onepass.integrations.torchtitan")
+    for name in ("torchtitan", "torchtitan.components", "torchtitan.components.loss"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["torchtitan.components"].loss = sys.modules["torchtitan.components.loss"]
+    monkeypatch.setattr(of_torchtitan, "original", lambda *name: lambda pred, labels: None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'reduction'"):
+        of_torchtitan.cross_entropy_loss(torch.randn(2, 5), torch.zeros(2, dtype=torch.long), reduction="mean")

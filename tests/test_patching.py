@@ -283,6 +283,8 @@ def test_experts_of_a_version_that_takes_no_name_of_others(version, registered, 
 
 def test_a_library_that_cannot_be_imported_is_left_alone(monkeypatch):
     pytest.importorskip("peft")
+    with onepass.patch("transformers"):  # which imports all that needs PEFT itself
+        pass
     monkeypatch.setitem(sys.modules, "peft", None)
     with onepass.patch("transformers") as patched:
         assert patched.replaced
@@ -344,3 +346,26 @@ def test_every_warning_has_a_code_that_the_docs_explain():
         codes |= set(re.findall(r"\[(OP\d{3})\]", text))
     page = sources.parents[1] / "docs" / "warnings.md"
     assert calls == len(codes) and codes == set(re.findall(r"^\| (OP\d{3}) ", page.read_text(), re.M))
+
+
+def test_a_named_library_of_which_nothing_can_be_replaced_is_a_warning(monkeypatch):
+    module = import_module("onepass.integrations.trl")
+    monkeypatch.setattr(module, "TARGETS", [t._replace(since="99") for t in module.TARGETS])
+    with pytest.warns(RuntimeWarning, match=r"^libraries: nothing of 'trl' is replaced; trl\..* from 99; .*\[OP005\]$"):
+        onepass.patch("trl").restore()
+    onepass.patch().restore()  # it is not named
+
+
+def test_references_in_a_dict_of_another_library(monkeypatch):
+    """Of a module that was imported before the patch, and of one that is imported during it."""
+    library = pytest.importorskip("megatron.core.tensor_parallel.cross_entropy")
+    theirs = library.vocab_parallel_cross_entropy
+    modules = [ModuleType(f"megatron.of_a_user_{n}") for n in range(2)]
+    modules[0].LOSSES = {"plain": theirs}
+    monkeypatch.setitem(sys.modules, modules[0].__name__, modules[0])
+    with onepass.patch("megatron"):
+        ours = library.vocab_parallel_cross_entropy
+        assert modules[0].LOSSES["plain"] is ours is not theirs
+        modules[1].LOSSES = {"plain": ours}
+        monkeypatch.setitem(sys.modules, modules[1].__name__, modules[1])
+    assert all(m.LOSSES["plain"] is theirs for m in modules)

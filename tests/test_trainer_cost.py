@@ -1,5 +1,6 @@
 """The GEMMs with the head's weight in a training step of TRL's trainers under the patch, and adapters on the head."""
 
+from contextlib import nullcontext
 from importlib import import_module
 
 import pytest
@@ -11,7 +12,7 @@ import onepass
 
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
-pytest.importorskip("datasets")
+datasets = pytest.importorskip("datasets")
 trainers = import_module("trainers")
 of_trl = import_module("onepass.integrations.trl_heads")
 if tuple(int(part) for part in trl.__version__.split(".")[:2]) < (1, 16):
@@ -158,12 +159,55 @@ def test_a_gradient_of_the_entropy_is_an_error(folder, tmp_path):
             (loss - seen[0].mean()).backward()
 
 
+@pytest.mark.parametrize("lengths", [(10, 8), (10, 9)])
+def test_sft_with_virtual_tokens(lengths, folder, tmp_path, monkeypatch):
+    """TRL's own loss, also where it leaves rows out, and as many remain as the trainer has labels."""
+    from trl.trainer import utils
+
+    monkeypatch.setattr(utils, "_use_triton", lambda device: True)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    data = datasets.Dataset.from_list([{"input_ids": [*range(5, 5 + n)]} for n in lengths])
+    found = []
+    for patched in (False, True):
+        torch.manual_seed(0)
+        with onepass.patch("trl") if patched else nullcontext():
+            common = trainers.options_of(tmp_path, max_steps=1, per_device_train_batch_size=2)
+            model = peft.get_peft_model(trainers.load(folder), config)
+            trainer = trl.SFTTrainer(
+                model, args=trl.SFTConfig(**common), train_dataset=data, processing_class=trainers.bytes_tokenizer()
+            )
+            batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+            loss = trainer.compute_loss(model.train(), batch)
+            loss.backward()
+        found.append((loss.detach(), next(p.grad for p in model.parameters() if p.grad is not None)))
+    for a, b in zip(*found):
+        torch.testing.assert_close(b, a)
+
+
+@pytest.mark.parametrize("kind", ["LoRA on the head", "cast_lm_head_to_fp32"])
+def test_a_head_that_needs_the_patch(kind, folder, tmp_path):
+    """TRL's own kernel would ignore the adapter, or multiply in half precision. An adapter that is merged is used."""
+    name, options = ("sft", {}) if kind in TARGETS else ("grpo", {"cast_lm_head_to_fp32": True})
+    with onepass.patch("trl"):
+        _, model = built(name, kind if kind in TARGETS else "full", folder, tmp_path, **options)
+        ids = torch.arange(12).view(2, 6)
+        given = {"input_ids": ids, "labels": ids, "fused_lm_head": True}
+        expected = model.eval()(**given).log_probs
+    with pytest.raises(RuntimeError, match=r"^model: expected onepass.patch\('trl'\) to be in effect"):
+        model(**given)
+    if kind in TARGETS:
+        merged = model.merge_and_unload()
+        with onepass.patch("trl"):
+            torch.testing.assert_close(merged(**given).log_probs, expected)
+
+
 def test_adapters_that_are_still_refused(folder, tmp_path):
     with onepass.patch("trl"):
         model = trainers.load(folder)
         config = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["lm_head"])
-        with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
-            trainers.sft(peft.get_peft_model(model, config), trainers.options_of(tmp_path))
+        for adapted in (peft.get_peft_model(model, config), peft.get_peft_model(model, config).eval()):
+            with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
+                trainers.sft(adapted, trainers.options_of(tmp_path))
         with pytest.raises(ValueError, match=r"^cast_lm_head_to_fp32: expected False with a PEFT adapter"):
             built("grpo", "LoRA on the head", folder, tmp_path, cast_lm_head_to_fp32=True)
     with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):

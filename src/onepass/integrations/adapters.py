@@ -26,8 +26,12 @@ def active_adapters(head: Any) -> list[str]:
     return [name for name in head.active_adapters if name in head.lora_A]
 
 
-def adapter_reason(head: Any) -> str:
-    """Why the logits of an adapted head are not those of `LinearLogits`; empty if they are."""
+def adapter_reason(head: Any, trained: bool = False) -> str:
+    """Why the logits of an adapted head are not those of `LinearLogits`; empty if they are.
+
+    Args:
+        trained: whether to answer for a head that will be trained, whatever its mode is now.
+    """
     names = active_adapters(head)
     if head.disable_adapters and head.merged:
         return "its adapter is merged but disabled"
@@ -38,7 +42,7 @@ def adapter_reason(head: Any) -> str:
         dropout = head.lora_dropout[name]
         if variant:
             return f"its adapter is {variant}, not plain LoRA"
-        if not isinstance(dropout, nn.Identity) and dropout.training:
+        if not isinstance(dropout, nn.Identity) and (trained or dropout.training):
             return "its adapter has dropout"
         if head.lora_B[name].bias is not None:
             return "its adapter has a bias"

@@ -47,7 +47,7 @@ def tensor_parallel_group() -> Any:
 
 
 def losses(local_logits: Tensor, target: Tensor, group: Any) -> Tensor:
-    """The cross-entropy of every token, float32 and of the shape of ``target``.
+    """The cross-entropy of every token, of the shape of ``target``; float32, or float64 for float64 logits.
 
     It is 0, with gradient 0, if the target is outside the vocabulary: Megatron masks such losses afterwards.
     """
@@ -71,10 +71,10 @@ def topk_routing_with_score_function(
     """The choice of `TopKRouter`: the weights ``(T, E)``, 0 for experts that are not selected, and which are.
 
     The original is called with Transformer Engine's router (``fused``), with Megatron's own replay, and with groups
-    whose score is a sum of more than two experts.
+    whose score is a sum of more than two experts, or of none.
     """
-    best = topk // group_topk if group_topk else 0  # experts whose scores are a group's
-    known = score_function in SCORES and topk <= MAX_K and logits.shape[-1] <= MAX_EXPERTS and best <= 2
+    best = topk // group_topk if group_topk else 1  # experts whose scores are a group's
+    known = score_function in SCORES and topk <= MAX_K and logits.shape[-1] <= MAX_EXPERTS and 1 <= best <= 2
     if fused or router_replay is not None or not known:
         options = (use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias, fused)
         return original(*ROUTER)(logits, topk, *options, router_replay)

@@ -156,6 +156,7 @@ def patch(*libraries: str, strict: bool = True) -> Patch:
             - ``"torch"``: the cross-entropy of a DTensor.
             - ``"torchtitan"`` and ``"megatron"``: losses, also of a sharded vocabulary, routers and experts.
             - ``"verl"``: log-probs, entropies and linear heads, also of a sharded vocabulary.
+            If nothing of a library that is named can be replaced, there is a RuntimeWarning.
         strict: whether it is an error if a function has a signature that this version of onepass does not support, for
             example in a newer version of the library. With False, nothing is replaced in this library, a RuntimeWarning
             is issued, and `Patch.kept` lists its functions.
@@ -184,9 +185,21 @@ def patch(*libraries: str, strict: bool = True) -> Patch:
     except BaseException:
         patched.restore()
         raise
+    for module in modules if libraries else ():
+        warn_if_kept(module, patched)
     names = ", ".join(patched.libraries) or "no library"
     LOG.info("onepass: patched %s: %d names replaced, %d kept", names, len(patched.replaced), len(patched.kept))
     return patched
+
+
+def warn_if_kept(module: ModuleType, patched: Patch) -> None:
+    """Warn if nothing is replaced in a library that the user has named, with the first reason."""
+    keys = [(t.module, t.name) for t in _targets([module])]
+    if keys and not any(key in _active for key in keys):
+        library = module.__name__.rpartition(".")[2]
+        first = next(k for k in patched.kept if (k.module, k.name) in keys)
+        text = f"libraries: nothing of {library!r} is replaced; {first} [OP005]"
+        warnings.warn(text, RuntimeWarning, stacklevel=stacklevel_outside("onepass.", "importlib."))
 
 
 def original(module: str, name: str) -> Any:
@@ -358,7 +371,7 @@ def _activate(found: dict[tuple[str, str], _Active]) -> None:
 
 def _find_places(new: dict[tuple[str, str], _Active]) -> list[Place]:
     """All references to the originals; also stored in each `_Active`."""
-    places = places_of({id(a.original): a.replacement for a in new.values() if a.holder is None}, LIBRARIES)
+    places = places_of({id(a.original): a.replacement for a in new.values() if a.holder is None}, EXTRAS)
     for (module, name), active in new.items():
         active.places = [p.replaced for p in places if p.replaced.original is active.original]
         if active.holder is not None:
@@ -376,5 +389,5 @@ def _release(keys: Sequence[tuple[str, str]]) -> None:
             ended.append(_active.pop(key))
             keys += active.later
     # Searched again, for modules imported since. A replacement that other code has overwritten is left as it is.
-    for place in places_of({id(a.replacement): a.original for a in ended}, LIBRARIES):
+    for place in places_of({id(a.replacement): a.original for a in ended}, EXTRAS):
         place.write(place.replaced.replacement)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onepass.core.moe_options import MAX_EXPERTS, MAX_K
 from onepass.integrations.patching import Target, original
 from onepass.integrations.torch import replicated, sharded_over
 from onepass.logits.source import Logits
@@ -20,6 +21,7 @@ from onepass.moe.router import route
 from onepass.moe.scattered_linear import scattered_linear
 from onepass.moe.token_sort import experts_of_rows, group_by_expert
 
+SCORE_FUNCTIONS = "sigmoid", "softmax"
 ROUTER = "torchtitan.models.common.moe", "TokenChoiceTopKRouter.forward"
 CROSS_ENTROPY = "torchtitan.components.loss", "cross_entropy_loss"
 
@@ -28,10 +30,12 @@ def cross_entropy_loss(pred: Any, labels: Any, **options: Any) -> Tensor:
     """torchtitan's ``cross_entropy_loss``: the sum over all tokens, or before torchtitan 0.2.2 the mean.
 
     The original is called if the logits are a DTensor that is not sharded over the vocabulary alone, if the labels are
-    a DTensor, and while spmd_types checks types.
+    a DTensor, while spmd_types checks types, and for arguments that no supported version has.
     """
     from torchtitan.components import loss as library
 
+    if options.keys() - {"global_vocab_size"}:
+        return original(*CROSS_ENTROPY)(pred, labels, **options)
     logits = source_of(library, pred, labels, options.get("global_vocab_size"))
     if logits is None:
         return original(*CROSS_ENTROPY)(pred, labels, **options)
@@ -63,14 +67,18 @@ def has_backends(library: Any) -> bool:
 def choose_experts(self: Any, x_BLD: Tensor, expert_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """`TokenChoiceTopKRouter.forward`: the weights and experts of each token, and the scores of all experts.
 
-    The original is called for DTensors, while spmd_types checks types, and for torchtitan's round robin.
+    The original is called for DTensors, while spmd_types checks types, for torchtitan's round robin, and for a router
+    that `route` does not support.
     """
     from torchtitan.models.common import moe as library
 
+    is_limited = self.num_expert_groups is None or self.num_limited_groups is not None
+    known = self.score_func in SCORE_FUNCTIONS and self.top_k <= MAX_K and self.num_experts <= MAX_EXPERTS
+    is_sharded = any(hasattr(t, "device_mesh") for t in (x_BLD, *self.gate.parameters()))
+    if not (known and is_limited) or is_sharded or self._debug_force_load_balance or library.spmd.is_type_checking():
+        return original(*ROUTER)(self, x_BLD, expert_bias_E)
     with torch.autocast(x_BLD.device.type, dtype=torch.float32):
         logits = self.gate(x_BLD)
-    if self._debug_force_load_balance or hasattr(logits, "device_mesh") or library.spmd.is_type_checking():
-        return original(*ROUTER)(self, x_BLD, expert_bias_E)
     groups = {} if self.num_expert_groups is None else {
         "n_group": self.num_expert_groups, "topk_group": self.num_limited_groups
     }  # fmt: skip

@@ -33,6 +33,8 @@ class TwiceRounded(LinearLogits):
 class Outputs(tuple[str, ...]):
     """The ``outputs`` of a fused head, which TRL passes on as they are, with what it does not pass on.
 
+    TRL's own kernel looks its names up, which is an error: it would ignore the adapter, or that logits are float32.
+
     Attributes:
         float32: whether the logits are float32.
         model: a model whose head has an adapter, or None.
@@ -41,11 +43,20 @@ class Outputs(tuple[str, ...]):
     float32 = False
     model: Any = None
 
+    def __contains__(self, name: object) -> bool:
+        what = "cast_lm_head_to_fp32" if self.float32 else "an adapter on the output embedding"
+        raise RuntimeError(
+            f"model: expected onepass.patch('trl') to be in effect, as it was when its trainer was created with {what},"
+            " which TRL's own kernel would ignore; train and evaluate under the patch"
+        )
+
     def adapter(self, weight: Tensor) -> Adapter | None:
-        """``(A, B, scaling)`` of the adapter of the head, which has this weight."""
+        """``(A, B, scaling)`` of the adapter of the head, which has this weight; None if it has been merged."""
         head = None if self.model is None else self.model.get_output_embeddings()
-        if head is None:
+        if head is None or not isinstance(head, sys.modules["peft.tuners.tuners_utils"].BaseTunerLayer):
             return None
+        if not is_adapted(head):
+            raise ValueError(f"model: expected plain LoRA on the output embedding, got {type(head).__name__}")
         if type(head.weight) is type(weight) and head.weight is not weight:  # it is gathered if it was a DTensor
             raise RuntimeError("model: expected the model that add_fused_lm_head was called with, got a copy of it")
         reason = adapter_reason(head)
@@ -75,7 +86,7 @@ def add_fused_lm_head(
 class _Refused(type):
     def __instancecheck__(cls, layer: Any) -> bool:
         is_layer = isinstance(layer, sys.modules["peft.tuners.tuners_utils"].BaseTunerLayer)
-        return is_layer and not (is_adapted(layer) and not adapter_reason(layer))
+        return is_layer and not (is_adapted(layer) and not adapter_reason(layer, trained=True))
 
 
 class RefusedAdapter(metaclass=_Refused):
@@ -138,12 +149,16 @@ def sft_loss(self: Any, model: Any, inputs: Any, *args: Any, **options: Any) -> 
 def _valid_rows(targets: Tensor) -> Tensor | None:
     """Which rows the loss of `sft_loss` sums, if it is called from there; None if it is not known.
 
-    TRL leaves the other rows out on a GPU, and gives them a target elsewhere.
+    TRL leaves the other rows out where it has Triton, and gives them a target elsewhere. With virtual tokens, as PEFT's
+    prompt tuning has them, there are more rows than the trainer has labels.
     """
     valid = None if torch.compiler.is_compiling() or not torch.is_grad_enabled() else _valid.get()
-    if valid is None or valid.numel() == len(targets):
-        return None if valid is None else valid.reshape(-1).to(targets.device)
-    return targets.new_ones(targets.shape, dtype=torch.bool) if targets.is_cuda else None
+    leaves_out = getattr(sys.modules.get(FUSED_HEAD[0]), "_use_triton", None)
+    if valid is None or leaves_out is None:
+        return None
+    if leaves_out(targets.device):
+        return targets.new_ones(targets.shape, dtype=torch.bool)
+    return valid.reshape(-1).to(targets.device) if valid.numel() == len(targets) else None
 
 
 def fields_and_sum(

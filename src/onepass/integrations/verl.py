@@ -32,11 +32,21 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0, reduction: str = "none",
     dist_process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Log-probs and entropy of all tokens, ``(tokens,)`` each, from hidden states and the weight of this process."""
+    """Log-probs and entropy of all tokens, ``(tokens,)`` each, from hidden states and the weight of this process.
+
+    The log-prob of a label outside the vocabulary is 0: verl masks it afterwards. The gradient of the hidden states is
+    that of the columns of this process alone, which verl's callers sum when they scatter it.
+    """
     if reduction.lower() != "none":
         return original(*HEAD)(hidden, weight, labels, temperature, reduction, dist_process_group)
     logits = LinearLogits(hidden.reshape(-1, hidden.shape[-1]), weight, vocab_group=dist_process_group)
-    return selective_log_softmax_and_entropy(logits, labels.reshape(-1), temperature=float(temperature))
+    logits.sums_hidden = False
+    labels = labels.reshape(-1)
+    outside = (labels < 0) | (labels >= logits.shape[-1])
+    log_probs, entropy = selective_log_softmax_and_entropy(
+        logits, labels.masked_fill(outside, 0), temperature=float(temperature)
+    )
+    return log_probs.masked_fill(outside, 0.0), entropy
 
 
 TARGETS = [

@@ -249,6 +249,8 @@ def _forward(
     tensors: ExpertTensors, experts: Tensor, groups: Groups, parts: ExpertParts, keep: bool, options: ExpertOptions
 ) -> tuple[Tensor, Tensor | None]:
     """The result and, if ``keep``, the first GEMM's output, which the gradient needs."""
+    if tensors.hidden.is_meta:
+        return _like_forward(tensors, experts, keep, options)
     return backend_of(tensors.hidden).expert_mlp(parts.join(tensors, options), experts, groups, keep, options)
 
 
@@ -257,6 +259,8 @@ def _gradient(
     grad: Tensor, h: Tensor | None, tensors: ExpertTensors, experts: Tensor, groups: Groups, parts: ExpertParts,
     needed: list[bool], options: ExpertOptions,
 ) -> ExpertGradients:  # fmt: skip
+    if grad.is_meta:
+        return _like_gradient(tensors, needed)
     return backend_of(tensors.hidden).expert_mlp_gradient(
         grad, h, parts.join(tensors, options), experts, groups, needed, options
     )

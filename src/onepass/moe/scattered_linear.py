@@ -200,6 +200,8 @@ def _flops(weight: Sequence[int], experts: Sequence[int], needed: Sequence[bool]
 def _forward(
     tensors: ScatterTensors, experts: Tensor, groups: Groups, parts: WeightParts, options: ScatterOptions
 ) -> tuple[Tensor, Tensor | None]:
+    if tensors.x.is_meta:
+        return _like_forward(tensors, groups, options)
     tensors = tensors._replace(weight=joined(tensors.weight, parts, options.format, tensors.x))
     return backend_of(tensors.x).scattered_linear(tensors, experts, groups, options)
 
@@ -209,5 +211,7 @@ def _gradient(
     grad: Tensor, y: Tensor | None, tensors: ScatterTensors, experts: Tensor, groups: Groups, parts: WeightParts,
     needed: list[bool], options: ScatterOptions,
 ) -> ScatterGradients:  # fmt: skip
+    if grad.is_meta:
+        return _like_gradient(tensors, needed)
     tensors = tensors._replace(weight=joined(tensors.weight, parts, options.format, tensors.x))
     return backend_of(tensors.x).scattered_linear_gradient(grad, y, tensors, experts, groups, needed, options)
