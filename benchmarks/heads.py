@@ -61,7 +61,7 @@ def heads(
     for chosen, (rows, hidden, vocab) in itertools.product(op or DEFAULT, sizes):
         case = {"operation": chosen, "rows": rows, "hidden": hidden, "vocab": vocab, "dtype": kind, "masked": masked}
         operation = HEAD_OPERATIONS[chosen]
-        installed = HEAD_PEERS[chosen] if peers else []
+        installed = HEAD_PEERS.get(chosen, []) if peers else []
         found, absent = available(operation.ours, operation.eager, operation.masks, installed, compiled)
         report["not_run"] |= absent
         entrants = [Entrant(i.name, i.version, i.forward) for i in found if i.masks or not masked]

@@ -91,6 +91,13 @@ def test_heads_writes_what_it_measured(tmp_path, monkeypatch):
     assert report["not_run"] == {} and (tmp_path / "heads.png").stat().st_size > 5_000
 
 
+def test_an_operation_of_heads_that_no_peer_has(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "")
+    how = "--no-compile", "--rounds", 1, "--milliseconds", 1
+    result = run("heads", "--op", "linear_dpo", "--shape", "8x4x16", *how, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+
+
 def test_experts_writes_what_it_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "")
     alone = "--no-peers", "--rounds", 1, "--milliseconds", 5, "--routing", "zipf"

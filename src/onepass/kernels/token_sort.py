@@ -22,7 +22,8 @@ from onepass.kernels.layout import power_of_two
 MOST_ROWS = 128  # per tile
 BLOCK = 128  # assignments of a program of the sort; twice as many take 1.3 to 1.9 times as long on an H200
 OTHERS = tl.constexpr(32)  # assignments with which a program that places compares its own at once
-FEW = 1024  # assignments that one launch sorts: it takes longer than four, but far less time on the host
+FEW = 2048  # assignments that one launch sorts, in about the time of several on an H200, and a third of their host time
+ROWS, PART = 16, 256  # assignments of a program of that launch, and those that it compares them with at once
 TILES = tl.constexpr(16)  # tiles that a program finds at once
 
 
@@ -120,22 +121,22 @@ def tile_kernel(
 def sort_kernel(
     experts: "Flat", order: "Out", offsets: "Out", tile_expert: "Out", tile_row: "Out",
     assignments: tl.int32, tiles: tl.int32,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The results of the other kernels in one launch: a program places BLOCK assignments, and finds some of the tiles.
+    """The results of the other kernels in one launch: a program places ROWS assignments, and finds some of the tiles.
 
     Input: ``experts`` ``(T, K)``.
     Outputs: ``order`` of `place_kernel`, and those of `tile_kernel`.
     Bytes moved: the ids twice per program in, the outputs out.
     """
-    first = tl.program_id(0) * BLOCK
+    first = tl.program_id(0) * ROWS
     if first < assignments:
-        assignment = first + tl.arange(0, BLOCK)
+        assignment = first + tl.arange(0, ROWS)
         there = assignment < assignments
         expert = bucket(tl.load(experts + assignment, mask=there, other=0), E)
-        place = tl.zeros([BLOCK], tl.int32)
-        for part in range(0, assignments, BLOCK):
-            other = part + tl.arange(0, BLOCK)
+        place = tl.zeros([ROWS], tl.int32)
+        for part in range(0, assignments, PART):
+            other = part + tl.arange(0, PART)
             of_other = bucket(tl.load(experts + other, mask=other < assignments, other=E), E)
             same = of_other[None, :] == expert[:, None]
             before = (of_other[None, :] < expert[:, None]) | (same & (other[None, :] < assignment[:, None]))
@@ -143,8 +144,8 @@ def sort_kernel(
         tl.store(order + place, assignment, mask=there)
     if tl.program_id(0) * TILES < tiles:
         count = tl.zeros([BLOCK_E], tl.int32)
-        for part in range(0, assignments, 4 * BLOCK):
-            other = part + tl.arange(0, 4 * BLOCK)
+        for part in range(0, assignments, PART):
+            other = part + tl.arange(0, PART)
             count += tl.histogram(bucket(tl.load(experts + other, mask=other < assignments, other=E), E), BLOCK_E)
         e = tl.arange(0, BLOCK_E)
         count = tl.where(e < E, count, 0)
@@ -218,6 +219,8 @@ def tile_plan(assignments: int, E: int, blocks: int) -> Plan:
 def sort_plan(assignments: int, E: int) -> Plan:
     """The launch of `sort_kernel`."""
     tiles = count_tiles(assignments, E)
-    constexprs = dict(E=E, BLOCK_E=power_of_two(E + 1), BLOCK=BLOCK, BLOCK_M=rows_of_tile(assignments, E))
-    programs = max(-(-assignments // BLOCK), -(-tiles // TILES.value))
-    return Plan(sort_kernel, programs, (assignments, tiles), constexprs, 8)
+    constexprs = dict(
+        E=E, BLOCK_E=power_of_two(E + 1), ROWS=ROWS, PART=PART, BLOCK_M=rows_of_tile(assignments, E)
+    )  # fmt: skip
+    programs = max(-(-assignments // ROWS), -(-tiles // TILES.value))
+    return Plan(sort_kernel, programs, (assignments, tiles), constexprs, 4)
