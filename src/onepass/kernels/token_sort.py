@@ -103,7 +103,7 @@ def tile_kernel(
 ):  # fmt: skip
     """Find where each expert's rows begin, and the expert and first sorted row of each tile.
 
-    Input: ``ends`` ``(E + 1, blocks)``, as in `place_kernel`, or ``(E,)`` if the rows came sorted.
+    Input: ``ends`` ``(E + 1, blocks)``, as in `place_kernel`.
     Outputs: ``offsets`` ``(E + 1,)``; ``tile_expert`` ``(tiles,)``, E for a tile that is not used; ``tile_row``
     ``(tiles,)``.
     Bytes moved: 2 E elements of ``ends`` per program in, the outputs out.
@@ -156,6 +156,35 @@ def sort_kernel(
             write_tiles(end - count, end, tile, tile_expert, tile_row, tiles, E, BLOCK_E, BLOCK_M)
 
 
+@triton.jit(do_not_specialize=["assignments", "tiles"])
+def sorted_kernel(
+    counts: "Flat", order: "Out", offsets: "Out", tile_expert: "Out", tile_row: "Out",
+    assignments: tl.int32, tiles: tl.int32,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """The results of the other kernels for assignments that are sorted already.
+
+    Input: ``counts`` ``(E,)``, the assignments to each expert. Wrong ones do not lead beyond the assignments.
+    Outputs: as those of `sort_kernel`.
+    Bytes moved: the counts once per program in, the outputs out.
+    """
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(order + place, place, mask=place < assignments)
+    if tl.program_id(0) * TILES < tiles:
+        e = tl.arange(0, BLOCK_E)
+        count = tl.load(counts + e, mask=e < E, other=0).to(tl.int64)
+        count = tl.minimum(tl.maximum(count, 0), assignments)
+        end = tl.cumsum(count, 0)
+        begin = tl.minimum(end - count, assignments).to(tl.int32)
+        end = tl.minimum(end, assignments).to(tl.int32)
+        if tl.program_id(0) == 0:
+            tl.store(offsets + e, begin, mask=e < E)
+            tl.store(offsets + e + 1, end, mask=e == E - 1)
+        begin, end = tl.where(e < E, begin, 0), tl.where(e < E, end, 0)
+        for tile in range(tl.program_id(0) * TILES, tiles, tl.num_programs(0) * TILES):
+            write_tiles(begin, end, tile, tile_expert, tile_row, tiles, E, BLOCK_E, BLOCK_M)
+
+
 def rows_of_tile(assignments: int, E: int) -> int:
     """Rows per tile: about as many as an expert has on average, but not fewer than 16 nor more than `MOST_ROWS`."""
     rows = 16
@@ -180,20 +209,18 @@ def sort_by_expert(experts: Tensor, num_experts: int, counts: Tensor | None = No
     order, offsets, tile_expert, tile_row = new(assignments), new(E + 1), new(tiles), new(tiles)
     if not assignments:
         return Groups(order, offsets.zero_(), tile_expert, tile_row)
-    if assignments <= FEW and counts is None:
-        launch(sort_plan, (assignments, E), (experts, order, offsets, tile_expert, tile_row))
-        return Groups(order, offsets, tile_expert, tile_row)
-    blocks = -(-assignments // BLOCK)
-    if counts is None:
-        counts = new((E + 1) * blocks)
+    results = order, offsets, tile_expert, tile_row
+    if counts is not None:
+        launch(sorted_plan, (assignments, E), (counts, *results))
+    elif assignments <= FEW:
+        launch(sort_plan, (assignments, E), (experts, *results))
+    else:
+        counts = new((E + 1) * -(-assignments // BLOCK))
         launch(count_plan, (assignments, E), (experts, counts))
         ends = counts.cumsum(0, dtype=torch.int32)
         launch(place_plan, (assignments, E), (experts, ends, order))
-    else:  # wrong counts must not lead beyond the rows
-        blocks, ends = 1, counts.clamp(0, assignments).cumsum(0).clamp_(max=assignments).int()
-        torch.arange(assignments, out=order)
-    launch(tile_plan, (assignments, E, blocks), (ends, offsets, tile_expert, tile_row))
-    return Groups(order, offsets, tile_expert, tile_row)
+        launch(tile_plan, (assignments, E), (ends, offsets, tile_expert, tile_row))
+    return Groups(*results)
 
 
 def count_plan(assignments: int, E: int) -> Plan:
@@ -209,9 +236,9 @@ def place_plan(assignments: int, E: int) -> Plan:
     return Plan(place_kernel, blocks, (assignments, blocks), dict(E=E, BLOCK=BLOCK), 8)
 
 
-def tile_plan(assignments: int, E: int, blocks: int) -> Plan:
+def tile_plan(assignments: int, E: int) -> Plan:
     """The launch of `tile_kernel`."""
-    tiles = count_tiles(assignments, E)
+    blocks, tiles = -(-assignments // BLOCK), count_tiles(assignments, E)
     constexprs = dict(E=E, BLOCK_E=power_of_two(E), BLOCK_M=rows_of_tile(assignments, E))
     return Plan(tile_kernel, -(-tiles // TILES.value), (blocks, tiles), constexprs, 4)
 
@@ -224,3 +251,11 @@ def sort_plan(assignments: int, E: int) -> Plan:
     )  # fmt: skip
     programs = max(-(-assignments // ROWS), -(-tiles // TILES.value))
     return Plan(sort_kernel, programs, (assignments, tiles), constexprs, 4)
+
+
+def sorted_plan(assignments: int, E: int) -> Plan:
+    """The launch of `sorted_kernel`."""
+    tiles = count_tiles(assignments, E)
+    constexprs = dict(E=E, BLOCK_E=power_of_two(E), BLOCK=1024, BLOCK_M=rows_of_tile(assignments, E))
+    programs = max(-(-assignments // 1024), -(-tiles // TILES.value))
+    return Plan(sorted_kernel, programs, (assignments, tiles), constexprs, 4)
