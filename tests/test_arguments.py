@@ -220,7 +220,7 @@ CASES = {
     "lora of another width": (
         lambda: onepass.LinearLogits(X, X, lora=(X[:2, :9], X[:, :2], 1.0)),
         ValueError,
-        r"lora\[0\]: expected shape \(2, 10\) for a weight of shape \(3, 10\), got \(2, 9\)",
+        r"lora\[0\]: expected shape \('R', 10\) for a weight of shape \(3, 10\), got \(2, 9\)",
     ),
     "lora of two ranks": (
         lambda: onepass.LinearLogits(X, X, lora=(X[:2], X[:, :1], 1.0)),

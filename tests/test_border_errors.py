@@ -46,6 +46,10 @@ def check_error(case, device, leaf, value, names, what):
         name = message.partition(":")[0]
         assert name in names, f"{leaf}, {what}: names {name[:80]!r} in {message[:200]!r}"
         assert len(message) < 500, f"{leaf}, {what}: {len(message)} characters, {message[:200]}"
+        assert "\n" not in message, f"{leaf}, {what}: several lines, {message[:200]!r}"
+        about = (case.function, *case.arguments)
+        has_logits = {"hidden", "weight"} <= {*about} or "moe.route_block" in about or any("logits" in n for n in about)
+        assert has_logits or "logits" not in message, f"{leaf}, {what}: {message[:200]!r}"
     except Exception as error:
         pytest.fail(f"{leaf}, {what}: {type(error).__name__}: {str(error)[:200]}")
     else:
@@ -173,7 +177,7 @@ def test_tensors_that_are_refused(device, path, case):
         names, tensor = names_of(case, leaf), tensor.detach()
         either = names_of_all(case) if leaf.rpartition(".")[2] in FIRST else names
         wrong = {} if optional(case, leaf) or leaf == "num_items" else {"None": None}
-        wrong |= {"many numbers": LONG, "a string": "one"}
+        wrong |= {"many numbers": LONG, "a string": "one", "tensors": [tensor, {"x": tensor}]}
         if case.is_module and leaf in inspect.signature(resolve(case.function)).parameters:
             wrong = {}  # which torch refuses to register
         if tensor.dim():

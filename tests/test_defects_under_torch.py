@@ -195,6 +195,31 @@ def test_labels_of_a_subclass_do_not_change_later_losses(monkeypatch):
     assert all(type(kept) is torch.Tensor for kept in statistics._last.values())
 
 
+@pytest.mark.parametrize("way", ["mode", "compiled jvp", "compiled"])
+@pytest.mark.parametrize("name", ["cross_entropy", "route", "expert_mlp"])
+def test_forward_mode_of_registered_operations(name, way):
+    """Torch itself drops the tangents of their inputs."""
+    weights, target = (torch.randn(4, 6, 5), torch.randn(4, 5, 3)), torch.arange(3)
+    routing = onepass.moe.Routing(torch.rand(3, 2), torch.randint(4, (3, 2)), None)
+    function = {
+        "cross_entropy": lambda x: onepass.cross_entropy(x, target),
+        "route": lambda x: onepass.moe.route(x, 2).weights,
+        "expert_mlp": lambda x: onepass.moe.expert_mlp(x, routing, *weights),
+    }[name]
+    x = torch.randn(3, 5)
+    torch._dynamo.reset()
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        if way == "mode":
+            with Seen():
+                torch.func.jvp(function, (x,), (x,))
+        elif way == "compiled jvp":
+            torch.compile(lambda x: torch.func.jvp(function, (x,), (x,)), backend="eager")(x)
+        else:
+            with torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(x, x)
+                torch.compile(function, backend="eager")(dual)
+
+
 @pytest.mark.parametrize("name", ["temperature", "class_weights", "teacher_log_probs", "teacher"])
 def test_forward_mode_of_what_is_constant(name):
     x, target = torch.randn(3, 5), torch.arange(3)

@@ -225,6 +225,22 @@ def test_gradients_of_weights_leave_out_the_rows_of_other_experts(device, bad, f
         torch.testing.assert_close(found[e].double(), left.T @ right, atol=0.05, rtol=0.01, equal_nan=True)
 
 
+@pytest.mark.parametrize("name", ["gate_up", "weights"])
+def test_another_layout_after_a_valid_call(name):
+    """It is refused as in a first call."""
+    tensors = dict(
+        x=torch.randn(4, 6), weights=torch.rand(4, 2), gate_up=torch.randn(3, 10, 6), down=torch.randn(3, 6, 5)
+    )
+    experts = torch.randint(3, (4, 2))
+
+    def call(x, weights, gate_up, down):
+        return expert_mlp(x, Routing(weights, experts, None), gate_up, down)
+
+    call(**tensors)
+    with pytest.raises(TypeError, match=r"expected a dense tensor, got a torch\.sparse_coo one"):
+        call(**tensors | {name: tensors[name].to_sparse()})
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_compiled_without_a_break(device, rank):
     torch._dynamo.reset()
@@ -359,7 +375,7 @@ BAD = {
     "down_weight: expected shape (5, 20, 24)": dict(down=torch.zeros(5, 21, 24)),
     "down_weight: expected torch.float32, that of hidden, got torch.float16": dict(down=torch.zeros(5, 20, 24).half()),
     "gate_up_bias: expected shape (5, 48)": dict(gate_up_bias=torch.zeros(48)),
-    "lora_down[0]: expected shape (5, 3, 24)": dict(lora_down=(torch.zeros(5, 3, 20), torch.zeros(5, 20, 3), 1.0)),
+    "lora_down[0]: expected shape (5, 'R', 24)": dict(lora_down=(torch.zeros(5, 3, 20), torch.zeros(5, 20, 3), 1.0)),
     "lora_down[1]: expected shape (5, 20, 3)": dict(lora_down=(torch.zeros(5, 3, 24), torch.zeros(5, 20, 4), 1.0)),
     "limit: expected a finite number above 0": dict(limit=0.0),
     "hidden: expected a floating-point tensor (..., H), got [1.0] (list)": dict(hidden=[1.0]),

@@ -293,8 +293,73 @@ def test_an_activation_with_tensors_is_an_error(to_compile, compiled):
     experts = to_compile()
     experts.act_fn = Mixed(1.0)
     call = torch.compile(experts, backend="eager") if compiled else experts
-    with pytest.raises(Exception, match="_apply_gate uses parameters or buffers"):
+    with pytest.raises(Exception, match="_apply_gate uses parameters, buffers or tensors that"):
         call(*ARGUMENTS)
+
+
+ACTIVATION = torch.nn.functional.silu  # of one of the classes below
+
+
+def derived(kind, way):
+    """A subclass of experts whose ``_apply_gate`` does not name the activation in its own code."""
+
+    class Derived(kind):
+        @property
+        def activation(self):
+            return self.act_fn
+
+        def activated(self, gate, up):
+            return self.act_fn(gate) * up
+
+        def _apply_gate(self, gate_up):
+            gate, up = gate_up.chunk(2, dim=-1)
+            if way == "super":
+                return super()._apply_gate(gate_up)
+            if way == "a method":
+                return self.activated(gate, up)
+            if way == "a property":
+                return self.activation(gate) * up
+            if way == "a global":
+                return ACTIVATION(gate) * up
+            return (lambda x: self.act_fn(x) * up)(gate)
+
+    return Derived
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("way", ["super", "a method", "a property", "a global", "a function inside", "of the object"])
+def test_another_activation_that_the_gate_reaches_by(to_compile, monkeypatch, way, compiled):
+    experts = to_compile()
+    if way != "of the object":
+        experts.__class__ = derived(type(experts), way)
+    call = torch.compile(experts, backend="eager") if compiled else experts
+    before = call(*ARGUMENTS)
+    if way == "a global":
+        monkeypatch.setitem(globals(), "ACTIVATION", torch.nn.functional.gelu)
+    elif way == "of the object":
+        experts._apply_gate = lambda x: torch.nn.functional.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
+    else:
+        experts.act_fn = torch.nn.GELU()
+    found = call(*ARGUMENTS)
+    experts.config._experts_implementation = "batched_mm"  # "eager" calls no `_apply_gate`
+    torch.testing.assert_close(found, experts(*ARGUMENTS))
+    assert (found - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("change", ["another alpha", "one that is trained"])
+def test_parameters_of_a_gate_that_does_not_fit_them(change):
+    """Numbers that its code has, and not the attribute; a tensor whose gradient would be lost."""
+    experts = experts_of("gpt_oss")
+    arguments = torch.randn(5, 24), torch.randint(6, (5, 2)), torch.rand(5, 2)
+    if change == "another alpha":
+        experts._apply_gate = lambda x: (
+            (x[..., 1::2].clamp(-7, 7) + 1) * x[..., ::2].clamp(max=7) * torch.sigmoid(1.702 * x[..., ::2].clamp(max=7))
+        )
+    experts.config._experts_implementation = "onepass"
+    experts(*arguments)
+    experts.alpha = 2.5 if change == "another alpha" else torch.tensor(1.702, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"_apply_gate (is none of|uses parameters, buffers or tensors)"):
+        experts(*arguments)
 
 
 class Observed(torch.nn.Module):

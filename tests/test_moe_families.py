@@ -198,7 +198,7 @@ def test_other_layouts_and_missing_attributes(case, name, said):
     same(route_block(earlier, hidden), route_block(block, hidden))
     for attribute, value in said.items():
         delattr(earlier, attribute)
-        with pytest.raises(TypeError, match=rf"block: expected the attribute .*{attribute}.*, got FSDP{name}"):
+        with pytest.raises(TypeError, match=rf"block: expected .*the attribute .*{attribute}.*, got FSDP{name}"):
             route_block(earlier, hidden)
         setattr(earlier, attribute, value)
 

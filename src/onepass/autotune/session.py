@@ -17,6 +17,7 @@ from onepass.autotune import tuners
 from onepass.autotune.collection import collect
 from onepass.autotune.record import AutotuneRecord
 from onepass.autotune.store import ConfigStore
+from onepass.core.checks import check_bool, check_path
 
 LOG = logging.getLogger(__name__)
 _lock = threading.RLock()
@@ -42,10 +43,13 @@ def session(
         nearest: whether to use the nearest record for an unknown key, see `ConfigStore.find`.
         progress: whether to show progress on stderr, with a bar if tqdm is installed. By default, only the first
             process of a node does.
+
+    Raises:
+        TypeError: an argument has the wrong type.
     """
-    if progress is None:
-        progress = os.environ.get("LOCAL_RANK", "0") == "0"
-    store = ConfigStore(path)
+    nearest = check_bool(nearest, "nearest")
+    progress = os.environ.get("LOCAL_RANK", "0") == "0" if progress is None else check_bool(progress, "progress")
+    store = ConfigStore(check_path(path))
     store.warm()
     current = Session(store, nearest, progress)
     _begin(current)

@@ -8,16 +8,32 @@ from pathlib import Path
 from typing import Any
 
 from onepass.autotune.record import AutotuneRecord
+from onepass.core.checks import check_integer, check_path, described
 from onepass.core.extras import needed_by
 
 Sink = Callable[[Sequence[AutotuneRecord]], Any]
 
 
+def check_has(value: Any, name: str, method: str, wanted: str) -> None:
+    """Raise unless ``value`` is None or has the method."""
+    if value is not None and not hasattr(value, method):
+        raise TypeError(f"{name}: expected {wanted} or None, got {described(value)}")
+
+
 class LogSink:
-    """Log one line per record."""
+    """Log one line per record.
+
+    Args:
+        logger: None for ``onepass.autotune``.
+        level: a number, as `logging.INFO`.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type or value.
+    """
 
     def __init__(self, logger: logging.Logger | None = None, level: int = logging.INFO) -> None:
-        self.logger, self.level = logger or logging.getLogger("onepass.autotune"), level
+        check_has(logger, "logger", "log", "a logging.Logger")
+        self.logger, self.level = logger or logging.getLogger("onepass.autotune"), check_integer(level, "level", 0)
 
     def __call__(self, records: Sequence[AutotuneRecord]) -> None:
         for r in records:
@@ -30,10 +46,17 @@ class LogSink:
 
 
 class JSONLSink:
-    """Append one line of JSON per record to a file."""
+    """Append one line of JSON per record to a file.
+
+    Args:
+        path: of the file, which is created at the first records.
+
+    Raises:
+        TypeError: it is not a path.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(check_path(path))
 
     def __call__(self, records: Sequence[AutotuneRecord]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,9 +71,14 @@ class OpenTelemetrySink:
 
     Args:
         tracer: an OpenTelemetry tracer; None for that of the global provider.
+
+    Raises:
+        TypeError: it is not a tracer.
+        ModuleNotFoundError: OpenTelemetry is not installed.
     """
 
     def __init__(self, tracer: Any = None) -> None:
+        check_has(tracer, "tracer", "start_as_current_span", "an OpenTelemetry tracer")
         with needed_by("OpenTelemetrySink", "opentelemetry"):
             from opentelemetry import trace
         self.tracer = tracer or trace.get_tracer("onepass")

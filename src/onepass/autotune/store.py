@@ -13,6 +13,7 @@ from onepass.autotune.record import AutotuneRecord, NotPlain, here, label_of, mi
 from onepass.autotune.sources import identity_of
 from onepass.autotune.tuners import answered, autotuners, cache_key, labelled, matching
 from onepass.core.caller import stacklevel_outside
+from onepass.core.checks import check_path, described
 from onepass.core.extras import needed_by
 
 FORMAT, VERSION = "onepass autotune store", 1
@@ -50,7 +51,7 @@ class ConfigStore:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else Path(check_path(path))
         self._records: dict[tuple[str, ...], AutotuneRecord] = {}
         self._warned: set[str] = set()
         if self.path is not None:
@@ -70,14 +71,24 @@ class ConfigStore:
         return len(self._records)
 
     def add(self, records: Iterable[AutotuneRecord]) -> None:
-        """Add records; of two with the same identity, the faster one is kept."""
+        """Add records; of two with the same identity, the faster one is kept.
+
+        Raises:
+            TypeError: one is not an `AutotuneRecord`. None is added then.
+        """
+        records = list(records)
+        for record in records:
+            if not isinstance(record, AutotuneRecord):
+                raise TypeError(f"records: expected AutotuneRecord, got {described(record)}")
         for record in records:
             known = self._records.setdefault(record.identity, record)
             if faster(record, known):
                 self._records[record.identity] = record
 
     def merge(self, other: "ConfigStore") -> None:
-        """`add` all of ``other``."""
+        """`add` all of ``other``, which is a store, too."""
+        if not isinstance(other, ConfigStore):
+            raise TypeError(f"other: expected a ConfigStore, got {described(other)}")
         self.add(other._records.values())
 
     # Lookup.

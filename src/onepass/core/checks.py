@@ -17,7 +17,21 @@ from onepass.core.dispatch import is_plain, refuse_forward_mode
 INF = float("inf")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
-_SHORT = reprlib.Repr()
+
+
+class Short(reprlib.Repr):
+    """Representations of values that fit into one line, also of containers of tensors."""
+
+    def repr_Tensor(self, x: torch.Tensor, level: int) -> str:
+        return f"{x.dtype} of shape {tuple(x.shape)} on {x.device}"
+
+    repr_Parameter = repr_Tensor
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        return " ".join(super().repr_instance(x, level).split())
+
+
+_SHORT = Short()
 _SHORT.maxstring = _SHORT.maxother = 100
 
 
@@ -51,10 +65,8 @@ class LogitsLike(Protocol):
 
 def short(value: Any) -> str:
     """Describe ``value`` in an error message, in at most one line."""
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} of shape {tuple(value.shape)} on {value.device}"
     try:
-        return _SHORT.repr(value)
+        return _SHORT.repr_Tensor(value, 0) if isinstance(value, torch.Tensor) else _SHORT.repr(value)
     except ValueError:  # an int with more digits than Python converts to a string
         return f"an int of {value.bit_length()} bits"
 
@@ -114,14 +126,15 @@ def check_row_mask(row_mask: torch.Tensor, logits: LogitsLike, name: str = "row_
 def check_mask(mask: torch.Tensor, shape: Sequence[int], like: Any, name: str, of: str = "") -> None:
     """Raise unless ``mask`` is a real tensor of this shape on the device of ``like``.
 
-    In the error, ``of`` follows the shape and says whose it is: ", that of teacher_ids".
+    The error calls ``like`` ``of`` if the shape is that of ``like``, and else the logits.
     Negative numbers and NaN, which additive masks have, are an error too. They are read on a CPU, and in debug mode.
     """
     if not isinstance(mask, torch.Tensor) or mask.dtype.is_complex:
         raise TypeError(f"{name}: expected a bool (or 0/1) tensor, got {described(mask)}")
     if mask.shape != shape:
-        raise ValueError(f"{name}: expected shape {tuple(shape)}{of}, got {tuple(mask.shape)}")
-    check_device(mask, like, name)
+        whose = f", that of {of}" if of else ""
+        raise ValueError(f"{name}: expected shape {tuple(shape)}{whose}, got {tuple(mask.shape)}")
+    check_device(mask, like, name, of or "the logits")
     if (mask.is_cpu or is_debugging()) and mask.dtype.is_signed and is_plain(mask):
         bad = mask.detach()[~(mask >= 0)]
         if bad.numel():
@@ -173,7 +186,7 @@ def check_teacher(ids: torch.Tensor, log_probs: torch.Tensor, student_logits: Lo
 
 def check_teacher_mask(mask: torch.Tensor, ids: torch.Tensor) -> None:
     """Raise unless ``mask`` is a bool (or 0/1) tensor of the shape of the teacher's ids."""
-    check_mask(mask, ids.shape, ids, "teacher_mask", ", that of teacher_ids")
+    check_mask(mask, ids.shape, ids, "teacher_mask", "teacher_ids")
 
 
 def check_pair(student: LogitsLike, teacher: LogitsLike, vocab_size: int | None) -> int | None:
@@ -217,13 +230,13 @@ def check_local(tensor: LogitsLike, name: str) -> None:
         )
 
 
-def check_device(tensor: LogitsLike, logits: LogitsLike, name: str) -> None:
-    """Raise unless ``tensor`` is dense, and on the device of the logits."""
+def check_device(tensor: LogitsLike, like: LogitsLike, name: str, of: str = "the logits") -> None:
+    """Raise unless ``tensor`` is dense, and on the device of ``like``, which the error calls ``of``."""
     check_dense(tensor, name)
-    if not hasattr(logits, "device_mesh"):
+    if not hasattr(like, "device_mesh"):
         check_local(tensor, name)
-    if tensor.device != logits.device:
-        raise ValueError(f"{name}: expected device {logits.device}, that of the logits, got {tensor.device}")
+    if tensor.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device}, that of {of}, got {tensor.device}")
 
 
 def check_number(value: Any, name: str, low: float, high: float = LARGEST, open_low: bool = True) -> float:
@@ -294,7 +307,15 @@ def scalar(value: Any, name: str, wanted: str) -> Any:
     return value.item()
 
 
+def check_path(value: Any, name: str = "path") -> Any:
+    """Return ``value``. Raise unless it is a str or an `os.PathLike`."""
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name}: expected a str or os.PathLike, got {described(value)}")
+    return value
+
+
 def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:
     """Raise unless ``value`` is one of the ``choices``."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {short(value)}")
+        kind = ValueError if isinstance(value, str) else TypeError
+        raise kind(f"{name}: expected one of {', '.join(map(repr, choices))}, got {short(value)}")

@@ -43,10 +43,15 @@ def constant_in_trace(function: Callable[..., Any]) -> None:
 
 
 def refuse_forward_mode(*arguments: Any) -> None:
-    """Raise for a dual tensor: its tangent would silently be lost, since no operation here computes one."""
+    """Raise for a dual tensor: its tangent would silently be lost, since no operation here computes one.
+
+    While torch compiles, none is seen, and every call within a level of forward-mode differentiation is refused.
+    """
     if forward_ad._current_level < 0:
         return
-    if any(isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in arguments):
+    if torch.compiler.is_compiling() or any(
+        isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in arguments
+    ):
         raise NotImplementedError("onepass: forward-mode differentiation is not implemented, got a dual tensor")
 
 
@@ -144,9 +149,9 @@ def operation(
 
         @wraps(function)
         def call(*arguments: Any) -> Any:
+            if forward_ad._current_level >= 0:  # torch drops the tangents of a registered operation
+                refuse_forward_mode(*flatten_arguments(arguments))
             if may_skip() and all_plain(arguments):
-                if forward_ad._current_level >= 0:
-                    refuse_forward_mode(*flatten_arguments(arguments))
                 return function(*arguments)
             tell_flop_counters()
             return _with_none(registered(*flatten_arguments(arguments)))

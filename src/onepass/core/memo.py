@@ -1,4 +1,4 @@
-"""`memo` and `memo_of_numbers`: functions whose results are cached."""
+"""`memo` and `memo_of_numbers`: functions whose results are cached; `keep`: an entry of a cache of limited size."""
 
 from collections.abc import Callable
 from functools import lru_cache, wraps
@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
+MOST = 4096  # entries of a table
 
 
 def memo(function: F) -> F:
@@ -37,3 +38,10 @@ def memo_of_numbers(function: F) -> F:
         return (kept if SCALARS.issuperset(map(type, arguments)) else function)(*arguments)
 
     return call  # type: ignore[return-value]
+
+
+def keep(table: dict[Any, Any], key: Any, value: Any, most: int = MOST) -> None:
+    """Add an entry to a table of results, which is cleared when it is full."""
+    if len(table) >= most:
+        table.clear()
+    table[key] = value

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from onepass.core.checks import check_number
+from onepass.core.checks import check_bool, check_number
 from onepass.core.extras import needed_by
 from onepass.integrations.patching import Patch, Restorable, check_libraries, patch
 from onepass.moe.selection_bias import ExpertCounts, count_experts
@@ -23,10 +23,10 @@ class OnepassCallback(TrainerCallback, Restorable):
     If training raises an error, the patch stays in place until `restore` or the end of a ``with`` block.
 
     Args:
-        libraries: as in `onepass.patch`.
+        libraries, strict: as in `onepass.patch`.
 
     Raises:
-        ValueError, ModuleNotFoundError: as `onepass.patch`.
+        TypeError, ValueError, ModuleNotFoundError: as `onepass.patch`.
 
     Example::
 
@@ -34,14 +34,14 @@ class OnepassCallback(TrainerCallback, Restorable):
         trainer.train()
     """
 
-    def __init__(self, *libraries: str) -> None:
+    def __init__(self, *libraries: str, strict: bool = True) -> None:
         check_libraries(libraries)
-        self.libraries = libraries
+        self.libraries, self.strict = libraries, check_bool(strict, "strict")
         self.patched: Patch | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.restore()
-        self.patched = patch(*self.libraries)
+        self.patched = patch(*self.libraries, strict=self.strict)
         if state.is_world_process_zero:
             for place in (*self.patched.replaced, *self.patched.kept):
                 LOG.info("%s", place)
@@ -79,7 +79,7 @@ class SelectionBiasCallback(TrainerCallback, Restorable):
     """
 
     def __init__(self, rate: float, *, replayed: bool = True) -> None:
-        self.rate, self.replayed = check_number(rate, "rate", 0, open_low=False), replayed
+        self.rate, self.replayed = check_number(rate, "rate", 0, open_low=False), check_bool(replayed, "replayed")
         self.counts: ExpertCounts | None = None
         self.stack = ExitStack()
 

@@ -7,6 +7,7 @@ The loss function of the model then computes the loss in tiles, whether it is th
 import inspect
 import itertools
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo, and Triton, at once
 from torch.nn.utils.parametrize import is_parametrized
 
+from onepass.core.caller import stacklevel_outside
 from onepass.core.checks import check_bool, check_integer, described
 from onepass.core.dispatch import is_plain
 from onepass.integrations.adapters import adapter_layers, adapter_reason, is_adapted
@@ -309,7 +311,8 @@ def attach(
     runs as before, and its loss is the same up to rounding. After a scale, a soft-cap, a cast, a bias or an index of
     the rows, the logits are still not computed. Any other operation computes them once, with a `MaterializedLogits`
     warning. Any model is supported whose ``get_output_embeddings()`` is a `torch.nn.Linear`; other heads are listed in
-    the result, with the reason. `onepass.patch` does the same for all models of transformers.
+    the result, with the reason, and if there is no other, there is a RuntimeWarning. `onepass.patch` does the same for
+    all models of transformers.
 
     Args:
         model: a model, or any module that contains one (PEFT, DDP, FSDP2).
@@ -336,4 +339,10 @@ def attach(
     limit = None if max_memory is None else check_integer(max_memory, "max_memory", 1)
     if logits_dtype not in (None, torch.float32):
         raise ValueError(f"logits_dtype: expected torch.float32 or None, got {described(logits_dtype)}")
-    return Attached(model, HeadOptions(limit, Metrics() if check_bool(metrics, "metrics") else None, logits_dtype))
+    observer = Metrics() if check_bool(metrics, "metrics") else None
+    attached = Attached(model, HeadOptions(limit, observer, logits_dtype))
+    if all(head.reason for head in attached.heads):
+        why = "; ".join(map(str, attached.heads)) or f"{type(model).__name__} has no output embedding"
+        text = f"model: expected a head that can return LinearLogits, got none: {why} [OP006]"
+        warnings.warn(text, RuntimeWarning, stacklevel=stacklevel_outside("onepass."))
+    return attached

@@ -17,7 +17,7 @@ from onepass.core.quantized import Weight
 from onepass.integrations.expert_shards import Factors, is_sharded, local_factors, local_weight, whole_factors
 from onepass.integrations.patching import original, unsupported
 from onepass.moe.experts import Adapter, expert_mlp
-from onepass.moe.probe import children_of, held_by, key_of, module_of
+from onepass.moe.probe import Same, children_of, held_by, key_of, module_of, reached
 from onepass.moe.quantized import QuantizedWeight
 from onepass.moe.quantized_modules import CHECKS, LIMIT
 from onepass.moe.router import Routing
@@ -36,6 +36,9 @@ DEFAULTS = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, 
 METHOD = "_onepass_gate_index"  # of the classes of experts that have run: `traced_gate_index`
 GATES = [(activation, interleaved) for activation in get_args(Activation) for interleaved in (False, True)]
 CLAMPED = 1.702, 7.0  # alpha and limit where the experts have none
+OF_CLAMPED = "alpha", "swiglu_alpha", "limit", "swiglu_limit"  # where they have them
+# Other globals, as modules and classes, are compared by identity.
+OF_VALUES = bool, int, float, str, list, tuple, dict, set, frozenset, Tensor, nn.Module
 PROBE = 48  # columns of gate and up that a gate is tried on
 HELD = "_onepass_adapters"  # the attribute of experts that has the LoRA factors while their forward runs
 
@@ -66,7 +69,7 @@ def experts_forward(
     gate = gate_of(self, hidden_states)
     gate_up, lora_gate_up = weight_of(self, "gate_up_proj", hidden_states.dtype)
     down, lora_down = weight_of(self, "down_proj", hidden_states.dtype)
-    routing = Routing(top_k_weights, top_k_index, top_k_index)  # expert_mlp does not read the counts
+    routing = Routing(top_k_weights, top_k_index, None)
     return expert_mlp(
         hidden_states, routing, gate_up, down, activation=gate.activation, interleaved=gate.interleaved,
         alpha=gate.alpha, limit=gate.limit, transposed=option(self, "is_transposed"),
@@ -149,22 +152,32 @@ def gate_index(experts: nn.Module) -> int:
 
 
 def gate_settings(experts: nn.Module) -> tuple[Any, ...]:
-    """The attributes that ``_apply_gate`` uses, as something that can be compared.
+    """The attributes and globals that ``_apply_gate`` uses, itself or by what it calls, as a key that can be compared.
 
     Raises:
-        NotImplementedError: it uses a tensor, whose values may change, and which may need a gradient.
+        NotImplementedError: it uses a parameter or a buffer, or a tensor that requires a gradient, which would be lost.
     """
     kind: Any = type(experts)
-    function: Any = unwrap(kind._apply_gate)
-    names, held = function.__code__.co_names, vars(experts) | experts._modules
-    used = [held.get(n, getattr(kind, n, None)) for n in names]
-    parts = [m for v in used if isinstance(v, nn.Module) for m in v.modules()]
+    method: Any = unwrap(vars(experts).get("_apply_gate", kind._apply_gate))
+    functions, names = reached(kind, getattr(method, "__func__", method))
+    held = vars(experts) | experts._modules
+    used = [held.get(n, getattr(kind, n, None)) for n in names] + [held.get(n) for n in OF_CLAMPED]
+    beside = [f.__globals__.get(n) for f in functions for n in names if n not in held]
+    beside += [cell.cell_contents for f in functions for cell in f.__closure__ or ()]
+    parts = [m for v in (*used, *beside) if isinstance(v, nn.Module) for m in v.modules()]
     tensors = experts._parameters | experts._buffers
-    if any(m._parameters or m._buffers for m in parts) or not tensors.keys().isdisjoint(names):
+    trained = any(isinstance(v, Tensor) and v.requires_grad for v in (*used, *beside))
+    if trained or any(m._parameters or m._buffers for m in parts) or not tensors.keys().isdisjoint(names):
         raise NotImplementedError(
-            f"experts_implementation='{NAME}': {kind.__name__}._apply_gate uses parameters or buffers"
+            f"experts_implementation='{NAME}': {kind.__name__}._apply_gate uses parameters, buffers or tensors that "
+            "require a gradient"
         )
-    return function, *[(held_by(v), children_of(v)) if isinstance(v, nn.Module) else key_of(v) for v in used]
+    keys = [key_of_used(v) for v in used]
+    return method, *keys, *[key_of_used(v) if isinstance(v, OF_VALUES) else Same(v) for v in beside]
+
+
+def key_of_used(value: Any) -> Any:
+    return (held_by(value), children_of(value)) if isinstance(value, nn.Module) else key_of(value)
 
 
 def gate_at(experts: nn.Module, n: int) -> Gate:
@@ -174,7 +187,7 @@ def gate_at(experts: nn.Module, n: int) -> Gate:
         return Gate(activation, interleaved, *CLAMPED)
     alpha, limit = (
         float(next((x for n in names if (x := getattr(experts, n, None)) is not None), default))
-        for names, default in zip((("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")), CLAMPED)
+        for names, default in zip((OF_CLAMPED[:2], OF_CLAMPED[2:]), CLAMPED)
     )
     return Gate(activation, interleaved, alpha, limit)
 

@@ -25,12 +25,12 @@ import triton.language as tl
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from onepass.core.memo import keep
 from onepass.kernels.layout import power_of_two
 from onepass.kernels.zeros import LARGEST, zeros
 
 HIP = torch.version.hip is not None
 KNOBS = triton.knobs.runtime
-MOST = 4096  # size of the table of launches
 
 
 class Flat:
@@ -120,7 +120,7 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
         passed = guarded(plan.kernel, tensors, device)
         copied = tuple([t is not given for t, given in zip(passed, tensors)])
         if any(copied):
-            _keep(key, copied)
+            keep(_launches, key, copied)
             return launch(plan_for, about, passed)
         numbers = typed(plan.kernel, len(tensors) + (plan.workspace is not None), plan.numbers)
         size = plan.workspace
@@ -145,7 +145,7 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
         if getattr(compiled.metadata, "global_scratch_size", 0):  # for tensor descriptors
             run = with_scratch(run)
         known = Launch(compiled, run, plan.programs, size, (*numbers, *plan.constexprs.values()))
-        _keep(key, known)
+        keep(_launches, key, known)
     elif not isinstance(known, Launch):
         copies = [copy_of(t) if copied else t for t, copied in zip(tensors, known)]  # type: ignore[arg-type]
         return launch(plan_for, about, copies)
@@ -160,13 +160,6 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
     if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
         hooks = compiled.launch_metadata((programs, 1, 1), stream, *arguments), enter, leave
     run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, *hooks, *arguments)
-
-
-def _keep(key: tuple[Any, ...], known: Launch | Copied) -> None:
-    """Add an entry to the table of launches."""
-    if len(_launches) >= MOST:
-        _launches.clear()
-    _launches[key] = known
 
 
 @cache
@@ -205,7 +198,7 @@ def guarded(kernel: Any, tensors: Sequence[torch.Tensor | None], device: torch.d
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor has not its values: they are to be negated (`torch.Tensor.is_neg`), or all 0."""
+    """Whether a tensor's values differ from those in its memory: negated (`torch.Tensor.is_neg`), or all 0."""
     return tensor.is_neg() or tensor._is_zerotensor()
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from onepass.core.checks import FLOATS, Adapter, adapter_of, check_dense, described
+from onepass.core.checks import FLOATS, Adapter, adapter_of, check_dense, check_device, described
 from onepass.core.dispatch import is_autocast_enabled
 from onepass.logits.partitioned import whole
 
@@ -31,8 +31,7 @@ def checked_head(
     for value, name in ((weight, "weight"), (bias, "bias")):
         if value is None:
             continue
-        if value.device != hidden.device:
-            raise ValueError(f"{name}: expected device {hidden.device}, that of hidden, got {value.device}")
+        check_device(value, hidden, name, "hidden")
         if value.dtype != hidden.dtype and not is_autocast_enabled(hidden):
             raise TypeError(f"{name}: expected {hidden.dtype}, the dtype of hidden, got {value.dtype}")
     return weight, bias, shape
@@ -47,7 +46,8 @@ def checked_adapter(
         return None
     A, B = whole(A, None, "lora[0]"), whole(B, group, "lora[1]")
     of_a = tuple(getattr(A, "ds_shape", A.shape))
-    rank = of_a[0] if len(of_a) == 2 else "R"
+    # Of two that do not fit together, A is taken to have the rank if its other size fits.
+    rank = of_a[0] if of_a[1:] == shape[1:] else "R"
     for n, (value, expected) in enumerate(((A, (rank, shape[1])), (B, (shape[0], rank)))):
         if value.dtype not in FLOATS:
             raise TypeError(f"lora[{n}]: expected a floating-point tensor, got {described(value)}")
@@ -59,6 +59,5 @@ def checked_adapter(
             raise ValueError(
                 f"lora[{n}]: expected shape {expected}{of_rank} for a weight of shape {shape}, got {tuple(value.shape)}"
             )
-        if value.device != hidden.device:
-            raise ValueError(f"lora[{n}]: expected device {hidden.device}, that of hidden, got {value.device}")
+        check_device(value, hidden, f"lora[{n}]", "hidden")
     return A, B, scaling

@@ -128,7 +128,7 @@ class TilePlan(NamedTuple):
         return (slice(c, min(c + self.columns, self.vocab)) for c in range(0, self.vocab, self.columns))
 
 
-class TooLittle(ValueError):
+class WorkspaceTooSmall(ValueError):
     """``max_memory`` is less than the ``least`` that is needed."""
 
     def __init__(self, least: int, got: int) -> None:
@@ -156,7 +156,7 @@ def plan(heads: Sequence[Head], row_mask: Tensor | None, use: Use, later: Use | 
     for each in [use] if later is None else [later, use]:
         try:
             shape = tile_shape(total_rows, False, heads, each, row_mask is not None)
-        except TooLittle as error:
+        except WorkspaceTooSmall as error:
             raised.append(error)
     if raised:
         raise max(raised, key=attrgetter("least"))
@@ -214,7 +214,7 @@ def tile_shape(
     if count and rows < 1:
         if masked:
             tile_shape(count, True, heads, use)  # which takes more memory, and raises
-        raise TooLittle(min(one_tile, fixed + total + per_row) + per_wide, max_memory or 0)
+        raise WorkspaceTooSmall(min(one_tile, fixed + total + per_row) + per_wide, max_memory or 0)
     batch = in_waves(count, rows, head.hidden.shape[1]) if head.hidden.is_cuda else equal(count, rows)
     return equal(batch, max(1, wide // per_wide)) if per_wide else batch, batch, head.vocab
 

@@ -115,7 +115,7 @@ def linear_loss(
             raise TypeError(f"row_inputs: expected tensors, got {described(value)}")
         if value.shape[: len(shape)] != shape:
             raise ValueError(f"row_inputs: expected shapes {(*shape, '...')}, got {tuple(value.shape)}")
-        check_device(value, logits, "row_inputs")
+        check_device(value, logits, "row_inputs", "hidden")
 
     if row_mask is not None:  # autograd would multiply what a masked row holds, which may be NaN, by 0
         masked = row_mask == 0

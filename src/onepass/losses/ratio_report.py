@@ -71,7 +71,7 @@ def ratio_report(log_probs: Tensor, sampler_log_probs: Tensor, row_mask: Tensor 
         raise ValueError(f"sampler_log_probs: expected the shape and device of log_probs, {short(log_probs)}, "
                          f"got {short(sampler_log_probs)}")  # fmt: skip
     if row_mask is not None:
-        check_mask(row_mask, log_probs.shape, log_probs, "row_mask", ", that of log_probs")
+        check_mask(row_mask, log_probs.shape, log_probs, "row_mask", "log_probs")
     difference = log_probs.double().flatten() - sampler_log_probs.double().flatten()
     kept = torch.ones_like(difference, dtype=torch.bool) if row_mask is None else row_mask.flatten() != 0
     count = kept.sum().double()

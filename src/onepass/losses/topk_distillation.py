@@ -1,4 +1,4 @@
-"""Distillation from a teacher's top-K tokens and log-probs, in one read of the student's logits."""
+"""Distillation from a teacher's top-K tokens and log-probs, usually in one read of the student's logits."""
 
 import math
 from collections.abc import Sequence
@@ -152,6 +152,8 @@ def distillation_loss(
     logit_scale: float = 1.0,
 ) -> Tensor:
     r"""Cross-entropy with labels plus divergence from a teacher's top-K tokens, in one read of the student's logits.
+
+    There are two reads if ``temperature`` is a tensor and ``renormalize`` is False.
 
     :math:`\alpha\, D(\mathrm{teacher}, \mathrm{student}) + (1 - \alpha)\, \mathrm{CE}(\mathrm{target})`, where D
     is `topk_kl_div` and CE is `cross_entropy`, always at temperature 1.

@@ -204,8 +204,11 @@ def _read(names: Attribute, router: nn.Module, block: nn.Module, family: str | N
                 return attrgetter(name)(module)
             except AttributeError:
                 pass
-    wanted = " or ".join(map(repr, names))
-    of = f"for {family}" if family else (
-        "of a router that does not compute what `route` does: the k largest softmax, sigmoid or sqrt-softplus scores "
-        "of one gate, with a selection bias, groups of experts, renormalization and a scale")  # fmt: skip
-    raise TypeError(f"block: expected the attribute {wanted} on it or its router, {of}, got {type(block).__name__}")
+    wanted = f"the attribute {' or '.join(map(repr, names))} on it or its router"
+    if family:
+        raise TypeError(f"block: expected {wanted}, for {family}, got {type(block).__name__}")
+    raise TypeError(
+        "block: expected a router that computes what `route` does (the k largest softmax, sigmoid or sqrt-softplus "
+        "scores of one gate, with a selection bias, groups of experts, renormalization and a scale), or a block with "
+        f"{wanted}, got {type(block).__name__}"
+    )

@@ -22,6 +22,7 @@ from onepass.core.checks import (
     described,
 )
 from onepass.core.dispatch import PLAIN, autocast_dtype, check_upstream, empty_gradients, operation
+from onepass.core.memo import keep
 from onepass.core.moe_options import (
     ACTIVATIONS,
     EXPERT_TENSORS,
@@ -37,8 +38,7 @@ from onepass.moe.quantized import split_weight
 from onepass.moe.router import Routing
 from onepass.moe.token_sort import check_groups, group_by_expert
 
-MOST = 4096  # size of the set
-_valid: set[tuple[Any, ...]] = set()  # shapes, dtypes and devices of the tensors of valid calls
+_valid: dict[tuple[Any, ...], None] = {}  # shapes, dtypes and devices of the tensors of valid calls
 
 
 def expert_mlp(
@@ -150,15 +150,14 @@ def check_experts(tensors: ExpertTensors, experts: Tensor, transposed: bool) -> 
     """Raise as `expert_mlp` says, unless tensors of these shapes, dtypes and devices are known to be valid."""
     every = *tensors, experts
     key: Any = None
-    if PLAIN.issuperset(map(type, every)) and not torch.compiler.is_compiling():
+    is_dense = all([t is None or (type(t) in PLAIN and t.layout is torch.strided and not t.is_nested) for t in every])
+    if is_dense and not torch.compiler.is_compiling():
         key = transposed, *[t if t is None else (t.shape, t.dtype, t.device) for t in every]
         if key in _valid:
             return
     _check_experts(tensors, experts, transposed)
     if key is not None:
-        if len(_valid) >= MOST:
-            _valid.clear()
-        _valid.add(key)
+        keep(_valid, key, None)
 
 
 def _check_experts(tensors: ExpertTensors, experts: Tensor, transposed: bool) -> None:
@@ -184,7 +183,8 @@ def _check_experts(tensors: ExpertTensors, experts: Tensor, transposed: bool) ->
         "gate_up_bias": (gate_up_bias, (E, 2 * I)), "down_bias": (down_bias, (E, H)),
     }  # fmt: skip
     for name, (a, b), inputs, outputs in (("lora_gate_up", lora[:2], H, 2 * I), ("lora_down", lora[2:], I, H)):
-        rank = a.shape[1] if isinstance(a, Tensor) and a.dim() == 3 else "R"
+        # Of two that do not fit together, A is taken to have the rank if its other sizes fit.
+        rank = a.shape[1] if isinstance(a, Tensor) and a.shape[::2] == (E, inputs) else "R"
         shapes |= {f"{name}[0]": (a, (E, rank, inputs)), f"{name}[1]": (b, (E, outputs, rank))}
     for name, (tensor, shape) in shapes.items():
         if tensor is None and name != "routing.weights":
@@ -197,8 +197,8 @@ def _check_experts(tensors: ExpertTensors, experts: Tensor, transposed: bool) ->
             )
         if tensor.dtype != hidden.dtype and name != "routing.weights":
             raise TypeError(f"{name}: expected {hidden.dtype}, that of hidden, got {tensor.dtype}")
-        check_device(tensor, hidden, name)
-    check_device(experts, hidden, "routing.experts")
+        check_device(tensor, hidden, name, "hidden")
+    check_device(experts, hidden, "routing.experts", "hidden")
 
 
 class _Experts(torch.autograd.Function):

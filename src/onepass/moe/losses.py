@@ -69,5 +69,5 @@ def _layers(routing: Routing | Sequence[Routing]) -> Sequence[Routing]:
                 raise TypeError(f"routing.{name}: expected {kind} tensor, got {described(t)}")
             if shape is not None and (t.shape != shape or (name == "counts" and t.dim() != 1)):
                 raise ValueError(f"routing.{name}: expected shape {tuple(shape)}, got {tuple(t.shape)}")
-            check_device(t, r.experts, f"routing.{name}")
+            check_device(t, r.experts, f"routing.{name}", "routing.experts")
     return layers

@@ -55,6 +55,24 @@ def names_in_code(cls: Any) -> frozenset[str]:
     return frozenset(n for code in codes for n in code.co_names)
 
 
+@cache
+def reached(cls: Any, function: Any) -> tuple[tuple[FunctionType, ...], tuple[str, ...]]:
+    """A method's function, those of the class that it may call, and the names that the code of all of these uses."""
+    functions, names = [function], dict[str, None]()
+    for f in functions:  # which grows
+        codes = [f.__code__]
+        for code in codes:  # which grows by the functions inside
+            codes += [c for c in code.co_consts if isinstance(c, CodeType)]
+        new = [n for code in codes for n in code.co_names if n not in names]
+        names |= dict.fromkeys(new)
+        bases = [vars(c) for c in cls.__mro__ if c not in nn.Module.__mro__]
+        found = [held[n] for n in (*new, f.__name__) for held in bases if n in held]
+        found = [getattr(x, "fget", None) or getattr(x, "__func__", x) for x in found]
+        found = [inspect.unwrap(x) for x in found if callable(x)]
+        functions += [x for x in found if isinstance(x, FunctionType) and x not in functions]
+    return tuple(functions), tuple(names)
+
+
 def method(cls: type, name: str) -> Any:
     """A method of a class, and not its replacement by `onepass.patch`."""
     found = next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from onepass.backend import backend_of
-from onepass.core.checks import FLOATS, check_choice, check_dense, check_integer, described
+from onepass.core.checks import FLOATS, check_choice, check_dense, check_device, check_integer, described
 from onepass.core.dispatch import is_untraced
 from onepass.core.quantized import FORMATS, NESTED_BLOCK, Encoded, Weight, WeightFormat, WeightParts
 
@@ -67,9 +67,7 @@ class QuantizedWeight(Encoded):
         for t, what in ((data, "data"), (scales, "scales")):
             if not isinstance(t, Tensor):
                 raise TypeError(f"{name}: {what}: expected a tensor, got {described(t)}")
-            check_dense(t, f"{name}: {what}")
-            if t.device != data.device:
-                raise ValueError(f"{name}: {what}: expected device {data.device}, that of the data, got {t.device}")
+            check_device(t, data, f"{name}: {what}", "the data")
         if not isinstance(shape, tuple | list) or len(shape) != 3:
             raise ValueError(f"{name}: shape: expected (E, outputs, inputs), got {described(shape)}")
         E, rows, columns = (check_integer(n, f"{name}: shape", 0) for n in shape)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from onepass.core.dispatch import constant_in_trace
+from onepass.core.memo import keep
 from onepass.core.moe_options import GROUP_SCORES, MAX_EXPERTS, MAX_K, SCORES
 from onepass.moe.family import FULL, Prepared, RouterDescription, full_output, routed_parts, unwrapped
 from onepass.moe.probe import (
@@ -71,9 +72,7 @@ def _described(module: nn.Module, name: str, function: int | None) -> RouterDesc
             torch.no_grad(), torch.autocast("cpu", enabled=False),
         ):  # fmt: skip
             torch.default_generator.manual_seed(0)  # `torch.manual_seed` would set those of all devices
-            if len(_known) >= MOST_KNOWN:
-                _known.clear()
-            _known[key] = _recognized(module, name)
+            keep(_known, key, _recognized(module, name), MOST_KNOWN)
     _last[module][name] = key, _known[key]
     return _known[key]
 

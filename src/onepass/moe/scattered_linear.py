@@ -87,7 +87,7 @@ def scattered_linear(
         if t is not None and tuple(t.shape) != shape:
             raise ValueError(f"{name}: expected shape {shape}, got {tuple(t.shape)}")
         if t is not None:
-            check_device(t, x, name)
+            check_device(t, x, name, "x")
     if groups is None:
         groups = group_by_expert(experts, E, x)
     else:

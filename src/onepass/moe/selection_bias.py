@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onepass.core.checks import FLOATS, check_number, described
+from onepass.core.checks import FLOATS, check_bool, check_device, check_number, described
 from onepass.core.shard import Group
 from onepass.logits.vocab_parallel import group_of
 from onepass.moe.blocks import own_description, own_method
@@ -55,8 +55,7 @@ def update_selection_bias(bias: Tensor, counts: Tensor, rate: float, group: Grou
         raise TypeError(f"counts: expected a tensor of integers, got {described(counts)}")
     if counts.dim() != 1 or counts.numel() != bias.numel():
         raise ValueError(f"counts: expected shape ({bias.numel()},), got {tuple(counts.shape)}")
-    if counts.device != bias.device:
-        raise ValueError(f"counts: expected device {bias.device}, that of the bias, got {counts.device}")
+    check_device(counts, bias, "counts", "the bias")
     rate = check_number(rate, "rate", 0, open_low=False)
     loads = counts.to(torch.int64, copy=True)
     if group is not None:
@@ -159,7 +158,7 @@ def count_experts(model: nn.Module, *, replayed: bool = True) -> Iterator[Expert
     Raises:
         TypeError: as `record_routing`, or no router of the model has a selection bias.
     """
-    counts = ExpertCounts(model, replayed)
+    counts = ExpertCounts(model, check_bool(replayed, "replayed"))
     routers = list(counts.biases)
     try:
         for router in routers:

@@ -30,7 +30,7 @@ def group_by_expert(experts: Tensor, num_experts: int, like: Tensor, *, counts: 
     num_experts = check_integer(num_experts, "num_experts", 1)
     if not isinstance(like, Tensor) or like.dtype not in FLOATS:
         raise TypeError(f"like: expected a floating-point tensor, got {described(like)}")
-    check_device(experts, like, "experts")
+    check_device(experts, like, "experts", "like")
     if counts is not None:
         check_counts(counts, experts, num_experts)
     return Groups(*_sort(experts, like, num_experts, counts))
@@ -54,7 +54,7 @@ def check_counts(counts: Tensor, experts: Tensor, num_experts: int) -> None:
         raise TypeError(f"counts: expected an int32 or int64 tensor, got {described(counts)}")
     if counts.shape != (num_experts,):
         raise ValueError(f"counts: expected shape ({num_experts},), got {tuple(counts.shape)}")
-    check_device(counts, experts, "counts")
+    check_device(counts, experts, "counts", "experts")
     if is_plain(counts, experts) and (is_debugging() or counts.is_cpu):
         ids = experts.flatten()
         inside = (ids >= 0) & (ids < num_experts)
@@ -80,7 +80,7 @@ def check_groups(groups: Groups, experts: Tensor, num_experts: int, like: Tensor
             raise ValueError(f"groups.{name}: expected shape {(size,)}, got {tuple(t.shape)}")
         if t.dtype != torch.int32:
             raise TypeError(f"groups.{name}: expected int32, got {t.dtype}")
-        check_device(t, like, f"groups.{name}")
+        check_device(t, like, f"groups.{name}", "the rows")
 
 
 def _like_sort(experts: Tensor, like: Tensor, num_experts: int, counts: Tensor | None) -> tuple[Tensor, ...]:

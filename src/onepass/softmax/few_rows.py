@@ -12,11 +12,11 @@ from torch import Tensor
 from onepass.backend import backend_of
 from onepass.core.checks import FLOATS, is_debugging
 from onepass.core.dispatch import PLAIN, check_upstream, is_plain
+from onepass.core.memo import keep
 from onepass.core.options import Average, FieldGradients, Inputs, Options
 from onepass.softmax.statistics import _gradient, keep_row_weight, last_row_weight
 
 TENSORS = PLAIN - {type(None)}
-MOST = 4096  # size of the table
 INDICES = torch.int32, torch.int64
 _known: dict[tuple[Any, ...], Any] = {}  # the launches for tensors of a kind; None where `statistics_of` is needed
 
@@ -41,9 +41,7 @@ def average_of_few_rows(logits: Any, index: Any, average: Average, options: Opti
         launches = _known[key]
     except KeyError:
         launches = backend.few_rows(logits, index, average, options) if are_valid(logits, index) else None
-        if len(_known) >= MOST:
-            _known.clear()
-        _known[key] = launches
+        keep(_known, key, launches)
     if launches is None:
         return None
     return _Average.apply(logits, index, launches, options)
