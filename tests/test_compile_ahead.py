@@ -70,7 +70,7 @@ OF_EXPERTS = [import_module(f"onepass.kernels.{name}") for name in MODULES]
 EXPERTS = {name for name in KERNELS if any(name in vars(module) for module in OF_EXPERTS)}
 OF_HOPPER = {"linear_statistics_kernel", "merge_tiles_kernel"}
 # Constants that a launcher passes but does not choose by its arguments.
-FIXED = {"TILES", "BLOCK", "GROUP", "NESTED", "maxnreg"}
+FIXED = {"TILES", "BLOCK", "ROWS", "PART", "GROUP", "NESTED", "maxnreg"}
 SPILLS = 3  # instructions of a kernel with a limit of registers, or of an earlier Triton
 EARLIER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 OF_ONE_WIDTH = {
@@ -254,7 +254,7 @@ def test_cases_cover_the_launcher(reports: dict[str, Any], kernel: str) -> None:
     ]
     never_varied = {name for name in variants[0] if len({constants.get(name) for constants in variants}) == 1}
     fixed = FIXED | {"num_warps"} if kernel in OF_ONE_WIDTH else FIXED
-    fixed = fixed | {"ROWS", "PRECISION", "PACKED"} if kernel in OF_HOPPER else fixed
+    fixed = fixed | {"PRECISION", "PACKED"} if kernel in OF_HOPPER else fixed
     fixed = fixed | TUNED if kernel in EXPERTS | OF_HOPPER else fixed
     never_varied = {name.removeprefix("GEMM.") for name in never_varied if variants[0][name] != "given"}
     unread = NOT_COMPUTED.get(kernel, set())

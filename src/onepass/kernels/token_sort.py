@@ -133,14 +133,12 @@ def sort_kernel(
     if first < assignments:
         assignment = first + tl.arange(0, ROWS)
         there = assignment < assignments
-        expert = bucket(tl.load(experts + assignment, mask=there, other=0), E)
+        key = bucket(tl.load(experts + assignment, mask=there, other=0), E) * assignments + assignment
         place = tl.zeros([ROWS], tl.int32)
         for part in range(0, assignments, PART):
             other = part + tl.arange(0, PART)
-            of_other = bucket(tl.load(experts + other, mask=other < assignments, other=E), E)
-            same = of_other[None, :] == expert[:, None]
-            before = (of_other[None, :] < expert[:, None]) | (same & (other[None, :] < assignment[:, None]))
-            place += tl.sum(before.to(tl.int32), 1)
+            of_other = bucket(tl.load(experts + other, mask=other < assignments, other=E), E) * assignments + other
+            place += tl.sum((of_other[None, :] < key[:, None]).to(tl.int32), 1)
         tl.store(order + place, assignment, mask=there)
     if tl.program_id(0) * TILES < tiles:
         count = tl.zeros([BLOCK_E], tl.int32)
