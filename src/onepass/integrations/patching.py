@@ -202,6 +202,11 @@ def warn_if_kept(module: ModuleType, patched: Patch) -> None:
         warnings.warn(text, RuntimeWarning, stacklevel=stacklevel_outside("onepass.", "importlib."))
 
 
+def is_replaced(module: str, name: str) -> bool:
+    """Whether a patch of this function is in effect."""
+    return (module, name) in _active
+
+
 def original(module: str, name: str) -> Any:
     """The original of a replacement that falls back to it, also if the replacement is called after the patch."""
     return _originals[module, name]

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from inspect import unwrap
+from types import CellType
 from typing import Any, NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
@@ -163,7 +164,7 @@ def gate_settings(experts: nn.Module) -> tuple[Any, ...]:
     held = vars(experts) | experts._modules
     used = [held.get(n, getattr(kind, n, None)) for n in names] + [held.get(n) for n in OF_CLAMPED]
     beside = [f.__globals__.get(n) for f in functions for n in names if n not in held]
-    beside += [cell.cell_contents for f in functions for cell in f.__closure__ or ()]
+    beside += [cell.cell_contents for f in functions for cell in f.__closure__ or () if cell != CellType()]
     parts = [m for v in (*used, *beside) if isinstance(v, nn.Module) for m in v.modules()]
     tensors = experts._parameters | experts._buffers
     trained = any(isinstance(v, Tensor) and v.requires_grad for v in (*used, *beside))

@@ -11,7 +11,7 @@ from torch import Tensor
 from onepass.core.checks import Adapter, is_debugging
 from onepass.core.dispatch import check_upstream
 from onepass.integrations.adapters import adapter_factors, adapter_reason, is_adapted
-from onepass.integrations.patching import original
+from onepass.integrations.patching import is_replaced, original
 from onepass.logits.linear import LinearLogits
 from onepass.logits.source import inputs_for, options_for
 from onepass.losses import log_probs
@@ -33,7 +33,7 @@ class TwiceRounded(LinearLogits):
 class Outputs(tuple[str, ...]):
     """The ``outputs`` of a fused head, which TRL passes on as they are, with what it does not pass on.
 
-    TRL's own kernel looks its names up, which is an error: it would ignore the adapter, or that logits are float32.
+    It is an error if TRL's own kernel looks its names up, which would ignore the adapter, or that logits are float32.
 
     Attributes:
         float32: whether the logits are float32.
@@ -44,16 +44,24 @@ class Outputs(tuple[str, ...]):
     model: Any = None
 
     def __contains__(self, name: object) -> bool:
+        if is_replaced(FUSED, "ChunkedLogProbFunction") or not (self.float32 or self.adapted_head()):
+            return super().__contains__(name)
         what = "cast_lm_head_to_fp32" if self.float32 else "an adapter on the output embedding"
         raise RuntimeError(
             f"model: expected onepass.patch('trl') to be in effect, as it was when its trainer was created with {what},"
             " which TRL's own kernel would ignore; train and evaluate under the patch"
         )
 
+    def adapted_head(self) -> Any:
+        """The head, if an adapter of PEFT is on it now."""
+        head = None if self.model is None else self.model.get_output_embeddings()
+        is_layer = head is not None and isinstance(head, sys.modules["peft.tuners.tuners_utils"].BaseTunerLayer)
+        return head if is_layer else None
+
     def adapter(self, weight: Tensor) -> Adapter | None:
         """``(A, B, scaling)`` of the adapter of the head, which has this weight; None if it has been merged."""
-        head = None if self.model is None else self.model.get_output_embeddings()
-        if head is None or not isinstance(head, sys.modules["peft.tuners.tuners_utils"].BaseTunerLayer):
+        head = self.adapted_head()
+        if head is None:
             return None
         if not is_adapted(head):
             raise ValueError(f"model: expected plain LoRA on the output embedding, got {type(head).__name__}")
