@@ -2,6 +2,7 @@
 
 import importlib
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -300,6 +301,11 @@ def test_an_activation_with_tensors_is_an_error(to_compile, compiled):
 ACTIVATION = torch.nn.functional.silu  # of one of the classes below
 
 
+def gelu_gate(x, dim):
+    gate, up = x.chunk(2, dim)
+    return torch.nn.functional.gelu(gate) * up
+
+
 def derived(kind, way):
     """A subclass of experts whose ``_apply_gate`` does not name the activation in its own code."""
 
@@ -337,7 +343,7 @@ def test_another_activation_that_the_gate_reaches_by(to_compile, monkeypatch, wa
     if way == "a global":
         monkeypatch.setitem(globals(), "ACTIVATION", torch.nn.functional.gelu)
     elif way == "of the object":
-        experts._apply_gate = lambda x: torch.nn.functional.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
+        experts._apply_gate = partial(gelu_gate, dim=-1)
     else:
         experts.act_fn = torch.nn.GELU()
     found = call(*ARGUMENTS)

@@ -57,8 +57,11 @@ def names_in_code(cls: Any) -> frozenset[str]:
 
 @cache
 def reached(cls: Any, function: Any) -> tuple[tuple[FunctionType, ...], tuple[str, ...]]:
-    """A method's function, those of the class that it may call, and the names that the code of all of these uses."""
-    functions, names = [function], dict[str, None]()
+    """A method's function, those of the class that it may call, and the names that the code of all of these uses.
+
+    There are none of a callable that is not a function of Python.
+    """
+    functions, names = [function] if isinstance(function, FunctionType) else [], dict[str, None]()
     for f in functions:  # which grows
         codes = [f.__code__]
         for code in codes:  # which grows by the functions inside
