@@ -311,3 +311,9 @@ def test_a_copy_can_be_restored():
     with onepass.attach(other):
         assert is_lazy(other(**given))
     assert type(other(**given).logits) is torch.Tensor
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear(2, 2), torch.nn.Sequential()], ids=["a layer", "nothing"])
+def test_a_model_without_a_head_is_a_warning(model):
+    with pytest.warns(RuntimeWarning, match=r"^model: expected a head .* has no output embedding \[OP006\]$"):
+        onepass.attach(model).restore()

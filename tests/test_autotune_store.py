@@ -262,3 +262,23 @@ exec(sys.argv[1])
         found = forks.run(code, *arguments, folder=tmp_path, environment=environment)
         assert found.stdout == expected and (found.returncode != 0) == bool(arguments[0]), found.stderr
     assert len(ConfigStore(tmp_path / "store.json")) == 2
+
+
+WRONG = {
+    "path: expected a str or os.PathLike, got 3": lambda tuned: tuned.ConfigStore(3),
+    "path: expected a str or os.PathLike, got None": lambda tuned: tuned.session(None).__enter__(),
+    "nearest: expected a bool": lambda tuned: tuned.session("s.json", nearest="y").__enter__(),
+    "progress: expected a bool": lambda tuned: tuned.session("s.json", progress="y").__enter__(),
+    "records: expected AutotuneRecord, got 'x'": lambda tuned: tuned.ConfigStore().add("x"),
+    "other: expected a ConfigStore, got 'x'": lambda tuned: tuned.ConfigStore().merge("x"),
+    "path: expected a str": lambda tuned: tuned.JSONLSink(3),
+    "logger: expected a logging.Logger or None": lambda tuned: tuned.LogSink("x"),
+    "level: expected an int": lambda tuned: tuned.LogSink(level="INFO"),
+    "tracer: expected an OpenTelemetry tracer or None": lambda tuned: tuned.OpenTelemetrySink(3),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_arguments_are_named(message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        WRONG[message](autotune)

@@ -369,3 +369,28 @@ def test_references_in_a_dict_of_another_library(monkeypatch):
         modules[1].LOSSES = {"plain": ours}
         monkeypatch.setitem(sys.modules, modules[1].__name__, modules[1])
     assert all(m.LOSSES["plain"] is theirs for m in modules)
+
+
+def test_a_callback_that_leaves_unknown_versions_alone(monkeypatch):
+    module = import_module("onepass.integrations.trl")
+    monkeypatch.setattr(module, "TARGETS", [t._replace(signatures=("unknown",)) for t in module.TARGETS])
+    state = transformers.TrainerState()
+    with pytest.raises(RuntimeError, match=r"onepass .* knows it as"):
+        onepass.integrations.OnepassCallback("trl").on_train_begin(None, state, None)
+    callback = onepass.integrations.OnepassCallback("trl", strict=False)
+    with pytest.warns(RuntimeWarning, match=r"\[OP004\]"):
+        callback.on_train_begin(None, state, None)
+    assert not callback.patched.replaced
+    callback.restore()
+    with pytest.raises(TypeError, match="strict: expected a bool"):
+        onepass.integrations.OnepassCallback("trl", strict="no")
+
+
+def test_replayed_is_a_bool():
+    with pytest.raises(TypeError, match="replayed: expected a bool"):
+        onepass.integrations.SelectionBiasCallback(0.1, replayed="no")
+    with (
+        pytest.raises(TypeError, match="replayed: expected a bool"),
+        onepass.moe.count_experts(torch.nn.Linear(2, 2), replayed="no"),
+    ):
+        pass

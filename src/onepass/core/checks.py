@@ -126,7 +126,7 @@ def check_row_mask(row_mask: torch.Tensor, logits: LogitsLike, name: str = "row_
 def check_mask(mask: torch.Tensor, shape: Sequence[int], like: Any, name: str, of: str = "") -> None:
     """Raise unless ``mask`` is a real tensor of this shape on the device of ``like``.
 
-    The error calls ``like`` ``of`` if the shape is that of ``like``, and else the logits.
+    ``of`` is the name of ``like`` in the error, if the mask has its shape. Without it, ``like`` are the logits.
     Negative numbers and NaN, which additive masks have, are an error too. They are read on a CPU, and in debug mode.
     """
     if not isinstance(mask, torch.Tensor) or mask.dtype.is_complex:

@@ -20,7 +20,7 @@ LOG = logging.getLogger("onepass")
 LIBRARIES = ("transformers", "trl")
 SHARDED = ("torch", "torchtitan", "megatron", "verl")  # their losses of sharded vocabularies, patched if they are named
 NAMES = (*LIBRARIES, *SHARDED)
-EXTRAS = (*LIBRARIES, "torchtitan", "megatron", "verl")  # of this package, which install a library
+EXTRAS = (*LIBRARIES, "torchtitan", "megatron", "verl")  # all but torch: extras install them; their dicts are searched
 PACKAGES = {"megatron": "megatron.core"}  # where a library keeps its version, if not in its first package
 
 

@@ -37,7 +37,7 @@ DEFAULTS = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, 
 METHOD = "_onepass_gate_index"  # of the classes of experts that have run: `traced_gate_index`
 GATES = [(activation, interleaved) for activation in get_args(Activation) for interleaved in (False, True)]
 CLAMPED = 1.702, 7.0  # alpha and limit where the experts have none
-OF_CLAMPED = "alpha", "swiglu_alpha", "limit", "swiglu_limit"  # where they have them
+OF_CLAMPED = "alpha", "swiglu_alpha", "limit", "swiglu_limit"  # the attributes of experts that have one
 # Other globals, as modules and classes, are compared by identity.
 OF_VALUES = bool, int, float, str, list, tuple, dict, set, frozenset, Tensor, nn.Module
 PROBE = 48  # columns of gate and up that a gate is tried on
@@ -178,6 +178,7 @@ def gate_settings(experts: nn.Module) -> tuple[Any, ...]:
 
 
 def key_of_used(value: Any) -> Any:
+    """`key_of` a value, and of a module what its forward depends on."""
     return (held_by(value), children_of(value)) if isinstance(value, nn.Module) else key_of(value)
 
 
