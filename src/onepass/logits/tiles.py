@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from onepass.backend import backend_of
 from onepass.core.options import Inputs, Options, Results, empty_results
 from onepass.logits.head import ALL, Head, padded
 from onepass.logits.tile_plan import Rows, TilePlan
-from onepass.softmax.shards import empty_states, merged_states, results_of, state_of_rows
+from onepass.softmax.shards import empty_states, merged, merged_states, state_of_rows
 
 
 class Tile:
@@ -48,7 +49,10 @@ class Tile:
         """The `softmax_statistics` of the first head's rows, those of all ranks if the vocabulary is sharded."""
         head, shard = self.heads[0], self.heads[0].settings.shard
         if self.buffers:
-            return results_of(self.logits[0], inputs, shard, options)
+            logits = self.logits[0]
+            if shard.sizes:
+                return merged(logits, inputs, shard, options)
+            return backend_of(logits).softmax_statistics(logits, inputs, options)
         if shard.sizes:
             return merged_states(self.states(inputs, options), self.like(), inputs, shard, options)
         results = empty_results(self.like(), inputs.index, options)

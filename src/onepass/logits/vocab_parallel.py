@@ -15,13 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from onepass.core.checks import FLOATS, check_integer, described, is_debugging
 from onepass.core.collectives import GatheredColumns, Sum, gathered_columns, process_group
-from onepass.core.dispatch import constant_in_trace, is_plain
+from onepass.core.dispatch import constant_in_trace, is_plain, refuse_forward_mode
 from onepass.core.options import Average, Inputs, Options, Transform
 from onepass.core.shard import Group, Shard, leading
 from onepass.logits.partitioned import in_order
 from onepass.logits.source import WRAPPERS, Fields, LogitsSource, TensorLogits, divided_by
-from onepass.softmax.shards import statistics_of_shards
-from onepass.softmax.statistics import gather_logits
+from onepass.softmax.statistics import gather_logits, statistics_of
 
 
 class VocabParallelLogits(LogitsSource):
@@ -102,7 +101,10 @@ class VocabParallelLogits(LogitsSource):
         """The fields of every row, or an average of the only one; see `statistics_of`."""
         first = self.shard.first
         local = inputs.columns(first, first + self.shard.size)
-        return statistics_of_shards(self.local_logits, local, self.shard, options, average, self.early_gradient)
+        refuse_forward_mode(self.local_logits)
+        return statistics_of(
+            self.local_logits, local, options, average=average, early=self.early_gradient, shard=self.shard
+        )
 
     def selected(self, index: Tensor, transform: Transform) -> Tensor:
         """The transformed logits ``(..., K)`` of the classes ``index``, NaN outside the vocabulary."""

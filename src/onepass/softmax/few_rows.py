@@ -69,7 +69,8 @@ class _Average(torch.autograd.Function):
         # A second backward computes another gradient. Hooks may have given what was saved another layout.
         if ctx.given or not (logits.is_contiguous() and early.is_contiguous()):
             upstreams = FieldGradients(selected=upstream, row_weight=row_weight)
-            return _gradient(logits, Inputs(index, index), packed, upstreams, ctx.options), None, None, None
+            inputs, columns = Inputs(index, index), logits.shape[-1]
+            return _gradient(logits, inputs, packed, upstreams, columns, ctx.options), None, None, None
         ctx.given = True
         gradient = early.data  # a second backward unpacks the saved tensor again, which must not seem to be modified
         ctx.launches.correct(logits, index, packed, row_weight, upstream, gradient)

@@ -4,7 +4,6 @@
 on the statistics that it returns, the fields.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +31,10 @@ from onepass.core.options import (
     not_differentiable,
     pick,
 )
+from onepass.core.shard import NOT_SHARDED, Shard
 from onepass.reference.softmax import active_rows, out_of_range
 from onepass.softmax.inplace import mark_overwritten
+from onepass.softmax.shards import leading_columns, merged
 
 # The smallest vocabulary of a gradient that the forward computes with another read: below, the comparison in the
 # backward takes more than a hundredth of its time. Sharded logits have no such limit, since their exchange makes the
@@ -99,6 +100,7 @@ def statistics_of(
     inplace_backward: bool = False,
     average: Average | None = None,
     early: bool = True,
+    shard: Shard = NOT_SHARDED,
 ) -> tuple[Tensor, ...]:
     """The fields of ``options`` of every row of ``(..., V)`` logits, differentiable. Arguments must be checked already.
 
@@ -107,6 +109,9 @@ def statistics_of(
         average: if given, the result is this average of the only field, the log-probs. It takes one or two launches
             more; with operations that autograd records, it would take six.
         early: whether the gradient of an average may be computed in the forward, see `early_gradient`.
+        shard: the logits are these columns of a sharded vocabulary, and columns from ``shard.size`` on are padding. The
+            index is relative to the first column, and the class weights are those of these columns. The fields are the
+            same on all ranks.
     """
     if logits.stride()[-1] != 1 and logits.shape[-1] > 1 and not inplace_backward:
         logits = logits.contiguous()
@@ -114,10 +119,17 @@ def statistics_of(
         check_inplace(logits)
     if torch.is_grad_enabled() and logits.requires_grad:
         early = early and average is not None and not inplace_backward
-        how = average, options, inplace_backward, early  # one argument, of which each costs time
+        how = average, options, inplace_backward, early, shard  # one argument, of which each costs time
         fields: tuple[Tensor, ...] = _Statistics.apply(logits, *inputs.passed(), how)
         return fields
-    return averaged(pick(_forward(logits, inputs, options), options), inputs, average)[0]
+    return averaged(pick(results_of(logits, inputs, options, shard), options), inputs, average)[0]
+
+
+def results_of(logits: Tensor, inputs: Inputs, options: Options, shard: Shard) -> Results:
+    """The results of `softmax_statistics`, those of all ranks if the vocabulary is sharded."""
+    if shard.sizes:
+        return merged(leading_columns(logits, shard.size), inputs, shard, options)
+    return _forward(logits, inputs, options)
 
 
 def gather_logits(logits: Tensor, index: Tensor, transform: Transform, index_name: str = "index") -> Tensor:
@@ -253,22 +265,6 @@ def upstream_of(grads: tuple[Tensor | None, ...], row_weight: Tensor | None, opt
     return FieldGradients(selected=grads[0], row_weight=row_weight)
 
 
-def average_and_gradient(
-    fields: tuple[Tensor, ...], logits: Tensor, inputs: Inputs, average: Average | None,
-    gradient: Callable[[FieldGradients], Tensor] | None,
-) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None]:  # fmt: skip
-    """What `averaged` returns, and the gradient of the logits, which ``gradient`` computes; None to leave it out.
-
-    The gradient is computed for the upstream gradient that is predicted. The backward computes it again if the
-    prediction was wrong; only the device compares.
-    """
-    if gradient is None or average is None:
-        return *averaged(fields, inputs, average), None
-    row_weight = row_weight_of(logits, inputs, average)
-    found = gradient(FieldGradients(selected=row_weight[1]))
-    return *averaged(fields, inputs, average, row_weight), found
-
-
 def returned(ctx: Any, fields: tuple[Tensor, ...], options: Options) -> tuple[Tensor, ...]:
     """The requested fields, as outputs of an autograd function."""
     # Views of the same tensor could not be changed in place, and torch 2.11 loses their gradients when it compiles.
@@ -286,26 +282,26 @@ class _Statistics(torch.autograd.Function):
         logits: Tensor,
         *arguments: Any,
     ) -> tuple[Tensor, ...]:
-        *tensors, (average, options, inplace, early) = arguments
+        *tensors, (average, options, inplace, early, shard) = arguments
         inputs, backend = Inputs(*tensors), backend_of(logits)
-        grad: Tensor | None
-        if early and backend.reads_once(logits, inputs, options):
+        size = shard.size if shard.sizes else logits.shape[-1]
+        grad = row_weight = None
+        if early and not shard.sizes and backend.reads_once(logits, inputs, options):
             grad, last = empty_gradient(logits), last_row_weight(logits)
             results, total, row_weight = backend.softmax_average(logits, inputs, average, last, options, grad)
             fields: tuple[Tensor, ...] = (total,)
         else:
-            results = _forward(logits, inputs, options)
-            early = early and logits.shape[-1] >= LEAST_VOCABULARY
-            early = early and backend.supports_early_gradient(logits, inputs)  # else the GPU waits for the CPU
-
-            def gradient(upstream: FieldGradients) -> Tensor:
-                return _gradient(logits, inputs, results[0], upstream, options)
-
-            fields, row_weight, grad = average_and_gradient(
-                pick(results, options), logits, inputs, average, gradient if early else None
-            )
+            results = results_of(logits, inputs, options, shard)
+            early = early and (bool(shard.sizes) or size >= LEAST_VOCABULARY)
+            if early and backend.supports_early_gradient(logits, inputs):  # else the GPU waits for the CPU
+                # For the predicted upstream gradient. The device compares, and the backward computes the gradient again
+                # if the prediction was wrong.
+                row_weight = row_weight_of(logits, inputs, average)
+                predicted = FieldGradients(selected=row_weight[1])
+                grad = _gradient(logits, inputs, results[0], predicted, size, options)
+            fields, row_weight = averaged(pick(results, options), inputs, average, row_weight)
         ctx.save_for_backward(logits, *tensors, row_weight, results[0], grad)
-        ctx.options, ctx.inplace, ctx.written = options, inplace, False
+        ctx.options, ctx.inplace, ctx.size, ctx.written = options, inplace, size, False
         return returned(ctx, fields, options)
 
     @staticmethod
@@ -317,8 +313,9 @@ class _Statistics(torch.autograd.Function):
         if early is not None and upstream.row_weight is not None and not ctx.written:
             ctx.written = True  # and given away: a second backward computes another gradient
             grad = early.data  # a second backward unpacks the saved tensor again, which must not seem to be modified
-            backend_of(logits).softmax_gradient(logits, inputs, packed, upstream, ctx.options, grad, again=True)
-            keep_row_weight(logits, row_weight)
+            write_gradient(logits, inputs, packed, upstream, ctx.size, ctx.options, grad, again=True)
+            if ctx.size:  # else nothing was launched
+                keep_row_weight(logits, row_weight)
         elif ctx.inplace and not torch.compiler.is_compiling():
             if ctx.written:  # autograd does not detect this if hooks have packed the logits
                 raise RuntimeError(
@@ -326,10 +323,10 @@ class _Statistics(torch.autograd.Function):
                 )
             ctx.written = True
             grad = logits.detach()
-            backend_of(logits).softmax_gradient(logits, inputs, packed, upstream, ctx.options, grad)
+            write_gradient(logits, inputs, packed, upstream, ctx.size, ctx.options, grad)
             mark_overwritten(logits)
         else:
-            grad = _gradient(logits, inputs, packed, upstream, ctx.options)
+            grad = _gradient(logits, inputs, packed, upstream, ctx.size, ctx.options)
         return grad, *[None] * (len(tensors) + 1)
 
 
@@ -344,7 +341,22 @@ def _forward(logits: Tensor, inputs: Inputs, options: Options) -> tuple[Tensor, 
 
 
 @operation("onepass::softmax_gradient", lambda logits, **_: empty_gradient(logits))
-def _gradient(logits: Tensor, inputs: Inputs, packed: Tensor, grads: FieldGradients, options: Options) -> Tensor:
+def _gradient(
+    logits: Tensor, inputs: Inputs, packed: Tensor, grads: FieldGradients, size: int, options: Options
+) -> Tensor:
+    """The gradient of the logits; 0 in the columns from ``size`` on, which are padding."""
     out = empty_gradient(logits)
-    backend_of(logits).softmax_gradient(logits, inputs, packed, grads, options, out)
+    write_gradient(logits, inputs, packed, grads, size, options, out)
+    if size < logits.shape[-1]:
+        out[..., size:] = 0
     return out
+
+
+def write_gradient(
+    logits: Tensor, inputs: Inputs, packed: Tensor, grads: FieldGradients, size: int, options: Options, out: Tensor,
+    again: bool = False,
+) -> None:  # fmt: skip
+    """Write the gradient of the columns that are not padding. For ``again``, see `kernels.softmax_gradient`."""
+    if size or not logits.shape[-1]:
+        x, to = leading_columns(logits, size), leading_columns(out, size)
+        backend_of(logits).softmax_gradient(x, inputs, packed, grads, options, to, again)
