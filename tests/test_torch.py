@@ -113,7 +113,7 @@ def test_operations_are_well_formed(device, dtype, many):
     packed, selected, _ = torch.ops.onepass.softmax_statistics(*arguments)
     row = torch.randn_like(packed[0])
     upstream = FieldGradients(row, row, row, row, torch.randn_like(selected))
-    arguments = tuple(flatten_arguments((x, inputs, packed, upstream, options)))
+    arguments = tuple(flatten_arguments((x, inputs, packed, upstream, 9, options)))
     torch.library.opcheck(torch.ops.onepass.softmax_gradient.default, arguments)
 
 

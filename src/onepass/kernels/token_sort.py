@@ -24,6 +24,7 @@ BLOCK = 128  # assignments of a program of the sort; twice as many take 1.3 to 1
 OTHERS = tl.constexpr(32)  # assignments with which a program that places compares its own at once
 FEW = 2048  # assignments that one launch sorts, in about the time of several on an H200, and a third of their host time
 ROWS, PART = 16, 256  # assignments of a program of that launch, and those that it compares them with at once
+SORTED_ROWS = 1024  # assignments of a program of that launch if they are sorted already
 TILES = tl.constexpr(16)  # tiles that a program finds at once
 
 
@@ -119,66 +120,46 @@ def tile_kernel(
 
 @triton.jit(do_not_specialize=["assignments", "tiles"])
 def sort_kernel(
-    experts: "Flat", order: "Out", offsets: "Out", tile_expert: "Out", tile_row: "Out",
+    experts: "Flat", counts: "Flat", order: "Out", offsets: "Out", tile_expert: "Out", tile_row: "Out",
     assignments: tl.int32, tiles: tl.int32,
     E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """The results of the other kernels in one launch: a program places ROWS assignments, and finds some of the tiles.
 
-    Input: ``experts`` ``(T, K)``.
+    Inputs: ``experts`` ``(T, K)``; None, or ``counts`` ``(E,)``, the assignments to each expert, if they are sorted
+    already. Wrong counts do not lead beyond the assignments.
     Outputs: ``order`` of `place_kernel`, and those of `tile_kernel`.
-    Bytes moved: the ids twice per program in, the outputs out.
+    Bytes moved: the ids twice or the counts once per program in, the outputs out.
     """
     first = tl.program_id(0) * ROWS
     if first < assignments:
         assignment = first + tl.arange(0, ROWS)
         there = assignment < assignments
-        key = bucket(tl.load(experts + assignment, mask=there, other=0), E) * assignments + assignment
-        place = tl.zeros([ROWS], tl.int32)
-        for part in range(0, assignments, PART):
-            other = part + tl.arange(0, PART)
-            of_other = bucket(tl.load(experts + other, mask=other < assignments, other=E), E) * assignments + other
-            place += tl.sum((of_other[None, :] < key[:, None]).to(tl.int32), 1)
+        place = assignment
+        if counts is None:
+            key = bucket(tl.load(experts + assignment, mask=there, other=0), E) * assignments + assignment
+            place = tl.zeros([ROWS], tl.int32)
+            for part in range(0, assignments, PART):
+                other = part + tl.arange(0, PART)
+                of_other = bucket(tl.load(experts + other, mask=other < assignments, other=E), E) * assignments + other
+                place += tl.sum((of_other[None, :] < key[:, None]).to(tl.int32), 1)
         tl.store(order + place, assignment, mask=there)
     if tl.program_id(0) * TILES < tiles:
-        count = tl.zeros([BLOCK_E], tl.int32)
-        for part in range(0, assignments, PART):
-            other = part + tl.arange(0, PART)
-            count += tl.histogram(bucket(tl.load(experts + other, mask=other < assignments, other=E), E), BLOCK_E)
         e = tl.arange(0, BLOCK_E)
-        count = tl.where(e < E, count, 0)
-        end = tl.cumsum(count, 0)
-        if tl.program_id(0) == 0:
-            tl.store(offsets + e, end - count, mask=e <= E)
-        for tile in range(tl.program_id(0) * TILES, tiles, tl.num_programs(0) * TILES):
-            write_tiles(end - count, end, tile, tile_expert, tile_row, tiles, E, BLOCK_E, BLOCK_M)
-
-
-@triton.jit(do_not_specialize=["assignments", "tiles"])
-def sorted_kernel(
-    counts: "Flat", order: "Out", offsets: "Out", tile_expert: "Out", tile_row: "Out",
-    assignments: tl.int32, tiles: tl.int32,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """The results of the other kernels for assignments that are sorted already.
-
-    Input: ``counts`` ``(E,)``, the assignments to each expert. Wrong ones do not lead beyond the assignments.
-    Outputs: as those of `sort_kernel`.
-    Bytes moved: the counts once per program in, the outputs out.
-    """
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(order + place, place, mask=place < assignments)
-    if tl.program_id(0) * TILES < tiles:
-        e = tl.arange(0, BLOCK_E)
-        count = tl.load(counts + e, mask=e < E, other=0).to(tl.int64)
-        count = tl.minimum(tl.maximum(count, 0), assignments)
+        if counts is None:
+            count = tl.zeros([BLOCK_E], tl.int32)
+            for part in range(0, assignments, PART):
+                other = part + tl.arange(0, PART)
+                count += tl.histogram(bucket(tl.load(experts + other, mask=other < assignments, other=E), E), BLOCK_E)
+            count = tl.where(e < E, count, 0)
+        else:
+            count = tl.load(counts + e, mask=e < E, other=0).to(tl.int64)
+            count = tl.minimum(tl.maximum(count, 0), assignments)
         end = tl.cumsum(count, 0)
         begin = tl.minimum(end - count, assignments).to(tl.int32)
         end = tl.minimum(end, assignments).to(tl.int32)
         if tl.program_id(0) == 0:
-            tl.store(offsets + e, begin, mask=e < E)
-            tl.store(offsets + e + 1, end, mask=e == E - 1)
-        begin, end = tl.where(e < E, begin, 0), tl.where(e < E, end, 0)
+            tl.store(offsets + e, begin, mask=e <= E)
         for tile in range(tl.program_id(0) * TILES, tiles, tl.num_programs(0) * TILES):
             write_tiles(begin, end, tile, tile_expert, tile_row, tiles, E, BLOCK_E, BLOCK_M)
 
@@ -208,10 +189,8 @@ def sort_by_expert(experts: Tensor, num_experts: int, counts: Tensor | None = No
     if not assignments:
         return Groups(order, offsets.zero_(), tile_expert, tile_row)
     results = order, offsets, tile_expert, tile_row
-    if counts is not None:
-        launch(sorted_plan, (assignments, E), (counts, *results))
-    elif assignments <= FEW:
-        launch(sort_plan, (assignments, E), (experts, *results))
+    if counts is not None or assignments <= FEW:
+        launch(sort_plan, (assignments, E, counts is not None), (experts, counts, *results))
     else:
         counts = new((E + 1) * -(-assignments // BLOCK))
         launch(count_plan, (assignments, E), (experts, counts))
@@ -241,19 +220,11 @@ def tile_plan(assignments: int, E: int) -> Plan:
     return Plan(tile_kernel, -(-tiles // TILES.value), (blocks, tiles), constexprs, 4)
 
 
-def sort_plan(assignments: int, E: int) -> Plan:
+def sort_plan(assignments: int, E: int, is_sorted: bool) -> Plan:
     """The launch of `sort_kernel`."""
-    tiles = count_tiles(assignments, E)
+    tiles, rows = count_tiles(assignments, E), SORTED_ROWS if is_sorted else ROWS
     constexprs = dict(
-        E=E, BLOCK_E=power_of_two(E + 1), ROWS=ROWS, PART=PART, BLOCK_M=rows_of_tile(assignments, E)
+        E=E, BLOCK_E=power_of_two(E + 1), ROWS=rows, PART=PART, BLOCK_M=rows_of_tile(assignments, E)
     )  # fmt: skip
-    programs = max(-(-assignments // ROWS), -(-tiles // TILES.value))
+    programs = max(-(-assignments // rows), -(-tiles // TILES.value))
     return Plan(sort_kernel, programs, (assignments, tiles), constexprs, 4)
-
-
-def sorted_plan(assignments: int, E: int) -> Plan:
-    """The launch of `sorted_kernel`."""
-    tiles = count_tiles(assignments, E)
-    constexprs = dict(E=E, BLOCK_E=power_of_two(E), BLOCK=1024, BLOCK_M=rows_of_tile(assignments, E))
-    programs = max(-(-assignments // 1024), -(-tiles // TILES.value))
-    return Plan(sorted_kernel, programs, (assignments, tiles), constexprs, 4)

@@ -225,10 +225,10 @@ def parted(arguments: Sequence[Any]) -> tuple[ExpertTensors, Tensor, Groups, Exp
     return tensors, experts, Groups._make(groups), ExpertParts(*[WeightParts._make(islice(rest, 4)) for _ in range(2)])
 
 
-def _like_forward(tensors: ExpertTensors, experts: Tensor, keep: bool, options: ExpertOptions, **_: Any) -> Any:
+def _like_forward(tensors: ExpertTensors, experts: Tensor, needs_h: bool, options: ExpertOptions, **_: Any) -> Any:
     shape = ExpertParts().join(tensors, options).gate_up.shape
     width = shape[2 if options.transposed else 1]
-    kept = keep and backend_of(tensors.hidden) is not reference  # which keeps nothing
+    kept = needs_h and backend_of(tensors.hidden) is not reference  # which keeps nothing
     h = tensors.hidden.new_empty((experts.numel(), width)) if kept else None
     return torch.empty_like(tensors.hidden, memory_format=torch.contiguous_format), h
 
@@ -246,12 +246,12 @@ def _flops(experts: Sequence[int], down: Sequence[int], needed: Sequence[bool] =
 
 @operation("onepass::expert_mlp", _like_forward, _flops)
 def _forward(
-    tensors: ExpertTensors, experts: Tensor, groups: Groups, parts: ExpertParts, keep: bool, options: ExpertOptions
+    tensors: ExpertTensors, experts: Tensor, groups: Groups, parts: ExpertParts, needs_h: bool, options: ExpertOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """The result and, if ``keep``, the first GEMM's output, which the gradient needs."""
+    """The result and, if ``needs_h``, the first GEMM's output, which the gradient needs."""
     if tensors.hidden.is_meta:
-        return _like_forward(tensors, experts, keep, options)
-    return backend_of(tensors.hidden).expert_mlp(parts.join(tensors, options), experts, groups, keep, options)
+        return _like_forward(tensors, experts, needs_h, options)
+    return backend_of(tensors.hidden).expert_mlp(parts.join(tensors, options), experts, groups, needs_h, options)
 
 
 @operation("onepass::expert_mlp_gradient", _like_gradient, _flops)
