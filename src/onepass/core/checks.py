@@ -16,6 +16,7 @@ from onepass.core.dispatch import is_plain, refuse_forward_mode
 
 INF = float("inf")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INDEX_DTYPES = (torch.int32, torch.int64)
 LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
 
@@ -92,13 +93,18 @@ def check_logits(logits: Any, name: str = "logits") -> None:
         raise ValueError(f"{name}: expected shape (..., V) with 1 <= V < 2**31, got {tuple(logits.shape)}")
 
 
+def check_index_dtype(index: Any, name: str) -> None:
+    """Raise unless ``index`` is an int32 or int64 tensor."""
+    if not isinstance(index, torch.Tensor) or index.dtype not in INDEX_DTYPES:
+        raise TypeError(f"{name}: expected an int32 or int64 tensor, got {described(index)}")
+
+
 def check_index(index: torch.Tensor, logits: LogitsLike, name: str = "index", many: bool = True) -> None:
     """Raise unless ``index`` is an integer tensor of shape ``(...)`` or, with ``many``, ``(..., K)``.
 
     Its values are not read.
     """
-    if not isinstance(index, torch.Tensor) or index.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name}: expected an int32 or int64 tensor, got {described(index)}")
+    check_index_dtype(index, name)
     rows = logits.shape[:-1]
     if index.shape != rows and not (many and index.dim() == logits.dim() and index.shape[:-1] == rows):
         wanted = f"{tuple(rows)} or {(*rows, 'K')}" if many else f"{tuple(rows)}"
@@ -166,8 +172,7 @@ def check_class_weights(weights: torch.Tensor, logits: LogitsLike, name: str) ->
 
 def check_teacher(ids: torch.Tensor, log_probs: torch.Tensor, student_logits: LogitsLike) -> None:
     """Raise unless the teacher's ids and log-probs have shape ``(..., K)``, with the rows of the student's logits."""
-    if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"teacher_ids: expected an int32 or int64 tensor, got {described(ids)}")
+    check_index_dtype(ids, "teacher_ids")
     if not isinstance(log_probs, torch.Tensor) or log_probs.dtype not in FLOATS:
         raise TypeError(f"teacher_log_probs: expected a floating-point tensor, got {described(log_probs)}")
     rows = student_logits.shape[:-1]

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.core.checks import check_device, described
+from onepass.core.checks import INDEX_DTYPES, check_device, described
 
-INDEX_DTYPES = torch.int32, torch.int64
 # A tensor of ids, ids and offsets, or either of these followed by which rows have all classes.
 Support = Tensor | tuple[Tensor, ...]
 EXPECTED = (

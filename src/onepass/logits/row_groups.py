@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.core.checks import check_integer, described
+from onepass.core.checks import INDEX_DTYPES, check_integer, described
 
 
 class RowGroups:
@@ -73,7 +73,7 @@ class GroupTooLong(Exception):
 def check_groups(groups: Any, rows: int) -> list[int]:
     """Return the lengths of groups as ints. Raise unless they are integers >= 0 that add up to the number of rows."""
     if isinstance(groups, Tensor):
-        is_lengths = groups.dim() == 1 and groups.dtype in (torch.int32, torch.int64)
+        is_lengths = groups.dim() == 1 and groups.dtype in INDEX_DTYPES
         lengths = groups.tolist() if is_lengths and not groups.is_meta else None
     else:
         lengths = list(groups) if isinstance(groups, Sequence) and not isinstance(groups, str) else None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.checks import (
+    INDEX_DTYPES,
     check_bool,
     check_choice,
     check_class_weights,
@@ -255,7 +256,7 @@ def torch_cross_entropy(
     A tensor is needed for targets that are probabilities, classes in another dimension, and deprecated arguments.
     """
     rows = input.shape[:-1]
-    is_index = isinstance(target, Tensor) and target.dtype in (torch.int32, torch.int64) and target.shape == rows
+    is_index = isinstance(target, Tensor) and target.dtype in INDEX_DTYPES and target.shape == rows
     is_source = not isinstance(input, Tensor) and size_average is reduce is None and reduction in REDUCTIONS
     if not is_source or not is_index or len(rows) > 1:
         return None

@@ -18,6 +18,7 @@ from onepass.core.checks import (
     check_bool,
     check_choice,
     check_device,
+    check_index_dtype,
     check_number,
     described,
 )
@@ -162,8 +163,7 @@ def check_experts(tensors: ExpertTensors, experts: Tensor, transposed: bool) -> 
 
 def _check_experts(tensors: ExpertTensors, experts: Tensor, transposed: bool) -> None:
     hidden, weights, gate_up, down, gate_up_bias, down_bias, *lora = tensors
-    if not isinstance(experts, Tensor) or experts.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"routing.experts: expected an int32 or int64 tensor, got {described(experts)}")
+    check_index_dtype(experts, "routing.experts")
     if experts.dim() != hidden.dim() or experts.shape[:-1] != hidden.shape[:-1]:
         raise ValueError(
             f"routing.experts: expected shape {(*hidden.shape[:-1], 'K')} for hidden of {tuple(hidden.shape)}, "

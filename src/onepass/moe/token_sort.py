@@ -4,7 +4,15 @@ import torch
 from torch import Tensor
 
 from onepass.backend import backend_of
-from onepass.core.checks import FLOATS, check_device, check_integer, described, is_debugging
+from onepass.core.checks import (
+    FLOATS,
+    INDEX_DTYPES,
+    check_device,
+    check_index_dtype,
+    check_integer,
+    described,
+    is_debugging,
+)
 from onepass.core.dispatch import is_plain, operation
 from onepass.core.moe_options import Groups
 
@@ -45,13 +53,12 @@ def experts_of_rows(counts: Tensor, rows: int) -> Tensor:
 
 
 def check_assignments(experts: Tensor) -> None:
-    if not isinstance(experts, Tensor) or experts.dtype not in (torch.int32, torch.int64) or experts.dim() != 2:
+    if not isinstance(experts, Tensor) or experts.dtype not in INDEX_DTYPES or experts.dim() != 2:
         raise TypeError(f"experts: expected an int32 or int64 tensor (T, K), got {described(experts)}")
 
 
 def check_counts(counts: Tensor, experts: Tensor, num_experts: int) -> None:
-    if not isinstance(counts, Tensor) or counts.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"counts: expected an int32 or int64 tensor, got {described(counts)}")
+    check_index_dtype(counts, "counts")
     if counts.shape != (num_experts,):
         raise ValueError(f"counts: expected shape ({num_experts},), got {tuple(counts.shape)}")
     check_device(counts, experts, "counts", "experts")

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from onepass.backend import backend_of
-from onepass.core.checks import FLOATS, is_debugging
+from onepass.core.checks import FLOATS, INDEX_DTYPES, is_debugging
 from onepass.core.dispatch import PLAIN, check_upstream, is_plain
 from onepass.core.memo import keep
 from onepass.core.options import Average, FieldGradients, Inputs, Options
 from onepass.softmax.statistics import _gradient, keep_row_weight, last_row_weight
 
 TENSORS = PLAIN - {type(None)}
-INDICES = torch.int32, torch.int64
 _known: dict[tuple[Any, ...], Any] = {}  # the launches for tensors of a kind; None where `statistics_of` is needed
 
 
@@ -49,7 +48,7 @@ def average_of_few_rows(logits: Any, index: Any, average: Average, options: Opti
 
 def are_valid(logits: Tensor, index: Tensor) -> bool:
     """Whether there are logits ``(..., V)`` and an index ``(...)``."""
-    if logits.dtype not in FLOATS or index.dtype not in INDICES or index.device != logits.device:
+    if logits.dtype not in FLOATS or index.dtype not in INDEX_DTYPES or index.device != logits.device:
         return False
     return logits.dim() > 0 and index.shape == logits.shape[:-1] and logits.numel() > 0
 
