@@ -1,7 +1,8 @@
 """The interface through which losses read logits, `LogitsSource`, and its implementation for a tensor.
 
 A loss requests the fields of every row from a source, or passes it a function of these fields, whatever the source is.
-A custom source overrides `LogitsSource.materialize`, and other methods that it can compute faster.
+A custom source sets `shape`, `dtype` and `device`, overrides `requires_grad` and `materialize`, and may override other
+methods that it can compute faster.
 """
 
 from collections.abc import Callable, Sequence
