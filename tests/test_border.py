@@ -259,6 +259,7 @@ AFTER = {
     "temperature": (lambda x, v: onepass.entropy_from_logits(x, temperature=v), 1, 0.7),
     "logit_scale": (lambda x, v: onepass.entropy_from_logits(x, logit_scale=v), 1, 0.7),
     "beta": (lambda x, v: onepass.kl_div(x, TEACHER[:, : x.shape[-1]].to(x), direction="jsd", beta=v), 0, 0.3),
+    "class_weights": (lambda x, v: onepass.softmax_statistics(x, class_weights=v).weighted_logit, 1, 0.25),
 }
 
 

@@ -1,4 +1,4 @@
-"""Defects of routers and experts, which these tests showed before they were fixed; numbers are those of a report."""
+"""Defects of routers and experts, which these tests showed before they were fixed."""
 
 import pytest
 import torch
@@ -10,11 +10,11 @@ from onepass import reference
 from onepass.backend import backend_of
 from onepass.moe import Routing
 
-# 2. Biases of experts that are sliced or expanded.
+# Biases of experts that are sliced or expanded.
 
 
 @pytest.mark.parametrize("kind", ["sliced", "expanded"])
-def test_02_biases_of_experts(device, kind):
+def test_biases_of_experts(device, kind):
     E, H, I = 4, 16, 8  # noqa: E741
     g = torch.Generator().manual_seed(0)
     new = lambda *shape: torch.randn(shape, generator=g).to(device)  # noqa: E731
@@ -29,10 +29,10 @@ def test_02_biases_of_experts(device, kind):
     assert torch.equal(got, onepass.moe.scattered_linear(x, gate_up, routing.experts, bias=whole[0]))
 
 
-# 16. Routers: one definition.
+# Routers: one definition.
 
 
-def test_16_logsumexp_of_infinity(device):
+def test_logsumexp_of_infinity(device):
     logits = torch.randn(3, 8, device=device)
     logits[1, 2] = INF
     for score in ("softmax", "sigmoid", "sqrtsoftplus"):
@@ -42,7 +42,7 @@ def test_16_logsumexp_of_infinity(device):
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("groups", [{}, {"n_group": 4, "topk_group": 2, "group_score": "max"}], ids=["", "groups"])
-def test_16_the_order_under_a_softcap_that_saturates(device, score, groups):
+def test_the_order_under_a_softcap_that_saturates(device, score, groups):
     g = torch.Generator().manual_seed(0)
     logits = (30 + 40 * torch.rand(64, 16, generator=g)).to(device)  # tanh of 6 to 14: 1 to the last bits
     routing = onepass.moe.route(logits, 4, score=score, softcap=5.0, **groups)
@@ -52,7 +52,7 @@ def test_16_the_order_under_a_softcap_that_saturates(device, score, groups):
         assert torch.equal(routing.experts, logits.topk(4)[1])
 
 
-def test_17_experts_of_no_choice(device):
+def test_experts_of_no_choice(device):
     E, H, I = 4, 16, 8  # noqa: E741
     hidden = torch.randn(5, H, device=device, requires_grad=True)
     weights = torch.randn(E, 2 * I, H, device=device), torch.randn(E, H, I, device=device)
@@ -63,7 +63,7 @@ def test_17_experts_of_no_choice(device):
     assert torch.equal(hidden.grad, torch.zeros_like(hidden))
 
 
-def test_17_groups_of_another_path(device):
+def test_groups_of_another_path(device):
     """Groups that were made for a tensor that PyTorch multiplies have no tiles for a kernel."""
     x, weight = torch.randn(4, 8, device=device), torch.randn(3, 6, 8, device=device)
     if backend_of(x) is reference:
@@ -74,7 +74,7 @@ def test_17_groups_of_another_path(device):
         onepass.moe.scattered_linear(x, weight, ids, groups)
 
 
-def test_18_options_in_tensors_that_change(device):
+def test_options_in_tensors_that_change(device):
     x = torch.randn(6, 8, device=device)
     scale, k = torch.tensor(1.0), torch.tensor(2)
     once = onepass.moe.route(x, k, scale=scale).weights
@@ -84,7 +84,7 @@ def test_18_options_in_tensors_that_change(device):
     assert onepass.moe.route(x, k).weights.shape == (6, 3)
 
 
-def test_18_no_tokens(device):
+def test_no_tokens(device):
     experts = torch.zeros(0, 2, dtype=torch.long, device=device)
     routing = Routing(torch.zeros(0, 2, device=device), experts, None)
     weights = [torch.randn(s, device=device, requires_grad=True) for s in ((4, 16, 16), (4, 16, 8))]
@@ -95,7 +95,7 @@ def test_18_no_tokens(device):
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
-def test_18_a_bias_of_nan(device, score):
+def test_a_bias_of_nan(device, score):
     if backend_of(torch.empty(0, device=device)) is not reference and device.type == "cpu":
         pytest.skip("the interpreter's maximum keeps a NaN, which that of a GPU drops")
     x = torch.randn(3, 8, device=device)
@@ -106,7 +106,7 @@ def test_18_a_bias_of_nan(device, score):
     assert ((every.experts >= 0) & (every.experts < 8)).all() and every.counts.sum() == 9
 
 
-def test_18_layers_of_different_k(device):
+def test_layers_of_different_k(device):
     x = torch.randn(6, 8, device=device)
     layers = [onepass.moe.route(x, k, losses=True) for k in (2, 4)]
     for loss in (onepass.moe.load_balancing_loss, onepass.moe.router_z_loss):

@@ -12,10 +12,10 @@ from defect_cases import head, same
 from paths import interpreted
 from test_torch import ALL, example
 
-# 14. Two losses in one compiled graph of dynamic shapes.
+# Two losses in one compiled graph of dynamic shapes.
 
 
-def test_14_two_losses_in_one_graph(device):
+def test_two_losses_in_one_graph(device):
     """Every loss twice, so that no number is met first within one of them."""
     if interpreted(device):
         pytest.skip("what is compiled is the same on both backends")
@@ -31,7 +31,7 @@ def test_14_two_losses_in_one_graph(device):
             torch.testing.assert_close(compiled(x[:rows], t[:rows]), all_twice(x[:rows], t[:rows]))
 
 
-def test_17_forward_mode(device):
+def test_forward_mode(device):
     x, t = torch.randn(3, 10, device=device), torch.tensor([1, 2, 3], device=device)
     hidden, weight, target = (p.detach() for p in head(device))
     with torch.autograd.forward_ad.dual_level():
@@ -59,7 +59,7 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_17_a_dispatch_mode_sees_the_operations(device):
+def test_a_dispatch_mode_sees_the_operations(device):
     x = torch.randn(3, 10, device=device, requires_grad=True)
     t = torch.tensor([1, 2, 3], device=device)
     with Seen() as seen:
@@ -70,7 +70,7 @@ def test_17_a_dispatch_mode_sees_the_operations(device):
     assert names == {"softmax_statistics", "softmax_gradient", "divergence", "route"}
 
 
-def test_17_flops_are_counted(device):
+def test_flops_are_counted(device):
     from torch.utils.flop_counter import FlopCounterMode
 
     hidden, weight, target = head(device)
@@ -91,7 +91,7 @@ def test_17_flops_are_counted(device):
         assert counter.get_total_flops() == expected, name
 
 
-def test_17_selective_checkpointing(device):
+def test_selective_checkpointing(device):
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     x = torch.randn(3, 10, device=device, requires_grad=True)
@@ -111,7 +111,7 @@ def test_17_selective_checkpointing(device):
     assert any(saved)
 
 
-def test_18_in_place_under_compile(device):
+def test_in_place_under_compile(device):
     torch._dynamo.reset()
     x, t = example(device)
     call = lambda x, t: onepass.cross_entropy(x * 1, t, inplace_backward=True)  # noqa: E731
@@ -119,7 +119,7 @@ def test_18_in_place_under_compile(device):
     torch.testing.assert_close(compiled(x, t), call(x, t))
 
 
-def test_18_a_second_backward_in_place_under_hooks(device):
+def test_a_second_backward_in_place_under_hooks(device):
     x, t = example(device)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), lambda x: x):
         loss = onepass.cross_entropy(x * 1, t, inplace_backward=True)
@@ -128,7 +128,7 @@ def test_18_a_second_backward_in_place_under_hooks(device):
         loss.backward()
 
 
-def test_20_items_in_a_tensor_are_traced(device):
+def test_items_in_a_tensor_are_traced(device):
     x, t = example(device)
     compiled = torch.compile(lambda x, n: onepass.cross_entropy(x, t, num_items=n), fullgraph=True, backend="aot_eager")
     for n in (torch.tensor(3.0), torch.tensor([3]), torch.tensor(3)):

@@ -163,15 +163,15 @@ def test_rows_without_a_token_are_not_read(device):
     assert loss.isfinite() and (gradient[1] == 0).all() and gradient.isfinite().all()
 
 
-def seed_loss(gathered, teacher_log_probs, mask):
-    """The kernel that top-K distillation began with, as its comments define it: normalised over all K gathered
-    logits, the teacher taken as it is, masked tokens left out of the sum alone."""
+def loss_of_gathered(gathered, teacher_log_probs, mask):
+    """Top-K distillation over gathered logits: normalized over all K, the teacher as it is, masked tokens only left out
+    of the sum."""
     log_s = gathered - gathered.logsumexp(-1, keepdim=True)
     return (teacher_log_probs.exp() * (teacher_log_probs - log_s) * mask).sum()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_the_seed_is_reproduced(device, dtype):
+def test_equals_the_loss_of_gathered_logits(device, dtype):
     """Gathered logits are a vocabulary of K tokens. With the gather inside, ``renormalize`` is the same where the
     teacher is normalised and rows are masked as a whole."""
     generator = torch.Generator().manual_seed(0)
@@ -180,7 +180,7 @@ def test_the_seed_is_reproduced(device, dtype):
     log_t = torch.randn(2, 7, 20, generator=generator).log_softmax(-1).sub(0.3).to(dtype).to(device)
     mask = (torch.rand(2, 7, 20, generator=generator) < 0.7).to(device)
     ids = torch.arange(20, device=device).expand(2, 7, 20)
-    expected = seed_loss(exact, log_t.double(), mask)
+    expected = loss_of_gathered(exact, log_t.double(), mask)
     for given_mask in (mask, mask.int(), mask.float()):
         got = onepass.topk_kl_div(gathered, ids, log_t, **masks_of(given_mask, ids), reduction="sum")
         assert_close(got, expected.detach(), scale=100.0)
@@ -192,7 +192,7 @@ def test_the_seed_is_reproduced(device, dtype):
     exact = x.detach().double().requires_grad_()
     ids = torch.rand(2, 7, VOCAB, generator=generator).topk(20).indices.to(device)
     rows = mask[..., :1].expand(2, 7, 20)
-    expected = seed_loss(exact.gather(-1, ids), log_t.double().log_softmax(-1), rows)
+    expected = loss_of_gathered(exact.gather(-1, ids), log_t.double().log_softmax(-1), rows)
     got = onepass.topk_kl_div(x, ids, log_t.log_softmax(-1), teacher_mask=rows, renormalize=True, reduction="sum")
     assert_close(got, expected.detach(), scale=100.0)
     (gradient,) = torch.autograd.grad(got, x)
@@ -263,6 +263,7 @@ def test_nothing_to_learn_from(device):
         assert loss == 0 and torch.autograd.grad(loss, x)[0].shape == x.shape
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_gradcheck(direction):
     generator = torch.Generator().manual_seed(0)

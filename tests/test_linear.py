@@ -110,6 +110,7 @@ def test_which_logits_are_few(device, monkeypatch):
         monkeypatch.setattr(few_rows, name, least)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("many", [False, True], ids=["one index", "three indices"])
 def test_statistics_and_their_gradients(device, tile, many):
     hidden, weight, bias, target = batch(device, rows=(3, 4))
@@ -207,7 +208,7 @@ def skip_interpreter(device):
 def test_no_further_from_float64_than_torch(device, monkeypatch, dtype, loss):
     """Gradients, of one tile and of many, against torch's own path in the same dtype."""
     skip_interpreter(device)
-    hidden, weight, bias, target = batch(device, dtype, rows=(512,), width=64)
+    hidden, weight, bias, target = batch(device, dtype, rows=(128,), width=64)
     parts = exact(hidden, weight, bias)
     expected = gradients(LOSSES[loss](F.linear(*parts), target).sum(), parts)
     x = F.linear(hidden, weight, bias).float()
@@ -248,6 +249,7 @@ def test_a_loss_scale_keeps_float16_gradients(device):
         assert (g.double() - e).norm() <= 2e-3 * e.norm()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("products", ["three", "four"])
 def test_autocast(device, tile, products):
     """Products in bfloat16, parameters and their gradients in float32, which is where the sums stay."""
