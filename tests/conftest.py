@@ -167,7 +167,7 @@ def path(request, one_thread):
 @pytest.fixture(autouse=True)
 def _tiles_of_few_rows(monkeypatch):
     """Tests have few rows, whose logits a GPU would compute at once."""
-    monkeypatch.setattr("onepass.logits.few_rows.SMALL_ON", ())
+    monkeypatch.setattr("onepass.logits.small_head.SMALL_ON", ())
 
 
 @pytest.fixture

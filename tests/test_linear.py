@@ -24,7 +24,7 @@ from linear_cases import (
     tiles_of,
 )
 from onepass.core.options import Inputs
-from onepass.logits import few_rows, valid_rows
+from onepass.logits import small_head, valid_rows
 from onepass.logits import tiled_loss as head_loss
 from onepass.logits import tiled_statistics as head_statistics
 
@@ -72,7 +72,7 @@ def test_logits_of_few_rows_are_computed_at_once(device, monkeypatch, options):
     parts = hidden, weight, bias
     expected = onepass.cross_entropy(onepass.LinearLogits(*parts), target, **SMALL[options])
     expected = expected.detach(), gradients(expected, parts)
-    monkeypatch.setattr(few_rows, "SMALL_ON", (device.type,))
+    monkeypatch.setattr(small_head, "SMALL_ON", (device.type,))
     monkeypatch.setattr(head_loss, "plan", lambda *arguments: pytest.fail("tiles"))
     with torch.no_grad():
         hidden[target == -100] = torch.nan
@@ -85,9 +85,9 @@ def test_which_logits_are_few(device, monkeypatch):
     def is_small(hidden=None, weight=None, index=None, **options):
         given = torch.zeros(11, 8, device=device), torch.zeros(37, 8, device=device, requires_grad=True)
         hidden, weight = given[0] if hidden is None else hidden, given[1] if weight is None else weight
-        return few_rows.few_rows(onepass.LinearLogits(hidden, weight, **options), Inputs(index)) is not None
+        return small_head.small_logits(onepass.LinearLogits(hidden, weight, **options), Inputs(index)) is not None
 
-    monkeypatch.setattr(few_rows, "SMALL_ON", (device.type,))
+    monkeypatch.setattr(small_head, "SMALL_ON", (device.type,))
     hidden, weight = torch.zeros(11, 8, device=device), torch.zeros(37, 8, device=device)
     assert is_small() and not is_small(max_memory=1 << 20) and not is_small(weight=weight)
     assert not is_small(hidden.half(), weight.half().requires_grad_())
@@ -103,11 +103,11 @@ def test_which_logits_are_few(device, monkeypatch):
     assert not is_small()  # autograd would save a weight that is partitioned again
     onepass.gather_parameters(None)
     for name, least in (("SMALL_PRODUCT", 11 * 8 * 37), ("SMALL_LOGITS", 11 * 37 * 4)):
-        monkeypatch.setattr(few_rows, name, least)
+        monkeypatch.setattr(small_head, name, least)
         assert is_small()
-        monkeypatch.setattr(few_rows, name, least - 1)
+        monkeypatch.setattr(small_head, name, least - 1)
         assert not is_small()
-        monkeypatch.setattr(few_rows, name, least)
+        monkeypatch.setattr(small_head, name, least)
 
 
 @pytest.mark.pairs

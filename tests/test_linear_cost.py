@@ -148,7 +148,7 @@ def test_plans_keep_to_the_memory(shape, trained):
             continue
         several = cut.rows < rows
         assert cut.rows * (head(None).logits_bytes(torch.bfloat16)) + total * several <= megabytes * 10**6
-        assert sum(r.n for r in cut.cut()) == rows
+        assert sum(r.n for r in cut.row_tiles()) == rows
         if several:  # tiles are as large as they may be, or as equal tiles of whole blocks are
             assert -(-rows // cut.rows) <= 2 * -(
                 -rows * (head(None).logits_bytes(torch.bfloat16) + ROW + INDEX) // (megabytes * 10**6 - total - 2**17)

@@ -260,7 +260,7 @@ def test_plans_keep_to_the_memory(shape, trained):
             continue
         needed = 4 * vocab * cut.rows + 2 * vocab * cut.batch + total * (cut.batch < rows)
         assert needed <= megabytes * 10**6 and cut.rows <= cut.batch <= max(rows, 1)
-        parts = list(cut.cut())
+        parts = list(cut.row_tiles())
         assert sum(r.n for r in parts) == rows and max(r.n for r in parts) == cut.rows
         known = plan_of(megabytes * 10**6, known=True)
         if known.sliced:

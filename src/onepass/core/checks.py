@@ -312,10 +312,10 @@ def scalar(value: Any, name: str, wanted: str) -> Any:
     return value.item()
 
 
-def check_path(value: Any, name: str = "path") -> Any:
+def check_path(value: Any) -> Any:
     """Return ``value``. Raise unless it is a str or an `os.PathLike`."""
     if not isinstance(value, str | os.PathLike):
-        raise TypeError(f"{name}: expected a str or os.PathLike, got {described(value)}")
+        raise TypeError(f"path: expected a str or os.PathLike, got {described(value)}")
     return value
 
 

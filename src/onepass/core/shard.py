@@ -61,8 +61,8 @@ def shared_columns(first: Shard, second: Shard, columns: int | None) -> Shard | 
 
     None if neither is sharded, or if both are, but not in the same way.
     """
-    cut = [leading(s, s.vocab if columns is None else columns) for s in (first, second) if s.sizes]
-    return cut[0] if cut and cut[0] == cut[-1] else None
+    shards = [leading(s, s.vocab if columns is None else columns) for s in (first, second) if s.sizes]
+    return shards[0] if shards and shards[0] == shards[-1] else None
 
 
 def per_row(index: Tensor | None, dim: int, none: int = 0) -> int:

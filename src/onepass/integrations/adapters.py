@@ -20,7 +20,7 @@ def is_adapted(head: Any) -> bool:
 
 
 def active_adapters(head: Any) -> list[str]:
-    """The adapters that the forward of the layer adds to its base layer, into which none is merged then."""
+    """The active adapters, which are not merged into the base layer; empty if they are disabled or merged."""
     if head.disable_adapters or head.merged:
         return []
     return [name for name in head.active_adapters if name in head.lora_A]

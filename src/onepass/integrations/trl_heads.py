@@ -133,7 +133,7 @@ class ChunkedLogProbFunction:
             if of_sum is not None and len(rows) == len(hidden) and head.is_eager and head.requires_grad:
                 found = fields_and_sum(" ".join(wanted), head, target, of_sum, transform)
             else:
-                found = log_probs.fields_of_rows(" ".join(wanted), head, target, transform=transform)
+                found = log_probs.compute_fields(" ".join(wanted), head, target, transform=transform)
             parts.append(tuple([found.get(name) for name in FIELDS.values()]))
         return parts[0] if len(parts) == 1 else tuple([p[0] if p[0] is None else torch.cat(p) for p in zip(*parts)])
 
@@ -172,7 +172,7 @@ def _valid_rows(targets: Tensor) -> Tensor | None:
 def fields_and_sum(
     names: str, head: LinearLogits, target: Tensor, valid: Tensor, transform: tuple[Any, ...]
 ) -> dict[str, Tensor]:
-    """`log_probs.fields_of_rows`, of which only the sum of the log-probs has a gradient, which takes three GEMMs.
+    """`log_probs.compute_fields`, of which only the sum of the log-probs has a gradient, which takes three GEMMs.
 
     The gradient of the entropy is an error. The other fields have none in TRL either.
     """

@@ -32,8 +32,8 @@ from onepass.kernels.token_sort import rows_of_tile
 Strides = tuple[int, ...]
 Adapter = tuple[Tensor, Tensor]
 PLAIN = ExpertOptions()
-# Most rows of a tile, for which the loop decodes: columns and K of a tile, stages, warps, programs per multiprocessor.
-# Measured on an H100, as is that beyond these rows an expert a decoded copy is faster.
+# By the rows of a tile: columns and K of a tile, stages, warps, programs per multiprocessor, of a kernel that decodes.
+# Measured on an H100. With more rows per expert than the largest key, it is faster to decode the weight first.
 DECODING = {16: (64, 128, 3, 4, 8), 32: (128, 64, 4, 4, 8), 64: (128, 64, 3, 4, 4), 128: (256, 64, 3, 8, 1)}
 MOST_OF_SEGMENT = 64  # codes that are read at once
 RANK = "lora (lora_gate_up, lora_down): expected a rank that fits into {} bytes of shared memory, got {}"

@@ -26,7 +26,7 @@ class Settings(NamedTuple):
     logits_dtype: torch.dtype  # that, or float32: the result of the GEMM is then not rounded
     max_memory: int | None = None  # bytes of workspace; None for `default_memory`
     round_before_bias: bool = False  # whether the bias is added to the rounded product, which rounds twice
-    exact_weight: bool = False  # whether float32 logits are those of a float32 weight that is not rounded
+    exact_weight: bool = False  # whether one more GEMM multiplies what is lost when a float32 weight is rounded
     shard: Shard = NOT_SHARDED  # the columns that this process holds, if the vocabulary is sharded
     sums_hidden: bool = False  # whether the gradient of the hidden states is summed over the processes
     invariant_gemms: bool = False  # whether rows do not depend on what rows are with them; see `batch_invariant`
@@ -93,7 +93,8 @@ class Head:
         weight, bias = self.factors(columns)
         factors = [(hidden, weight)]  # of which the sum of the products is the logits
         if self.adapter is not None and low is not None:
-            factors.insert(0, (low, self.adapter.factors(columns)[0]))  # first: of the smaller part less is rounded off
+            # First, since it is smaller, so that less is lost when the sum so far is rounded.
+            factors.insert(0, (low, self.adapter.factors(columns)[0]))
         wide = out.dtype != self.dtype
         rounds = wide or self.settings.round_before_bias
         if self.settings.invariant_gemms:

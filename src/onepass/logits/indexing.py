@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def divided_index(key: list[Any], dims: int) -> tuple[tuple[Any, ...], Any] | None:
+def split_index(key: list[Any], dims: int) -> tuple[tuple[Any, ...], Any] | None:
     """Divide an index into that of the rows and that of the columns; None if it cannot be."""
     if not all(_is_index(k) for k in key):
         return None

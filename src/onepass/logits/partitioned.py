@@ -86,12 +86,12 @@ def whole(parameter: Tensor, vocab_group: Any = None, name: str = "weight") -> T
     processes = mesh.size() if dim is None else mesh.size() // mesh.size(dim)
     part: Tensor = parameter.redistribute(placements=placements).to_local(grad_placements=grad_placements)  # type: ignore[attr-defined]
 
-    def divided(gradient: Tensor) -> Tensor:
+    def averaged(gradient: Tensor) -> Tensor:
         factor = processes if is_compiling() else divide_factor(parameter, processes)
         return gradient if factor == 1 else gradient / factor
 
     if part.requires_grad:
-        part.register_hook(divided)
+        part.register_hook(averaged)
     return part
 
 

@@ -138,7 +138,7 @@ class LogitsSource:
                 return reduced
         fields = self.statistics(inputs, options)
         loss = fields[options.fields] if loss_fn is None else loss_fn(fields, *row_inputs)
-        return divided(loss, divisor, self.dim() - 1)
+        return over_divisor(loss, divisor, self.dim() - 1)
 
     def average_of_field(self, inputs: Inputs, options: Options, average: Average) -> Tensor | None:
         """The average of the only field of ``options``.
@@ -162,7 +162,7 @@ class LogitsSource:
         else:
             pair = self.local_columns(shard), teacher.local_columns(shard)
             loss = divergence_of(*pair, read, options._replace(columns=shard.size), shard)
-        return divided(loss, divisor, loss.dim())
+        return over_divisor(loss, divisor, loss.dim())
 
     def local_columns(self, shard: Shard) -> Tensor:
         """The logits of this process's columns, at least those of ``shard``, which are compared; differentiable."""
@@ -203,7 +203,7 @@ class TensorLogits(LogitsSource):
     def statistics(self, inputs: Inputs, options: Options) -> Fields:
         if options.fields == "selected":  # any shift of the row will do, so no other logit is read
             selected = gather_logits(self.logits, inputs.index, options.transform)  # type: ignore[arg-type]
-            return {"selected": divided_by(selected, inputs.temperature, inputs.row_mask)}
+            return {"selected": over_row_temperature(selected, inputs.temperature, inputs.row_mask)}
         fields = statistics_of(self.logits, inputs, options, self.inplace_backward)
         return dict(zip(options.names(), fields))
 
@@ -259,7 +259,7 @@ def average_of(divisor: Divisor, inputs: Inputs, masked: int, device: torch.devi
     return Average(1 / divisor, False, None, masked) if divisor else None
 
 
-def divided(loss: Tensor, divisor: Divisor, row_dims: int) -> Tensor:
+def over_divisor(loss: Tensor, divisor: Divisor, row_dims: int) -> Tensor:
     """The sum of a loss over the divisor or, without a divisor, the loss of every row, with ``row_dims`` dimensions."""
     if divisor is None:
         return loss.sum(-1) if loss.dim() > row_dims else loss
@@ -271,7 +271,7 @@ def divided(loss: Tensor, divisor: Divisor, row_dims: int) -> Tensor:
     return loss.sum() / divisor
 
 
-def divided_by(selected: Tensor, temperature: Tensor | None, row_mask: Tensor | None) -> Tensor:
+def over_row_temperature(selected: Tensor, temperature: Tensor | None, row_mask: Tensor | None) -> Tensor:
     """Selected logits ``(...)`` or ``(..., K)`` over the temperature of their row; that of a masked row may be bad."""
     if temperature is None:
         return selected
@@ -281,7 +281,7 @@ def divided_by(selected: Tensor, temperature: Tensor | None, row_mask: Tensor | 
     return selected / (temperature if temperature.dim() == selected.dim() else temperature.unsqueeze(-1))
 
 
-def number_of(temperature: Tensor | float) -> Any:
+def scalar_temperature(temperature: Tensor | float) -> Any:
     """The temperature of all rows, 1 if each row has its own."""
     return 1.0 if isinstance(temperature, Tensor) and temperature.dim() else temperature
 
@@ -324,7 +324,7 @@ def options_for(
     Every number is passed and none is left to a default. Dynamo makes a default that it first encounters within an
     autograd function an input of that function's graph alone, and a second loss in the same graph would fail.
     """
-    transform = Transform(*check_transform(number_of(temperature), softcap, logit_scale))
+    transform = Transform(*check_transform(scalar_temperature(temperature), softcap, logit_scale))
     return Options(fields, transform, 0.0, 2.0 if sharpness is None else sharpness, is_batch_invariant(), masked)
 
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from onepass.core.caller import stacklevel_outside
 from onepass.core.options import IDENTITY, Transform
-from onepass.logits.indexing import count_of_columns, divided_index, is_view
+from onepass.logits.indexing import count_of_columns, is_view, split_index
 from onepass.logits.operators import Operators, as_tensor, is_in_place, is_lazy
 from onepass.logits.source import LogitsSource
 from onepass.reference.softmax import transformed
@@ -254,7 +254,7 @@ class TensorLike(Operators, LogitsSource):
 
     def __getitem__(self, key: Any) -> Any:
         parts = [*key] if isinstance(key, tuple) else [key]
-        found = None if self.tensor is not None else divided_index(parts, self.dim())
+        found = None if self.tensor is not None else split_index(parts, self.dim())
         columns = None if found is None else count_of_columns(found[1], self.shape[-1])
         if found is None or columns is None:
             return self.materialize_for("indexing")[key]

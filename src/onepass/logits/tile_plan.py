@@ -95,10 +95,10 @@ class TilePlan(NamedTuple):
     sliced: bool  # whether a tile is a slice of the vocabulary
     lengths: Sequence[int] | None = None  # of groups of rows that a tile holds whole
 
-    def cut(self) -> Iterator[Rows]:
+    def row_tiles(self) -> Iterator[Rows]:
         """The rows of each tile."""
         if self.lengths is not None:
-            yield from self.cut_groups(self.lengths)
+            yield from self.group_tiles(self.lengths)
             return
         for start in range(0, self.n, self.batch):
             end = min(start + self.batch, self.n)
@@ -106,7 +106,7 @@ class TilePlan(NamedTuple):
                 stop = min(first + self.rows, end)
                 yield self.between(first, stop)._replace(ends_batch=stop == end)
 
-    def cut_groups(self, lengths: Sequence[int]) -> Iterator[Rows]:
+    def group_tiles(self, lengths: Sequence[int]) -> Iterator[Rows]:
         """The rows of each tile, which has whole groups."""
         tiles = packed(lengths, self.rows) if self.n else []
         counts = [sum(lengths[groups]) for groups in tiles]

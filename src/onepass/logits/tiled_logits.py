@@ -15,12 +15,12 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dyn
 from onepass.core.dispatch import refuse_forward_mode
 from onepass.core.options import Inputs, Options, PairOptions, PairRows
 from onepass.core.shard import NOT_SHARDED, shared_columns
-from onepass.logits.few_rows import few_rows
 from onepass.logits.head import HeadTensors, Settings
 from onepass.logits.observer import Observer, observed
 from onepass.logits.row_groups import GroupTooLong
 from onepass.logits.row_loss import RowLoss, StatisticsLoss
-from onepass.logits.source import Count, Divisor, Fields, LogitsSource, LossFunction, TensorLogits, divided
+from onepass.logits.small_head import small_logits
+from onepass.logits.source import Count, Divisor, Fields, LogitsSource, LossFunction, TensorLogits, over_divisor
 from onepass.logits.tensor_like import TensorLike
 from onepass.logits.tiled_divergence import TeacherDtypes, TeacherTensors, row_divergence, tiled_divergence
 from onepass.logits.tiled_loss import tiled_loss
@@ -97,7 +97,7 @@ class TiledLogits(TensorLike):
         # A Python function cannot be part of a registered operation. The loss of every group takes four GEMMs anyhow.
         if not self.is_eager or (groups is not None and divisor is None):
             return super().loss(loss_fn, inputs, options, row_inputs, divisor)
-        small = few_rows(self, inputs) if loss_fn is None and divisor is not None else None
+        small = small_logits(self, inputs) if loss_fn is None and divisor is not None else None
         if small is not None:
             return small.loss(loss_fn, inputs, composed, row_inputs, divisor, linear)
         given, asked, options = inputs, options, composed
@@ -158,7 +158,7 @@ class TiledLogits(TensorLike):
         refuse_forward_mode(*of_teacher)
         of_teacher = TeacherTensors(*[None if t is None else t.detach() for t in of_teacher])  # type: ignore[arg-type]
         loss = tiled_divergence(self.tensors(read.row_mask), of_teacher, read, of, settings, options)
-        return divided(loss.reshape(self.shape[:-1]), divisor, self.dim() - 1)
+        return over_divisor(loss.reshape(self.shape[:-1]), divisor, self.dim() - 1)
 
     def flat(self, inputs: Inputs) -> Inputs:
         """The inputs with all rows in one dimension; index and class weights are those of this process's columns."""

@@ -62,16 +62,16 @@ def walk(
         heads = [Head(tensors, settings), *(Head(*of_head) for of_head in row_loss.heads)]
         use = row_loss.use(heads[0], scale_of is not None)._replace(weight_gradient=needed[1])
         backward = row_loss.use(heads[0], True)._replace(weight_gradient=later[1]) if any(later) else None
-        cut = plan(heads, row_mask, use, backward)._replace(lengths=row_loss.groups)
+        tile_plan = plan(heads, row_mask, use, backward)._replace(lengths=row_loss.groups)
         # The first product is launched before all that it does not need: the device may be waiting for the host.
-        following = tiles(heads, cut, use.logits)
+        following = tiles(heads, tile_plan, use.logits)
         first = [*islice(following, 1)]
         for tile in first:
             tile.start()
         row_mask = row_mask if defers(row_mask) else None
         count = hidden.shape[0] if row_loss.groups is None else len(row_loss.groups)
         losses = hidden.new_zeros(count, dtype=row_loss.dtype)
-        gradients = None if scale_of is None else Gradients(heads[0], cut, needed)
+        gradients = None if scale_of is None else Gradients(heads[0], tile_plan, needed)
         of_rows = None if scale_of is None else of_some_rows(cache(scale_of))
         for tile in chain(first, following):
             mask = None if row_mask is None else tile.rows.take(row_mask)

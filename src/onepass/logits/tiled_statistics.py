@@ -174,13 +174,13 @@ def read_tiles(
         bytes_of_row = row_bytes(inputs.index) + (0 if logits else head.state_bytes(options))
         later = None if final else gradient_use(inputs, weight.requires_grad)
         use = Use(bytes_of_row, gradient=field is not None, final=final, logits=logits)
-        cut = plan([head], inputs.row_mask, use, later)
-        gradients = None if field is None else Gradients(head, cut, field[1], wide=True)
+        tile_plan = plan([head], inputs.row_mask, use, later)
+        gradients = None if field is None else Gradients(head, tile_plan, field[1], wide=True)
         row_mask = inputs.row_mask if defers(inputs.row_mask) else None
-        if cut.row_ids is not None:
+        if tile_plan.row_ids is not None:
             for tensor, _ in whole:
                 tensor.zero_()
-        for tile in tiles([head], cut, logits):
+        for tile in tiles([head], tile_plan, logits):
             read = inputs._replace(row_mask=row_mask).rows(tile.rows.take)
             if gradients is None or field is None:
                 parts = tile.statistics(read, options) if exchange else (tile.states(read, options),)
@@ -237,10 +237,10 @@ def _gradient(
     """
     with gathered(*tensors.parameters()), without_autocast(tensors.hidden):
         head = Head(tensors, settings)
-        cut = plan([head], inputs.row_mask, gradient_use(inputs, needed[1]))
+        tile_plan = plan([head], inputs.row_mask, gradient_use(inputs, needed[1]))
         row_mask = inputs.row_mask if defers(inputs.row_mask) else None
-        gradients = Gradients(head, cut, needed)
-        for tile in tiles([head], cut):
+        gradients = Gradients(head, tile_plan, needed)
+        for tile in tiles([head], tile_plan):
             rows, columns, (logits,) = tile.rows, tile.columns, tile.logits
             if columns == ALL or columns.start == 0:
                 of_rows = [None if t is None else rows.take(t) for t in grads]

@@ -77,7 +77,7 @@ def tiles(heads: Sequence[Head], plan: TilePlan, logits: bool = True) -> Iterato
     count = min(plan.rows, plan.n)
     columns_of = [min(plan.columns, h.vocab) if plan.sliced else h.vocab for h in heads]
     buffers = [empty_logits(h, count, columns, h.logits_dtype) for h, columns in zip(heads, columns_of) if logits]
-    for rows in plan.cut():
+    for rows in plan.row_tiles():
         hidden = [rows.take(h.hidden).to(h.dtype) for h in heads]
         for columns in plan.slices():
             parts = [b[: rows.n] if columns == ALL else b[:, : columns.stop - columns.start] for b in buffers]

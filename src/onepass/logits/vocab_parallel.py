@@ -19,7 +19,7 @@ from onepass.core.dispatch import constant_in_trace, is_plain, refuse_forward_mo
 from onepass.core.options import Average, Inputs, Options, Transform
 from onepass.core.shard import Group, Shard, leading
 from onepass.logits.partitioned import in_order
-from onepass.logits.source import WRAPPERS, Fields, LogitsSource, TensorLogits, divided_by
+from onepass.logits.source import WRAPPERS, Fields, LogitsSource, TensorLogits, over_row_temperature
 from onepass.softmax.statistics import gather_logits, statistics_of
 
 
@@ -91,7 +91,7 @@ class VocabParallelLogits(LogitsSource):
         index = inputs.index
         if options.fields == "selected" and index is not None:  # no other logit is read
             selected = self.selected(index, options.transform)
-            return {"selected": divided_by(selected, inputs.temperature, inputs.row_mask)}
+            return {"selected": over_row_temperature(selected, inputs.temperature, inputs.row_mask)}
         return dict(zip(options.names(), self.fields(inputs, options)))
 
     def average_of_field(self, inputs: Inputs, options: Options, average: Average) -> Tensor | None:

@@ -20,7 +20,7 @@ from onepass.core.invariance import is_batch_invariant
 from onepass.core.memo import memo_of_numbers
 from onepass.core.options import REDUCTIONS, Average, Options, Reduction
 from onepass.core.shard import Group
-from onepass.logits.source import Count, Divisor, Logits, as_source, inputs_for, number_of, options_for
+from onepass.logits.source import Count, Divisor, Logits, as_source, inputs_for, options_for, scalar_temperature
 from onepass.logits.tensor_like import TORCH_FUNCTIONS
 from onepass.losses.module import LossModule
 from onepass.losses.reduction import divisor_of, group_of_mean, summed
@@ -88,7 +88,7 @@ def cross_entropy(
     Raises:
         TypeError, ValueError, IndexError: as `onepass.softmax_statistics`, which also documents -inf and NaN logits.
     """
-    number = number_of(temperature)
+    number = scalar_temperature(temperature)
     given = reduction, ignore_index, label_smoothing, z_loss_weight, number, softcap, logit_scale
     how = check_options(*given, inplace_backward, gradient_in_forward, is_batch_invariant())
     is_plain = class_weights is row_mask is num_items is mean_group is None and number is temperature
@@ -184,7 +184,7 @@ def check_options(
     if smoothing or z_weight:
         fields += " shift log_normalizer"
     options = options_for(fields, temperature, softcap, logit_scale, masked=masked)
-    # A target in int32 is not compared with a larger number.
+    # The kernel compares targets with the ignore_index in int32.
     plain = fields == "log_probs" and reduction != "none" and early and not inplace and -(2**31) <= masked < 2**31
     average = Average(-1.0, reduction == "mean", None, masked) if plain else None
     return CheckedOptions(masked, smoothing, z_weight, inplace, early, options, average)

@@ -7,7 +7,7 @@ from onepass.core.deprecated import renamed
 from onepass.core.invariance import is_batch_invariant
 from onepass.core.options import Direction, PairOptions, PairRows, Reduction, Transform
 from onepass.core.shard import Group
-from onepass.logits.source import Logits, as_source, number_of, temperature_of_rows
+from onepass.logits.source import Logits, as_source, scalar_temperature, temperature_of_rows
 from onepass.losses.directions import BETA, resolved
 from onepass.losses.module import LossModule
 from onepass.losses.reduction import divisor_of
@@ -80,10 +80,10 @@ def kl_div(
     if row_mask is not None:
         check_row_mask(row_mask, student)
     direction, beta = resolved(direction, beta)
-    student_transform = Transform(*check_transform(number_of(temperature), softcap, logit_scale))
+    student_transform = Transform(*check_transform(scalar_temperature(temperature), softcap, logit_scale))
     if teacher_temperature is None:
         teacher_temperature = temperature
-    number = number_of(teacher_temperature)
+    number = scalar_temperature(teacher_temperature)
     teacher_transform = Transform(*check_transform(number, teacher_softcap, teacher_logit_scale, prefix="teacher_"))
     temperatures = temperature_of_rows(temperature, student, row_mask)
     teacher_temperatures = temperature_of_rows(teacher_temperature, teacher, row_mask, "teacher_temperature")

@@ -16,7 +16,7 @@ from onepass.logits.row_groups import RowGroups, check_groups, ids_of
 from onepass.logits.source import Divisor, inputs_for, options_for
 from onepass.logits.valid_rows import defers
 from onepass.losses.reduction import divisor_of
-from onepass.losses.statistics import fields_of
+from onepass.losses.statistics import requested_fields
 from onepass.softmax.statistics import SoftmaxStatistics
 
 
@@ -100,7 +100,7 @@ def linear_loss(
         hidden, weight, bias, lora=lora, logits_dtype=logits_dtype, max_memory=max_memory, vocab_group=vocab_group,
         vocab_size=vocab_size, sequence_parallel=sequence_parallel,
     )  # fmt: skip
-    fields = fields_of(index, class_weights, metrics, expected_logit)
+    fields = requested_fields(index, class_weights, metrics, expected_logit)
     options = options_for(fields, temperature, softcap, logit_scale)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn: expected a function of the statistics and the row_inputs, got {described(loss_fn)}")

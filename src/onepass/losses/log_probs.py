@@ -38,7 +38,7 @@ def selective_log_softmax(
         TypeError, ValueError, IndexError: as `onepass.softmax_statistics`, which also documents -inf and NaN logits.
     """
     transform = temperature, softcap, logit_scale
-    return fields_of_rows("log_probs", logits, index, row_mask, support, transform, inplace_backward)["log_probs"]
+    return compute_fields("log_probs", logits, index, row_mask, support, transform, inplace_backward)["log_probs"]
 
 
 def entropy_from_logits(
@@ -57,7 +57,7 @@ def entropy_from_logits(
     rows, ``(...)``, in float32, or float64 for float64 logits. Classes of probability 0 contribute 0.
     """
     transform = temperature, softcap, logit_scale
-    return fields_of_rows("entropy", logits, None, row_mask, support, transform, inplace_backward)["entropy"]
+    return compute_fields("entropy", logits, None, row_mask, support, transform, inplace_backward)["entropy"]
 
 
 def selective_log_softmax_and_entropy(
@@ -79,11 +79,11 @@ def selective_log_softmax_and_entropy(
         ``(log_probs, entropy)``, of the shape of ``index`` and of the rows ``(...)``.
     """
     transform = temperature, softcap, logit_scale
-    fields = fields_of_rows("log_probs entropy", logits, index, row_mask, support, transform, inplace_backward)
+    fields = compute_fields("log_probs entropy", logits, index, row_mask, support, transform, inplace_backward)
     return fields["log_probs"], fields["entropy"]
 
 
-def fields_of_rows(
+def compute_fields(
     names: str,
     logits: Logits,
     index: Tensor | None,

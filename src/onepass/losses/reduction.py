@@ -11,7 +11,7 @@ from onepass.core.collectives import process_group, sum_of_all_ranks
 from onepass.core.dispatch import constant_in_trace, is_plain
 from onepass.core.options import REDUCTIONS, Reduction
 from onepass.core.shard import Group
-from onepass.logits.source import Divisor, LogitsSource, divided
+from onepass.logits.source import Divisor, LogitsSource, over_divisor
 from onepass.logits.vocab_parallel import group_of
 
 
@@ -57,7 +57,7 @@ def reduced(
     mean_group: Group | None = None,
 ) -> Tensor:
     """The sum / ``num_items``, the mean over ``rows`` (a mask; 0 if none), the sum, or the loss of each row."""
-    return divided(loss, divisor_of(source, rows, reduction, num_items, mean_group), loss.dim())
+    return over_divisor(loss, divisor_of(source, rows, reduction, num_items, mean_group), loss.dim())
 
 
 def group_of_mean(

@@ -71,14 +71,15 @@ def softmax_statistics(
     source = as_source(logits)
     if index is not None:
         check_index(index, source)
-    options = options_for(fields_of(index, class_weights, metrics, expected_logit), temperature, softcap, logit_scale)
+    fields = requested_fields(index, class_weights, metrics, expected_logit)
+    options = options_for(fields, temperature, softcap, logit_scale)
     inputs, options = inputs_for(
         source, options, index, row_mask, class_weights, temperature=temperature, support=support
     )
     return SoftmaxStatistics(**source.statistics(inputs, options))
 
 
-def fields_of(
+def requested_fields(
     index: Tensor | None, class_weights: Tensor | float | None, metrics: Sequence[Metric], expected_logit: bool
 ) -> str:
     """The fields of `SoftmaxStatistics` that these arguments of `softmax_statistics` request."""

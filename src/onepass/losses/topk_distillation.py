@@ -27,11 +27,11 @@ from onepass.logits.source import (
     Logits,
     LogitsSource,
     as_source,
-    divided,
-    divided_by,
     inputs_for,
-    number_of,
     options_for,
+    over_divisor,
+    over_row_temperature,
+    scalar_temperature,
     temperature_of_rows,
 )
 from onepass.losses.directions import BETA, resolved
@@ -177,7 +177,7 @@ def distillation_loss(
     direction, beta = resolved(direction, beta)
     alpha = check_number(alpha, "alpha", 0, 1, open_low=False)
     ignore_index = check_integer(ignore_index, "ignore_index")
-    number = check_transform(number_of(temperature), None)[0]
+    number = check_transform(scalar_temperature(temperature), None)[0]
     valid = target != ignore_index
     if row_mask is not None:
         check_row_mask(row_mask, student)
@@ -206,14 +206,14 @@ def distillation_loss(
     to_read = None if teacher.to_read is None else valid | teacher.to_read
     inputs, options = inputs_for(student, options, index, to_read)
     s = student.statistics(inputs, options)
-    selected = divided_by(s["selected"] if number == 1.0 else s["selected"] / number, of_each, row_mask)
+    selected = over_row_temperature(s["selected"] if number == 1.0 else s["selected"] / number, of_each, row_mask)
     if renormalize:
         log_probs = normalized(selected[..., 1:], *teacher.tensors)
     else:
         normalizer = s["log_normalizer" if one_normalizer else "tempered_log_normalizer"]
         log_probs = selected[..., 1:] - normalizer.unsqueeze(-1)
     of_rows = terms(teacher.tensors, log_probs, direction, beta)
-    soft = divided(of_rows, divisor_of(student, teacher.rows, reduction, num_items, mean_group), student.dim() - 1)
+    soft = over_divisor(of_rows, divisor_of(student, teacher.rows, reduction, num_items, mean_group), student.dim() - 1)
     of_target = (s["log_normalizer"] - s["selected"][..., 0]).where(valid, 0.0)
     hard = reduced(student, of_target, valid, reduction, num_items, mean_group)
     return mixed(alpha, soft, hard)

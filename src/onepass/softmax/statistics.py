@@ -132,14 +132,14 @@ def results_of(logits: Tensor, inputs: Inputs, options: Options, shard: Shard) -
     return _forward(logits, inputs, options)
 
 
-def gather_logits(logits: Tensor, index: Tensor, transform: Transform, index_name: str = "index") -> Tensor:
+def gather_logits(logits: Tensor, index: Tensor, transform: Transform) -> Tensor:
     """The transformed logits ``(..., K)`` of the classes ``index``, in the dtype of the fields. No other logit is read.
 
     An index outside the vocabulary raises an error or, if the check would synchronize, gives NaN.
     """
     refuse_forward_mode(logits)
     if is_plain(logits):
-        check_range(logits, Inputs(index), index_name)
+        check_range(logits, Inputs(index))
     selected: Tensor = _SelectedLogits.apply(logits, index, transform)
     return selected
 

@@ -1,4 +1,4 @@
-"""Few rows of a head, whose logits are computed at once: launching the kernels of tiles would take longer."""
+"""The logits of a head with few rows, which are computed at once: launching the kernels of tiles would take longer."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from onepass.logits.tile_plan import GIB
 SMALL_LOGITS, SMALL_PRODUCT, SMALL_ON = int(0.3 * GIB), 1 << 38, ("cuda",)
 
 
-def few_rows(head: Any, inputs: Inputs) -> TensorLogits | None:
+def small_logits(head: Any, inputs: Inputs) -> TensorLogits | None:
     """The logits of a `LinearLogits` as a tensor that autograd records; None if they should be computed in tiles.
 
     They are kept until the backward, with their gradient, where tiles would have left the gradient of the weight,
