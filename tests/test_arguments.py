@@ -14,6 +14,11 @@ def topk(ids=IDS, log_t=LOG_T, **options):
     return onepass.topk_kl_div(X, ids, log_t, **options)
 
 
+def experts(**options):
+    routing = onepass.moe.Routing(torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.long), None)
+    return onepass.moe.expert_mlp(X, routing, torch.ones(2, 8, 10), torch.ones(2, 10, 4), **options)
+
+
 CASES = {
     "logits not a tensor": (
         lambda: onepass.entropy_from_logits([1.0]),
@@ -183,6 +188,12 @@ CASES = {
         lambda: topk(direction="backward"),
         ValueError,
         "direction: expected one of 'forward', 'reverse', 'jsd', got 'backward'",
+    ),
+    "alpha of silu": (lambda: experts(alpha=1.5), ValueError, "alpha: expected activation='swiglu_clamped' with it"),
+    "limit of gelu": (
+        lambda: experts(activation="gelu", limit=2.0),
+        ValueError,
+        "limit: expected activation='swiglu_clamped' with it",
     ),
     "beta": (lambda: topk(direction="jsd", beta=2), ValueError, r"beta: expected a number in \[0, 1\], got 2"),
     "num_items without a sum": (

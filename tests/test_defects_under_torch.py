@@ -220,11 +220,15 @@ def test_forward_mode_of_registered_operations(name, way):
                 torch.compile(function, backend="eager")(dual)
 
 
-@pytest.mark.parametrize("name", ["temperature", "class_weights", "teacher_log_probs", "teacher"])
+@pytest.mark.parametrize(
+    "name", ["temperature", "one temperature", "num_items", "class_weights", "teacher_log_probs", "teacher"]
+)
 def test_forward_mode_of_what_is_constant(name):
     x, target = torch.randn(3, 5), torch.arange(3)
     function, at = {
         "temperature": (lambda t: onepass.selective_log_softmax(x, target, temperature=t), torch.ones(3)),
+        "one temperature": (lambda t: onepass.selective_log_softmax(x, target, temperature=t), torch.tensor(2.0)),
+        "num_items": (lambda n: onepass.cross_entropy(x, target, num_items=n), torch.tensor(3.0)),
         "class_weights": (lambda c: onepass.cross_entropy(x, target, class_weights=c), torch.ones(5)),
         "teacher_log_probs": (lambda p: onepass.topk_kl_div(x, target[:, None], p), -torch.ones(3, 1)),
         "teacher": (lambda t: onepass.linear_kl_div(torch.ones(3, 2), torch.ones(5, 2), t), x),

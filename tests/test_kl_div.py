@@ -176,6 +176,15 @@ def test_jsd_is_trls(device, beta):
     assert_close(topk, expected)
 
 
+def test_temperatures_of_rows_are_not_rounded_for_the_narrower_logits():
+    student, teacher = torch.randn(4, 9, dtype=torch.float64), torch.randn(4, 9)
+    temperature = torch.rand(4, dtype=torch.float64) + 0.5
+    for one, other in ((student, teacher), (teacher, student)):
+        found = onepass.kl_div(one, other, temperature=temperature, reduction="none")
+        expected = onepass.kl_div(one.double(), other.double(), temperature=temperature, reduction="none")
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_vocabularies_of_different_size(device):
     """A padded teacher, a padded student; gradients beyond the common columns are 0, whatever stands there."""
     x, y = torch.randn(3, 120, device=device), torch.randn(3, 131, device=device)

@@ -119,6 +119,11 @@ def test_errors():
          lambda: RoutingRecord([[torch.tensor([[0, 65537]])]])),
         (ValueError, "passes: expected ids from -1 to 32767, got 40000",
          lambda: RoutingRecord([[torch.tensor([[40000]], dtype=torch.uint16)]])),
+        (ValueError, "passes: expected ids from -1 to 32767, got -5",
+         lambda: RoutingRecord([[torch.tensor([[-5]], dtype=torch.int16)]])),
+        (ValueError, r"record: expected as many layers and experts per token in each forward pass, got \[\(1, 1\), "
+         r"\(1, 2\)\]", lambda: RoutingRecord([[torch.zeros(2, n).short()] for n in (1, 2)]).to_array()),
+        (ValueError, "attention_mask: expected a sequence or more, got none", lambda: record.to_array(mask[:0])),
         (TypeError, "unsupported operand", lambda: record + 1),
         (TypeError, "arrays: expected integers", lambda: RoutingRecord.from_array(torch.zeros(1, 1, 1))),
         (ValueError, r"arrays: expected shape \(tokens", lambda: RoutingRecord.from_array([[1]])),
@@ -126,6 +131,8 @@ def test_errors():
             [torch.zeros(1, 1, 1).long()], mask)),
         (ValueError, "at most 5 rows for sequence 0, which has 7 tokens, got 6", lambda: RoutingRecord.from_array(
             [torch.zeros(6, 1, 1).long()] * 2, mask, starts=2)),
+        (ValueError, "starts: expected at most 7, the tokens of sequence 0, got 8", lambda: RoutingRecord.from_array(
+            [torch.zeros(0, 1, 1).long()] * 2, mask, starts=8)),
         (ValueError, "starts: expected 2 numbers", lambda: RoutingRecord.from_array(
             [torch.zeros(6, 1, 1).long()] * 2, mask, starts=[2])),
         (ValueError, "arrays: expected ids from -1 to 32767, got 0 to 70000",

@@ -225,6 +225,10 @@ def disagreement(rank, ranks):
             assert "on all ranks, got" in str(error), error
         else:
             raise AssertionError(options)
+    for which in (0, 1):  # what is trained on one process alone
+        tensors = [t.clone().requires_grad_(rank == 0 and n == which) for n, t in enumerate(half)]
+        with pytest.raises(ValueError, match="whether hidden and weight require a gradient"):
+            onepass.LinearLogits(*tensors, vocab_group=group)
     for wrong, match in (("group", TypeError), (None, TypeError)):
         try:
             VocabParallelLogits(torch.zeros(3, 6), wrong)

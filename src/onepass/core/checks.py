@@ -309,6 +309,7 @@ def scalar(value: Any, name: str, wanted: str) -> Any:
     if value.dim() or value.device.type != "cpu" or value.requires_grad:
         why = ", which requires a gradient" if value.requires_grad else ""
         raise TypeError(f"{name}: expected {wanted}, got {described(value)}{why}")
+    refuse_forward_mode(value)
     return value.item()
 
 

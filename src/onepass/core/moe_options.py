@@ -15,6 +15,7 @@ SCORES: tuple[str, ...] = get_args(Score)
 GROUP_SCORES: tuple[str, ...] = get_args(GroupScore)
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 MAX_EXPERTS, MAX_K = 1024, 32
+ALPHA, LIMIT = 1.702, 7.0  # of "swiglu_clamped" in gpt-oss
 LOG_TINY = -40.0  # the logarithm of a score below which scores are renormalized relative to the largest
 
 
@@ -98,8 +99,8 @@ class ExpertOptions(NamedTuple):
     interleaved: bool = False
     gate_up_scaling: float = 0.0  # the scaling of the LoRA adapter of gate_up
     down_scaling: float = 0.0
-    alpha: float = 1.702
-    limit: float = 7.0
+    alpha: float = ALPHA
+    limit: float = LIMIT
     gate_up_format: WeightFormat = WeightFormat()
     down_format: WeightFormat = WeightFormat()
 

@@ -161,7 +161,8 @@ class LinearLogits(TiledLogits):
         if sequence_parallel and hidden.dim() < 2:
             raise ValueError(f"hidden: expected shape (n, ..., H) with sequence_parallel, got {tuple(hidden.shape)}")
         options = int(sequence_parallel), self.logits_dtype.itemsize, self.max_memory or -1
-        about, self.columns = [*hidden.shape, *options], len(weight)
+        # The tiles, and whether the backward exchanges anything, follow from what requires a gradient.
+        about, self.columns = [*hidden.shape, *options, hidden.requires_grad, weight.requires_grad], len(weight)
         self.shard = agreed(about, len(weight), self.gemm_dtype, hidden.device, group, vocab_size, "vocab_group")
         if not all(self.shard.sizes):
             raise ValueError(f"vocab_size: expected a column on every rank, got {list(self.shard.sizes)} columns")

@@ -292,8 +292,12 @@ def temperature_of_rows(
     row_mask: Tensor | None,
     name: str = "temperature",
     masked: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor | None:
     """The temperature of each row, checked and in the dtype of the fields; None if all rows have the same.
+
+    Args:
+        dtype: that of other logits from which the fields are computed too.
 
     Raises:
         TypeError, ValueError: it is not a constant floating-point tensor with the shape of the rows or, on a CPU and in
@@ -302,7 +306,8 @@ def temperature_of_rows(
     if not isinstance(temperature, Tensor) or not temperature.dim():
         return None
     check_temperature(temperature, logits, name)
-    given, temperature = temperature, temperature.detach().to(torch.promote_types(logits.dtype, torch.float32))
+    given, wide = temperature, torch.promote_types(torch.promote_types(logits.dtype, torch.float32), dtype)
+    temperature = temperature.detach().to(wide)
     if logits.checks_values and is_plain(temperature):
         good = (temperature > 0) & (temperature < INF) & (1 / temperature < INF)
         good = good if row_mask is None else good | (row_mask == masked)

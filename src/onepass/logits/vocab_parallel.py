@@ -191,8 +191,8 @@ def shard_of(
                          for n, r in enumerate(received))  # fmt: skip
         raise ValueError(
             f"{argument}: expected the same shape of the rows (of a head: of the hidden states, and then "
-            "sequence_parallel, bytes of a logit and max_memory), vocab_size (-1 for None) and dtype on all ranks, "
-            f"got {text}"
+            "sequence_parallel, bytes of a logit, max_memory, and whether hidden and weight require a gradient), "
+            f"vocab_size (-1 for None) and dtype on all ranks, got {text}"
         )
     sizes = [r[-1] for r in received]
     vocab = sum(sizes) if vocab_size is None else vocab_size

@@ -85,8 +85,10 @@ def kl_div(
         teacher_temperature = temperature
     number = scalar_temperature(teacher_temperature)
     teacher_transform = Transform(*check_transform(number, teacher_softcap, teacher_logit_scale, prefix="teacher_"))
-    temperatures = temperature_of_rows(temperature, student, row_mask)
-    teacher_temperatures = temperature_of_rows(teacher_temperature, teacher, row_mask, "teacher_temperature")
+    temperatures = temperature_of_rows(temperature, student, row_mask, dtype=teacher.dtype)
+    teacher_temperatures = temperature_of_rows(
+        teacher_temperature, teacher, row_mask, "teacher_temperature", dtype=student.dtype
+    )
     options = PairOptions(direction, beta, student_transform, teacher_transform, columns, is_batch_invariant())
     rows = None if row_mask is None else row_mask != 0
     divisor = divisor_of(student, rows, reduction, num_items, mean_group)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onepass.core.checks import check_choice, check_number, described, short
+from onepass.core.checks import check_choice, check_constant, check_number, described, short
 from onepass.core.collectives import process_group, sum_of_all_ranks
 from onepass.core.dispatch import constant_in_trace, is_plain
 from onepass.core.options import REDUCTIONS, Reduction
@@ -31,8 +31,9 @@ def divisor_of(
         if reduction == "none":
             raise ValueError(f"num_items: expected None with reduction='none', got {short(num_items)}")
         if isinstance(num_items, Tensor):
-            if num_items.numel() != 1 or num_items.requires_grad or num_items.is_complex():
-                raise TypeError(f"num_items: expected a constant of one element, got {described(num_items)}")
+            if num_items.numel() != 1 or num_items.is_complex():
+                raise TypeError(f"num_items: expected a real number of one element, got {described(num_items)}")
+            check_constant(num_items, "num_items")
             if num_items.is_cpu and is_plain(num_items):
                 return check_number(num_items.item(), "num_items", 0, open_low=False)
             number = num_items.reshape(())

@@ -26,7 +26,9 @@ from onepass.core.dispatch import PLAIN, autocast_dtype, check_upstream, empty_g
 from onepass.core.memo import keep
 from onepass.core.moe_options import (
     ACTIVATIONS,
+    ALPHA,
     EXPERT_TENSORS,
+    LIMIT,
     Activation,
     ExpertGradients,
     ExpertOptions,
@@ -55,8 +57,8 @@ def expert_mlp(
     interleaved: bool = False,
     lora_gate_up: Adapter | None = None,
     lora_down: Adapter | None = None,
-    alpha: float = 1.702,
-    limit: float = 7.0,
+    alpha: float = ALPHA,
+    limit: float = LIMIT,
     groups: Groups | None = None,
     max_memory: int | None = None,
 ) -> Tensor:
@@ -77,7 +79,7 @@ def expert_mlp(
         interleaved: rows of G and U alternate.
         lora_gate_up, lora_down: ``(A, B, scaling)`` with A ``(E, R, inputs)`` and B ``(E, outputs, R)``: scaling·B A is
             added to the weight, without being materialized.
-        alpha, limit: parameters of ``"swiglu_clamped"``.
+        alpha, limit: parameters of ``"swiglu_clamped"``; an error with another activation.
         groups: the result of `group_by_expert` for ``routing.experts``, as ``(T, K)``; it is called if this is None.
         max_memory: bytes of decoded weights at a time, 384 MiB by default, but at least one expert. It applies only to
             a `QuantizedWeight`, whose experts with tokens are decoded once in the forward and once in the backward. On
@@ -101,6 +103,12 @@ def expert_mlp(
     check_choice(activation, "activation", ACTIVATIONS)
     alpha = check_number(alpha, "alpha", -INF)
     limit = check_number(limit, "limit", 0)
+    if activation != "swiglu_clamped":
+        for name, value, default in (("alpha", alpha, ALPHA), ("limit", limit, LIMIT)):
+            if value != default:
+                raise ValueError(
+                    f"{name}: expected activation='swiglu_clamped' with it, got {name}={value} with {activation=}"
+                )
     gate_up_a, gate_up_b, gate_up_scaling = adapter_of(lora_gate_up, "lora_gate_up")
     down_a, down_b, down_scaling = adapter_of(lora_down, "lora_down")
     first: Any = gate_up_weight

@@ -82,14 +82,20 @@ class RoutingRecord:
             raise ValueError("record: expected at least one forward pass, got none")
         batch = _sequences(attention_mask)[0] if attention_mask is not None else 1
         lengths = None if lengths is None else _numbers(lengths, "lengths")
+        if not batch:
+            raise ValueError("attention_mask: expected a sequence or more, got none")
         for layers in self.passes:
-            if layers and len(layers[0]) % max(batch, 1):
+            if layers and len(layers[0]) % batch:
                 raise ValueError(f"attention_mask: expected as many tokens in each of {batch} sequences, got a forward "
                                  f"pass of {len(layers[0])}")  # fmt: skip
             shapes = {tuple(ids.shape) for ids in layers}
             if len(shapes) != 1:
                 raise ValueError("record: expected as many tokens and experts in each layer of a forward pass, "
                                  f"got the shapes {sorted(shapes)}")  # fmt: skip
+        kinds = {(len(layers), layers[0].shape[1]) for layers in self.passes}
+        if len(kinds) != 1:
+            raise ValueError("record: expected as many layers and experts per token in each forward pass, got "
+                             f"{sorted(kinds)}")  # fmt: skip
         parts = [torch.stack([ids.cpu().view(batch, -1, ids.shape[-1]) for ids in p], 2) for p in self.passes]
         joined = torch.cat(parts, 1)  # (B, S, layers, K)
         found = joined.shape[1]
@@ -153,6 +159,8 @@ class RoutingRecord:
             raise ValueError(f"arrays: expected {len(places)}, one for each sequence, got {len(rows)}")
         experts = torch.full((batch * width, *rows[0].shape[1:]), -1, dtype=torch.int16)
         for n, (at, array, start) in enumerate(zip(places, rows, first)):
+            if start > len(at):
+                raise ValueError(f"starts: expected at most {len(at)}, the tokens of sequence {n}, got {start}")
             if start + len(array) > len(at):
                 raise ValueError(f"arrays: expected at most {len(at) - start} rows for sequence {n}, which has "
                                  f"{len(at)} tokens, got {len(array)}")  # fmt: skip
@@ -164,10 +172,10 @@ def _ids(ids: Any) -> Tensor:
     """Experts ``(T, K)`` as int16."""
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in INTEGERS:
         raise TypeError(f"passes: expected integer tensors (T, K), the experts of each layer, got {described(ids)}")
-    if ids.dtype in (torch.int16, torch.int8, torch.uint8):
-        return ids.to(torch.int16)
     if ids.is_cpu:
         check_ids(ids.numpy(), "passes")
+    if ids.dtype in (torch.int16, torch.int8, torch.uint8):
+        return ids.to(torch.int16)
     # On a GPU nothing is read. An id out of range is clamped, since its lower 16 bits may be the id of an expert.
     return ids.long().clamp(-2, LARGEST).to(torch.int16)
 
