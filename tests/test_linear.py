@@ -208,7 +208,8 @@ def skip_interpreter(device):
 def test_no_further_from_float64_than_torch(device, monkeypatch, dtype, loss):
     """Gradients, of one tile and of many, against torch's own path in the same dtype."""
     skip_interpreter(device)
-    hidden, weight, bias, target = batch(device, dtype, rows=(128,), width=64)
+    many = 512 if device.type == "cuda" else 128  # of fewer, single roundings make a difference of 5%
+    hidden, weight, bias, target = batch(device, dtype, rows=(many,), width=64)
     parts = exact(hidden, weight, bias)
     expected = gradients(LOSSES[loss](F.linear(*parts), target).sum(), parts)
     x = F.linear(hidden, weight, bias).float()
