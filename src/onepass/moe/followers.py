@@ -34,12 +34,12 @@ class Follower:
     """An object that may provide the experts of a router in each forward pass, and that gets the router's results.
 
     Attributes:
-        keeps: whether a layer that is computed again uses the experts of the first time.
-        lost: whether there was a forward pass without gradients, whose backward cannot be found.
+        keeps_experts: whether a layer that is computed again uses the experts of the first time.
+        has_lost_pass: whether there was a forward pass without gradients, whose backward cannot be found.
     """
 
-    keeps = False
-    lost = False
+    keeps_experts = False
+    has_lost_pass = False
 
     def choice(self, router: nn.Module) -> Tensor | None:
         """The experts ``(T, K)`` of this call, or None if the follower provides none."""
@@ -115,7 +115,8 @@ class Followed:
         # Without gradients, a checkpoint within another one computes its layer once more.
         given = self.choice(shape, logits.device, last=torch.is_grad_enabled())
         replayed = given is not None
-        if given is None and not in_backward() and torch.is_grad_enabled() and any([f.keeps for f in self.followers]):
+        selects = given is None and not in_backward() and torch.is_grad_enabled()
+        if selects and any([f.keeps_experts for f in self.followers]):
             # Gradient checkpointing demands that a layer saves as many tensors when it is computed again.
             given = logits.new_full(shape, -1, dtype=torch.int16)
         routing = route(logits, experts=given, count_changed=replayed, **arguments)
@@ -129,10 +130,10 @@ class Followed:
         """
         ids = None
         if in_backward():
-            of = self.pass_again()
+            of = self.recomputed_pass()
             if of is not None and last:
                 of.computed_again[self.router] = backward_task()
-            ids = None if of is None else of.made.get(self.router)
+            ids = None if of is None else of.experts_of.get(self.router)
         else:
             for follower in reversed(self.followers):
                 ids = follower.choice(self.router)
@@ -145,7 +146,7 @@ class Followed:
                              f"forward pass, as the model has, got {tuple(ids.shape)}")  # fmt: skip
         return ids.to(device, non_blocking=True).reshape(shape)
 
-    def pass_again(self) -> Any:
+    def recomputed_pass(self) -> Any:
         """The forward pass whose layer is computed again in a backward; None of a pass that was not followed.
 
         A backward computes each layer of a pass again once. The next time is that of another pass.
@@ -153,7 +154,7 @@ class Followed:
         task = backward_task()
         known = self.backward_of is not None and self.backward_of[1] == task
         of = self.backward_of[0]() if known else self.only_pass()  # type: ignore[index]
-        if of is None and not known and any([f.lost for f in self.followers]):
+        if of is None and not known and any([f.has_lost_pass for f in self.followers]):
             raise RuntimeError(
                 "a layer is computed again for a forward pass that ran without gradients, as in a reentrant checkpoint "
                 "of the whole model, and its choices are unknown: checkpoint the layers, or pass use_reentrant=False"
@@ -163,13 +164,13 @@ class Followed:
     def is_called(self) -> bool:
         """Whether anybody follows this call: not a forward that only waits for a backward, nor a layer that is computed
         again for a forward pass that called the router's own method."""
-        if torch.compiler.is_compiling() or any([not f.keeps for f in self.followers]):
+        if torch.compiler.is_compiling() or any([not f.keeps_experts for f in self.followers]):
             return True
-        return self.pass_again() is not None if in_backward() else bool(self.followers)
+        return self.recomputed_pass() is not None if in_backward() else bool(self.followers)
 
     def only_pass(self) -> Any:
         """The forward pass of a backward that has not said which it belongs to; None if there is none."""
-        waiting = [p for follower in self.followers for p in getattr(follower, "waiting", {}).values()]
+        waiting = [p for follower in self.followers for p in getattr(follower, "pending_passes", {}).values()]
         if len(waiting) > 1:
             raise RuntimeError(
                 "a layer is computed again, and it is unknown for which of several forward passes: call "

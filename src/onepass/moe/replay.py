@@ -22,13 +22,13 @@ class Pass:
     """One forward pass: the experts that were selected in it, and the backward through it.
 
     Attributes:
-        made: the experts ``(T, K)`` that each router selected.
+        experts_of: the experts ``(T, K)`` that each router selected.
         computed_again: for each router, the last backward that has computed its layer again.
     """
 
     def __init__(self, routers: Sequence[nn.Module]) -> None:
         self.routers = routers
-        self.made: dict[nn.Module, Tensor] = {}
+        self.experts_of: dict[nn.Module, Tensor] = {}
         self.computed_again: dict[nn.Module, int] = {}
 
     def begin_backward(self, _: Any) -> None:
@@ -52,63 +52,64 @@ class Choices(Follower):
         routers: the modules of each router, by name, in the order of layers; see `routers_of`.
         layers: the index of each module's router in this order.
         calls: the number of calls of each router.
-        waiting: the passes of which no output of the model has been seen yet.
-        seen: the current pass, once one of its outputs has been seen.
+        pending_passes: the passes of which no output of the model has been seen yet.
+        seen_pass: the current pass, once one of its outputs has been seen.
     """
 
-    keeps = True
+    keeps_experts = True
 
     def __init__(self, model: nn.Module) -> None:
         self.routers = routers_of(model)
         self.layers = {module: n for n, modules in enumerate(self.routers.values()) for module in modules}
         self.calls = [0] * len(self.routers)
-        self.waiting: dict[int, Pass] = {}
-        self.seen: Pass | None = None
-        self.begun: dict[nn.Module, dict[str, Any]] = {}  # what there was before a forward that is under way
+        self.pending_passes: dict[int, Pass] = {}
+        self.seen_pass: Pass | None = None
+        self.before_forward: dict[nn.Module, dict[str, Any]] = {}  # the `state` before a forward that is under way
 
     def note(self, router: nn.Module, experts: Tensor, counts: Tensor, changed: Tensor | None, replayed: bool) -> None:
         layer = self.layers[router]
         n = self.calls[layer]
         self.calls[layer] = n + 1
-        if n not in self.waiting:
-            self.waiting[n] = Pass(tuple(self.layers))
-        self.waiting[n].made[router] = self.kept(n, layer, experts.detach().flatten(0, -2))
+        if n not in self.pending_passes:
+            self.pending_passes[n] = Pass(tuple(self.layers))
+        self.pending_passes[n].experts_of[router] = self.keep_experts(n, layer, experts.detach().flatten(0, -2))
 
-    def kept(self, n: int, layer: int, experts: Tensor) -> Tensor:
+    def keep_experts(self, n: int, layer: int, experts: Tensor) -> Tensor:
+        """The experts of a layer in the n-th forward pass, as they are kept for its backward."""
         return experts.to(torch.int16)
 
     def state(self) -> dict[str, Any]:
         """What a forward pass changes."""
-        return {"calls": [*self.calls], "waiting": {**self.waiting}, "seen": None}
+        return {"calls": [*self.calls], "pending_passes": {**self.pending_passes}, "seen_pass": None}
 
     def begin(self, model: nn.Module) -> None:
         """A forward begins."""
         if not in_backward():
             self.undo(model)
-            self.begun[model] = self.state()
+            self.before_forward[model] = self.state()
 
     def undo(self, model: nn.Module) -> None:
         """Forget a forward that has ended in an error."""
-        vars(self).update(self.begun.pop(model, {}))
+        vars(self).update(self.before_forward.pop(model, {}))
 
     def end(self, model: nn.Module, output: Any) -> None:
         """The backward through the outputs is that of the last pass."""
         if in_backward():
             return
-        self.begun.pop(model, None)
+        self.before_forward.pop(model, None)
         last = max(self.calls) - 1
-        if last not in self.waiting:
+        if last not in self.pending_passes:
             return
-        of = self.waiting[last]
+        of = self.pending_passes[last]
         for t in tensors_of(output):
             if t.requires_grad:
                 t.register_hook(of.begin_backward)
-                self.seen = of
-        if self.begun:  # of a module around this one, whose outputs are hooked too
+                self.seen_pass = of
+        if self.before_forward:  # of a module around this one, whose outputs are hooked too
             return
-        if self.seen is of or not torch.is_grad_enabled():
-            del self.waiting[last]
-        self.seen = None
+        if self.seen_pass is of or not torch.is_grad_enabled():
+            del self.pending_passes[last]
+        self.seen_pass = None
 
 
 class Watch:
@@ -126,6 +127,8 @@ class Watch:
 
 
 class Recorder(Choices):
+    """An active recording, whose ``record`` `record_routing` yields."""
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.record = RoutingRecord()
@@ -134,8 +137,8 @@ class Recorder(Choices):
         super().undo(model)
         del self.record.passes[max(self.calls) :]
 
-    def kept(self, n: int, layer: int, experts: Tensor) -> Tensor:
-        ids = super().kept(n, layer, experts)
+    def keep_experts(self, n: int, layer: int, experts: Tensor) -> Tensor:
+        ids = super().keep_experts(n, layer, experts)
         while len(self.record.passes) <= n:
             self.record.passes.append([ids[:0]] * len(self.routers))
         self.record.passes[n][layer] = ids
@@ -183,7 +186,7 @@ class Replay(Choices):
     def end(self, model: nn.Module, output: Any) -> None:
         super().end(model, output)
         if not in_backward() and not torch.is_grad_enabled():
-            self.lost = True
+            self.has_lost_pass = True
 
     def note(self, router: nn.Module, experts: Tensor, counts: Tensor, changed: Tensor | None, replayed: bool) -> None:
         super().note(router, experts, counts, changed, replayed)
