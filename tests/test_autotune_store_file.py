@@ -157,6 +157,16 @@ with session(sys.argv[1]):
     assert "not saved" in errors and "filelock" in errors and len(ConfigStore(kept.path)) == 1
 
 
+def test_a_relative_path_is_that_of_the_folder_in_which_it_was_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept, sink = ConfigStore("store.json"), autotune.JSONLSink("records.jsonl")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    kept.save()
+    sink([])
+    assert (tmp_path / "store.json").exists() and not list((tmp_path / "other").iterdir())
+
+
 def test_the_file_is_for_people_too(tmp_path):
     kept = ConfigStore(tmp_path / "new folder" / "store.json")
     kept.add([a_record()])

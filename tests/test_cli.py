@@ -20,6 +20,7 @@ from onepass.cli import demo, demo_curve, demo_report, distill, doctor
 from onepass.cli.app import app
 from onepass.cli.autotune import sizes_of
 from onepass.cli.environment import commit
+from onepass.cli.tables import table_of
 
 
 def run(*arguments):
@@ -49,6 +50,16 @@ def test_doctor_finds_no_fault(monkeypatch, path):
 
 def test_version():
     assert run("--version").output == f"onepass {onepass.__version__}\n"
+
+
+def test_tables_of_a_narrow_terminal_without_unicode():
+    written = io.BytesIO()
+    console = Console(file=io.TextIOWrapper(written, encoding="ascii"), width=20)
+    table = table_of("operation", "results")
+    table.add_row("selective_log_softmax", "1.2e-07 (0.03)")
+    console.print(table)
+    console.file.flush()
+    assert written.getvalue().isascii() and len(written.getvalue().splitlines()) > 5
 
 
 def test_doctor_describes_the_experts_of_a_model(tmp_path):

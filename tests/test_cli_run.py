@@ -28,6 +28,7 @@ class Pickled: pass
 main = sys.modules["__main__"]
 pickle.loads(pickle.dumps(Pickled()))
 print(__name__, __file__, __package__, __spec__ and __spec__.name, sys.argv, sys.path[0], main.__dict__ is globals())
+print(globals().get("__annotations__"))
 """
 # Whether the libraries are imported, and whether they are patched.
 STATE = """
@@ -102,12 +103,16 @@ def write(tmp_path):
 ARGUMENTS = ["--help", "-m", "a b", "--", "run", "--out=x"]
 
 
-@pytest.mark.parametrize("path, flags", [("there/script.py", ()), ("link.py", ()), ("link.py", ("-P",))])
+@pytest.mark.parametrize(
+    "path, flags", [("there/script.py", ()), ("link.py", ()), ("link.py", ("-P",)), ("far/../script.py", ())]
+)
 def test_a_script_sees_what_python_gives_it(tmp_path, write, run, path, flags):
     if flags and sys.version_info < (3, 11):
         pytest.skip("Python has no -P")
     write("there/script.py", SEEN)
+    write("there/deep/other.py", "")
     (tmp_path / "link.py").symlink_to("there/script.py")
+    (tmp_path / "far").symlink_to("there/deep")  # "far/.." is "there"
     theirs = python(*flags, path, *ARGUMENTS, folder=tmp_path)
     if flags:
         ours = python(*flags, "-m", "onepass", "run", path, *ARGUMENTS, folder=tmp_path, patch="0")

@@ -137,6 +137,15 @@ except ModuleNotFoundError as error:
 """
     expected = "onepass.autotune: triton is not installed; it is available on Linux only"
     assert run_alone(code, ["transformers", "accelerate"], without="triton").splitlines() == [expected]
+    code = """
+import os, warnings
+os.environ["ONEPASS_AUTOTUNE_STORE"] = "store.json"
+with warnings.catch_warnings(record=True) as caught:
+    import onepass
+print(*[w.message for w in caught if "OP003" in str(w.message)])
+"""
+    expected = "ONEPASS_AUTOTUNE_STORE: not used, because triton is not installed, so that nothing is tuned [OP003]"
+    assert run_alone(code, [], without="triton").splitlines() == [expected]
 
 
 @cache

@@ -2,6 +2,8 @@
 
 import importlib
 import os
+import warnings
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from onepass import moe
@@ -46,7 +48,11 @@ else:
 
 
 if os.environ.get("ONEPASS_AUTOTUNE_STORE"):
-    importlib.import_module("onepass.autotune.session").for_process(os.environ["ONEPASS_AUTOTUNE_STORE"])
+    if find_spec("triton") is None:
+        text = "ONEPASS_AUTOTUNE_STORE: not used, because triton is not installed, so that nothing is tuned [OP003]"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    else:
+        importlib.import_module("onepass.autotune.session").for_process(os.environ["ONEPASS_AUTOTUNE_STORE"])
 patch_process()  # if ONEPASS_PATCH is set
 
 __all__ = [

@@ -56,7 +56,7 @@ class JSONLSink:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(check_path(path))
+        self.path = Path(check_path(path)).absolute()  # whatever the current folder becomes
 
     def __call__(self, records: Sequence[AutotuneRecord]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

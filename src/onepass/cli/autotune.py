@@ -12,13 +12,13 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
 from onepass.autotune import AutotuneRecord, ConfigStore, own
 from onepass.autotune.tuners import record_from
 from onepass.cli.outputs import check_writable
+from onepass.cli.tables import table_of
 from onepass.cli.timing import SMALL, kernel_us, median_ms
 from onepass.cli.workloads import (
     EXPERT_FORM,
@@ -59,7 +59,7 @@ def show(
     """Show the selected configuration of every key, and its margin over the second best."""
     console = Console(width=None if Console().is_terminal else 200, markup=False)  # names may have brackets
     store = merged(stores)
-    table = Table("kernel", "key", "chosen", "ms", "runner-up", "tried", "GPU", "Triton")
+    table = table_of("kernel", "key", "chosen", "ms", "runner-up", "tried", "GPU", "Triton")
     for r in chosen(store, kernel):
         time = "" if r.milliseconds is None else f"{r.milliseconds:.4f}"
         margin = "" if r.margin is None else f"{r.margin:+.1%}"

@@ -13,6 +13,7 @@ from torch import Tensor
 from onepass.cli.demo_curve import Curve
 from onepass.cli.demo_head import Head
 from onepass.cli.demo_model import Size
+from onepass.cli.tables import table_of
 
 ROWS_SHOWN = 4  # the plot has all
 MIB = 2**20
@@ -72,7 +73,7 @@ def memory_row(theirs: int, ours: int) -> tuple[str, str, str]:
 
 def losses_table(title: str, theirs: Tensor, ours: Tensor) -> Table:
     """Both losses at a few steps."""
-    table = Table("step", "torch", "onepass", "difference", title=title)
+    table = table_of("step", "torch", "onepass", "difference", title=title)
     for step in torch.linspace(0, len(ours) - 1, min(ROWS_SHOWN, len(ours))).round().int().tolist():
         difference = f"{ours[step] - theirs[step]:+.1e}"
         table.add_row(str(step + 1), f"{theirs[step]:.6f}", f"{ours[step]:.6f}", difference)
@@ -91,7 +92,7 @@ def tell_costs(
         f"{unit / MIB:.1f} MiB. Beyond {head.given}, torch holds {theirs:.1f} times that at once, onepass {ours:.1f} "
         "times. What is saved grows with the vocabulary:"
     )
-    table = Table(
+    table = table_of(
         "vocabulary", "torch, MiB", "onepass, MiB", "saved", title=f"peak of tensor memory beyond {head.given}"
     )
     for vocab, memory in sorted((others | {size.vocab: costs.memory}).items()):

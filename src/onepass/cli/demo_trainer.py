@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor, nn
 
 import onepass
 from onepass.cli.demo_model import Size, build_model
 from onepass.cli.demo_report import Agreement, Costs, agreement, memory_row
 from onepass.cli.measure import clock, peak_memory
+from onepass.cli.tables import table_of
 
 MOST_STEPS = 20
 LEARNING_RATE = 1e-3
@@ -103,7 +103,7 @@ def compare(windows: Tensor, size: Size, seed: int, console: Console) -> tuple[A
     with onepass.patch("transformers"):
         ours = measure("Trainer patched", windows, size, seed, console)
     costs = Costs("a step of the Trainer", (theirs.memory, ours.memory), (theirs.milliseconds, ours.milliseconds))
-    table = Table("Trainer", "as it is", "patched", "", title="a step, and its memory beyond the model")
+    table = table_of("Trainer", "as it is", "patched", "", title="a step, and its memory beyond the model")
     table.add_row("peak of tensor memory, MiB", *memory_row(*costs.memory))
     speed = "" if windows.device.type == "cpu" else costs.speed
     table.add_row("time, median, ms", f"{theirs.milliseconds:.1f}", f"{ours.milliseconds:.1f}", speed)

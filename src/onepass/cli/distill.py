@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 import onepass
 from onepass.cli.demo_model import Size, build_model, load_text, sample_windows, train_tokenizer
+from onepass.cli.tables import table_of
 
 HELD_OUT = 0.1  # of the paragraphs
 SEEN = 0.2  # of the training tokens, by the students; the teacher sees them all, and that is what it can pass on
@@ -129,7 +129,7 @@ def compare(size: Size, steps: int, seed: int, place: str, out: Path, console: C
         for name, objective in {"hard labels": hard_labels, "distilled": distillation(teacher)}.items()
     }
     hard, distilled = curves.values()
-    table = Table("step", *curves, "teacher", title="held-out perplexity")
+    table = table_of("step", *curves, "teacher", title="held-out perplexity")
     for step, *row in zip([*evaluate_at, steps], hard, distilled):
         table.add_row(str(step), *(f"{value:.1f}" for value in (*row, goal)))
     console.print(table)

@@ -14,6 +14,7 @@ from torch import Tensor
 import onepass
 from onepass.backend import KERNELS, name_of_backend
 from onepass.cli.environment import environment, package_version
+from onepass.cli.tables import table_of
 from onepass.core.checks import FLOATS
 from onepass.core.options import Metric
 from onepass.integrations.patching import LIBRARIES, plan
@@ -230,7 +231,7 @@ def doctor(
     console.print(facts)
 
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    table = Table("device", *(str(dtype).removeprefix("torch.") for dtype in FLOATS), title="paths")
+    table = table_of("device", *(str(dtype).removeprefix("torch.") for dtype in FLOATS), title="paths")
     for device in devices:
         table.add_row(device, *(path(device, dtype) for dtype in FLOATS))
     console.print(table)
@@ -243,7 +244,7 @@ def doctor(
     checks = failures = 0
     for device, dtype in product(devices, DTYPES):
         title = f"{device}, {dtype}: {path(device, dtype)}; largest error (as a share of its bound)"
-        table = Table("operation", "results", "gradient", "", title=title)
+        table = table_of("operation", "results", "gradient", "", title=title)
         for name in OPERATIONS:
             try:
                 *errors, passed = check(name, device, dtype)

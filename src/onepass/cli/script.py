@@ -74,7 +74,7 @@ def patch_libraries() -> str:
 
 def run_file(path: str, arguments: Sequence[str]) -> None:
     """A file of source code, or a compiled one."""
-    whole = os.path.abspath(path)
+    whole = os.path.join(os.getcwd(), path)  # not normalized: "link/.." is the folder above the one it links to
     compiled = path.endswith(".pyc")
     loader: Any = (SourcelessFileLoader if compiled else SourceFileLoader)("__main__", whole)
     try:
@@ -108,6 +108,8 @@ def run_module(name: str, *arguments: str) -> None:
 def new_main(**attributes: Any) -> ModuleType:
     """An empty module ``__main__``, which stays until the process ends."""
     main = ModuleType("__main__")
+    if sys.version_info < (3, 14):  # from then on, a module has it if it annotates something
+        attributes["__annotations__"] = {}
     main.__dict__.update(attributes, __builtins__=builtins)
     sys.modules["__main__"] = main
     return main

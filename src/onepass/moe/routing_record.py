@@ -60,7 +60,8 @@ class RoutingRecord:
         An array has the shape ``(tokens - 1, layers, K)``, where layers are those with a router: an engine runs no
         forward pass for the last token that it samples. The passes of a ``generate``, for the prompt and for each
         further token, are concatenated. For these, pass the ``attention_mask`` of all tokens, including the last;
-        without it, the array has no row for the last token of the record.
+        without it, the array has no row for the last token of the record. Each pass must have the sequences in the same
+        order: beam search reorders them, and then arrays have experts of other sequences.
 
         Args:
             attention_mask: ``(B, S)``, the mask of B sequences that are padded on the left or right.
