@@ -59,6 +59,7 @@ def gradient(out, x, **options):
     return x.grad
 
 
+@pytest.mark.pairs
 @pytest.mark.usefixtures("uninitialised_memory_is_nan")
 @pytest.mark.parametrize("max_memory", CASES)
 @pytest.mark.parametrize("transposed", [False, True])

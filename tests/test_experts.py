@@ -197,6 +197,7 @@ def test_a_row_that_is_no_number_stays_alone(device, bad, activation):
         assert grad[~kept].isnan().any() or name == "down_bias"
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("first_is_sorted", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
