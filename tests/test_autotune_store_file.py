@@ -159,10 +159,11 @@ with session(sys.argv[1]):
 
 def test_a_relative_path_is_that_of_the_folder_in_which_it_was_given(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    kept, sink = ConfigStore("store.json"), autotune.JSONLSink("records.jsonl")
     (tmp_path / "other").mkdir()
-    monkeypatch.chdir(tmp_path / "other")
-    kept.save()
+    sink = autotune.JSONLSink("records.jsonl")
+    with autotune.session("store.json") as kept:
+        monkeypatch.chdir(tmp_path / "other")
+        kept.add([a_record()])
     sink([])
     assert (tmp_path / "store.json").exists() and not list((tmp_path / "other").iterdir())
 

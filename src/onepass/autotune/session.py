@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from triton import Config
@@ -49,7 +50,7 @@ def session(
     """
     nearest = check_bool(nearest, "nearest")
     progress = os.environ.get("LOCAL_RANK", "0") == "0" if progress is None else check_bool(progress, "progress")
-    store = ConfigStore(check_path(path))
+    store = ConfigStore(Path(check_path(path)).absolute())  # whatever the current folder becomes
     store.warm()
     current = Session(store, nearest, progress)
     _begin(current)

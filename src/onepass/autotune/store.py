@@ -51,7 +51,7 @@ class ConfigStore:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self.path = None if path is None else Path(check_path(path)).absolute()  # whatever the current folder becomes
+        self.path = None if path is None else Path(check_path(path))
         self._records: dict[tuple[str, ...], AutotuneRecord] = {}
         self._warned: set[str] = set()
         if self.path is not None:
