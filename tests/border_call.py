@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy
@@ -20,6 +21,7 @@ from onepass import RatioReport
 from onepass.moe import Groups, Routing
 
 INF, NAN = float("inf"), float("nan")
+signature = cache(inspect.signature)
 N, V, H, K, E, I, R = 3, 27, 16, 2, 3, 8, 2  # noqa: E741
 
 
@@ -94,7 +96,7 @@ class Case:
         arguments = assembled(values)
         function = resolve(self.function)
         if self.is_module:
-            known = inspect.signature(function).parameters
+            known = signature(function).parameters
             torch.manual_seed(0)
             module = function(**{n: v for n, v in arguments.items() if n in known})
             for parameter in module.parameters():
@@ -102,7 +104,7 @@ class Case:
             device = next((v.device for v in values.values() if isinstance(v, Tensor)), "cpu")
             return module.to(device)(**{n: v for n, v in arguments.items() if n not in known})
         positional = []
-        kinds = inspect.signature(function).parameters
+        kinds = signature(function).parameters
         if any(p.kind is p.VAR_POSITIONAL for p in kinds.values()):
             for name, parameter in kinds.items():
                 if parameter.kind is parameter.VAR_POSITIONAL:
@@ -138,9 +140,9 @@ def public_names() -> list[str]:
 def parameters(name: str) -> dict[str, inspect.Parameter]:
     """All that a public function takes; of a module what its forward takes too."""
     function = resolve(name)
-    signatures = [inspect.signature(function)]
+    signatures = [signature(function)]
     if inspect.isclass(function) and issubclass(function, nn.Module):
-        signatures.append(inspect.signature(function.forward))
+        signatures.append(signature(function.forward))
     found: dict[str, inspect.Parameter] = {}
     for parameter in [p for s in signatures for p in s.parameters.values() if p.name != "self"]:
         assert parameter.kind is not parameter.VAR_KEYWORD, f"{name}: **{parameter.name} hides what may be given"

@@ -189,6 +189,11 @@ CASES = {
         ValueError,
         "direction: expected one of 'forward', 'reverse', 'jsd', got 'backward'",
     ),
+    "items that require a gradient": (
+        lambda: onepass.cross_entropy(X, I, num_items=torch.ones(1, requires_grad=True)),
+        ValueError,
+        "num_items: expected a constant, got a tensor that requires a gradient; detach it",
+    ),
     "alpha of silu": (lambda: experts(alpha=1.5), ValueError, "alpha: expected activation='swiglu_clamped' with it"),
     "limit of gelu": (
         lambda: experts(activation="gelu", limit=2.0),

@@ -1,14 +1,12 @@
 """Numbers, choices, bools and tensors that every public function refuses, each by an error that names the argument."""
 
-import inspect
-
 import numpy
 import pytest
 import torch
 from torch import Tensor
 
 import onepass
-from border_call import NAN, Integer, Number, parameters, resolve, root
+from border_call import NAN, Integer, Number, parameters, resolve, root, signature
 from border_cases import HUGE, every_case
 
 pytestmark = pytest.mark.usefixtures("path")
@@ -178,7 +176,7 @@ def test_tensors_that_are_refused(device, path, case):
         either = names_of_all(case) if leaf.rpartition(".")[2] in FIRST else names
         wrong = {} if optional(case, leaf) or leaf == "num_items" else {"None": None}
         wrong |= {"many numbers": LONG, "a string": "one", "tensors": [tensor, {"x": tensor}]}
-        if case.is_module and leaf in inspect.signature(resolve(case.function)).parameters:
+        if case.is_module and leaf in signature(resolve(case.function)).parameters:
             wrong = {}  # which torch refuses to register
         if tensor.dim():
             wrong |= {str(dtype): tensor.to(dtype) for dtype in wrong_dtypes(case, leaf, tensor)}
