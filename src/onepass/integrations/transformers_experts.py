@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from onepass.core import moe_options
 from onepass.core.dispatch import constant_in_trace
 from onepass.core.moe_options import ACTIVATIONS, Activation, ExpertOptions
 from onepass.core.quantized import Weight
@@ -36,7 +37,7 @@ PEFT_PLAN = "peft.tuners.lora.model", "get_tp_plan_and_mesh"
 DEFAULTS = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False}
 METHOD = "_onepass_gate_index"  # of the classes of experts that have run: `traced_gate_index`
 GATES = [(activation, interleaved) for activation in get_args(Activation) for interleaved in (False, True)]
-CLAMPED = 1.702, 7.0  # alpha and limit where the experts have none
+CLAMPED = moe_options.ALPHA, moe_options.LIMIT  # where the experts have none
 OF_CLAMPED = "alpha", "swiglu_alpha", "limit", "swiglu_limit"  # the attributes of experts that have one
 # Other globals, as modules and classes, are compared by identity.
 OF_VALUES = bool, int, float, str, list, tuple, dict, set, frozenset, Tensor, nn.Module

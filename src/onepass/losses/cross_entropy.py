@@ -184,7 +184,7 @@ def check_options(
     if smoothing or z_weight:
         fields += " shift log_normalizer"
     options = options_for(fields, temperature, softcap, logit_scale, masked=masked)
-    # The kernel compares targets with the ignore_index in int32.
+    # An int32 target is not compared with an ignore_index that int32 cannot hold.
     plain = fields == "log_probs" and reduction != "none" and early and not inplace and -(2**31) <= masked < 2**31
     average = Average(-1.0, reduction == "mean", None, masked) if plain else None
     return CheckedOptions(masked, smoothing, z_weight, inplace, early, options, average)

@@ -357,6 +357,6 @@ def write_gradient(
     again: bool = False,
 ) -> None:  # fmt: skip
     """Write the gradient of the columns that are not padding. For ``again``, see `kernels.softmax_gradient`."""
-    if size or not logits.shape[-1]:  # nothing is launched if all columns are padding
+    if size:
         x, to = leading_columns(logits, size), leading_columns(out, size)
         backend_of(logits).softmax_gradient(x, inputs, packed, grads, options, to, again)
