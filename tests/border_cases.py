@@ -79,6 +79,7 @@ ID_MASK = torch.tensor([[True, False], [False, False], [True, True]])
 CLASSES = 0.5 + rand(V)
 HEAD = {"hidden": randn(N, H), "weight": randn(V, H) * 0.5}
 BIAS = randn(V)
+CLASSES_OF_HEAD, ALL_CLASSES = Integer(25, (0, V + 1, HUGE)), Integer(V, (0, V + 1, HUGE))
 TRANSFORM = {"temperature": TEMPERATURE, "softcap": SOFTCAP, "logit_scale": SCALE}
 DIVERGENCE = {"direction": "jsd", "beta": Number(0.25, 0, (-0.5, 1.5, INF, HUGE))}
 ADAPTER = {
@@ -186,23 +187,25 @@ CASES = [
     }, ("student_logits",)),
     Case("distillation_loss", {
         **head("student_logits"), "target": TARGET, "teacher_ids": IDS.int(), "teacher_log_probs": LOG_T,
-        "reduction": "sum", "num_items": ITEMS,
+        "reduction": "mean", "num_items": ITEMS,
     }, tuple(head("student_logits")), "a head"),
     Case("kl_div", {
         "student_logits": LOGITS, "teacher_logits": TEACHER, "row_mask": MASK, **DIVERGENCE, **TRANSFORM,
         "teacher_temperature": Number(1.25, 1, (*ABOVE_0, 1e-40)), "teacher_softcap": SOFTCAP,
         "teacher_logit_scale": SCALE,
-        "vocab_size": Integer(25, (0, 28, HUGE)), "num_items": ITEMS,
+        "vocab_size": CLASSES_OF_HEAD, "num_items": ITEMS,
     }, ("student_logits", "teacher_logits")),
     Case("kl_div", {"student_logits": LOGITS, "teacher_logits": TEACHER, "direction": "forward", "reduction": "none"},
          ("student_logits", "teacher_logits"), "forward"),
-    Case("LinearLogits", {**HEAD, **ADAPTER, "bias": BIAS, "max_memory": MEMORY}, OF_HEAD),
+    Case("LinearLogits", {**HEAD, **ADAPTER, "bias": BIAS, "max_memory": MEMORY, "vocab_size": CLASSES_OF_HEAD},
+         OF_HEAD),
     Case("linear_softmax_statistics", {
         **HEAD, **ADAPTER, "index": INDICES, "bias": BIAS, "max_memory": MEMORY, **TRANSFORM, "row_mask": MASK,
-        "class_weights": CLASSES, "metrics": ("mean_logit",), "expected_logit": True,
+        "vocab_size": ALL_CLASSES, "class_weights": CLASSES, "metrics": ("mean_logit",), "expected_logit": True,
     }, OF_HEAD),
     Case("linear_selective_log_softmax_and_entropy", {
         **HEAD, **ADAPTER, "index": INDEX, "bias": BIAS, **TRANSFORM, "row_mask": MASK, "max_memory": MEMORY,
+        "vocab_size": ALL_CLASSES,
     }, OF_HEAD),
     Case("linear_cross_entropy", {
         **HEAD, **ADAPTER, "target": TARGET, "bias": BIAS, "class_weights": CLASSES, "ignore_index": IGNORED,
@@ -212,9 +215,11 @@ CASES = [
     }, OF_HEAD),
     Case("linear_cross_entropy", {**HEAD, "target": TARGET, "class_weights": CLASSES, "reduction": "none"},
          ("hidden", "weight"), "of rows"),
-    Case("linear_cross_entropy", {**HEAD, "target": INDEX.int()}, ("hidden", "weight"), "at once"),
+    Case("linear_cross_entropy", {**HEAD, "target": INDEX.int(), "vocab_size": CLASSES_OF_HEAD}, ("hidden", "weight"),
+         "at once"),
     Case("linear_topk_kl_div", {
         **HEAD, **ADAPTER, **OF_TEACHER, "row_mask": MASK, "teacher_mask": ID_MASK, "bias": BIAS, "max_memory": MEMORY,
+        "vocab_size": ALL_CLASSES,
         **TRANSFORM, **DIVERGENCE, "renormalize": False, "num_items": ITEMS,
     }, OF_HEAD),
     Case("linear_topk_kl_div", {**HEAD, **OF_TEACHER, "reduction": "none", "renormalize": True}, ("hidden", "weight"),
@@ -222,7 +227,7 @@ CASES = [
     Case("linear_kl_div", {
         **HEAD, **ADAPTER, "teacher_logits": TEACHER, "row_mask": MASK, "bias": BIAS, "max_memory": MEMORY,
         **DIVERGENCE, **TRANSFORM, "teacher_temperature": Number(1.25, 1, ABOVE_0), "teacher_logit_scale": SCALE,
-        "teacher_softcap": SOFTCAP, "vocab_size": Integer(25, (0, 28, HUGE)), "num_items": ITEMS,
+        "teacher_softcap": SOFTCAP, "vocab_size": CLASSES_OF_HEAD, "num_items": ITEMS,
     }, OF_HEAD),
     Case("linear_kl_div", {
         **HEAD, "teacher_logits.hidden": randn(N, 8), "teacher_logits.weight": randn(V, 8),
@@ -231,8 +236,9 @@ CASES = [
     Case("linear_kl_div", {**HEAD, "teacher_logits": TEACHER, "reduction": "none"}, ("hidden", "weight"), "of rows"),
     Case("linear_loss", {
         **HEAD, "index": INDEX, "loss_fn": loss_of_all, "row_inputs[0]": randn(N), "row_inputs[1]": -4 * rand(N),
+        "vocab_size": ALL_CLASSES,
         **ADAPTER, "bias": BIAS, **TRANSFORM, "row_mask": MASK, "class_weights": CLASSES, "metrics": ("is_top1",),
-        "expected_logit": True, "reduction": "sum", "num_items": ITEMS, "max_memory": MEMORY,
+        "expected_logit": True, "reduction": "mean", "num_items": ITEMS, "max_memory": MEMORY,
     }, (*OF_HEAD, "row_inputs[0]", "row_inputs[1]")),
     Case("linear_loss", {
         **HEAD, "index": INDEX, "loss_fn": loss_of_all, "row_inputs[0]": randn(N), "row_inputs[1]": -4 * rand(N),
@@ -244,19 +250,19 @@ CASES = [
         "groups": torch.tensor([2, 1]), "reduction": "mean",
     }, ("hidden", "weight", "row_inputs[0]"), "of groups", frozenset(("groups",))),
     Case("CrossEntropyLoss", {
-        "class_weights": CLASSES, "ignore_index": IGNORED, "reduction": "sum", "label_smoothing": FRACTION,
+        "class_weights": CLASSES, "ignore_index": IGNORED, "reduction": "mean", "label_smoothing": FRACTION,
         "z_loss_weight": WEIGHT, **TRANSFORM, "inplace_backward": False, "gradient_in_forward": False, "logits": LOGITS,
         "target": TARGET,
         "row_mask": MASK, "num_items": ITEMS,
     }, ("logits",)),
     Case("LinearCrossEntropyLoss", {
-        "class_weights": CLASSES, "ignore_index": IGNORED, "reduction": "sum", "label_smoothing": FRACTION,
+        "class_weights": CLASSES, "ignore_index": IGNORED, "reduction": "mean", "label_smoothing": FRACTION,
         "z_loss_weight": WEIGHT, **TRANSFORM, "max_memory": MEMORY, **HEAD, **ADAPTER, "target": TARGET, "bias": BIAS,
-        "row_mask": MASK, "num_items": ITEMS,
+        "row_mask": MASK, "num_items": ITEMS, "vocab_size": ALL_CLASSES,
     }, OF_HEAD),
     Case("KLDivLoss", {
         **DIVERGENCE, **TRANSFORM, "teacher_temperature": Number(1.25, 1, ABOVE_0), "teacher_logit_scale": SCALE,
-        "teacher_softcap": SOFTCAP, "vocab_size": Integer(25, (0, 28, HUGE)), "reduction": "mean",
+        "teacher_softcap": SOFTCAP, "vocab_size": CLASSES_OF_HEAD, "reduction": "mean",
         "student_logits": LOGITS, "teacher_logits": TEACHER, "row_mask": MASK, "num_items": ITEMS,
     }, ("student_logits",)),
     Case("TopKKLDivLoss", {

@@ -344,7 +344,7 @@ def test_any_candidate_gives_the_same_product_of_experts(interpreted, monkeypatc
 def test_what_is_shipped_is_used(interpreted, monkeypatch):
     logits = torch.randn(6, 300)
     target = torch.zeros(6, dtype=torch.long)
-    with own.asking() as asked:
+    with own.record_questions() as asked:
         forget()
         expected = onepass.selective_log_softmax(logits, target)
     (question,) = asked.values()

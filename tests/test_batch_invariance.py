@@ -341,8 +341,27 @@ def test_switch(monkeypatch):
         with mode, mode:
             assert is_batch_invariant()
         assert not is_batch_invariant()
-    with pytest.raises(TypeError, match="enabled: expected a bool, got 1"):
-        onepass.batch_invariant(1)
+    with pytest.raises(TypeError, match="enabled: expected a bool, got 'on'"):
+        onepass.batch_invariant("on")
+
+
+@pytest.mark.parametrize("enabled", (True, False))
+def test_as_a_decorator(enabled):
+    with onepass.batch_invariant(not enabled):
+
+        @onepass.batch_invariant(enabled)
+        def mode(*values, last):
+            assert is_batch_invariant() == enabled
+            return *values, last
+
+        assert is_batch_invariant() != enabled
+        assert mode.__name__ == "mode"
+        for _ in range(2):
+            assert mode(1, 2, last=3) == (1, 2, 3)
+            assert is_batch_invariant() != enabled
+        with pytest.raises(TypeError):
+            mode()
+        assert is_batch_invariant() != enabled
 
 
 @forks.GROUP

@@ -31,7 +31,7 @@ def test_every_public_function_has_a_case():
 
 
 # To which test_vocab_parallel.py and test_mean_group.py give values.
-OF_PROCESSES = {"vocab_group", "vocab_size", "sequence_parallel", "mean_group"}
+OF_PROCESSES = {"vocab_group", "sequence_parallel", "mean_group"}
 
 
 @pytest.mark.parametrize("name", sorted({c.function for c in CASES}))
@@ -39,7 +39,7 @@ def test_every_parameter_has_a_value(name):
     """And not only None, which is a value that says nothing."""
     given = {root(leaf) for case in CASES if case.function == name for leaf, v in case.arguments.items()
              if v is not None}  # fmt: skip
-    given |= OF_PROCESSES & set(parameters(name)) if name != "linear_kl_div" else OF_PROCESSES - {"vocab_size"}
+    given |= OF_PROCESSES & set(parameters(name))
     assert given == set(parameters(name)), "give each parameter of the signature a value in border_cases.CASES"
 
 

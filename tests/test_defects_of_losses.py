@@ -289,8 +289,8 @@ def test_jsd_of_a_probability_that_underflows(device, beta):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("value", [float("-inf"), -1.0, float("nan")])
-def test_an_additive_mask(value):
+@pytest.mark.parametrize("value", [float("-inf"), -1.0, float("nan"), 0.5, 2.0])
+def test_a_mask_of_other_numbers_than_0_and_1(value):
     mask, x = torch.tensor([0.0, value, 0.0]), torch.randn(3, 5)
     ids, log_probs = torch.zeros(3, 1, dtype=torch.int64), torch.full((3, 1), -1.0)
     calls = {
@@ -298,8 +298,9 @@ def test_an_additive_mask(value):
                      lambda: onepass.ratio_report(x[:, 0], x[:, 1], row_mask=mask)],
         "teacher_mask": [lambda: onepass.topk_kl_div(x, ids, log_probs, teacher_mask=mask.unsqueeze(-1))],
     }  # fmt: skip
-    if value == -1:
-        calls["row_mask"] += [lambda: onepass.cross_entropy(x, torch.arange(3), row_mask=mask.int())]
+    integers = {-1: (torch.int32,), 2: (torch.int64, torch.uint8)}.get(value, ())
+    for dtype in integers:
+        calls["row_mask"] += [lambda d=dtype: onepass.cross_entropy(x, torch.arange(3), row_mask=mask.to(d))]
     for name, of_name in calls.items():
         for call in of_name:
             with pytest.raises(ValueError, match=f"{name}: expected 1 for what to read and 0 for the rest, got"):

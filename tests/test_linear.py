@@ -49,6 +49,26 @@ def test_equals_the_loss_of_logits(device, tile, loss, dtype):
         assert_all_close([LOSSES[loss](onepass.LinearLogits(hidden, weight, bias), target)], [expected], "no_grad")
 
 
+@pytest.mark.parametrize("adapted", [False, True], ids=["plain", "with an adapter"])
+def test_padding_of_the_vocabulary(device, tile, adapted):
+    """The rows of the weight from ``vocab_size`` on are in no softmax, and have no gradient."""
+    hidden, weight, bias, target = batch(device)
+    A, B = (t.requires_grad_() for t in (torch.randn(3, H, device=device), torch.randn(V, 3, device=device)))
+    low = {"lora": (A, B, 0.5)} if adapted else {}
+    tensors = (hidden, weight, bias, *((A, B) if adapted else ()))
+    kept = V - 5
+    target = target.clamp(max=kept - 1)
+    got = onepass.linear_cross_entropy(hidden, weight, target, bias=bias, vocab_size=kept, **low)
+    h, w, b, *factors = exact(*tensors)
+    logits = F.linear(h, w, b) + (0.5 * (h @ factors[0].T) @ factors[1].T if adapted else 0.0)
+    expected = F.cross_entropy(logits[..., :kept].flatten(0, -2), target.flatten())
+    assert_all_close([got.detach()], [expected.detach()], "loss")
+    found = gradients(got, tensors)
+    assert_all_close(found, gradients(expected, (h, w, b, *factors)))
+    assert not found[1][kept:].any()
+    assert onepass.LinearLogits(hidden, weight, bias, vocab_size=kept, **low).shape == (*hidden.shape[:-1], kept)
+
+
 @pytest.mark.parametrize("loss", ["cross_entropy, every option", "cross_entropy, none", "pair, masked", "kl_div"])
 def test_masks_that_only_the_kernels_see_to(device, tile, monkeypatch, loss):
     """As while a CUDA graph is captured, when nobody can say how many rows are kept."""

@@ -265,6 +265,25 @@ def test_num_items_of_any_dtype(device, dtype):
         assert_close(onepass.cross_entropy(x, target, num_items=items), expected)
 
 
+@pytest.mark.parametrize("items", [0, 0.0, torch.tensor(0)], ids=str)
+def test_no_items(device, items):
+    x, target, _ = batch(device)
+    x.requires_grad_()
+    loss = onepass.cross_entropy(x, target, num_items=items.to(device) if isinstance(items, torch.Tensor) else items)
+    assert loss.item() == float("inf")
+    loss.backward()
+    assert not x.grad.isfinite().all()
+
+
+def test_a_sum_with_items_is_deprecated(device):
+    x, target, _ = batch(device)
+    said = r"onepass: num_items: pass reduction='mean' with it, instead of 'sum' \[OP002\]"
+    with pytest.warns(DeprecationWarning, match=said) as warned:
+        loss = onepass.cross_entropy(x, target, reduction="sum", num_items=3)
+    assert [w.filename for w in warned if w.category is DeprecationWarning] == [__file__]
+    assert_close(loss, onepass.cross_entropy(x, target, num_items=3))
+
+
 SELECTED = {
     "contiguous": lambda x: x,
     "every second column": lambda x: x.repeat_interleave(2, -1)[..., ::2],

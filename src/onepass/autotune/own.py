@@ -86,7 +86,7 @@ def candidates(rule: Numbers) -> list[Numbers]:
 
 
 @contextmanager
-def asking() -> Iterator[dict[str, Question]]:
+def record_questions() -> Iterator[dict[str, Question]]:
     """Record the calls of `choose` within the ``with`` block, by the name of the `Question`."""
     global _asked
     found: dict[str, Question] = {}
@@ -98,7 +98,7 @@ def asking() -> Iterator[dict[str, Question]]:
 
 
 @contextmanager
-def trying(question: str, numbers: Numbers) -> Iterator[None]:
+def override_answer(question: str, numbers: Numbers) -> Iterator[None]:
     """Answer ``question`` with ``numbers`` for launches that are planned within the ``with`` block."""
     _tried[question] = numbers
     try:

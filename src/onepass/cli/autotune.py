@@ -220,7 +220,7 @@ def measure(
     What is ``done`` is not asked again: other operations launch the same kernels for the same numbers.
     """
     forget()
-    with own.asking() as asked:
+    with own.record_questions() as asked:
         call()
     for name, question in asked.items():
         if name in done:
@@ -232,7 +232,7 @@ def measure(
         turns = list(enumerate(candidates)) * ROUNDS
         for n, candidate in track(turns, description=text, console=console, transient=True):
             forget()
-            with own.trying(name, candidate), suppress(OutOfResources, CompilationError):
+            with own.override_answer(name, candidate), suppress(OutOfResources, CompilationError):
                 call()
                 times[n] = min(times[n], time(call))
         forget()

@@ -122,10 +122,7 @@ def check_constant(t: torch.Tensor, name: str) -> None:
 
 
 def check_row_mask(row_mask: torch.Tensor, logits: LogitsLike, name: str = "row_mask") -> None:
-    """Raise unless ``row_mask`` is a real tensor of shape ``(...)``.
-
-    An additive mask, with -inf for the rows to leave out, would keep exactly those.
-    """
+    """Raise unless ``row_mask`` is a real tensor of shape ``(...)``, of 0 and 1."""
     check_mask(row_mask, logits.shape[:-1], logits, name)
 
 
@@ -133,7 +130,8 @@ def check_mask(mask: torch.Tensor, shape: Sequence[int], like: Any, name: str, o
     """Raise unless ``mask`` is a real tensor of this shape on the device of ``like``.
 
     ``of`` is the name of ``like`` in the error, if the mask has its shape. Without it, ``like`` are the logits.
-    Negative numbers and NaN, which additive masks have, are an error too. They are read on a CPU, and in debug mode.
+    Its values are read on a CPU, and in debug mode. There, those that are neither 0 nor 1 are an error too, such as the
+    -inf of an additive mask, weights of rows, and numbers of packed sequences.
     """
     if not isinstance(mask, torch.Tensor) or mask.dtype.is_complex:
         raise TypeError(f"{name}: expected a bool (or 0/1) tensor, got {described(mask)}")
@@ -141,8 +139,8 @@ def check_mask(mask: torch.Tensor, shape: Sequence[int], like: Any, name: str, o
         whose = f", that of {of}" if of else ""
         raise ValueError(f"{name}: expected shape {tuple(shape)}{whose}, got {tuple(mask.shape)}")
     check_device(mask, like, name, of or "the logits")
-    if (mask.is_cpu or is_debugging()) and mask.dtype.is_signed and is_plain(mask):
-        bad = mask.detach()[~(mask >= 0)]
+    if (mask.is_cpu or is_debugging()) and mask.dtype != torch.bool and is_plain(mask):
+        bad = mask.detach()[(mask != 0) & (mask != 1)]
         if bad.numel():
             raise ValueError(f"{name}: expected 1 for what to read and 0 for the rest, got {bad[0].item():g}")
 

@@ -39,10 +39,12 @@ def renamed(*, positional: Sequence[str] = (), **names: NewName) -> Callable[[F]
     return decorate
 
 
-def _warn(text: str) -> None:
-    """Warn at the caller of the decorated function, or of the module whose ``forward`` it is."""
+def warn_deprecated(text: str) -> None:
+    """Warn at the caller of a public function, or of the module whose ``forward`` it is; not while torch traces it."""
+    if torch.compiler.is_compiling():  # Dynamo cannot trace a warning
+        return
     level = stacklevel_outside("onepass.", "torch.nn.modules.")
-    warnings.warn(text, DeprecationWarning, stacklevel=level)
+    warnings.warn(f"onepass: {text} [OP002]", DeprecationWarning, stacklevel=level)
 
 
 def translated(
@@ -69,6 +71,6 @@ def translated(
         if new in found:
             raise TypeError(f"{function}: got {new} twice, once by an earlier name")
         found[new] = value
-    if told and not torch.compiler.is_compiling():  # Dynamo cannot trace a warning
-        _warn(f"onepass: {function}: pass {', '.join(told)} [OP002]")
+    if told:
+        warn_deprecated(f"{function}: pass {', '.join(told)}")
     return (), found

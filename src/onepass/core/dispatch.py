@@ -256,6 +256,16 @@ def empty_gradients(tensors: Iterable[Tensor | None], needed: Iterable[bool]) ->
     ]
 
 
+def like_gradients(tensors: Iterable[Tensor | None], needed: Iterable[bool], **_: Any) -> list[Tensor | None]:
+    """The fake implementation of an operation that returns `empty_gradients`."""
+    return empty_gradients(tensors, needed)
+
+
+def like_logits(logits: Tensor, **_: Any) -> Tensor:
+    """The fake implementation of an operation that returns a contiguous gradient of the logits."""
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
 def empty_gradient(logits: Tensor) -> Tensor:
     """An uninitialized gradient of the logits, with a contiguous last dimension."""
     out = torch.empty_like(logits)

@@ -1,9 +1,13 @@
 """The batch-invariant mode. The options of an operation include whether the mode is on when the operation is called."""
 
+from collections.abc import Callable
+from functools import wraps
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-from onepass.core.checks import described, is_set
+from onepass.core.checks import check_bool, is_set
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _enabled = is_set("ONEPASS_BATCH_INVARIANT")
 
@@ -16,9 +20,9 @@ def is_batch_invariant() -> bool:
 class batch_invariant:
     """Make the results and gradients of a row bitwise the same, whatever other rows are computed with it.
 
-    This switches the mode on for the whole process. In a ``with`` statement, the previous state is restored at the end.
-    ``ONEPASS_BATCH_INVARIANT=1`` switches it on from the start. The mode applies to the functions that are called while
-    it is on, and to their backward.
+    This switches the mode on for the whole process. In a ``with`` statement, the previous state is restored at the end;
+    as a decorator, it applies to the calls of a function. ``ONEPASS_BATCH_INVARIANT=1`` switches it on from the start.
+    The mode applies to the functions that are called while it is on, and to their backward.
 
     Usually, a kernel uses more programs per row if there are fewer rows, and GEMMs of different sizes use different
     kernels, so that the last bits of a row's results depend on the number of rows. In this mode:
@@ -45,10 +49,20 @@ class batch_invariant:
 
     def __init__(self, enabled: bool = True) -> None:
         global _enabled
-        if not isinstance(enabled, bool):
-            raise TypeError(f"enabled: expected a bool, got {described(enabled)}")
+        enabled = check_bool(enabled, "enabled")
         self.before, self.enabled, self.is_new = [_enabled], enabled, True
         _enabled = enabled
+
+    def __call__(self, function: F) -> F:
+        """Decorate a function, which then runs in the mode."""
+        self.__exit__(None, None, None)  # the constructor has switched the mode on
+
+        @wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            with batch_invariant(self.enabled):
+                return function(*arguments, **options)
+
+        return call  # type: ignore[return-value]
 
     def __enter__(self) -> "batch_invariant":
         global _enabled

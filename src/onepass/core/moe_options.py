@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.options import Transform
-from onepass.core.quantized import WeightFormat, WeightParts, joined
+from onepass.core.quantized import WeightFormat, WeightParts, as_weight
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 GroupScore = Literal["top2_sum", "max"]
@@ -129,8 +129,8 @@ class ExpertParts(NamedTuple):
     def join(self, tensors: ExpertTensors, options: ExpertOptions) -> ExpertTensors:
         """The tensors with the weights as `kernels` and `reference` take them."""
         return tensors._replace(
-            gate_up=joined(tensors.gate_up, self.gate_up, options.gate_up_format, tensors.hidden),
-            down=joined(tensors.down, self.down, options.down_format, tensors.hidden),
+            gate_up=as_weight(tensors.gate_up, self.gate_up, options.gate_up_format, tensors.hidden),
+            down=as_weight(tensors.down, self.down, options.down_format, tensors.hidden),
         )
 
 

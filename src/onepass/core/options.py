@@ -96,7 +96,7 @@ class Inputs(NamedTuple):
     """Tensors that are read in addition to the logits."""
 
     index: Tensor | None = None  # type: ignore[assignment]  # (...) or (..., K): the selected classes
-    row_mask: Tensor | None = None  # (...): rows where it equals `Options.masked`, 0, are masked and not read
+    row_mask: Tensor | None = None  # (...): rows where it equals `Options.masked` are masked and not read
     class_weights: Tensor | None = None  # (V,)
     temperature: Tensor | None = None  # (...): of each row, above 0; it divides the transformed logits
     # The classes that the distribution of a row is restricted to: `lengths` of `support` from `starts` on. Negative ids

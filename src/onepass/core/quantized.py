@@ -144,7 +144,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if is_castable else value
 
 
-def joined(data: Any, parts: WeightParts, format: WeightFormat, like: Tensor) -> Any:
+def as_weight(data: Any, parts: WeightParts, format: WeightFormat, like: Tensor) -> Any:
     """The weight as kernels take it: ``data`` itself if it is not quantized."""
     return Encoded(data, parts, format, like.dtype) if format.name else data
 

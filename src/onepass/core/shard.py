@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from onepass.core.options import Options
 
-Group = ProcessGroup | DeviceMesh  # the processes of a sharded vocabulary; a mesh has one dimension
+Group = ProcessGroup | DeviceMesh  # a mesh has one dimension
 
 
 class Shard(NamedTuple):

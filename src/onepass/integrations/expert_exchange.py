@@ -120,7 +120,7 @@ class _Copy(torch.autograd.Function):
         check_upstream(*grads)
         (places,) = ctx.saved_tensors
         needed = ctx.needs_input_grad[3:]
-        found = [summed(g, places, ctx.exchange) if n else None for g, n in zip(grads, needed)]
+        found = [sum_received_rows(g, places, ctx.exchange) if n else None for g, n in zip(grads, needed)]
         return None, None, None, *found
 
 
@@ -131,7 +131,7 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, order: Tensor, places: Tensor, exchange: Exchange | None, rows: Tensor) -> Tensor:
         ctx.save_for_backward(order)
         ctx.exchange, ctx.share = exchange, places.shape[1]
-        return summed(rows, places, exchange)
+        return sum_received_rows(rows, places, exchange)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -146,7 +146,7 @@ def copied(t: Tensor, order: Tensor, share: int, exchange: Exchange | None) -> T
     return rows if exchange is None else exchange(rows)
 
 
-def summed(rows: Tensor, places: Tensor, exchange: Exchange | None) -> Tensor:
+def sum_received_rows(rows: Tensor, places: Tensor, exchange: Exchange | None) -> Tensor:
     """The opposite: the exchange back, and the sum of the rows at the places ``(T, K)`` over K."""
     return backend_of(rows).sum_rows(rows if exchange is None else exchange.back(rows), places)
 

@@ -146,7 +146,7 @@ IGNORE_INDEX = -100
 _counted: ContextVar[CountedLabels | None] = ContextVar("_counted", default=None)
 
 
-def counted(labels: Any) -> CountedLabels | None:
+def start_count(labels: Any) -> CountedLabels | None:
     """Start to count labels, before the layers of the model run; None if they cannot be counted or matched later."""
     if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_inference() or not is_plain(labels):
         return None
@@ -180,7 +180,7 @@ def _run_with_heads(
     """See `run`."""
     labels = labels_of(model, args, kwargs)
     heads = [h for h in heads_of(model) if not _reason(h)] if trains(model, labels) else []
-    of_labels = _counted.set(counted(labels)) if heads and use is DEFAULT else None
+    of_labels = _counted.set(start_count(labels)) if heads and use is DEFAULT else None
     outer = _use.get()
     token = _use.set(use if outer is None or use is not DEFAULT else outer) if heads else None
     with _lock:

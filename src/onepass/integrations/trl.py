@@ -23,7 +23,7 @@ from onepass.integrations.trl_heads import (
 from onepass.logits.linear import LinearLogits
 from onepass.losses import log_probs
 from onepass.losses.kl_div import kl_div
-from onepass.losses.reduction import reduced
+from onepass.losses.reduction import reduce_loss
 from onepass.losses.statistics import softmax_statistics
 
 
@@ -114,7 +114,7 @@ def chunked_cross_entropy_loss(
         logits, target.where(valid, 0), row_mask=valid, metrics=["is_top1"],
         softcap=final_logit_softcapping, logit_scale=float(logit_scale),
     )  # fmt: skip
-    loss = reduced(logits, -s.log_probs, valid, "mean", num_items_in_batch)
+    loss = reduce_loss(logits, -s.log_probs, valid, "mean", num_items_in_batch)
     return loss, s.is_top1.sum().float(), s.entropy.detach().sum(), valid.sum()  # type: ignore[union-attr]
 
 

@@ -10,9 +10,9 @@ from onepass.kernels.grouped_weight_gradient import weight_gradient
 
 
 def expert_mlp(
-    tensors: ExpertTensors, experts: Tensor, groups: Groups, keep: bool, options: ExpertOptions
+    tensors: ExpertTensors, experts: Tensor, groups: Groups, save_h: bool, options: ExpertOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """The output ``(T, H)`` and, if ``keep``, the rows before the activation, which `expert_mlp_gradient` needs.
+    """The output ``(T, H)`` and, if ``save_h``, the rows before the activation, which `expert_mlp_gradient` needs.
 
     These rows are ``(T·K, 2 I)``, sorted by expert. With one expert a token, as rows have that other processes sent,
     nothing is summed: the second GEMM writes the output.
@@ -21,7 +21,7 @@ def expert_mlp(
     release(t.hidden)
     decoded = DecodedExperts(t.gate_up, t.down)
     w1, w2 = (w.mT if o.transposed else w for w in (t.gate_up, t.down))
-    h = t.hidden.new_empty((experts.numel(), w1.shape[1])) if keep else None
+    h = t.hidden.new_empty((experts.numel(), w1.shape[1])) if save_h else None
     adapter1 = adapter2 = None  # the rows (T·K, R) between A and B of a LoRA adapter, and B
     if t.gate_up_lora_a is not None and t.gate_up_lora_b is not None:
         low1 = grouped_gemm(t.hidden, t.gate_up_lora_a, groups, share=K, scale=o.gate_up_scaling)
@@ -55,8 +55,8 @@ def expert_mlp_gradient(
         up2 = grouped_gemm(grad, t.down_lora_b.mT, groups, share=K, scale=o.down_scaling)
         adapter2 = up2, t.down_lora_a.mT
     of_activated = grouped_gemm(grad, w2.mT, groups, share=K, adapter=adapter2)
-    keep = need["down"] or need["down_lora_a"] or need["down_lora_b"]
-    dh, of_weights = glu_gradient(of_activated, h, t.weights, groups, o, keep)  # type: ignore[arg-type]
+    activated = need["down"] or need["down_lora_a"] or need["down_lora_b"]
+    dh, of_weights = glu_gradient(of_activated, h, t.weights, groups, o, activated)  # type: ignore[arg-type]
     if need["weights"]:
         if t.down_bias is not None:
             of_bias = of_weights.new_zeros((t.weights.numel(), 1))

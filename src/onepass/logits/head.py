@@ -46,6 +46,9 @@ class HeadTensors(NamedTuple):
         return self.weight, self.bias, self.up
 
 
+COUNT = len(HeadTensors._fields)
+
+
 class Head:
     """A linear head whose logits are computed in tiles."""
 

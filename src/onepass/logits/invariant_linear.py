@@ -25,7 +25,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return multiplied(x, weight.t(), bias)
+        return invariant_mm(x, weight.t(), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -33,13 +33,13 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needed = ctx.needs_input_grad
         return (
-            multiplied(grad, weight) if needed[0] else None,
+            invariant_mm(grad, weight) if needed[0] else None,
             grad.t() @ x if needed[1] else None,
             grad.sum(0) if needed[2] else None,
         )
 
 
-def multiplied(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+def invariant_mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """``a @ b + bias``, whose rows do not depend on each other."""
     out = a.new_empty(len(a), b.shape[1])
     backend_of(a).row_gemm(a if a.stride(-1) == 1 else a.contiguous(), b, bias, out)

@@ -19,7 +19,7 @@ from onepass.logits.head_arguments import checked_adapter, checked_head
 from onepass.logits.invariant_linear import linear
 from onepass.logits.partitioned import gathered, rows_of_dtensor
 from onepass.logits.tiled_logits import TiledLogits
-from onepass.logits.vocab_parallel import agreed, all_weights, group_of
+from onepass.logits.vocab_parallel import agree_on_shard, all_weights, group_of
 
 
 def _versions(*tensors: Tensor | None) -> tuple[int, ...] | None:
@@ -27,6 +27,14 @@ def _versions(*tensors: Tensor | None) -> tuple[int, ...] | None:
     if torch.compiler.is_compiling() or any(t is not None and t.is_inference() for t in tensors):
         return None
     return tuple([-1 if t is None else t._version for t in tensors])
+
+
+def first_rows(
+    count: int, weight: Tensor, bias: Tensor | None, adapter: Adapter | None
+) -> tuple[Tensor, Tensor | None, Adapter | None]:
+    """The parameters of the first classes."""
+    bias = None if bias is None else bias[:count]
+    return weight[:count], bias, None if adapter is None else (adapter[0], adapter[1][:count], adapter[2])
 
 
 class LinearLogits(TiledLogits):
@@ -62,8 +70,8 @@ class LinearLogits(TiledLogits):
             ``bias`` are then those of this process (of a DTensor, its local part). All processes pass the same hidden
             states, labels and options, and get the same results. They exchange a few numbers per row in the forward,
             and the gradient of the hidden states.
-        vocab_size: with ``vocab_group``, the number V of classes; rows of the weight from V on are padding. By default,
-            all rows are classes.
+        vocab_size: the number V of classes, if the weight has more rows: those from V on are padding, which no softmax
+            includes, and their gradient is 0. With ``vocab_group``, V is the number of classes of all processes.
         sequence_parallel: with ``vocab_group``, whether each process holds an equal part of the hidden states, along
             their first dimension. They are gathered, so that results have all rows, and their gradient is
             reduce-scattered.
@@ -110,8 +118,8 @@ class LinearLogits(TiledLogits):
         sequence_parallel: bool = False,
     ) -> None:
         sequence_parallel = check_bool(sequence_parallel, "sequence_parallel")
-        if vocab_group is None and (vocab_size is not None or sequence_parallel):
-            raise ValueError("vocab_group: expected a process group with vocab_size or sequence_parallel, got None")
+        if vocab_group is None and sequence_parallel:
+            raise ValueError("vocab_group: expected a process group with sequence_parallel, got None")
         group = None if vocab_group is None else group_of(vocab_group, "vocab_group")
         if group is not None and vocab_size is None:
             vocab_size = rows_of_dtensor(weight, group)
@@ -120,15 +128,19 @@ class LinearLogits(TiledLogits):
         self.dtype = self.logits_dtype = self.wider(logits_dtype)
         self.widens = logits_dtype is None and self.gemm_dtype.itemsize == 2  # whether divergences take float32 logits
         self.max_memory = None if max_memory is None else check_integer(max_memory, "max_memory", 1)
-        vocab = shape[0]
+        vocab = rows = shape[0]
         adapter = checked_adapter(lora, hidden, shape, group)
         if group is not None:
-            hidden, weight, bias = self.sharded(hidden, weight, bias, group, vocab_size, sequence_parallel)
-            vocab = self.shard.vocab
-            if adapter is not None:
-                A, B, scaling = adapter
-                A = Replicated.apply(A, self.shard.group) if sequence_parallel else A
-                adapter = A, B[: self.shard.size], scaling
+            hidden = self.sharded(hidden, weight, bias, group, vocab_size, sequence_parallel)
+            vocab, rows = self.shard.vocab, self.shard.size
+            if adapter is not None and sequence_parallel:
+                adapter = Replicated.apply(adapter[0], self.shard.group), *adapter[1:]
+        elif vocab_size is not None:
+            vocab = rows = check_integer(vocab_size, "vocab_size", 1, shape[0])
+            if rows < shape[0] and any(hasattr(t, "ds_shape") for t in (weight, bias, *(adapter or ()))):
+                raise ValueError("vocab_size: expected parameters that are not partitioned, got those of ZeRO-3")
+        if rows < shape[0]:  # else the backward of a slice would copy the gradient
+            weight, bias, adapter = first_rows(rows, weight, bias, adapter)
         self.hidden, self.weight, self.bias, self.lora = hidden, weight, bias, adapter
         self.shape = torch.Size((*hidden.shape[:-1], vocab))
         self.device = hidden.device
@@ -148,8 +160,8 @@ class LinearLogits(TiledLogits):
     def sharded(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, group: Any, vocab_size: int | None,
         sequence_parallel: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-        """Set the columns of this process. Returns all hidden states, and weight and bias without padding."""
+    ) -> Tensor:  # fmt: skip
+        """Set the columns of this process. Returns all hidden states."""
         vocab_size = None if vocab_size is None else check_integer(vocab_size, "vocab_size")
         if hasattr(hidden, "device_mesh"):
             raise TypeError(
@@ -163,15 +175,12 @@ class LinearLogits(TiledLogits):
         options = int(sequence_parallel), self.logits_dtype.itemsize, self.max_memory or -1
         # The tiles, and whether the backward exchanges anything, follow from what requires a gradient.
         about, self.columns = [*hidden.shape, *options, hidden.requires_grad, weight.requires_grad], len(weight)
-        self.shard = agreed(about, len(weight), self.gemm_dtype, hidden.device, group, vocab_size, "vocab_group")
+        of_gemm = self.gemm_dtype, hidden.device
+        self.shard = agree_on_shard(about, self.columns, *of_gemm, group, vocab_size, "vocab_group")
         if not all(self.shard.sizes):
             raise ValueError(f"vocab_size: expected a column on every rank, got {list(self.shard.sizes)} columns")
         self.sums_hidden = not sequence_parallel
-        if self.shard.size < len(weight):  # else a slice would copy the gradient
-            weight, bias = weight[: self.shard.size], None if bias is None else bias[: self.shard.size]
-        if sequence_parallel:
-            hidden = GatheredRows.apply(hidden, self.shard.group)
-        return hidden, weight, bias
+        return GatheredRows.apply(hidden, self.shard.group) if sequence_parallel else hidden
 
     def parts(self) -> tuple[Tensor | None, ...]:
         """All tensors that the logits are computed from."""
@@ -239,10 +248,8 @@ class LinearLogits(TiledLogits):
     def with_columns(self, count: int) -> "LinearLogits | None":
         if hasattr(self.weight, "ds_shape") or self.shard.sizes:  # a parameter of ZeRO-3 is empty outside of the GEMMs
             return None
-        bias = None if self.bias is None else self.bias[:count]
-        lora = None if self.lora is None else (self.lora[0], self.lora[1][:count], self.lora[2])
-        shape = torch.Size((*self.shape[:-1], count))
-        return self.derived(weight=self.weight[:count], bias=bias, lora=lora, shape=shape)
+        weight, bias, lora = first_rows(count, self.weight, self.bias, self.lora)
+        return self.derived(weight=weight, bias=bias, lora=lora, shape=torch.Size((*self.shape[:-1], count)))
 
     def with_bias(self, bias: Tensor) -> "LinearLogits | None":
         if (

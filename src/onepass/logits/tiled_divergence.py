@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.core.dispatch import check_upstream, empty_gradients, operation
+from onepass.core.dispatch import check_upstream, like_gradients, operation
 from onepass.core.options import PairOptions, PairRows
 from onepass.core.shard import NOT_SHARDED, Shard
-from onepass.logits.head import HeadTensors, Settings
+from onepass.logits.head import COUNT, HeadTensors, Settings
 from onepass.logits.row_loss import DivergenceLoss
 from onepass.logits.tiled_loss import walk
 
@@ -81,9 +81,6 @@ class _Divergence(torch.autograd.Function):
         return *found, *[None] * (len(saved) - COUNT + len(ctx.rest))
 
 
-COUNT = len(HeadTensors._fields)
-
-
 def parts(tensors: Sequence[Tensor]) -> tuple[HeadTensors, TeacherTensors, PairRows]:
     """The tensors of the student, of the teacher, and those with a number of every row."""
     stop = COUNT + len(TeacherTensors._fields)
@@ -110,11 +107,7 @@ def _forward(
     return walk(tensors, read.row_mask, row_loss, settings, later=later)[0]
 
 
-def _like_gradient(tensors: HeadTensors, needed: list[bool], **_: Any) -> list[Tensor | None]:
-    return empty_gradients(tensors, needed)
-
-
-@operation("onepass::linear_divergence_gradient", _like_gradient, composite=True)
+@operation("onepass::linear_divergence_gradient", like_gradients, composite=True)
 def _gradient(
     tensors: HeadTensors,
     teacher: TeacherTensors,

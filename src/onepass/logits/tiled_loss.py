@@ -14,14 +14,14 @@ from torch import Tensor
 
 from onepass.core.dispatch import check_upstream, refuse_forward_mode, without_autocast
 from onepass.logits.gradients import Gradients
-from onepass.logits.head import Head, HeadTensors, Settings
+from onepass.logits.head import COUNT, Head, HeadTensors, Settings
 from onepass.logits.partitioned import gathered
 from onepass.logits.row_loss import RowLoss
 from onepass.logits.tile_plan import Rows, plan
 from onepass.logits.tiles import tiles
 from onepass.logits.valid_rows import defers
 
-NOTHING = (False,) * len(HeadTensors._fields)
+NOTHING = (False,) * COUNT
 
 Number = Callable[[], Tensor]  # computes a tensor when it is needed
 
@@ -113,8 +113,8 @@ class _TiledLoss(torch.autograd.Function):
         *inputs: Tensor,
     ) -> Tensor:
         tensors = HeadTensors(hidden, weight, bias, low, up)
-        needed = ctx.needs_input_grad[: len(tensors)]
-        ctx.reduced, ctx.needed_inputs = divisor is not None, ctx.needs_input_grad[len(tensors) + 4 :]
+        needed = ctx.needs_input_grad[:COUNT]
+        ctx.reduced, ctx.needed_inputs = divisor is not None, ctx.needs_input_grad[COUNT + 4 :]
         if divisor is None:  # rows have different upstream gradients: the backward computes the tiles again
             ctx.save_for_backward(*tensors, row_mask, *row_loss.tensors)
             ctx.row_loss, ctx.settings = row_loss.holding([None] * len(row_loss.tensors)), settings
@@ -136,11 +136,11 @@ class _TiledLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         check_upstream(grad)
         if not ctx.reduced:
-            count, saved_tensors = len(HeadTensors._fields), ctx.saved_tensors  # which a checkpoint unpacks only once
-            tensors, (row_mask, *saved) = HeadTensors(*saved_tensors[:count]), saved_tensors[count:]
+            saved_tensors = ctx.saved_tensors  # which a checkpoint unpacks only once
+            tensors, (row_mask, *saved) = HeadTensors(*saved_tensors[:COUNT]), saved_tensors[COUNT:]
             row_loss = ctx.row_loss.holding(saved)
             of_inputs = [torch.zeros_like(i) if n else None for i, n in zip(row_loss.row_inputs, ctx.needed_inputs)]
-            needed = ctx.needs_input_grad[:count]
+            needed = ctx.needs_input_grad[:COUNT]
             with generators_at(ctx.generators, tensors.hidden.device):
                 _, gradients = walk(tensors, row_mask, row_loss, ctx.settings, needed, lambda: grad, of_inputs)
             found = gradients.scaled(None)  # type: ignore[union-attr]

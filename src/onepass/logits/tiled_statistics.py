@@ -18,20 +18,20 @@ from onepass.backend import backend_of
 from onepass.core.collectives import of_all_ranks
 from onepass.core.dispatch import (
     check_upstream,
-    empty_gradients,
     is_untraced,
+    like_gradients,
     operation,
     without_autocast,
 )
 from onepass.core.options import NOT_DIFFERENTIABLE, FieldGradients, Inputs, Options, Results, empty_results, pick
 from onepass.logits.gradients import Gradients
-from onepass.logits.head import ALL, Head, HeadTensors, Settings
+from onepass.logits.head import ALL, COUNT, Head, HeadTensors, Settings
 from onepass.logits.partitioned import gathered
 from onepass.logits.tile_plan import Use, plan, row_bytes
 from onepass.logits.tiles import Tile, tiles
 from onepass.logits.valid_rows import defers
 from onepass.softmax.shards import empty_states, merge_states
-from onepass.softmax.statistics import returned
+from onepass.softmax.statistics import differentiable_results
 
 
 def tiled_statistics(tensors: HeadTensors, inputs: Inputs, settings: Settings, options: Options) -> tuple[Tensor, ...]:
@@ -89,7 +89,7 @@ class _TiledStatistics(torch.autograd.Function):
             derivatives = read_tiles(head, inputs, False, settings, options, zip(found, (1, 0, 0)), field=of_field)
         ctx.save_for_backward(*tensors, found[0], *derivatives)
         ctx.settings, ctx.options, ctx.field = settings, options, field
-        return returned(ctx, pick(found, options), options)
+        return differentiable_results(ctx, pick(found, options), options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -108,9 +108,6 @@ class _TiledStatistics(torch.autograd.Function):
             upstream = FieldGradients.of(options.fields, grads)
             found = _gradient(head, inputs, packed, upstream, needed, ctx.settings, options)
         return *found, *[None] * (len(inputs) + 2)
-
-
-COUNT = len(HeadTensors._fields)
 
 
 def parts(tensors: Sequence[Tensor | None]) -> tuple[HeadTensors, Inputs]:
@@ -217,11 +214,7 @@ def gradient_use(inputs: Inputs, of_weight: bool) -> Use:
     return Use(row_bytes(inputs.index), weight_gradient=of_weight, gradient=True, known=True)
 
 
-def _like_gradient(tensors: HeadTensors, needed: list[bool], **_: Any) -> list[Tensor | None]:
-    return empty_gradients(tensors, needed)
-
-
-@operation("onepass::linear_gradient", _like_gradient, composite=True)
+@operation("onepass::linear_gradient", like_gradients, composite=True)
 def _gradient(
     tensors: HeadTensors,
     inputs: Inputs,

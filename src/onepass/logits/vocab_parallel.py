@@ -60,7 +60,7 @@ class VocabParallelLogits(LogitsSource):
         self.local_logits = local_logits
         *rows, columns = local_logits.shape
         about = local_logits.dtype, local_logits.device, group_of(group), vocab_size
-        self.shard = agreed(rows, columns, *about, "group")
+        self.shard = agree_on_shard(rows, columns, *about, "group")
         self.shape = torch.Size((*local_logits.shape[:-1], self.shard.vocab))
         self.dtype, self.device = local_logits.dtype, local_logits.device
 
@@ -144,7 +144,7 @@ NUMBERS = 32  # that processes exchange for the check; enough for 27 dimensions
 _agreed: "WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[int, Any]]]" = WeakKeyDictionary()
 
 
-def agreed(
+def agree_on_shard(
     rows: Sequence[int], columns: int, dtype: torch.dtype, device: torch.device, group: Any, vocab_size: int | None,
     argument: str,
 ) -> Shard:  # fmt: skip
@@ -167,7 +167,7 @@ def shard_of(
     rows: Sequence[int], columns: int, dtype: torch.dtype, device: torch.device, name: str, vocab_size: int | None,
     argument: str,
 ) -> tuple[int, tuple[int, ...], str]:  # fmt: skip
-    """`agreed` with numbers and names as arguments."""
+    """`agree_on_shard` with numbers and names as arguments."""
     group = process_group(name)
     # The key has only values that must agree, so that all processes find it or none does.
     about = (len(rows), *rows, -1 if vocab_size is None else vocab_size, FLOATS.index(dtype))

@@ -23,7 +23,7 @@ from onepass.core.shard import Group
 from onepass.logits.source import Count, Divisor, Logits, as_source, inputs_for, options_for, scalar_temperature
 from onepass.logits.tensor_like import TORCH_FUNCTIONS
 from onepass.losses.module import LossModule
-from onepass.losses.reduction import divisor_of, group_of_mean, summed
+from onepass.losses.reduction import divisor_of, group_of_mean, sum_of_rows
 from onepass.softmax.few_rows import average_of_few_rows
 
 POSITIONAL = ("weight", "ignore_index", "reduction", "label_smoothing")  # torch's order, in earlier versions
@@ -68,8 +68,9 @@ def cross_entropy(
         reduction: ``"mean"`` (weighted by ``class_weights[target]``, as in torch; NaN without any valid row, and NaN or
             infinite if the weights of all targets are 0; the z-loss is averaged over the valid rows), ``"sum"`` or
             ``"none"``.
-        num_items: the number of items in the whole batch, a number or a tensor of one element. The sum is divided by it
-            instead of being reduced by ``reduction``, so that gradient accumulation does not change the average.
+        num_items: the number of items in the whole batch, a number or a tensor of one element. A mean divides the sum
+            by it instead, so that gradient accumulation does not change the average (the result is NaN or infinite if
+            it is 0). It is an error with ``"none"``.
         mean_group: a process group, or a `DeviceMesh` with one dimension, whose processes hold different rows of one
             batch (data or context parallelism). A mean then divides the sum of this process by the number of rows of
             all processes, so that the losses of the processes, and their gradients, add up to those of the whole batch.
@@ -129,10 +130,10 @@ def cross_entropy(
     if reduction == "mean" and num_items is None and weights is None and group is None:
         divisor = Count(valid, -1.0, masked)
     elif reduction == "mean" and num_items is None:
-        total_weight = summed(count, group)
+        total_weight = sum_of_rows(count, group)
         divisor = -total_weight
         if z_loss_weight and weights is not None:
-            of_z = z_loss_weight * (total_weight / summed(valid, group))
+            of_z = z_loss_weight * (total_weight / sum_of_rows(valid, group))
     else:
         items = divisor_of(source, None, reduction, num_items)
         divisor = None if items is None else -items  # type: ignore[operator]

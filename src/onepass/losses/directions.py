@@ -6,7 +6,7 @@ from onepass.core.options import DIRECTIONS, Direction
 BETA = 0.5  # the default; only a Jensen-Shannon divergence has another
 
 
-def resolved(direction: Direction, beta: float) -> tuple[Direction, float]:
+def check_direction(direction: Direction, beta: float) -> tuple[Direction, float]:
     """Check the arguments; a Jensen-Shannon divergence with ``beta`` 0 is "forward" and with 1 "reverse".
 
     What is returned may be resolved again.

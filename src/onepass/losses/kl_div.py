@@ -8,7 +8,7 @@ from onepass.core.invariance import is_batch_invariant
 from onepass.core.options import Direction, PairOptions, PairRows, Reduction, Transform
 from onepass.core.shard import Group
 from onepass.logits.source import Logits, as_source, scalar_temperature, temperature_of_rows
-from onepass.losses.directions import BETA, resolved
+from onepass.losses.directions import BETA, check_direction
 from onepass.losses.module import LossModule
 from onepass.losses.reduction import divisor_of
 
@@ -54,8 +54,8 @@ def kl_div(
         row_mask: ``(...)``, bool or 0/1. Rows where it is 0 are not read; their loss and gradient are 0.
         direction: ``"forward"``, ``"reverse"`` or ``"jsd"``.
         beta: weight of the teacher in ``"jsd"``, in [0, 1]; an error with another direction.
-        vocab_size: compare only the first ``vocab_size`` columns of both, for models that have the same tokenizer and
-            pad their vocabularies differently. Gradients of the other columns are 0.
+        vocab_size: the number of classes, if the logits have more columns: those from there on are padding. They are
+            not compared, and their gradients are 0. (Models with the same tokenizer may be padded differently.)
         reduction: ``"mean"`` (over the rows that are not masked; 0 if there are none), ``"sum"`` or ``"none"``.
         num_items, mean_group: divide the sum by another number than that of the rows, see `cross_entropy`.
         temperature, softcap, logit_scale: the transform of the student's logits, see `onepass.softmax_statistics`.
@@ -79,7 +79,7 @@ def kl_div(
     columns = check_pair(student, teacher, vocab_size)
     if row_mask is not None:
         check_row_mask(row_mask, student)
-    direction, beta = resolved(direction, beta)
+    direction, beta = check_direction(direction, beta)
     student_transform = Transform(*check_transform(scalar_temperature(temperature), softcap, logit_scale))
     if teacher_temperature is None:
         teacher_temperature = temperature

@@ -50,7 +50,8 @@ def linear_softmax_statistics(
         hidden, weight, bias: ``(..., H)``, ``(V, H)`` and ``(V,)``, see `LinearLogits`.
         lora: ``(A, B, scaling)`` of a low-rank adapter of the head, see `LinearLogits`.
         logits_dtype, max_memory: how the logits are computed, see `LinearLogits`.
-        vocab_group, vocab_size, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
+        vocab_size: the number of classes, if the weight has more rows, see `LinearLogits`.
+        vocab_group, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
         index: ``(...)`` or ``(..., K)``, int32 or int64.
 
     The other arguments, and what is returned and raised, are those of `softmax_statistics`.
@@ -135,8 +136,10 @@ def linear_cross_entropy(
         hidden, weight, bias: ``(..., H)``, ``(V, H)`` and ``(V,)``, see `LinearLogits`.
         lora: ``(A, B, scaling)`` of a low-rank adapter of the head, see `LinearLogits`.
         logits_dtype, max_memory: how the logits are computed, see `LinearLogits`.
-        vocab_group, vocab_size, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
-        target: ``(...)``, int32 or int64; rows that are ``ignore_index`` are left out of all GEMMs.
+        vocab_size: the number of classes, if the weight has more rows, see `LinearLogits`.
+        vocab_group, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
+        target: ``(...)``, int32 or int64; rows that are ``ignore_index`` are left out of all GEMMs, except
+            in the case of few rows, see `LinearLogits`.
 
     The other arguments, and what is returned and raised, are those of `cross_entropy`. The gradient is computed in the
     forward pass: a second backward through the result is an error, except with ``reduction="none"``, whose backward
@@ -186,7 +189,8 @@ def linear_topk_kl_div(
         hidden, weight, bias: ``(..., H)``, ``(V, H)`` and ``(V,)``, see `LinearLogits`.
         lora: ``(A, B, scaling)`` of a low-rank adapter of the head, see `LinearLogits`.
         logits_dtype, max_memory: how the logits are computed, see `LinearLogits`.
-        vocab_group, vocab_size, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
+        vocab_size: the number of classes, if the weight has more rows, see `LinearLogits`.
+        vocab_group, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
 
     The other arguments, and what is returned and raised, are those of `topk_kl_div`.
     """

@@ -63,7 +63,8 @@ def linear_loss(
         hidden, weight, bias: ``(..., H)``, ``(V, H)`` and ``(V,)``, see `LinearLogits`.
         lora: ``(A, B, scaling)`` of a low-rank adapter of the head, see `LinearLogits`.
         logits_dtype, max_memory: how the logits are computed, see `LinearLogits`.
-        vocab_group, vocab_size, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
+        vocab_size: the number of classes, if the weight has more rows, see `LinearLogits`.
+        vocab_group, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
         index: ``(...)`` or ``(..., K)``, int32 or int64, or None.
         loss_fn: called once per tile, and once more in the backward with ``reduction="none"``.
         row_inputs: ``(..., *)``, for instance advantages and old log-probs; differentiable.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from onepass.core.checks import check_choice, check_constant, check_number, described, short
 from onepass.core.collectives import process_group, sum_of_all_ranks
+from onepass.core.deprecated import warn_deprecated
 from onepass.core.dispatch import constant_in_trace, is_plain
 from onepass.core.options import REDUCTIONS, Reduction
 from onepass.core.shard import Group
@@ -22,7 +23,7 @@ def divisor_of(
     num_items: float | Tensor | None,
     mean_group: Group | None = None,
 ) -> Divisor:
-    """The divisor of the sum over rows: ``num_items``, or for a mean the number of ``rows`` (a mask; None for all rows
+    """The divisor of the sum over rows. For a mean, ``num_items`` or the number of ``rows`` (a mask; None for all rows
     of the source; at least 1). None for ``"none"``. A number on the CPU becomes a float, so that no copy synchronizes.
     """
     check_choice(reduction, "reduction", REDUCTIONS)
@@ -30,6 +31,8 @@ def divisor_of(
     if num_items is not None:
         if reduction == "none":
             raise ValueError(f"num_items: expected None with reduction='none', got {short(num_items)}")
+        if reduction == "sum":  # which an earlier version ignored
+            warn_deprecated("num_items: pass reduction='mean' with it, instead of 'sum'")
         if isinstance(num_items, Tensor):
             if num_items.numel() != 1 or num_items.is_complex():
                 raise TypeError(f"num_items: expected a real number of one element, got {described(num_items)}")
@@ -38,18 +41,18 @@ def divisor_of(
                 return check_number(num_items.item(), "num_items", 0, open_low=False)
             number = num_items.reshape(())
             return number if number.dtype.is_signed else number.long()  # losses negate it
-        return check_number(num_items, "num_items", 0)
+        return check_number(num_items, "num_items", 0, open_low=False)
     if reduction == "mean":
         if rows is None:
             count = math.prod(source.shape[:-1])
             if group is None:
                 return max(count, 1)
             rows = torch.full((), count, device=source.device)
-        return summed(rows, group).clamp(min=1)
+        return sum_of_rows(rows, group).clamp(min=1)
     return 1 if reduction == "sum" else None
 
 
-def reduced(
+def reduce_loss(
     source: LogitsSource,
     loss: Tensor,
     rows: Tensor | None,
@@ -57,7 +60,7 @@ def reduced(
     num_items: float | Tensor | None,
     mean_group: Group | None = None,
 ) -> Tensor:
-    """The sum / ``num_items``, the mean over ``rows`` (a mask; 0 if none), the sum, or the loss of each row."""
+    """The mean over ``rows`` (a mask; 0 if none) or the sum / ``num_items``, the sum, or the loss of each row."""
     return over_divisor(loss, divisor_of(source, rows, reduction, num_items, mean_group), loss.dim())
 
 
@@ -88,7 +91,7 @@ def shared_ranks(first: str, second: str) -> int:
 constant_in_trace(shared_ranks)
 
 
-def summed(counts: Tensor, group: str | None) -> Tensor:
+def sum_of_rows(counts: Tensor, group: str | None) -> Tensor:
     """The sum of the counts of all rows of this process or, with a group, of all its ranks; it stays on the device."""
     total = counts.sum()
     return total if group is None else sum_of_all_ranks(total, group)

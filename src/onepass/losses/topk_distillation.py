@@ -34,10 +34,10 @@ from onepass.logits.source import (
     scalar_temperature,
     temperature_of_rows,
 )
-from onepass.losses.directions import BETA, resolved
+from onepass.losses.directions import BETA, check_direction
 from onepass.losses.log_probs import selective_log_softmax
 from onepass.losses.module import LossModule
-from onepass.losses.reduction import divisor_of, reduced
+from onepass.losses.reduction import divisor_of, reduce_loss
 from onepass.softmax.statistics import check_range
 from onepass.softmax.teacher_tokens import teacher_tokens
 
@@ -116,7 +116,7 @@ def topk_kl_div(
             row is NaN instead.
     """
     student = as_source(student_logits, "student_logits")
-    direction, beta = resolved(direction, beta)
+    direction, beta = check_direction(direction, beta)
     renormalize = check_bool(renormalize, "renormalize")
     options = options_for("selected" if renormalize else "log_probs", temperature, softcap, logit_scale)
     teacher = Teacher(student, teacher_ids, teacher_log_probs, row_mask, teacher_mask, direction, renormalize)
@@ -174,7 +174,7 @@ def distillation_loss(
     """
     student = as_source(student_logits, "student_logits")
     check_index(target, student, "target", many=False)
-    direction, beta = resolved(direction, beta)
+    direction, beta = check_direction(direction, beta)
     alpha = check_number(alpha, "alpha", 0, 1, open_low=False)
     ignore_index = check_integer(ignore_index, "ignore_index")
     number = check_transform(scalar_temperature(temperature), None)[0]
@@ -193,7 +193,7 @@ def distillation_loss(
             softcap=softcap, logit_scale=logit_scale,
         )  # fmt: skip
         of_target = -selective_log_softmax(student, target, row_mask=valid, softcap=softcap, logit_scale=logit_scale)
-        return mixed(alpha, soft, reduced(student, of_target, valid, reduction, num_items, mean_group))
+        return weighted_sum(alpha, soft, reduce_loss(student, of_target, valid, reduction, num_items, mean_group))
     teacher = Teacher(student, teacher_ids, teacher_log_probs, row_mask, teacher_mask, direction, renormalize)
     if student.checks_values:
         check_range(student, Inputs(target, valid), "target")
@@ -215,11 +215,11 @@ def distillation_loss(
     of_rows = terms(teacher.tensors, log_probs, direction, beta)
     soft = over_divisor(of_rows, divisor_of(student, teacher.rows, reduction, num_items, mean_group), student.dim() - 1)
     of_target = (s["log_normalizer"] - s["selected"][..., 0]).where(valid, 0.0)
-    hard = reduced(student, of_target, valid, reduction, num_items, mean_group)
-    return mixed(alpha, soft, hard)
+    hard = reduce_loss(student, of_target, valid, reduction, num_items, mean_group)
+    return weighted_sum(alpha, soft, hard)
 
 
-def mixed(alpha: float, soft: Tensor, hard: Tensor) -> Tensor:
+def weighted_sum(alpha: float, soft: Tensor, hard: Tensor) -> Tensor:
     """The weighted sum of the two parts of a distillation loss."""
     if alpha in (0.0, 1.0):
         return soft if alpha else hard

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from onepass.core.checks import check_choice, described
-from onepass.moe.family import Parts, Routed, RouterDescription, called, routed_parts, unwrapped
+from onepass.moe.family import Parts, Routed, RouterDescription, call_router, routed_parts, unwrapped
 from onepass.moe.followers import followed_of
 from onepass.moe.probe import method, methods_of
 from onepass.moe.recognition import adapters_of, described_method
@@ -97,7 +97,7 @@ def routing_method(original: Callable[..., Any], name: str) -> Callable[..., Any
             inputs = [given.get(n) for n in d.inputs]
             x = inputs[0 if d.gate else -1]
             if len(args) <= len(d.inputs) >= len(given) and isinstance(x, Tensor) and x.dim() in d.dims:
-                return called(Parts(self, adapters_of(self, d), self), d, *inputs)
+                return call_router(Parts(self, adapters_of(self, d), self), d, *inputs)
         if followed_of(self) is not None:
             got = ", ".join(map(described, (*args, *kwargs.values())))
             raise TypeError(f"model: expected routers that are called as they were recognized, got "

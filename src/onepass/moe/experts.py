@@ -213,7 +213,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: ExpertOptions, *arguments: Any) -> Tensor:
         ctx.options = options
-        tensors, experts, groups, parts = parted(arguments)
+        tensors, experts, groups, parts = split_arguments(arguments)
         out, h = _forward(tensors, experts, groups, parts, True, options)
         ctx.save_for_backward(h, *arguments)
         return out
@@ -223,20 +223,20 @@ class _Experts(torch.autograd.Function):
         check_upstream(grad)
         h, *arguments = ctx.saved_tensors
         needed = list(ctx.needs_input_grad[1 : 1 + len(ExpertTensors._fields)])
-        found = _gradient(grad.contiguous(), h, *parted(arguments), needed, ctx.options)
+        found = _gradient(grad.contiguous(), h, *split_arguments(arguments), needed, ctx.options)
         return None, *found, *(None,) * (len(arguments) - len(found))
 
 
-def parted(arguments: Sequence[Any]) -> tuple[ExpertTensors, Tensor, Groups, ExpertParts]:
+def split_arguments(arguments: Sequence[Any]) -> tuple[ExpertTensors, Tensor, Groups, ExpertParts]:
     rest = iter(arguments)
     tensors, experts, groups = ExpertTensors._make(islice(rest, len(EXPERT_TENSORS))), next(rest), islice(rest, 4)
     return tensors, experts, Groups._make(groups), ExpertParts(*[WeightParts._make(islice(rest, 4)) for _ in range(2)])
 
 
-def _like_forward(tensors: ExpertTensors, experts: Tensor, needs_h: bool, options: ExpertOptions, **_: Any) -> Any:
+def _like_forward(tensors: ExpertTensors, experts: Tensor, save_h: bool, options: ExpertOptions, **_: Any) -> Any:
     shape = ExpertParts().join(tensors, options).gate_up.shape
     width = shape[2 if options.transposed else 1]
-    kept = needs_h and backend_of(tensors.hidden) is not reference  # which keeps nothing
+    kept = save_h and backend_of(tensors.hidden) is not reference  # which keeps nothing
     h = tensors.hidden.new_empty((experts.numel(), width)) if kept else None
     return torch.empty_like(tensors.hidden, memory_format=torch.contiguous_format), h
 
@@ -254,12 +254,12 @@ def _flops(experts: Sequence[int], down: Sequence[int], needed: Sequence[bool] =
 
 @operation("onepass::expert_mlp", _like_forward, _flops)
 def _forward(
-    tensors: ExpertTensors, experts: Tensor, groups: Groups, parts: ExpertParts, needs_h: bool, options: ExpertOptions
+    tensors: ExpertTensors, experts: Tensor, groups: Groups, parts: ExpertParts, save_h: bool, options: ExpertOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """The result and, if ``needs_h``, the first GEMM's output, which the gradient needs."""
+    """The result and, if ``save_h``, the first GEMM's output, which the gradient needs."""
     if tensors.hidden.is_meta:
-        return _like_forward(tensors, experts, needs_h, options)
-    return backend_of(tensors.hidden).expert_mlp(parts.join(tensors, options), experts, groups, needs_h, options)
+        return _like_forward(tensors, experts, save_h, options)
+    return backend_of(tensors.hidden).expert_mlp(parts.join(tensors, options), experts, groups, save_h, options)
 
 
 @operation("onepass::expert_mlp_gradient", _like_gradient, _flops)

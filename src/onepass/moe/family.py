@@ -180,7 +180,7 @@ def full_output(kind: str, found: Routed, softcap: float | None) -> Tensor:
     return z if kind == "capped" else z.softmax(-1) if kind == "softmax" else z.sigmoid()
 
 
-def called(parts: Parts, d: RouterDescription, *inputs: Tensor | None, **arguments: Any) -> Any:
+def call_router(parts: Parts, d: RouterDescription, *inputs: Tensor | None, **arguments: Any) -> Any:
     """What the router's own method returns for its inputs, computed by `route`. ``arguments`` are of `route`."""
     named = dict(zip(d.inputs, inputs))
     hidden = inputs[0]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.core.dispatch import constant_in_trace
-from onepass.moe.family import Parts, RouterDescription, called, unwrapped
+from onepass.moe.family import Parts, RouterDescription, call_router, unwrapped
 from onepass.moe.followers import ATTRIBUTE
 
 PLAIN = (bool, int, float, str, type(None))
@@ -224,7 +224,7 @@ class Probe(NamedTuple):
     def ours(self, d: RouterDescription, dim: int = 2) -> tuple[Tensor, ...]:
         """What `route` makes of it."""
         given = [x.view(2, TOKENS // 2, -1) if dim == 3 and x.dim() == 2 else x for x in self.inputs]
-        results = called(self.parts(), d, *given)
+        results = call_router(self.parts(), d, *given)
         return results if isinstance(results, tuple) else (results,)
 
     def parts(self) -> Parts:

@@ -20,7 +20,7 @@ from onepass.core.checks import (
     described,
 )
 from onepass.core.deprecated import renamed
-from onepass.core.dispatch import check_upstream, operation
+from onepass.core.dispatch import check_upstream, like_logits, operation
 from onepass.core.invariance import is_batch_invariant
 from onepass.core.memo import memo_of_numbers
 from onepass.core.moe_options import (
@@ -290,11 +290,7 @@ def _forward(
     return backend_of(logits).route(logits, selection_bias, token_mask, given, options)
 
 
-def _like_gradient(logits: Tensor, **_: Any) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-@operation("onepass::route_gradient", _like_gradient)
+@operation("onepass::route_gradient", like_logits)
 def _gradient(
     logits: Tensor, experts: Tensor, token_mask: Tensor | None, given: Tensor | None, grads: RoutingGradients,
     options: RouterOptions,

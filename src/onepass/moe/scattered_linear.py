@@ -11,7 +11,7 @@ from onepass.backend import backend_of
 from onepass.core.checks import FLOATS, check_bool, check_choice, check_device, check_integer, described
 from onepass.core.dispatch import autocast_dtype, check_upstream, empty_gradients, operation
 from onepass.core.moe_options import ACTIVATIONS, Activation, Groups, ScatterGradients, ScatterOptions, ScatterTensors
-from onepass.core.quantized import Encoded, Weight, WeightParts, cast, joined
+from onepass.core.quantized import Encoded, Weight, WeightParts, as_weight, cast
 from onepass.moe.experts import expert_mlp
 from onepass.moe.quantized import split_weight
 from onepass.moe.router import Routing
@@ -181,7 +181,7 @@ def _like_forward(
     tensors: ScatterTensors, groups: Groups, options: ScatterOptions, **_: Any
 ) -> tuple[Tensor, Tensor | None]:
     x, weights = tensors.x, tensors.weights
-    outputs = joined(tensors.weight, WeightParts(), options.format, x).shape[2 if options.transposed else 1]
+    outputs = as_weight(tensors.weight, WeightParts(), options.format, x).shape[2 if options.transposed else 1]
     rows = x.new_empty((groups.order.shape[0], outputs))
     return (rows, None) if weights is None else (x.new_empty((weights.shape[0], outputs)), rows)
 
@@ -202,7 +202,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None]:
     if tensors.x.is_meta:
         return _like_forward(tensors, groups, options)
-    tensors = tensors._replace(weight=joined(tensors.weight, parts, options.format, tensors.x))
+    tensors = tensors._replace(weight=as_weight(tensors.weight, parts, options.format, tensors.x))
     return backend_of(tensors.x).scattered_linear(tensors, experts, groups, options)
 
 
@@ -213,5 +213,5 @@ def _gradient(
 ) -> ScatterGradients:  # fmt: skip
     if grad.is_meta:
         return _like_gradient(tensors, needed)
-    tensors = tensors._replace(weight=joined(tensors.weight, parts, options.format, tensors.x))
+    tensors = tensors._replace(weight=as_weight(tensors.weight, parts, options.format, tensors.x))
     return backend_of(tensors.x).scattered_linear_gradient(grad, y, tensors, experts, groups, needed, options)

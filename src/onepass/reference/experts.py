@@ -145,7 +145,7 @@ def layers(t: ExpertTensors, o: ExpertOptions, needed: Sequence[bool] = ()) -> t
 
 
 def expert_mlp(
-    tensors: ExpertTensors, experts: Tensor, groups: Groups, keep: bool, options: ExpertOptions
+    tensors: ExpertTensors, experts: Tensor, groups: Groups, save_h: bool, options: ExpertOptions
 ) -> tuple[Tensor, Maybe]:
     """The result, and None: `expert_mlp_gradient` computes everything again."""
     t, o = tensors, options

@@ -18,7 +18,7 @@ def route(
         for t in each(logits):
             mask, ids = (None if g is None else g[t] for g in (token_mask, given))
             parts.append(route(logits[t], selection_bias, mask, ids, options))
-        return joined(parts, options)
+        return join_tokens(parts, options)
     z = transformed(logits, options)
     experts = select(logits, z, selection_bias, token_mask, options)
     bad, differ = undefined(z, options), torch.zeros_like(experts)
@@ -128,7 +128,7 @@ def route_gradient(
     return grad.to(logits.dtype)
 
 
-def joined(parts: list[RoutingResults], options: RouterOptions) -> RoutingResults:
+def join_tokens(parts: list[RoutingResults], options: RouterOptions) -> RoutingResults:
     """The results of all tokens, from those of each."""
     weights, experts, counts, prob_sums, logsumexp, changed = zip(*parts)
     total = torch.stack(counts).sum(0, dtype=torch.int32) if options.counts else None

@@ -17,6 +17,7 @@ from onepass.core.dispatch import (
     check_upstream,
     empty_gradient,
     is_plain,
+    like_logits,
     operation,
     refuse_forward_mode,
 )
@@ -122,7 +123,7 @@ def statistics_of(
         how = average, options, inplace_backward, early, shard  # one argument, of which each costs time
         fields: tuple[Tensor, ...] = _Statistics.apply(logits, *inputs.passed(), how)
         return fields
-    return averaged(pick(results_of(logits, inputs, options, shard), options), inputs, average)[0]
+    return average_fields(pick(results_of(logits, inputs, options, shard), options), inputs, average)[0]
 
 
 def results_of(logits: Tensor, inputs: Inputs, options: Options, shard: Shard) -> Results:
@@ -168,11 +169,7 @@ def _selected_logits(logits: Tensor, index: Tensor, transform: Transform) -> Ten
     return backend_of(logits).selected_logits(logits, index, transform)
 
 
-def _like_logits(logits: Tensor, **_: Any) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-@operation("onepass::selected_logits_gradient", _like_logits)
+@operation("onepass::selected_logits_gradient", like_logits)
 def _selected_gradient(logits: Tensor, index: Tensor, grad: Tensor, transform: Transform) -> Tensor:
     return backend_of(logits).selected_logits_gradient(logits, index, grad, transform)
 
@@ -240,7 +237,7 @@ def key_of_row_weight(logits: Tensor) -> tuple[int, int, bool]:
     return index, stream, logits.dtype == torch.float64
 
 
-def averaged(
+def average_fields(
     fields: tuple[Tensor, ...], inputs: Inputs, average: Average | None, row_weight: Tensor | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """The fields, or the average of the only field; and the weight of a row, if it is not known."""
@@ -259,13 +256,13 @@ def is_capturing(tensor: Tensor) -> bool:
 
 
 def upstream_of(grads: tuple[Tensor | None, ...], row_weight: Tensor | None, options: Options) -> FieldGradients:
-    """The upstream gradients of the fields, from those of what `averaged` returned."""
+    """The upstream gradients of the fields, from those of what `average_fields` returned."""
     if row_weight is None or grads[0] is None:
         return FieldGradients.of(options.fields, grads)
     return FieldGradients(selected=grads[0], row_weight=row_weight)
 
 
-def returned(ctx: Any, fields: tuple[Tensor, ...], options: Options) -> tuple[Tensor, ...]:
+def differentiable_results(ctx: Any, fields: tuple[Tensor, ...], options: Options) -> tuple[Tensor, ...]:
     """The requested fields, as outputs of an autograd function."""
     # Views of the same tensor could not be changed in place, and torch 2.11 loses their gradients when it compiles.
     fields = tuple([f.clone() if torch.compiler.is_compiling() or f._is_view() else f for f in fields])
@@ -299,10 +296,10 @@ class _Statistics(torch.autograd.Function):
                 row_weight = row_weight_of(logits, inputs, average)
                 predicted = FieldGradients(selected=row_weight[1])
                 grad = _gradient(logits, inputs, results[0], predicted, size, options)
-            fields, row_weight = averaged(pick(results, options), inputs, average, row_weight)
+            fields, row_weight = average_fields(pick(results, options), inputs, average, row_weight)
         ctx.save_for_backward(logits, *tensors, row_weight, results[0], grad)
         ctx.options, ctx.inplace, ctx.size, ctx.written = options, inplace, size, False
-        return returned(ctx, fields, options)
+        return differentiable_results(ctx, fields, options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
