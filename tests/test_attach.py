@@ -5,6 +5,7 @@ import inspect
 import io
 import pickle
 import threading
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from types import MethodType
@@ -44,6 +45,44 @@ def test_tensors_where_nothing_trains(attach):
         assert is_lazy(model(ids, labels=ids)) and is_lazy(model(ids, None, None, None, None, ids))
         assert type(model.lm_head(torch.zeros(1, 32, requires_grad=True))) is torch.Tensor
     assert type(model(**given).logits) is torch.Tensor
+
+
+class OtherCrossEntropy(torch.autograd.Function):
+    """The sum over all labels, of tensors alone, as other libraries compute it."""
+
+    @staticmethod
+    def forward(ctx, logits, labels):
+        grad = logits.detach().softmax(-1)
+        ctx.save_for_backward(grad.scatter_add(-1, labels.unsqueeze(-1), -torch.ones_like(grad)))
+        return -logits.detach().log_softmax(-1).gather(-1, labels.unsqueeze(-1)).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], None
+
+
+def other_cross_entropy(input, target, ignore_index=-100, reduction="mean", **options):
+    kept = target != ignore_index
+    return OtherCrossEntropy.apply(input, target.where(kept, 0)) / kept.sum()
+
+
+@pytest.mark.parametrize("attach", [onepass.attach, lambda _: onepass.patch("transformers")], ids=["attach", "patch"])
+def test_a_cross_entropy_of_another_library(attach, monkeypatch):
+    """It takes tensors only. A loss that is added to it would hide that it lost its gradient."""
+    model = llama()
+    given = lazy_models.inputs(model)
+    other_cross_entropy.__module__ = "liger_kernel.ops"
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", other_cross_entropy)
+    reason = "torch.nn.functional.cross_entropy is a function of liger_kernel"
+    with pytest.warns(RuntimeWarning, match=reason) if attach is onepass.attach else nullcontext():
+        attached = attach(model)
+    with attached:
+        out = model(**given)
+        assert type(out.logits) is torch.Tensor
+        (out.loss + model.lm_head.weight.sum()).backward()
+        assert model.model.norm.weight.grad.any()
+        monkeypatch.undo()
+        assert is_lazy(model(**given))
 
 
 def test_a_failed_forward():

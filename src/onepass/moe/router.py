@@ -188,7 +188,7 @@ def softmax_topk(
 ) -> Routing:
     """`route` as in Mixtral, Qwen and OLMoE: softmax over the experts, then the k largest, renormalized or not.
 
-    The arguments, the result and what is raised are those of `route`.
+    Its arguments, the result and what is raised are as in `route`, which has more options.
     """
     return route(
         router_logits, k, score="softmax", renormalize=renormalize, scale=scale, eps=eps, softcap=softcap,
@@ -214,7 +214,7 @@ def sigmoid_topk(
 ) -> Routing:
     """`route` as in DeepSeek-V3: sigmoid scores, a correction bias for the selection, groups of experts.
 
-    The arguments, the result and what is raised are those of `route`.
+    Its arguments, the result and what is raised are as in `route`, which has more options.
     """
     return route(
         router_logits, k, score="sigmoid", selection_bias=selection_bias, n_group=n_group, topk_group=topk_group,
