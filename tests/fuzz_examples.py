@@ -78,7 +78,7 @@ HARD_OF = {
 def reasonable(spec: Spec) -> Spec:
     """The nearest call that is allowed."""
     options = dict(spec["options"])
-    if options.get("reduction") == "none":
+    if options.get("reduction", "mean") != "mean":
         options.pop("num_items", None)
     if options.get("group_score") and "n_group" not in options:
         options.pop("group_score")

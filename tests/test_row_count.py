@@ -46,7 +46,7 @@ def test_counted_labels(device, reads, name):
     labels = LABELS[name](labels)
     expected = step(hidden, weight, labels)
     assert reads == []
-    token = lazy_logits._counted.set(lazy_logits.counted(labels))
+    token = lazy_logits._counted.set(lazy_logits.start_count(labels))
     try:
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("error")  # which does not count an event
@@ -76,7 +76,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_labels_that_were_not_counted(device, reads, name):
     hidden, weight, labels = batch(device)
-    token = lazy_logits._counted.set(lazy_logits.counted(labels))
+    token = lazy_logits._counted.set(lazy_logits.start_count(labels))
     try:
         given = OTHERS[name](labels)
         found = step(hidden, weight, **given)
