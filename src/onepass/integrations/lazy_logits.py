@@ -72,9 +72,9 @@ def heads_of(model: nn.Module) -> list[nn.Module]:
 
 def _reason(head: nn.Module) -> str:
     """Why a head returns tensors; empty if it returns `LinearLogits`."""
-    library = torch.nn.functional.cross_entropy.__module__.partition(".")[0]
-    if library not in ("torch", "onepass"):  # whose function may take tensors only, and compute no gradient of others
-        return f"torch.nn.functional.cross_entropy is a function of {library}"
+    module = getattr(torch.nn.functional.cross_entropy, "__module__", None) or "an unknown library"
+    if not module.startswith(("torch.", "onepass.")):  # it may take tensors only, and compute no gradient of others
+        return f"torch.nn.functional.cross_entropy is a function of {module.partition('.')[0]}"
     base: Any = head
     inner: list[nn.Module] = []  # the parts of the head, which are not called
     if is_adapted(head):
