@@ -6,7 +6,7 @@ import io
 import pickle
 import threading
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from types import MethodType
 
@@ -66,14 +66,25 @@ def other_cross_entropy(input, target, ignore_index=-100, reduction="mean", **op
     return OtherCrossEntropy.apply(input, target.where(kept, 0)) / kept.sum()
 
 
+def wrapped(input, target, ignore_index=-100, reduction="mean", **options):
+    return other_cross_entropy(input, target, ignore_index)
+
+
+OF_OTHERS = {
+    "its own": other_cross_entropy,
+    "a wrapper": wraps(torch.nn.functional.cross_entropy)(wrapped),  # with the `__module__` of torch's function
+    "a callable": partial(other_cross_entropy),
+}
+
+
+@pytest.mark.parametrize("of_another", OF_OTHERS)
 @pytest.mark.parametrize("attach", [onepass.attach, lambda _: onepass.patch("transformers")], ids=["attach", "patch"])
-def test_a_cross_entropy_of_another_library(attach, monkeypatch):
+def test_a_cross_entropy_of_another_library(attach, of_another, monkeypatch):
     """It takes tensors only. A loss that is added to it would hide that it lost its gradient."""
     model = llama()
     given = lazy_models.inputs(model)
-    other_cross_entropy.__module__ = "liger_kernel.ops"
-    monkeypatch.setattr(torch.nn.functional, "cross_entropy", other_cross_entropy)
-    reason = "torch.nn.functional.cross_entropy is a function of liger_kernel"
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", OF_OTHERS[of_another])
+    reason = "torch.nn.functional.cross_entropy is a function of (test_attach|an unknown module)"
     with pytest.warns(RuntimeWarning, match=reason) if attach is onepass.attach else nullcontext():
         attached = attach(model)
     with attached:

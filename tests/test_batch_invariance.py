@@ -364,6 +364,40 @@ def test_as_a_decorator(enabled):
         assert is_batch_invariant() != enabled
 
 
+def test_one_decorator_for_several_functions():
+    with onepass.batch_invariant(False):
+        decorator = onepass.batch_invariant()
+        modes = [decorator(lambda: is_batch_invariant()) for _ in range(2)]
+        assert not is_batch_invariant()
+        assert [mode() for mode in modes] == [True, True]
+        with decorator:
+            assert decorator(is_batch_invariant)()
+        assert not is_batch_invariant()
+
+
+def generator():
+    yield
+
+
+async def coroutine():
+    pass
+
+
+@pytest.mark.parametrize("function", [generator, coroutine, int, 3], ids=["generator", "coroutine", "class", "number"])
+def test_what_cannot_be_decorated(function):
+    """The body of a generator or a coroutine runs when its call has ended, and with it the mode."""
+    with onepass.batch_invariant(False), pytest.raises(TypeError, match="function: expected a function, not of a"):
+        onepass.batch_invariant()(function)
+
+
+def test_hidden_states_of_any_strides(device):
+    hidden, weight = torch.randn(16, 7, device=device).t(), torch.randn(16, 41, device=device).t()
+    target = torch.arange(7, device=device)
+    with onepass.batch_invariant():
+        got = onepass.linear_cross_entropy(hidden, weight, target)
+    torch.testing.assert_close(got, torch.nn.functional.cross_entropy(hidden @ weight.t(), target))
+
+
 @forks.GROUP
 @pytest.mark.parametrize("value", ("0", "1"))
 def test_environment(tmp_path, value):

@@ -275,6 +275,19 @@ def test_no_items(device, items):
     assert not x.grad.isfinite().all()
 
 
+def test_no_items_in_a_compiled_function():
+    """An integer has no -0, which the divisor of a negated loss would be."""
+    x, target, _ = batch("cpu")
+    compiled = torch.compile(lambda n: onepass.cross_entropy(x, target, num_items=n), backend="aot_eager")
+    assert compiled(torch.tensor(0)).item() == float("inf")
+    torch._dynamo.reset()
+
+
+def test_a_number_of_items_without_a_reciprocal(device):
+    x, target, _ = batch(device)
+    assert onepass.cross_entropy(x, target, num_items=1e-300).item() == float("inf")
+
+
 def test_a_sum_with_items_is_deprecated(device):
     x, target, _ = batch(device)
     said = r"onepass: num_items: pass reduction='mean' with it, instead of 'sum' \[OP002\]"

@@ -72,9 +72,11 @@ def heads_of(model: nn.Module) -> list[nn.Module]:
 
 def _reason(head: nn.Module) -> str:
     """Why a head returns tensors; empty if it returns `LinearLogits`."""
-    module = getattr(torch.nn.functional.cross_entropy, "__module__", None) or "an unknown library"
-    if not module.startswith(("torch.", "onepass.")):  # it may take tensors only, and compute no gradient of others
-        return f"torch.nn.functional.cross_entropy is a function of {module.partition('.')[0]}"
+    # A wrapper may have the `__module__` of what it wraps.
+    module = getattr(torch.nn.functional.cross_entropy, "__globals__", {}).get("__name__") or "an unknown module"
+    if module != "torch.nn.functional" and not module.startswith("onepass."):
+        # It may take tensors only, and compute no gradient of others.
+        return f"torch.nn.functional.cross_entropy is a function of {module}"
     base: Any = head
     inner: list[nn.Module] = []  # the parts of the head, which are not called
     if is_adapted(head):

@@ -136,7 +136,7 @@ def plan_for(
 
 
 def row_gemm(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write ``a @ b + bias`` to ``out``, whose last dimension is contiguous, as is that of ``a``. ``b`` is any matrix.
+    """Write ``a @ b + bias`` to ``out``, whose last dimension is contiguous. ``a`` is copied if its own is not.
 
     All operands have one dtype; that of ``out`` may be float32.
     """
@@ -145,6 +145,7 @@ def row_gemm(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
     if not rows:
         return
     tma = layout.tma_dimension(b, 0, 1)
+    a = a if a.stride(1) == 1 else a.contiguous()
     a = with_aligned_rows(a) if tma else a
     strides = a.stride(0), *b.stride(), out.stride(0)
     about = (rows, N, K), strides, (a.element_size(), out.element_size()), tma, a.device

@@ -23,13 +23,16 @@ class Gradients:
     """The gradients of the `HeadTensors`, each if ``needed``, to which tiles are added.
 
     That of the hidden states is in the dtype of sums if it is ``wide``, and is then scaled later; see `derivatives`.
+    With ``used``, the gradient of the logits is 0 from this column on, where the weight is padding and may be NaN.
     """
 
-    def __init__(self, head: Head, plan: TilePlan, needed: Sequence[bool], wide: bool = False) -> None:
-        self.head, self.plan, self.needed = head, plan, needed[:3]
+    def __init__(
+        self, head: Head, plan: TilePlan, needed: Sequence[bool], wide: bool = False, used: int | None = None
+    ) -> None:
+        self.head, self.plan, self.needed, self.used = head, plan, needed[:3], used
         self.adapter: Gradients | None = None
         if head.adapter is not None and any(needed[3:]):
-            self.adapter = Gradients(head.adapter, plan, (*needed[3:], False), wide)
+            self.adapter = Gradients(head.adapter, plan, (*needed[3:], False), wide, used)
         self.sum_dtype = torch.promote_types(head.dtype, torch.float32)
         self.hidden: Tensor | None = None
         self.weight: Tensor | None = None
@@ -128,6 +131,8 @@ class Gradients:
     def add_hidden(self, rows: Rows, columns: slice, gradient: Tensor) -> None:
         """Add a tile to the gradient of the hidden states."""
         weight = self.head.factors(columns)[0]
+        if self.used is not None:
+            gradient, weight = gradient[:, : self.used], weight[: self.used]
         if self.plan.sliced:
             if self.total is None:
                 self.total = self.gemm(gradient, weight, self.sum_dtype)
@@ -177,7 +182,7 @@ class Gradients:
 
     def row_gemm(self, a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """`gemm`, whose rows do not depend on each other if the settings say so."""
-        if not self.head.settings.invariant_gemms:
+        if not self.head.settings.invariant_gemms or not a.shape[1]:
             return self.gemm(a, b, dtype, out)
         out = a.new_empty((len(a), b.shape[1]), dtype=dtype) if out is None else out
         backend_of(a).row_gemm(a, b, None, out)

@@ -71,7 +71,8 @@ class LinearLogits(TiledLogits):
             states, labels and options, and get the same results. They exchange a few numbers per row in the forward,
             and the gradient of the hidden states.
         vocab_size: the number V of classes, if the weight has more rows: those from V on are padding, which no softmax
-            includes, and their gradient is 0. With ``vocab_group``, V is the number of classes of all processes.
+            includes, and their gradient is 0. Class weights may be given for all rows. With ``vocab_group``, V is the
+            number of classes of all processes.
         sequence_parallel: with ``vocab_group``, whether each process holds an equal part of the hidden states, along
             their first dimension. They are gathered, so that results have all rows, and their gradient is
             reduce-scattered.
@@ -101,7 +102,7 @@ class LinearLogits(TiledLogits):
     round_before_bias = False  # whether the bias is added to the rounded product, which rounds twice
     exact_weight = False  # see `Settings`
 
-    columns = 0  # of this process, with padding, if the vocabulary is sharded
+    columns = 0  # of this process, with padding, if there may be some
     sums_hidden = False  # whether the gradient of the hidden states is summed over the processes
 
     def __init__(
@@ -137,10 +138,12 @@ class LinearLogits(TiledLogits):
                 adapter = Replicated.apply(adapter[0], self.shard.group), *adapter[1:]
         elif vocab_size is not None:
             vocab = rows = check_integer(vocab_size, "vocab_size", 1, shape[0])
+            self.columns = shape[0]
             if rows < shape[0] and any(hasattr(t, "ds_shape") for t in (weight, bias, *(adapter or ()))):
                 raise ValueError("vocab_size: expected parameters that are not partitioned, got those of ZeRO-3")
         if rows < shape[0]:  # else the backward of a slice would copy the gradient
-            weight, bias, adapter = first_rows(rows, weight, bias, adapter)
+            with torch.enable_grad():  # a gradient may be needed later
+                weight, bias, adapter = first_rows(rows, weight, bias, adapter)
         self.hidden, self.weight, self.bias, self.lora = hidden, weight, bias, adapter
         self.shape = torch.Size((*hidden.shape[:-1], vocab))
         self.device = hidden.device
@@ -325,4 +328,6 @@ class LinearLogits(TiledLogits):
         return self.transformed(self.untransformed_columns())
 
     def all_class_weights(self, weights: Tensor) -> Tensor:
-        return all_weights(weights, self.columns, self.shard) if self.shard.sizes else weights
+        if self.shard.sizes:
+            return all_weights(weights, self.columns, self.shard)
+        return weights[: self.shape[-1]] if len(weights) == self.columns else weights

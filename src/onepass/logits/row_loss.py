@@ -43,11 +43,13 @@ class RowLoss(Protocol):
         row_inputs: differentiable tensors with an entry for every row.
         tensors: all tensors that the loss reads, including those of ``heads`` and the ``row_inputs``. Autograd saves
             them.
+        used: how many of the columns the loss reads; None for all.
         groups: how many of the rows that are not masked belong to each group, which a tile holds whole; None for a loss
             of single rows.
     """
 
     dtype: torch.dtype
+    used: int | None
     groups: Sequence[int] | None
     heads: Sequence[tuple[HeadTensors, Settings]]
     row_inputs: Sequence[Tensor]
@@ -91,6 +93,7 @@ class StatisticsLoss:
     """
 
     heads: Sequence[tuple[HeadTensors, Settings]] = ()
+    used: int | None = None
 
     def __init__(
         self,
@@ -258,7 +261,7 @@ class DivergenceLoss:
         shard: Shard,
     ) -> None:
         self.temperatures = temperatures
-        self.options, self.row_bytes, self.shard = options, ROW, shard
+        self.options, self.row_bytes, self.shard, self.used = options, ROW, shard, options.columns
         self.teacher: Tensor | None = None
         self.heads: Sequence[tuple[HeadTensors, Settings]] = ()
         if isinstance(teacher, Tensor):

@@ -245,6 +245,9 @@ def as_source(
     return logits
 
 
+LEAST = 1e-38  # of numbers whose reciprocal float32 can represent
+
+
 def average_of(divisor: Divisor, inputs: Inputs, masked: int, device: torch.device) -> Average | None:
     """The average that a sum over rows and this divisor make; None if it is not an `Average`.
 
@@ -256,7 +259,7 @@ def average_of(divisor: Divisor, inputs: Inputs, masked: int, device: torch.devi
     if isinstance(divisor, Tensor):
         constant = divisor.numel() == 1 and not divisor.requires_grad and divisor.device == device
         return Average(1.0, False, divisor.detach(), masked) if constant and is_plain(divisor) else None
-    return Average(1 / divisor, False, None, masked) if divisor else None
+    return Average(1 / divisor, False, None, masked) if divisor and abs(divisor) > LEAST else None
 
 
 def over_divisor(loss: Tensor, divisor: Divisor, row_dims: int) -> Tensor:

@@ -71,7 +71,7 @@ def walk(
         row_mask = row_mask if defers(row_mask) else None
         count = hidden.shape[0] if row_loss.groups is None else len(row_loss.groups)
         losses = hidden.new_zeros(count, dtype=row_loss.dtype)
-        gradients = None if scale_of is None else Gradients(heads[0], tile_plan, needed)
+        gradients = None if scale_of is None else Gradients(heads[0], tile_plan, needed, used=row_loss.used)
         of_rows = None if scale_of is None else of_some_rows(cache(scale_of))
         for tile in chain(first, following):
             mask = None if row_mask is None else tile.rows.take(row_mask)

@@ -9,7 +9,7 @@ BETA = 0.5  # the default; only a Jensen-Shannon divergence has another
 def check_direction(direction: Direction, beta: float) -> tuple[Direction, float]:
     """Check the arguments; a Jensen-Shannon divergence with ``beta`` 0 is "forward" and with 1 "reverse".
 
-    What is returned may be resolved again.
+    What is returned may be passed again.
     """
     check_choice(direction, "direction", DIRECTIONS)
     beta = check_number(beta, "beta", 0, 1, open_low=False)

@@ -40,7 +40,7 @@ def divisor_of(
             if num_items.is_cpu and is_plain(num_items):
                 return check_number(num_items.item(), "num_items", 0, open_low=False)
             number = num_items.reshape(())
-            return number if number.dtype.is_signed else number.long()  # losses negate it
+            return number if number.is_floating_point() else number.double()  # losses negate it, and 0 has a sign
         return check_number(num_items, "num_items", 0, open_low=False)
     if reduction == "mean":
         if rows is None:
