@@ -395,6 +395,7 @@ def test_a_model_with_a_softcap_and_bfloat16_logits():
     torch.testing.assert_close(loss, theirs, rtol=2e-2, atol=2e-2)
 
 
+@moe_cases.pytestmark
 @moe_cases.every_case
 def test_routers(case, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

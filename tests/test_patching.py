@@ -166,6 +166,7 @@ def test_what_is_patched_is_said_of_every_library(monkeypatch, library):
         assert script.patch_libraries().startswith(f"patched {library} {patching.version_of(library)} (")
 
 
+@ROUTERS
 def test_a_router_that_does_something_else_keeps_its_code(monkeypatch):
     router = import_module("transformers.models.olmoe.modeling_olmoe").OlmoeTopKRouter
 
@@ -178,6 +179,7 @@ def test_a_router_that_does_something_else_keeps_its_code(monkeypatch):
         assert router.forward is not forward and torch.equal(one(x), x.topk(2)[0])
 
 
+@ROUTERS
 def test_routers_that_are_imported_later():
     """They are replaced when their model is built, and restored with the patch that was there, or the last one."""
     name = "transformers.models.flex_olmo.modeling_flex_olmo"
