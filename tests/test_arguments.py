@@ -194,6 +194,16 @@ CASES = {
         ValueError,
         "num_items: expected a constant, got a tensor that requires a gradient; detach it",
     ),
+    "items that are complex": (
+        lambda: onepass.cross_entropy(X, I, num_items=torch.tensor(2 + 0j)),
+        TypeError,
+        "num_items: expected a real number of one element, got torch.complex64",
+    ),
+    "loss_fn": (
+        lambda: onepass.linear_loss(X, X, I % 3, None),
+        TypeError,
+        "loss_fn: expected a function of the statistics and the row_inputs, got None",
+    ),
     "alpha of silu": (lambda: experts(alpha=1.5), ValueError, "alpha: expected activation='swiglu_clamped' with it"),
     "limit of gelu": (
         lambda: experts(activation="gelu", limit=2.0),

@@ -155,6 +155,17 @@ def test_nearest_is_off_unless_asked_for(library, tmp_path):
         assert again.run(n=100) and len(again.benchmarks) == 3
 
 
+def test_of_two_equally_near_the_one_of_this_gpu_is_used(library):
+    assert library.run(n=40)
+    (record,) = autotune.collect()
+    other = replace(record, gpu="another", key=record.key | {"n": 160})
+    kept = ConfigStore()
+    kept.add([record, other])
+    assert kept.records == [other, record]
+    key = tuners.cache_key(replace(record, key=record.key | {"n": 80}))
+    assert kept.find(library.plain_kernel, key, nearest=True) is record
+
+
 def test_merge_keeps_the_better_timed():
     ours, theirs = ConfigStore(), ConfigStore()
     ours.add([a_record(milliseconds=2.0), a_record(key={"n": 1}, milliseconds=None), a_record(key={"n": 2})])

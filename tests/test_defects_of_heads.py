@@ -201,6 +201,17 @@ def test_a_bias_that_is_rounded_twice(device, reduction):
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
 
 
+def test_a_float16_gradient_that_only_its_mean_can_hold(device):
+    """The gradients of tiles are scaled once, at the end, so that they are kept in float32 until then."""
+    hidden = torch.zeros(8, 2, dtype=torch.float16, device=device, requires_grad=True)
+    weight = torch.tensor([[6e4, 0.0], [-6e4, 0.0], [-6e4, 0.0], [-6e4, 0.0]], dtype=torch.float16, device=device)
+    target = torch.tensor([0, 0, 1, 1] * 2, device=device)
+    onepass.cross_entropy(onepass.LinearLogits(hidden, weight), target).backward()
+    h, w = hidden.detach().double().requires_grad_(), weight.double()
+    F.cross_entropy(h @ w.t(), target).backward()
+    torch.testing.assert_close(hidden.grad.double(), h.grad, rtol=1e-2, atol=1e-2)
+
+
 def test_a_loss_that_writes_to_its_arguments(device):
     hidden, weight, target = head(device)
     ones = torch.ones(12, device=device)

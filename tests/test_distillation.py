@@ -263,6 +263,22 @@ def test_nothing_to_learn_from(device):
         assert loss == 0 and torch.autograd.grad(loss, x)[0].shape == x.shape
 
 
+@pytest.mark.parametrize("loss", ["topk_kl_div", "distillation_loss"])
+def test_a_mean_over_rows_of_both_masks(device, loss):
+    """It counts the rows that neither mask leaves out."""
+    x, ids, log_t, _ = topk_batch(device, 3)
+    rows = torch.tensor([True, False, True, True, False], device=device)
+    tokens = torch.ones_like(ids, dtype=torch.bool)
+    tokens[2] = False
+    of = (
+        {"target": torch.zeros(len(x), dtype=torch.int64, device=device), "alpha": 1.0} if loss != "topk_kl_div" else {}
+    )
+    function = getattr(onepass, loss)
+    options = of | {"teacher_ids": ids, "teacher_log_probs": log_t, "row_mask": rows, "teacher_mask": tokens}
+    every = onepass.topk_kl_div(x, ids, log_t, reduction="none")
+    assert_close(function(x, **options), every[[0, 3]].mean())
+
+
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_gradcheck(direction):

@@ -18,7 +18,8 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 kernels = import_module("onepass.kernels")
 launching = import_module("onepass.kernels.launch")
-Flat, Out, Plan, Rows, launch = (getattr(launching, n) for n in ("Flat", "Out", "Plan", "Rows", "launch"))
+NAMES = "Flat", "Out", "Plan", "Rows", "Strided", "launch"
+Flat, Out, Plan, Rows, Strided, launch = (getattr(launching, name) for name in NAMES)
 
 MODULES = [import_module(m.name) for m in iter_modules(kernels.__path__, "onepass.kernels.")]
 KERNELS = {name: k for m in MODULES for name, k in vars(m).items() if name.endswith("_kernel")}
@@ -118,6 +119,29 @@ def test_an_input_that_is_not_contiguous_is_copied(where):
             assert torch.equal(affine(x, rows, 2.0), 2 * x)
     wide = torch.rand(7, 5, device=where)
     assert torch.equal(affine(data[:7], wide[:, 2:], 1.0), data[:7] + wide[:, 2])  # rows apart need no copy
+
+
+@triton.jit
+def strided_kernel(x: "Strided", out: "Out", stride: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i * stride))
+
+
+@triton.jit
+def flat_kernel(x: "Flat", out: "Out", stride: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i))
+
+
+def test_launches_of_several_plans_are_told_apart(where):
+    """Of the same tensors, and with nothing else that the plan depends on."""
+    x, plans = torch.arange(32.0, device=where)[::2], {}
+    for kernel in (flat_kernel, strided_kernel):
+        plans[kernel] = lambda kernel=kernel: Plan(kernel, 1, (), dict(stride=2, BLOCK=16), 1)
+    for kernel in (flat_kernel, strided_kernel) * 2:
+        out = torch.empty(16, device=where)
+        launch(plans[kernel], (), (x, out))
+        assert torch.equal(out, x)
 
 
 def test_what_cannot_be_made_right_is_refused(where):

@@ -309,6 +309,29 @@ def test_divergence(beta, options):
     assert_same(nothing)
 
 
+@LATEST
+def test_divergence_from_a_teacher_that_is_padded_further():
+    """Only the columns of the student are compared, which TRL cannot do."""
+    student, teacher, weight = torch.randn(2, 5, H), torch.randn(2, 5, 24), torch.randn(V, H)
+    teacher_weight, mask = torch.randn(V + 3, 24), torch.ones(2, 5)
+    loss = _ours("chunked_divergence_loss")
+    results = [loss(student, teacher, weight, w, mask, 0.5) for w in (teacher_weight, teacher_weight[:V])]
+    torch.testing.assert_close(*results)
+    with pytest.raises(ValueError, match="vocab_size: expected"):
+        loss(student, teacher, weight, teacher_weight[: V - 1], mask, 0.5)
+
+
+@LATEST
+def test_a_head_of_another_dtype_than_the_hidden_states():
+    """As without a patch in mixed precision, the head is cast, and its bias too."""
+    hidden, weight, bias = torch.randn(2, 5, H).bfloat16(), torch.randn(V, H), torch.randn(V)
+    labels = torch.randint(V, (2, 5))
+    loss = _ours("chunked_cross_entropy_loss")
+    results = [loss(hidden, w, 4, labels=labels, lm_head_bias=b)[0] for w, b in
+               ((weight, bias), (weight.bfloat16(), bias.bfloat16()))]  # fmt: skip
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.skipif(not hasattr(import_module("trl.trainer.sft_trainer"), "_chunked_cross_entropy_loss"),
                     reason="TRL 1.10 to 1.14")  # fmt: skip
 @pytest.mark.parametrize("options", [{}, dict(num_items_in_batch=torch.tensor(30)), dict(
@@ -338,7 +361,7 @@ def test_chunked_cross_entropy(options):
         _ours("chunked_cross_entropy_loss")(hidden, weight, 4)
 
 
-@pytest.mark.parametrize("items", [None, 11, torch.tensor(11), torch.tensor([11.0])], ids=str)
+@pytest.mark.parametrize("items", [None, 11, True, float("inf"), torch.tensor(11), torch.tensor([11.0])], ids=str)
 @pytest.mark.parametrize("given", ["labels", "shift_labels", "another ignore_index", "flat"])
 def test_causal_lm_loss(items, given):
     logits, labels = torch.randn(3, 8, V, requires_grad=True), torch.randint(V, (3, 8))

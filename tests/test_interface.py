@@ -195,6 +195,22 @@ def test_a_state_with_the_old_name_is_loaded():
     WithOwnWeight().load_state_dict(WithOwnWeight().state_dict())
 
 
+def test_a_weight_in_a_state_that_is_not_the_old_name():
+    module = onepass.CrossEntropyLoss(class_weights=torch.ones(9))
+    state = {"weight": torch.full((9,), 2.0), "class_weights": torch.full((9,), 3.0)}
+    assert module.load_state_dict(state, strict=False).unexpected_keys == ["weight"]
+    assert (module.class_weights == 3).all()
+
+    class WithOwnWeight(onepass.CrossEntropyLoss):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(9))
+
+    module = WithOwnWeight()
+    module.load_state_dict({"weight": torch.full((9,), 2.0)})
+    assert (module.weight == 2).all() and module.class_weights is None
+
+
 USER = """
 import torch
 import onepass
@@ -243,6 +259,15 @@ def test_pyright_sees_the_same(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     found = {d["range"]["start"]["line"] + 1 for d in json.loads(done.stdout)["generalDiagnostics"]}
     assert sorted(found) == WRONG, done.stdout
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_number_in_a_tensor_is_not_moved(name):
+    """Like a float; a temperature of each row goes with the module."""
+    for shape in ((), (3,)):
+        module = getattr(onepass, name)(temperature=torch.full(shape, 2.0))
+        moved = module.half().temperature.dtype, module.to("meta").temperature.device.type
+        assert moved == ((torch.float16, "meta") if shape else (torch.float32, "cpu"))
 
 
 @pytest.mark.parametrize("name", MODULES)

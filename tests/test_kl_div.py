@@ -202,6 +202,26 @@ def test_vocabularies_of_different_size(device):
             assert torch.equal(gradient[:, :100], same)
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("is_head", [False, True], ids=["logits", "a head"])
+def test_a_teacher_that_is_padded_further(device, direction, is_head):
+    """Than the student, whose columns are all compared."""
+    hidden, weight = torch.randn(4, 8, device=device), torch.randn(70, 8, device=device)
+    teacher = torch.randn(4, 90, device=device)
+    student = onepass.LinearLogits(hidden, weight) if is_head else hidden @ weight.t()
+    got = onepass.kl_div(student, teacher, vocab_size=70, direction=direction)
+    torch.testing.assert_close(got, onepass.kl_div(hidden @ weight.t(), teacher[:, :70], direction=direction))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_dtype_of_a_head_and_a_teacher_of_float64(reduction):
+    hidden, weight, teacher = torch.randn(4, 8), torch.randn(70, 8), torch.randn(4, 70, dtype=torch.float64)
+    got = onepass.kl_div(onepass.LinearLogits(hidden, weight), teacher, reduction=reduction)
+    assert got.dtype == torch.float64
+    expected = onepass.kl_div((hidden @ weight.t()).double(), teacher, reduction=reduction)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("splits", [1, 8])
 def test_bitwise_the_same_from_run_to_run(device, monkeypatch, splits):
     split_rows(monkeypatch, splits)

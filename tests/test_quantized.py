@@ -1,5 +1,7 @@
 """Quantized weights: codes bit for bit as those of bitsandbytes and transformers, formats, and bad input."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -196,6 +198,20 @@ def test_one_error_that_names_the_weight(message):
     with pytest.raises((TypeError, ValueError)) as error:
         (quantize if "tensor" in given else function)(**given, name="experts.3.down")
     assert str(error.value).startswith(f"experts.3.down: {message}")
+
+
+def test_nested_scales_in_other_blocks_than_those_of_bitsandbytes():
+    weight = quantize(randn(2, 33, 64), "nf4", nested=True)
+    scales, outer_scales, table, offset = weight.parts
+    state = SimpleNamespace(
+        absmax=scales, shape=weight.shape, code=None, blocksize=64, quant_type="nf4", dtype=weight.dtype,
+        state2=SimpleNamespace(absmax=outer_scales, code=table, blocksize=256), offset=offset,
+    )  # fmt: skip
+    found = QuantizedWeight.from_bitsandbytes(weight.data, state)
+    assert torch.equal(found.dequantize(), weight.dequantize())
+    state.state2.blocksize = 128
+    with pytest.raises(ValueError, match="nested: expected blocks of 256, got 128"):
+        QuantizedWeight.from_bitsandbytes(weight.data, state)
 
 
 def test_a_cast_to_integers_is_an_error():

@@ -190,6 +190,13 @@ def test_a_state_is_saved_and_loaded(families, tmp_path):
     assert torch.equal(other.gate_up_proj, experts.gate_up_proj)
 
 
+def test_a_state_without_values_is_loaded(families):
+    experts = families.experts_of("mixtral")
+    moe.quantize_experts(experts, "nf4")
+    experts.load_state_dict({n: t.to("meta") for n, t in experts.state_dict().items()}, assign=True)
+    assert {t.device.type for t in experts.state_dict().values()} == {"meta"}
+
+
 STATES = [("nf4", None), ("fp4", None), ("int8", None), ("fp8_row", None), ("fp8_block", (8, 16)),
           ("fp8_block", (16, 8))]  # fmt: skip
 

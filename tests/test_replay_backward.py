@@ -193,6 +193,16 @@ def test_one_backward_of_passes_within_and_without(follow, reentrant):
         close(of(True, order), of(False, order))
 
 
+def test_blocks_that_are_called_without_their_model():
+    """It is not known of which of the calls the first backward is."""
+    model = build("mixtral")
+    block, hidden = model.model.layers[0].mlp, torch.randn(2, 1, 3, model.config.hidden_size, requires_grad=True)
+    with record_routing(model):
+        found = [checkpoint(block, part, use_reentrant=False).sum() for part in hidden]
+        with pytest.raises(RuntimeError, match="unknown for which of several forward passes"):
+            found[0].backward()
+
+
 def test_a_checkpoint_of_the_whole_model():
     (ids,) = batches()
 

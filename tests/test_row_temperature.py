@@ -114,6 +114,15 @@ def test_distillation_loss(device, direction, renormalize):
     assert_all_close(gradients(got, (x,)), gradients(expected, (z,)))
 
 
+def test_rows_that_labels_mask():
+    """The temperature of an ignored row may be anything, and that of a row of class 0 may not."""
+    x, temperature = torch.randn(2, 5), torch.tensor([0.0, 1.0])
+    got = onepass.cross_entropy(x, torch.tensor([-100, 1]), temperature=temperature)
+    torch.testing.assert_close(got, onepass.cross_entropy(x[1:], torch.tensor([1])))
+    with pytest.raises(ValueError, match=r"^temperature: "):
+        onepass.cross_entropy(x, torch.tensor([0, 1]), temperature=temperature)
+
+
 HEADS = {
     "cross_entropy": lambda x, p, **o: onepass.cross_entropy(x, p["index"], row_mask=p["mask"], **o),
     "cross_entropy, none": lambda x, p, **o: onepass.cross_entropy(x, p["index"], reduction="none", **o),
@@ -233,6 +242,15 @@ def test_bad_temperatures_in_the_backends(device):
     p["T"][1], p["T"][3] = -1.0, 0.0
     packed = backend_of(x).softmax_statistics(x, Inputs(temperature=p["T"]), Options("log_normalizer"))[0]
     assert packed[1].isnan().tolist() == [False, True, False, True]
+
+
+def test_an_infinite_temperature_where_values_are_not_checked(device, monkeypatch):
+    """As on a GPU, and under torch.compile: of the logits that are selected, which no kernel divides."""
+    monkeypatch.setattr("onepass.logits.source.LogitsSource.checks_values", False)
+    x, _, p = parts_of(device, (2,))
+    p["T"][0] = torch.inf
+    got = onepass.topk_kl_div(x, p["ids"], p["log_t"], renormalize=True, reduction="none", temperature=p["T"])
+    assert got.isnan().tolist() == [True, False]
 
 
 def test_written_to_before_the_backward(device):

@@ -327,6 +327,17 @@ def test_no_valid_row(device, loss, dtype):
     assert not any(g.any() for g in gradients(got, (hidden, weight)))
 
 
+def test_an_attached_model_of_float64():
+    """Its logits are not narrowed."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes)).double()
+    ids = torch.randint(99, (2, 9))
+    expected = model(input_ids=ids, labels=ids).loss
+    with onepass.attach(model, logits_dtype=F32):
+        torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected)
+
+
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 def test_an_attached_model(autocast):
     """Its training loss is that of float32 logits; what evaluation sees is not changed."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import onepass
+from onepass.core.options import Transform
 from onepass.logits import gradients
 from onepass.logits.vocab_parallel import VocabParallelLogits, _agreed
 from references import search_fewer_modules
@@ -355,6 +356,8 @@ def odd_shards(rank, ranks):
             onepass.LinearLogits(of_head, whole[:, mine].T.contiguous(), vocab_group=group, vocab_size=8),
         ):
             close(onepass.cross_entropy(logits, target, class_weights=given), expected, 1e-12, "class weights")
+    outside = VocabParallelLogits(whole[:, mine], group, 8).selected(torch.tensor([[-1, 0, 7, 8, 9]] * 3), Transform())
+    assert outside.isnan().tolist() == [[True, False, False, True, True]] * 3
     with pytest.raises(ValueError, match=r"^group: expected a mesh with ascending ranks along the vocabulary"):
         VocabParallelLogits(whole[:, mine], DeviceMesh("cpu", [1, 0]))
     for wrong in (0, -3, 11):
