@@ -9,6 +9,7 @@ import torch
 
 import onepass
 from attach_cases import assert_same, both, is_lazy, llama, state
+from onepass.integrations.adapters import adapter_reason
 
 transformers = pytest.importorskip("transformers")
 lazy_models = import_module("lazy_models")
@@ -82,6 +83,19 @@ def test_lora_that_is_not_plain(why):
     assert not messages and is_lazy(ours[0]) == base_is_lazy
     with onepass.attach(model) as attached:
         assert str(attached).endswith("no logits" if base_is_lazy else NOT_PLAIN[why])
+
+
+def test_lora_that_is_not_in_effect_yet():
+    """Dropout has no effect until the model trains, and PEFT takes a merged adapter out when it is next called."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["lm_head"], lora_dropout=0.5)
+    model = peft.get_peft_model(llama(tie_word_embeddings=False), config).eval()
+    head = model.get_output_embeddings()
+    assert not adapter_reason(head) and adapter_reason(head, trained=True) == "its adapter has dropout"
+    model.merge_adapter()
+    model.base_model.disable_adapter_layers()
+    with pytest.warns(RuntimeWarning, match="materialized logits, its adapter is merged but disabled"):
+        onepass.attach(model).restore()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -253,6 +267,30 @@ def test_metrics_of_a_loss_of_each_row():
         assert before and all(
             torch.equal(torch.as_tensor(attached.observer.sums[n]), torch.as_tensor(before[n])) for n in before
         )
+
+
+def test_metrics_of_several_losses_and_steps():
+    """Of several losses of the same logits the first counts; steps add up."""
+    model = llama()
+    ids = lazy_models.inputs(model)["input_ids"]
+
+    class Own(type(model)):
+        def forward(self, input_ids, labels=None, losses=1):
+            z = self.lm_head(self.model(input_ids).last_hidden_state).flatten(0, 1)
+            return sum(torch.nn.functional.cross_entropy(z, labels.flatten()) for _ in range(losses))
+
+    model.__class__ = Own
+    with onepass.attach(model, metrics=True) as attached:
+        found = []
+        for losses, steps in ((1, 1), (2, 1), (1, 3)):
+            for _ in range(steps):
+                model(ids, labels=ids, losses=losses).backward()
+            found.append(attached.metrics())
+        assert attached.metrics() == {}
+    assert [int(f["num_tokens"]) for f in found] == [ids.numel(), ids.numel(), 3 * ids.numel()]
+    for other in found[1:]:
+        for name in ("entropy", "mean_token_accuracy"):
+            torch.testing.assert_close(other[name], found[0][name])
 
 
 @pytest.mark.parametrize("items", [0, 0.0, -3, math.inf, True])

@@ -425,3 +425,14 @@ def test_run_needs_a_gpu(tmp_path):
         pytest.skip("there is one")
     with pytest.raises(AssertionError, match="expected a CUDA or ROCm GPU"):
         command("run", "--out", tmp_path / "store.json")
+
+
+def test_a_candidate_with_a_file_of_its_own_is_passed_over():
+    own, plain = triton.Config({"BLOCK": 1}, ir_override="kernel.ttir"), triton.Config({"BLOCK": 2})
+    record = SimpleNamespace(config=tuners.described(plain))
+    assert tuners.matching([own, plain], record) is plain and tuners.matching([own], record) is None
+
+
+def test_a_timing_is_a_median():
+    """Triton measures it as the first of three quantiles; a benchmark of one's own returns a number."""
+    assert tuners.median((2.0, 1.0, 3.0)) == tuners.median([2, 1, 3]) == tuners.median(2) == 2.0

@@ -13,6 +13,8 @@ import onepass
 from onepass import moe
 from onepass.core import invariance
 from onepass.core.invariance import is_batch_invariant
+from onepass.logits.head import Head, HeadTensors, Settings
+from onepass.logits.tile_plan import Use, plan
 from paths import interpreted
 
 ELEMENTWISE = (
@@ -320,6 +322,15 @@ def test_a_backward_after_the_mode(device):
             return torch.autograd.grad(loss, own)[0]
 
     assert torch.equal(grad(torch.arange(9))[:2], grad(torch.arange(2)))
+
+
+def test_no_tile_is_a_slice_of_the_vocabulary():
+    """How many slices there are would depend on the number of rows."""
+    with torch.device("meta"):
+        tensors = HeadTensors(torch.empty(1000, 127), torch.empty(5003, 127))
+    settings = Settings(torch.float32, torch.float32, 12_000_000)
+    of_modes = [Head(tensors, settings._replace(invariant_gemms=invariant)) for invariant in (False, True)]
+    assert [plan([head], None, Use(known=True)).sliced for head in of_modes] == [True, False]
 
 
 def test_switch(monkeypatch):

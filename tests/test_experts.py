@@ -398,6 +398,25 @@ def test_one_clear_error(message):
     assert message in str(error.value)
 
 
+def test_a_single_token_without_a_dimension():
+    of, experts = inputs()
+    both = of["gate_up"], of["down"]
+    expected = expert_mlp(of["hidden"], Routing(of["weights"], experts, None), *both)[3]
+    got = expert_mlp(of["hidden"][3], Routing(of["weights"][3], experts[3], None), *both)
+    torch.testing.assert_close(got, expected)
+
+
+def test_sizes_that_fit_only_transposed_weights():
+    """They are checked again where they were valid in a call with the other layout, and in another dtype."""
+    of, experts = inputs(transposed=True)
+    arguments = of["hidden"], Routing(of["weights"], experts, None), of["gate_up"], of["down"]
+    expert_mlp(*arguments, transposed=True)
+    with pytest.raises(ValueError, match="gate_up_weight: expected shape"):
+        expert_mlp(*arguments)
+    with pytest.raises(TypeError, match=r"down_weight: expected torch\.float64, that of hidden"):
+        expert_mlp(*arguments[:3], of["down"].float(), transposed=True)
+
+
 def test_what_is_no_routing():
     with pytest.raises(TypeError, match="routing: expected a Routing"):
         expert_mlp(torch.zeros(3, 4), torch.zeros(3, 2), torch.zeros(2, 6, 4), torch.zeros(2, 4, 3))

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from importlib import import_module
+from inspect import signature
 
 import pytest
 import torch
@@ -481,3 +482,20 @@ def test_axolotl_plugin_switches_autotune_on(tmp_path):
         assert [type(s) for c in callbacks for s in c.sinks] == [sink] * bool(sink)
         plugin.post_train_unload(cfg)
     assert ConfigStore(store).path.exists() and not plugin.patch
+
+
+@pytest.mark.parametrize("items", [None, 7])
+@pytest.mark.parametrize("shift", [False, True], ids=["", "shifted"])
+def test_label_smoother(shift, items):
+    """With an index of its own that is ignored, outputs in a tuple, and labels with a dimension of size 1."""
+    smoother = import_module("transformers.trainer_pt_utils").LabelSmoother(epsilon=0.2, ignore_index=5)
+    logits, labels = torch.randn(2, N, V), torch.randint(V, (2, N))
+    labels[:, ::4] = 5
+    options = {"shift_labels": shift} | ({} if items is None else {"num_items_in_batch": items})
+    if items is not None and "num_items_in_batch" not in signature(type(smoother).__call__).parameters:
+        pytest.skip("not in this transformers")
+    expected = smoother({"logits": logits}, labels, **options)
+    of_dim = labels if shift else labels.unsqueeze(-1)
+    with onepass.patch("transformers"):
+        for outputs, given in (({"logits": logits}, labels), ((logits, None), labels), ((logits,), of_dim)):
+            torch.testing.assert_close(smoother(outputs, given, **options), expected)

@@ -416,6 +416,20 @@ def test_label_smoothing_under_fsdp1(monkeypatch):
     assert asked == [True, False]
 
 
+def test_when_a_trainer_needs_the_logits_that_it_smooths(monkeypatch):
+    """DDP may look for them in what a model returns, and a loss function of one's own may read them."""
+    from onepass.integrations import lazy_logits, transformers
+
+    monkeypatch.setattr(transformers, "original", lambda *name: lambda *args, **options: lazy_logits._asked.get())
+    looks, plain = (object.__new__(nn.parallel.DistributedDataParallel) for _ in range(2))
+    looks.__dict__["find_unused_parameters"], plain.__dict__["find_unused_parameters"] = True, False
+    trainer = SimpleNamespace(label_smoother=object(), compute_loss_func=None)
+    assert transformers.compute_loss(trainer, plain) and not transformers.compute_loss(trainer, looks)
+    assert not transformers.compute_loss(trainer, model=looks)
+    own = SimpleNamespace(label_smoother=object(), compute_loss_func=print)
+    assert not transformers.compute_loss(own, plain)
+
+
 @forks.GROUP
 def test_sharded_weight(distributed):
     """The gradient of a DTensor is the mean over the processes, each of which has rows of its own."""

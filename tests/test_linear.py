@@ -27,6 +27,7 @@ from onepass.core.options import Inputs
 from onepass.logits import small_head, valid_rows
 from onepass.logits import tiled_loss as head_loss
 from onepass.logits import tiled_statistics as head_statistics
+from onepass.logits.observer import Metrics
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
 
@@ -150,6 +151,12 @@ def test_which_logits_are_few(device, monkeypatch):
     hidden, weight = torch.zeros(11, 8, device=device), torch.zeros(37, 8, device=device)
     assert is_small() and not is_small(max_memory=1 << 20) and not is_small(weight=weight)
     assert not is_small(hidden.half(), weight.half().requires_grad_())
+    low = torch.zeros(2, 8, device=device), torch.zeros(37, 2, device=device), 1.0
+    assert not is_small(lora=low)
+    for name, value in (("observer", Metrics()), ("round_before_bias", True)):
+        with monkeypatch.context() as patched:
+            patched.setattr(onepass.LinearLogits, name, value)
+            assert not is_small()
     assert not is_small(hidden.bfloat16(), weight.bfloat16().requires_grad_(), logits_dtype=torch.float32)
     with torch.no_grad():
         assert not is_small()

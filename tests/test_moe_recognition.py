@@ -155,6 +155,11 @@ class WithHelper(Normalized):
         return z.sigmoid()
 
 
+class WithSet(Normalized):
+    def is_normalized(self):
+        return "normalized" in self.config
+
+
 def assert_recognized(router):
     x = torch.randn(7, H)
     weights, experts = router(x)
@@ -175,6 +180,18 @@ def test_subclasses_and_settings_of_held_objects():
     WithConstant.normalized = True
     assert_recognized(WithConstant())
     WithConstant.normalized = False
+
+
+def test_tensors_and_sets_among_the_settings():
+    router = Normalized(SimpleNamespace(routing={"normalized": torch.tensor(True)}))
+    assert_recognized(router)
+    router.config.routing["normalized"].fill_(False)
+    assert_recognized(router)
+    with torch.inference_mode():
+        router.config.routing["normalized"] = torch.tensor(True)
+    assert_recognized(router)
+    for settings in ({"normalized"}, {"another"}):
+        assert_recognized(WithSet(settings))
 
 
 def test_a_subclass_that_calls_its_base(monkeypatch):

@@ -203,6 +203,7 @@ def test_routers_that_are_imported_later():
 
 
 def test_a_failure_half_way_is_undone(monkeypatch, module):
+    planned = patching.plan().replaced
     original, loss = utils.selective_log_softmax, loss_utils.ForCausalLMLoss
     write, count = patching.Place.write, Counter()
 
@@ -217,7 +218,7 @@ def test_a_failure_half_way_is_undone(monkeypatch, module):
         onepass.patch()
     assert utils.selective_log_softmax is module.chosen is original
     assert loss_utils.LOSS_MAPPING["ForCausalLM"] is loss_utils.ForCausalLMLoss is loss
-    assert not patching._active
+    assert not patching._active and patching.plan().replaced == planned
 
 
 def test_a_failure_of_what_follows_the_replacements_is_undone(monkeypatch, module):
@@ -252,6 +253,13 @@ def test_versions_and_names(monkeypatch):
         onepass.patch("trl")
     with onepass.patch() as patched:
         assert str(patched) == "nothing to replace"
+
+
+def test_the_version_from_which_a_name_is_gone(monkeypatch):
+    monkeypatch.setattr(trl, "__version__", "0.30.0")
+    assert not patching.unsupported("trl.trainer", "0.30", "0.31")
+    reason = patching.unsupported("trl.trainer", "0.29", "0.30")
+    assert reason.startswith("supported from 0.29 to before 0.30; trl 0.30.0 has no such name")
 
 
 def test_each_replacement_of_transformers_is_made_from_its_version_on():

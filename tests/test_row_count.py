@@ -60,6 +60,16 @@ def test_counted_labels(device, reads, name):
         assert torch.equal(ours, theirs) or (ours.isnan().all() and theirs.isnan().all())
 
 
+def test_a_single_valid_row(device, reads):
+    hidden, weight, labels = batch(device)
+    only = torch.full_like(labels, -100)
+    only[1, 3] = labels[1, 3]
+    loss, *found = step(hidden, weight, only)
+    expected = torch.nn.functional.cross_entropy(hidden[1, 2:3] @ weight.T, only[1, 3:4])
+    for ours, theirs in zip((loss, *found), (expected, *torch.autograd.grad(expected, (hidden, weight)))):
+        torch.testing.assert_close(ours, theirs)
+
+
 def changed(labels):
     labels[0, 1:3] = -100
     return {"labels": labels}
