@@ -330,4 +330,4 @@ class LinearLogits(TiledLogits):
     def all_class_weights(self, weights: Tensor) -> Tensor:
         if self.shard.sizes:
             return all_weights(weights, self.columns, self.shard)
-        return weights[: self.shape[-1]] if len(weights) == self.columns else weights
+        return weights[: self.shape[-1]] if weights.shape == (self.columns,) else weights
