@@ -394,10 +394,18 @@ async def coroutine():
     pass
 
 
-@pytest.mark.parametrize("function", [generator, coroutine, int, 3], ids=["generator", "coroutine", "class", "number"])
+async def asynchronous_generator():
+    yield
+
+
+@pytest.mark.parametrize(
+    "function",
+    [generator, coroutine, asynchronous_generator, int, 3],
+    ids=["generator", "coroutine", "both", "class", "number"],
+)
 def test_what_cannot_be_decorated(function):
     """The body of a generator or a coroutine runs when its call has ended, and with it the mode."""
-    with onepass.batch_invariant(False), pytest.raises(TypeError, match="function: expected a function, not of a"):
+    with onepass.batch_invariant(False), pytest.raises(TypeError, match="function: expected a function that is no"):
         onepass.batch_invariant()(function)
 
 

@@ -130,8 +130,8 @@ def check_mask(mask: torch.Tensor, shape: Sequence[int], like: Any, name: str, o
     """Raise unless ``mask`` is a real tensor of this shape on the device of ``like``.
 
     ``of`` is the name of ``like`` in the error, if the mask has its shape. Without it, ``like`` are the logits.
-    Its values are read on a CPU, and in debug mode. There, those that are neither 0 nor 1 are an error too, such as the
-    -inf of an additive mask, weights of rows, and numbers of packed sequences.
+    The values are read on a CPU and in debug mode, where numbers other than 0 and 1 are an error: the -inf of an
+    additive mask, weights of rows, or ids of packed sequences.
     """
     if not isinstance(mask, torch.Tensor) or mask.dtype.is_complex:
         raise TypeError(f"{name}: expected a bool (or 0/1) tensor, got {described(mask)}")

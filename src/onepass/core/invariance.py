@@ -23,8 +23,8 @@ class batch_invariant:
 
     This switches the mode on for the whole process. In a ``with`` statement, the previous state is restored at the end;
     as a decorator, it applies to the calls of a function. ``ONEPASS_BATCH_INVARIANT=1`` switches it on from the start.
-    The mode applies to the functions that are called while it is on, and to their backward. Calls that switch it, of
-    several threads, must not overlap.
+    The mode applies to the functions that are called while it is on, and to their backward. Only one thread at a time
+    may switch it.
 
     Usually, a kernel uses more programs per row if there are fewer rows, and GEMMs of different sizes use different
     kernels, so that the last bits of a row's results depend on the number of rows. In this mode:
@@ -60,9 +60,10 @@ class batch_invariant:
         if self.is_new:  # else the constructor's mode has ended already
             self.__exit__(None, None, None)
             self.is_new = False
-        code = inspect.unwrap(function) if callable(function) else None
-        if not inspect.isroutine(code) or inspect.isgeneratorfunction(code) or inspect.iscoroutinefunction(code):
-            raise TypeError(f"function: expected a function, not of a generator or a coroutine, got {function!r}")
+        inner = inspect.unwrap(function) if callable(function) else None
+        later = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+        if not inspect.isroutine(inner) or any(kind(inner) for kind in later):  # their bodies run after the call
+            raise TypeError(f"function: expected a function that is no generator or coroutine, got {function!r}")
 
         @wraps(function)
         def call(*arguments: Any, **options: Any) -> Any:

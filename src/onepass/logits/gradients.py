@@ -23,7 +23,8 @@ class Gradients:
     """The gradients of the `HeadTensors`, each if ``needed``, to which tiles are added.
 
     That of the hidden states is in the dtype of sums if it is ``wide``, and is then scaled later; see `derivatives`.
-    With ``used``, the gradient of the logits is 0 from this column on, where the weight is padding and may be NaN.
+    From column ``used`` on, the gradient of the logits is 0. That of the hidden states does not read these rows of the
+    weight, which are padding and may be NaN.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class HeadTensors(NamedTuple):
         return self.weight, self.bias, self.up
 
 
-COUNT = len(HeadTensors._fields)
+COUNT = len(HeadTensors._fields)  # the first arguments of the autograd functions of heads
 
 
 class Head:

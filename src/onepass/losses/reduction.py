@@ -31,7 +31,7 @@ def divisor_of(
     if num_items is not None:
         if reduction == "none":
             raise ValueError(f"num_items: expected None with reduction='none', got {short(num_items)}")
-        if reduction == "sum":  # which an earlier version ignored
+        if reduction == "sum":  # the sum is divided, as in earlier versions
             warn_deprecated("num_items: pass reduction='mean' with it, instead of 'sum'")
         if isinstance(num_items, Tensor):
             if num_items.numel() != 1 or num_items.is_complex():
