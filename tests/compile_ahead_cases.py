@@ -259,6 +259,17 @@ def launch_experts(options: ExpertOptions, trained: tuple[str, ...], empty: Any)
     many = kernels.sort_by_expert(empty(4096, 2, dtype=torch.int64), 8)  # rows of an expert, for which tiles are larger
     for rows, columns in ((width, H), (H, width)):
         weight_gradient(empty(8192, rows), empty(8192, columns), empty(8, rows, columns), many)
+    # Sorted rows, as many as Hopper's kernel takes.
+    rows = empty(8192, 1024)[:, :512] if options.transposed else empty(8192, 520)
+    weight, of_low, lora = (
+        empty(8, 520 if options.transposed else 384, rows.shape[1]),
+        empty(8192, 72),
+        empty(8, 72, 520),
+    )
+    if options.transposed:
+        grouped_gemm(rows, weight, many, scatter=True, adapter=(of_low, lora.mT))
+    else:
+        grouped_gemm(rows, weight.mT.contiguous().mT, many, bias=empty(8, 384))
     kernels.sum_rows(tensors.hidden, ids.int())
     launch_decode(empty, *(1536, 2048) if options.transposed else (33, 71))
     # Weights that the grouped GEMM decodes, for many rows of an expert and for few, and one that it reads in chunks.

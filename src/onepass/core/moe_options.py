@@ -105,6 +105,35 @@ class ExpertOptions(NamedTuple):
     down_format: WeightFormat = WeightFormat()
 
 
+class Product(NamedTuple):
+    """What a grouped GEMM of `kernels` computes, and from what, besides its weight: a part of the key of its launch.
+
+    Attributes:
+        assignments, tiles: rows of the result, and tiles that `Groups` has room for.
+        E, N, K: experts, columns of the result and of ``x``.
+        R: the rank of the adapter; 0 without one.
+        share, scatter, glu, scale, options: as in `kernels.grouped_gemm`.
+        x_row: the stride of the rows of ``x``.
+        element: bytes of an element.
+    """
+
+    assignments: int
+    tiles: int
+    E: int
+    N: int
+    K: int
+    R: int
+    share: int
+    scatter: bool
+    glu: bool
+    scale: float
+    options: ExpertOptions
+    x_row: int
+    lora_strides: tuple[int, ...]
+    element: int
+    device: torch.device
+
+
 class ExpertTensors(NamedTuple):
     """The differentiable inputs of `moe.expert_mlp`, for T tokens, E experts and LoRA rank R."""
 

@@ -12,24 +12,23 @@ then reads the codes of a quantized weight and decodes them itself.
 from math import gcd
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from onepass.autotune.own import choose
-from onepass.core.moe_options import ExpertOptions, Groups
+from onepass.core.moe_options import ExpertOptions, Groups, Product
 from onepass.core.quantized import Weight, WeightFormat
 from onepass.kernels import layout
 from onepass.kernels.decode import SEGMENT, Encoding, code_of, codes_of, decode_tile
 from onepass.kernels.decoded_experts import decoded_chunks
 from onepass.kernels.expert_rows import activate
+from onepass.kernels.grouped_gemm_hopper import hopper_plan, hopper_reads
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import power_of_two
 from onepass.kernels.row_gemm import place_of
 from onepass.kernels.token_sort import rows_of_tile
 
-Strides = tuple[int, ...]
 Adapter = tuple[Tensor, Tensor]
 PLAIN = ExpertOptions()
 # By the rows of a tile: columns and K of a tile, stages, warps, programs per multiprocessor, of a kernel that decodes.
@@ -45,35 +44,6 @@ class WeightStrides(NamedTuple):
     E: int
     N: int
     K: int
-
-
-class Product(NamedTuple):
-    """What a grouped GEMM computes, and from what, besides its weight: a part of the key of its launch.
-
-    Attributes:
-        assignments, tiles: rows of the result, and tiles that `Groups` has room for.
-        E, N, K: experts, columns of the result and of ``x``.
-        R: the rank of the adapter; 0 without one.
-        share, scatter, glu, scale, options: as in `grouped_gemm`.
-        x_row: the stride of the rows of ``x``.
-        element: bytes of an element.
-    """
-
-    assignments: int
-    tiles: int
-    E: int
-    N: int
-    K: int
-    R: int
-    share: int
-    scatter: bool
-    glu: bool
-    scale: float
-    options: ExpertOptions
-    x_row: int
-    lora_strides: Strides
-    element: int
-    device: torch.device
 
 
 @triton.jit
@@ -274,6 +244,9 @@ def grouped_gemm(
     for first, part in [(0, w)] if isinstance(w, Tensor) else decoded_chunks(w, groups):
         # A tile has two ranges of columns, gate and up. One load by a descriptor covers both only if K is contiguous.
         tma = layout.tma_dimension(part, 2, 1, only_k=halves == 2)
+        if len(part) == E and (reads := hopper_reads(product, x, part, lora, tma)):
+            launch(hopper_plan, (product, *reads), (x, part, low, lora, bias, weights, out, *groups))
+            continue
         launch(gemm_plan, (product, part.stride(), tma, (first, len(part))), (x, part, *others, *(None,) * 5))
     return out
 
@@ -284,7 +257,7 @@ def is_decoded_in_loop(f: WeightFormat, assignments: int, halves: int) -> bool:
     return assignments <= max(DECODING) * f.experts and f.columns > 0 and segment == SEGMENT
 
 
-def gemm_plan(p: Product, w_strides: Strides, tma: str, chunk: tuple[int, int]) -> Plan:
+def gemm_plan(p: Product, w_strides: tuple[int, ...], tma: str, chunk: tuple[int, int]) -> Plan:
     """The launch of `grouped_gemm_kernel`, for a chunk of experts: the first, and how many the weight has.
 
     Raises:

@@ -1,0 +1,151 @@
+"""The grouped GEMM whose warps have different roles, which Hopper GPUs run for sorted rows."""
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+from onepass.core.moe_options import Product
+
+pytest.importorskip("triton")
+module = import_module("onepass.kernels.grouped_gemm")
+hopper = import_module("onepass.kernels.grouped_gemm_hopper")
+sort_by_expert = import_module("onepass.kernels.token_sort").sort_by_expert
+ON_HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or not hopper.SUPPORTED,
+    reason="takes a Hopper GPU and Triton 3.6",
+)
+# Assignments, experts, columns and K; the rank of an adapter; whether the rows are weighted and scattered.
+SHAPES = [
+    (1024, 4, 256, 64, 0, False),
+    (4096, 8, 2048, 512, 16, False),
+    (3001, 5, 520, 1000, 0, True),
+    (2500, 7, 384, 72, 72, True),
+    (700, 6, 1288, 8, 64, False),
+    (20000, 16, 264, 320, 128, True),
+]
+
+
+def tensors(shape: tuple[Any, ...], dtype: torch.dtype, by: str, lora_by: str) -> tuple[Any, ...]:
+    """Sorted rows, a weight and an adapter that are contiguous in K or N, a bias, routing weights, and their groups.
+
+    Expert 1 has no row, expert 0 has half of them, and two assignments are to experts out of range.
+    """
+    assignments, E, N, K, R, _ = shape
+
+    def randn(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, device="cuda").to(dtype)
+
+    def weight(columns: int, contiguous: str) -> torch.Tensor:
+        w = randn(E, N, columns) * columns**-0.5
+        return w if contiguous == "K" else w.mT.contiguous().mT
+
+    torch.manual_seed(assignments)
+    experts = torch.randint(-E, E, (assignments, 1), device="cuda").clamp(min=0)
+    experts[experts == 1] = 0
+    experts[5], experts[7] = E, -1
+    x = randn(assignments, K + 8)[:, :K]  # rows with elements between them
+    adapter = (randn(assignments, R), weight(R, lora_by)) if R else None
+    routing = torch.rand(assignments, device="cuda")
+    return x, weight(K, by), adapter, randn(E, N), routing, sort_by_expert(experts, E)
+
+
+def definition(x: Any, w: Any, adapter: Any, bias: Any, routing: Any, groups: Any, scale: float) -> torch.Tensor:
+    """In float64, the rows sorted by expert; NaN for assignments out of range."""
+    out = torch.full((len(x), w.shape[1]), torch.nan, dtype=torch.float64, device=x.device)
+    bounds = groups.offsets.tolist()
+    for e in range(len(w)):
+        rows = slice(bounds[e], bounds[e + 1])
+        y = x[rows].double() @ w[e].double().T + bias[e].double()
+        if adapter is not None:
+            y += adapter[0][rows].double() @ adapter[1][e].double().T
+        out[rows] = scale * y * (1 if routing is None else routing[groups.order[rows].long()].double()[:, None])
+    return out
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+@pytest.mark.parametrize("lora_by", ["K", "N"])
+@pytest.mark.parametrize("by", ["K", "N"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_its_definition(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[Any, ...], dtype: torch.dtype, by: str, lora_by: str
+) -> None:
+    x, w, adapter, bias, routing, groups = tensors(shape, dtype, by, lora_by)
+    weighted = shape[-1]
+    planned = []
+    monkeypatch.setattr(module, "hopper_plan", lambda *about: planned.append(about) or hopper.hopper_plan(*about))
+    given = dict(adapter=adapter, bias=bias, scale=0.5, scatter=weighted, weights=routing if weighted else None)
+    untouched = torch.full((len(x), shape[2]), 7.0, device="cuda", dtype=dtype)
+    found = module.grouped_gemm(x, w, groups, **given, out=untouched)
+    assert planned, "another kernel was launched"
+    if weighted:
+        found = found[groups.order.long()]
+    expected = definition(x, w, adapter, bias, routing if weighted else None, groups, 0.5)
+    there = int(groups.offsets[-1])
+    limit = 2.0 ** (-8 if dtype == torch.bfloat16 else -11)  # half a unit in the last place, and float32's sum
+    error = (found[:there].double() - expected[:there]).abs()
+    assert (error <= limit * expected[:there].abs() + 1e-4).all()
+    assert (found[there:] == 7).all(), "rows of assignments out of range are not written"
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+def test_rows_that_are_not_finite_stay_alone() -> None:
+    x, w, _, bias, _, groups = tensors((2000, 4, 512, 512, 0, False), torch.bfloat16, "K", "K")
+    expected = module.grouped_gemm(x, w, groups, bias=bias)
+    x[::7] = torch.inf
+    x[3::7] = torch.nan
+    found = module.grouped_gemm(x, w, groups, bias=bias)
+    there = int(groups.offsets[-1])
+    finite = x.isfinite().all(1)[:there]
+    assert torch.equal(found[:there][finite], expected[:there][finite])
+    assert not found[:there][~finite].isfinite().any()
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+def test_equals_the_general_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, _, _, _, groups = tensors((9000, 16, 768, 2048, 0, False), torch.bfloat16, "N", "K")
+    found = module.grouped_gemm(x, w, groups)
+    monkeypatch.setattr(module, "hopper_reads", lambda *_: None)
+    there = int(groups.offsets[-1])
+    assert torch.equal(found[:there], module.grouped_gemm(x, w, groups)[:there])
+
+
+REFUSED = {
+    "gathered": dict(share=2),
+    "an activation": dict(glu=True),
+    "float32": dict(element=4),
+    "few rows of an expert": dict(assignments=256),
+    "few columns": dict(N=128),
+    "rows that are not aligned": dict(x_row=260),
+    "a rank that is not aligned": dict(R=4),
+}
+
+
+@pytest.mark.parametrize("name", [None, *REFUSED])
+def test_products_that_it_takes(monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
+    monkeypatch.setattr(hopper, "SUPPORTED", True)
+    monkeypatch.setattr(hopper.layout, "compute_capability", lambda *_: 90)
+    hopper.is_for_hopper.cache_clear()
+    options = module.PLAIN
+    product = Product(
+        1024, 12, 4, 256, 256, 0, 0, False, False, 1.0, options, 256, (), 2, torch.device("cpu")
+    )  # fmt: skip
+    taken = hopper.is_for_hopper(product._replace(**REFUSED.get(name, {})))
+    hopper.is_for_hopper.cache_clear()
+    assert taken == (name is None)
+
+
+def test_weights_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "is_for_hopper", lambda _: True)
+    monkeypatch.setattr(hopper.layout, "has_tma", lambda *_: True)
+    x, w, lora = torch.empty(8, 64), torch.empty(2, 32, 64), torch.empty(2, 8, 32).mT
+    assert hopper.hopper_reads(None, x, w, None, "K") == (("K", 2048, 64), ("", 0, 0))
+    assert hopper.hopper_reads(None, x, w.mT, lora, "N") == (("N", 2048, 64), ("N", 256, 32))
+    assert hopper.hopper_reads(None, x, w, None, "") is None
+    assert hopper.hopper_reads(None, x[:, 1:], w, None, "K") is None
+    assert hopper.hopper_reads(None, x, w, lora[:, ::2], "K") is None
