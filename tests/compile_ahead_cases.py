@@ -268,6 +268,8 @@ def launch_experts(options: ExpertOptions, trained: tuple[str, ...], empty: Any)
     )
     if options.transposed:
         grouped_gemm(rows, weight, many, scatter=True, adapter=(of_low, lora.mT))
+        few_experts = kernels.sort_by_expert(empty(2048, 2, dtype=torch.int64), 8)
+        grouped_gemm(empty(2048, 512), weight, few_experts, options, share=2, glu=True)
     else:
         grouped_gemm(rows, weight.mT.contiguous().mT, many, bias=empty(8, 384))
     kernels.sum_rows(tensors.hidden, ids.int())

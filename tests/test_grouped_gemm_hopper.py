@@ -1,4 +1,4 @@
-"""The grouped GEMM whose warps have different roles, which Hopper GPUs run for sorted rows."""
+"""The grouped GEMM whose warps have different roles, which Hopper GPUs run."""
 
 from importlib import import_module
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from onepass.core.moe_options import Product
+from onepass.moe import Routing, expert_mlp
 
 pytest.importorskip("triton")
 module = import_module("onepass.kernels.grouped_gemm")
@@ -93,59 +94,117 @@ def test_equals_its_definition(
 
 @pytest.mark.gpu
 @ON_HOPPER
-def test_rows_that_are_not_finite_stay_alone() -> None:
-    x, w, _, bias, _, groups = tensors((2000, 4, 512, 512, 0, False), torch.bfloat16, "K", "K")
-    expected = module.grouped_gemm(x, w, groups, bias=bias)
+@pytest.mark.parametrize("share", [0, 1])
+def test_rows_that_are_not_finite_stay_alone(monkeypatch: pytest.MonkeyPatch, share: int) -> None:
+    x, w, _, bias, _, groups = tensors((2000, 4, 512, 520, 0, False), torch.bfloat16, "K", "K")
+    planned = []
+    monkeypatch.setattr(module, "hopper_plan", lambda *about: planned.append(about) or hopper.hopper_plan(*about))
+    expected = module.grouped_gemm(x, w, groups, bias=bias, share=share)
     x[::7] = torch.inf
     x[3::7] = torch.nan
-    found = module.grouped_gemm(x, w, groups, bias=bias)
+    found = module.grouped_gemm(x, w, groups, bias=bias, share=share)
+    assert planned, "another kernel was launched"
     there = int(groups.offsets[-1])
-    finite = x.isfinite().all(1)[:there]
+    finite = (x[groups.order.long()] if share else x).isfinite().all(1)[:there]
     assert torch.equal(found[:there][finite], expected[:there][finite])
     assert not found[:there][~finite].isfinite().any()
 
 
+EXPERTS = [  # tokens, experts, experts of a token, sizes of hidden and intermediate states, rank, options
+    (512, 4, 2, 256, 256, 0, dict()),
+    (1000, 5, 2, 520, 392, 16, dict(activation="gelu")),
+    (777, 4, 2, 1096, 264, 8, dict(activation="swiglu_clamped", transposed=True, interleaved=True)),
+    (2000, 8, 2, 512, 512, 72, dict(activation="gelu_tanh", interleaved=True)),
+    (3000, 16, 4, 384, 640, 64, dict(transposed=True, interleaved=True)),
+    (1100, 7, 1, 320, 520, 0, dict(transposed=True)),
+    (4096, 64, 4, 256, 768, 16, dict()),
+]
+
+
 @pytest.mark.gpu
 @ON_HOPPER
-def test_equals_the_general_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, w, _, _, _, groups = tensors((9000, 16, 768, 2048, 0, False), torch.bfloat16, "N", "K")
-    found = module.grouped_gemm(x, w, groups)
-    monkeypatch.setattr(module, "hopper_reads", lambda *_: None)
-    there = int(groups.offsets[-1])
-    assert torch.equal(found[:there], module.grouped_gemm(x, w, groups)[:there])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", EXPERTS, ids=str)
+def test_experts_equal_those_of_the_general_kernel(
+    monkeypatch: pytest.MonkeyPatch, case: tuple[Any, ...], dtype: torch.dtype, bias: bool
+) -> None:
+    tokens, E, K, H, width, R, options = case
+    torch.manual_seed(tokens)
+
+    def leaf(*sizes: int) -> torch.Tensor:
+        return (torch.randn(sizes, device="cuda") * sizes[-1] ** -0.5).to(dtype).requires_grad_()
+
+    scores = torch.rand(tokens, E, device="cuda")
+    scores[:, 1] = -1  # nobody selects this expert
+    scores[: tokens // 2, 0] += 1
+    ids = scores.topk(K, -1)[1]
+    ids[5, 0], ids[7, 0] = E, -1
+    weights = torch.rand(tokens, K, device="cuda", requires_grad=True)
+    shapes = ((E, H, 2 * width), (E, width, H)) if options.get("transposed") else ((E, 2 * width, H), (E, H, width))
+    leaves = [leaf(tokens, H), weights, *(leaf(*shape) for shape in shapes)]
+    given: dict[str, Any] = {}
+    if bias:
+        given |= dict(gate_up_bias=leaf(E, 2 * width), down_bias=leaf(E, H))
+        leaves += given.values()
+    if R:
+        adapters = leaf(E, R, H), leaf(E, 2 * width, R), leaf(E, R, width), leaf(E, H, R)
+        given |= dict(lora_gate_up=(*adapters[:2], 2.0), lora_down=(*adapters[2:], 0.5))
+        leaves += adapters
+    routing = Routing(weights, ids, None)
+
+    def results() -> list[torch.Tensor]:
+        out = expert_mlp(leaves[0], routing, *leaves[2:4], **given, **options)
+        return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    planned = []
+    monkeypatch.setattr(module, "hopper_plan", lambda *about: planned.append(about) or hopper.hopper_plan(*about))
+    found = results()
+    assert planned, "another kernel was launched"
+    monkeypatch.setattr(module, "hopper_reads", lambda *_, **__: None)
+    for one, other in zip(found, results()):
+        assert torch.equal(one, other) and other.isfinite().all()
 
 
-REFUSED = {
-    "gathered": dict(share=2),
-    "an activation": dict(glu=True),
-    "float32": dict(element=4),
-    "few rows of an expert": dict(assignments=256),
-    "few columns": dict(N=128),
-    "rows that are not aligned": dict(x_row=260),
-    "a rank that is not aligned": dict(R=4),
+# What it does not take, and what it takes.
+PRODUCTS = {
+    "gathered rows that are long": (dict(share=2, K=2560), False),
+    "many gathered rows": (dict(share=2, assignments=4096), False),
+    "few gathered rows": (dict(share=2, assignments=900), False),
+    "gathered rows that are not aligned": (dict(share=2, K=260, x_row=264), False),
+    "float32": (dict(element=4), False),
+    "few rows of an expert": (dict(assignments=256), False),
+    "few columns": (dict(N=128), False),
+    "rows that do not start on 16 bytes": (dict(x_row=260), False),
+    "a rank that is not aligned": (dict(R=4), False),
+    "sorted rows": (dict(), True),
+    "gathered rows": (dict(share=2), True),
+    "few gathered rows of an activation": (dict(share=2, assignments=900, glu=True), True),
+    "half the columns of an activation": (dict(N=128, glu=True), True),
 }
 
 
-@pytest.mark.parametrize("name", [None, *REFUSED])
-def test_products_that_it_takes(monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_that_it_takes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(hopper, "SUPPORTED", True)
     monkeypatch.setattr(hopper.layout, "compute_capability", lambda *_: 90)
     hopper.is_for_hopper.cache_clear()
-    options = module.PLAIN
     product = Product(
-        1024, 12, 4, 256, 256, 0, 0, False, False, 1.0, options, 256, (), 2, torch.device("cpu")
+        1024, 12, 4, 256, 256, 0, 0, False, False, 1.0, module.PLAIN, 256, (), 2, torch.device("cpu")
     )  # fmt: skip
-    taken = hopper.is_for_hopper(product._replace(**REFUSED.get(name, {})))
+    changed, expected = PRODUCTS[name]
+    taken = hopper.is_for_hopper(product._replace(**changed))
     hopper.is_for_hopper.cache_clear()
-    assert taken == (name is None)
+    assert taken == expected
 
 
 def test_weights_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "is_for_hopper", lambda _: True)
     monkeypatch.setattr(hopper.layout, "has_tma", lambda *_: True)
     x, w, lora = torch.empty(8, 64), torch.empty(2, 32, 64), torch.empty(2, 8, 32).mT
-    assert hopper.hopper_reads(None, x, w, None, "K") == (("K", 2048, 64), ("", 0, 0))
-    assert hopper.hopper_reads(None, x, w.mT, lora, "N") == (("N", 2048, 64), ("N", 256, 32))
-    assert hopper.hopper_reads(None, x, w, None, "") is None
-    assert hopper.hopper_reads(None, x[:, 1:], w, None, "K") is None
-    assert hopper.hopper_reads(None, x, w, lora[:, ::2], "K") is None
+    assert hopper.hopper_reads(None, x, w, None, "K", False) == (("K", 2048, 64), ("", 0, 0))
+    assert hopper.hopper_reads(None, x, w.mT, lora, "N", False) == (("N", 2048, 64), ("N", 256, 32))
+    assert hopper.hopper_reads(None, x, w, None, "", False) is None
+    assert hopper.hopper_reads(None, x[:, 1:], w, None, "K", False) is None
+    assert hopper.hopper_reads(None, x, w, lora[:, ::2], "K", False) is None
+    assert hopper.hopper_reads(None, x, w, lora, "K", True) is None  # whose two halves no descriptor loads

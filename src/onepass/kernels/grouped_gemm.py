@@ -244,8 +244,8 @@ def grouped_gemm(
     for first, part in [(0, w)] if isinstance(w, Tensor) else decoded_chunks(w, groups):
         # A tile has two ranges of columns, gate and up. One load by a descriptor covers both only if K is contiguous.
         tma = layout.tma_dimension(part, 2, 1, only_k=halves == 2)
-        if len(part) == E and (reads := hopper_reads(product, x, part, lora, tma)):
-            launch(hopper_plan, (product, *reads), (x, part, low, lora, bias, weights, out, *groups))
+        if len(part) == E and (reads := hopper_reads(product, x, part, lora, tma, only_k=halves == 2)):
+            launch(hopper_plan, (product, *reads), (x, part, *others))
             continue
         launch(gemm_plan, (product, part.stride(), tma, (first, len(part))), (x, part, *others, *(None,) * 5))
     return out

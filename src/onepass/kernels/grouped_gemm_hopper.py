@@ -1,9 +1,9 @@
-"""The grouped GEMM of `grouped_gemm` on Hopper GPUs, for rows that are sorted by expert.
+"""The grouped GEMM of `grouped_gemm` on Hopper GPUs.
 
-The warps of a program have different roles. One warp loads the operands of each step of K into a ring of stages in
-shared memory, by descriptors. Two groups of four warps multiply them, each for half of the rows of a tile, and store
-the result; while they store, the operands of the next tile are loaded. A group that has no rows of a tile multiplies
-nothing, so that the rows of an expert are padded to 64 instead of 128.
+The warps of a program have different roles. One warp, or four that also gather rows, load the operands of each step of
+K into a ring of stages in shared memory. Two groups of four warps multiply them, each for half of the rows of a tile,
+and store the result; while they store, the operands of the next tile are loaded. A group that has no rows of a tile
+multiplies nothing, so that the rows of an expert are padded to 64 instead of 128.
 
 The kernel is written in Gluon, since Triton assigns all warps the same role. Triton's interpreter does not run Gluon.
 `grouped_gemm_kernel` computes the same, and everything that this kernel does not support.
@@ -18,11 +18,12 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
 from onepass.core.memo import memo
 from onepass.core.moe_options import Product
 from onepass.kernels import layout
+from onepass.kernels.expert_rows import activate
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided
 from onepass.kernels.layout import power_of_two
 from onepass.kernels.row_gemm import place_of
@@ -42,6 +43,9 @@ class Work(NamedTuple):
     N: int
     K: int
     R: int
+    ACTIVATION: str
+    INTERLEAVED: bool
+    SHARE: int
     SCATTER: bool
     X_ROW: int
     BY: str
@@ -64,7 +68,24 @@ def stored_layout(rows, columns):
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [rows, columns])
 
 
-place_of_work = gluon.jit(place_of.fn)
+place_of_work, activate_tile = gluon.jit(place_of.fn), gluon.jit(activate.fn)
+
+
+@gluon.constexpr_function
+def columns_of_tile(activation):
+    """How many columns of the result a tile has: with an activation, half of those of the product."""
+    return 128 if activation != "" else 256
+
+
+@gluon.jit
+def store_tile(to, row, there, n0, N: gl.constexpr, ROW: gl.constexpr, tile):
+    """Store the rows of a tile that are ``there`` from column ``n0`` on, of N columns; a row has ROW elements."""
+    stored: gl.constexpr = stored_layout(tile.shape[0], tile.shape[1])
+    row = gl.convert_layout(row, gl.SliceLayout(1, stored)).to(gl.int64)
+    there = gl.convert_layout(there, gl.SliceLayout(1, stored))
+    n = n0 + gl.arange(0, tile.shape[1], gl.SliceLayout(0, stored))
+    found = gl.convert_layout(tile.to(to.dtype.element_ty), stored)
+    gl.store(to + row[:, None] * ROW + n[None, :], found, mask=there[:, None] & (n < N)[None, :])
 
 
 @gluon.jit
@@ -88,18 +109,22 @@ def accumulate(
 
 @gluon.jit
 def multiply(
-    which: gl.constexpr, rows, columns, lora_columns, full, empty, bias, weights, out, order, offsets, tile_expert,
-    tile_row, tiles, group, scale, W: gl.constexpr,
+    which: gl.constexpr, rows, columns, lora_columns, full, empty, bias, weights, h, out, order, offsets, tile_expert,
+    tile_row, tiles, group, scale, alpha, limit, W: gl.constexpr,
 ):  # fmt: skip
     """Compute and store the first (0) or the second (1) half of the rows of each tile."""
-    N_TILES: gl.constexpr = (W.N + WIDTH - 1) // WIDTH
+    ACTIVATION: gl.constexpr = W.ACTIVATION
+    GLU: gl.constexpr = W.ACTIVATION != ""
+    N: gl.constexpr = W.N
+    COLUMNS: gl.constexpr = 2 * W.N if GLU else W.N
+    BLOCK_N: gl.constexpr = columns_of_tile(ACTIVATION)
+    N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = (W.K + STEP - 1) // STEP
     LORA_STEPS: gl.constexpr = (W.R + STEP - 1) // STEP
     BY: gl.constexpr = W.BY
     LORA_BY: gl.constexpr = W.LORA_BY
     STAGES: gl.constexpr = W.STAGES
     of_acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    stored: gl.constexpr = stored_layout(HALF, WIDTH)
     step = 0
     for work in range(gl.program_id(0), tiles * N_TILES, gl.num_programs(0)):
         tile, n_tile = place_of_work(work, tiles, N_TILES, group)
@@ -108,29 +133,48 @@ def multiply(
             begin = gl.load(tile_row + tile) + which * HALF
             end = gl.load(offsets + expert + 1)
             if begin < end:
-                row = begin + gl.arange(0, HALF, gl.SliceLayout(1, stored))
-                there = row < end
-                assignment = row
+                n0 = n_tile * BLOCK_N
                 if W.SCATTER or weights is not None:
-                    assignment = gl.load(order + row, mask=there, other=0)
+                    sorted_row = begin + gl.arange(0, HALF, gl.SliceLayout(1, of_acc))
+                    assignment = gl.load(order + sorted_row, mask=sorted_row < end, other=0)
                 acc = gl.zeros((HALF, WIDTH), gl.float32, of_acc)
                 if bias is not None:
-                    n = n_tile * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, of_acc))
-                    of_columns = gl.load(bias + expert.to(gl.int64) * W.N + n, mask=n < W.N, other=0.0)
+                    n = gl.arange(0, WIDTH, gl.SliceLayout(0, of_acc))
+                    if GLU and not W.INTERLEAVED:
+                        inside = n0 + n % BLOCK_N < N
+                        n = n // BLOCK_N * N + n0 + n % BLOCK_N
+                    else:
+                        n += n_tile * WIDTH
+                        inside = n < COLUMNS
+                    of_columns = gl.load(bias + expert.to(gl.int64) * COLUMNS + n, mask=inside, other=0.0)
                     acc += of_columns.to(gl.float32)[None, :]
                 if LORA_STEPS > 0:
                     acc, step = accumulate(
                         acc, step, rows, lora_columns, full, empty, which, LORA_STEPS, LORA_BY, STAGES
                     )
                 acc, step = accumulate(acc, step, rows, columns, full, empty, which, STEPS, BY, STAGES)
-                y = acc * scale
+                row = begin + gl.arange(0, HALF, gl.SliceLayout(1, of_acc))
+                there = row < end
+                if GLU:
+                    if W.INTERLEAVED:
+                        if h is not None:
+                            store_tile(h, row, there, n_tile * WIDTH, COLUMNS, COLUMNS, acc)
+                        gate, up = gl.split(acc.reshape((HALF, BLOCK_N, 2)))
+                    else:
+                        gate, up = gl.split(acc.reshape((HALF, 2, BLOCK_N)).permute((0, 2, 1)))
+                        if h is not None:
+                            store_tile(h, row, there, n0, N, COLUMNS, gate)
+                            store_tile(h + N, row, there, n0, N, COLUMNS, up)
+                    y, _by_gate, _by_up = activate_tile(gate, up, alpha, limit, ACTIVATION)
+                else:
+                    y = acc * scale
                 if weights is not None:
                     weight = gl.load(weights + assignment, mask=there, other=0.0)
-                    y *= gl.convert_layout(weight, gl.SliceLayout(1, of_acc))[:, None]
-                n = n_tile * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, stored))
-                to = (assignment if W.SCATTER else row).to(gl.int64)[:, None] * W.N + n[None, :]
-                found = gl.convert_layout(y.to(out.dtype.element_ty), stored)
-                gl.store(out + to, found, mask=there[:, None] & (n < W.N)[None, :])
+                    y *= gl.convert_layout(weight, gl.SliceLayout(1, y.type.layout))[:, None]
+                if W.SCATTER:
+                    store_tile(out, assignment, there, n0, N, N, y)
+                else:
+                    store_tile(out, row, there, n0, N, N, y)
             else:
                 for _k in range(LORA_STEPS + STEPS):
                     mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
@@ -139,47 +183,47 @@ def multiply(
 
 
 @gluon.jit
-def load_steps(
-    of_rows, of_columns, step, rows, columns, full, empty, begin, end, expert, n0, STEPS: gl.constexpr,
-    BY: gl.constexpr, W: gl.constexpr,
+def load_step(
+    of_rows, of_columns, ready, rows, columns, begin, end, expert, n0, k0, BY: gl.constexpr, HALVES: gl.constexpr,
+    GATHERED: gl.constexpr,
 ):  # fmt: skip
-    """Load STEPS steps of a tile. The second half of the rows is loaded only if one of them is there."""
+    """Load the columns of a step and, unless they are GATHERED, its rows: those of the second half if any are there."""
     OF_COLUMNS: gl.constexpr = WIDTH * STEP * ELEMENT
     OF_ROWS: gl.constexpr = HALF * STEP * ELEMENT
-    both = begin + HALF < end
-    for k in range(STEPS):
-        k0 = k * STEP
-        stage = step % W.STAGES
-        ready = full.index(stage)
-        mbarrier.wait(empty.index(stage), step // W.STAGES & 1 ^ 1)
+    if GATHERED:
+        mbarrier.expect(ready, OF_COLUMNS)
+    else:
+        both = begin + HALF < end
         mbarrier.expect(ready, OF_COLUMNS + 2 * OF_ROWS, pred=both)
         mbarrier.expect(ready, OF_COLUMNS + OF_ROWS, pred=both == 0)
-        a = rows.index(stage)
-        tma.async_copy_global_to_shared(of_rows, [begin, k0], ready, a.slice(0, HALF))
-        tma.async_copy_global_to_shared(of_rows, [begin + HALF, k0], ready, a.slice(HALF, HALF), pred=both)
-        b = columns.index(stage)
-        flat: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
-        if BY == "K":
-            b = b._reinterpret(b.dtype, [1, WIDTH, STEP], flat)
-            tma.async_copy_global_to_shared(of_columns, [expert, n0, k0], ready, b)
-        else:
-            b = b._reinterpret(b.dtype, [1, STEP, WIDTH], flat)
-            tma.async_copy_global_to_shared(of_columns, [expert, k0, n0], ready, b)
-        step += 1
-    return step
+        tma.async_copy_global_to_shared(of_rows, [begin, k0], ready, rows.slice(0, HALF))
+        tma.async_copy_global_to_shared(of_rows, [begin + HALF, k0], ready, rows.slice(HALF, HALF), pred=both)
+    if BY == "K":
+        to = columns._reinterpret(columns.dtype, [1, HALVES, WIDTH // HALVES, STEP], gl.NVMMASharedLayout(128, 16, 4))
+        tma.async_copy_global_to_shared(of_columns, [expert, 0, n0, k0], ready, to)
+    else:
+        to = columns._reinterpret(columns.dtype, [1, STEP, WIDTH], gl.NVMMASharedLayout(128, 16, 3))
+        tma.async_copy_global_to_shared(of_columns, [expert, k0, n0], ready, to)
 
 
 @gluon.jit
 def load(
-    of_x, of_weight, of_low, of_lora, rows, columns, lora_columns, full, empty, offsets, tile_expert, tile_row, tiles,
-    group, W: gl.constexpr,
+    x, of_x, of_weight, of_low, of_lora, rows, columns, lora_columns, full, empty, order, offsets, tile_expert,
+    tile_row, tiles, group, W: gl.constexpr,
 ):  # fmt: skip
     """Load what `multiply` multiplies, in its order."""
-    N_TILES: gl.constexpr = (W.N + WIDTH - 1) // WIDTH
+    ACTIVATION: gl.constexpr = W.ACTIVATION
+    HALVES: gl.constexpr = 2 if W.ACTIVATION != "" and not W.INTERLEAVED else 1
+    BLOCK_N: gl.constexpr = columns_of_tile(ACTIVATION)
+    N_TILES: gl.constexpr = (W.N + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = (W.K + STEP - 1) // STEP
     LORA_STEPS: gl.constexpr = (W.R + STEP - 1) // STEP
+    GATHERED: gl.constexpr = W.SHARE > 0
+    AT_ONCE: gl.constexpr = 4 if GATHERED and STEPS % 4 == 0 else 1  # whose addresses differ by constants
     BY: gl.constexpr = W.BY
     LORA_BY: gl.constexpr = W.LORA_BY
+    STAGES: gl.constexpr = W.STAGES
+    gathered: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     step = 0
     for work in range(gl.program_id(0), tiles * N_TILES, gl.num_programs(0)):
         tile, n_tile = place_of_work(work, tiles, N_TILES, group)
@@ -187,48 +231,85 @@ def load(
         if expert < W.E:
             begin = gl.load(tile_row + tile)
             end = gl.load(offsets + expert + 1)
-            n0 = n_tile * WIDTH
+            n0 = n_tile * (WIDTH // HALVES)
+            at = x
+            if GATHERED:
+                row = begin + gl.arange(0, ROWS, gl.SliceLayout(1, gathered))
+                there = (row < end)[:, None]
+                k = gl.arange(0, STEP, gl.SliceLayout(0, gathered))[None, :]
+                source = gl.load(order + row, mask=row < end, other=0) // W.SHARE
+                at = x + source.to(gl.int64)[:, None] * W.X_ROW + k
             if LORA_STEPS > 0:
-                step = load_steps(
-                    of_low, of_lora, step, rows, lora_columns, full, empty, begin, end, expert, n0, LORA_STEPS,
-                    LORA_BY, W,
-                )  # fmt: skip
-            step = load_steps(of_x, of_weight, step, rows, columns, full, empty, begin, end, expert, n0, STEPS, BY, W)
+                for k0 in range(0, LORA_STEPS * STEP, STEP):
+                    stage = step % STAGES
+                    mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
+                    load_step(
+                        of_low, of_lora, full.index(stage), rows.index(stage), lora_columns.index(stage), begin, end,
+                        expert, n0, k0, LORA_BY, HALVES, False,
+                    )  # fmt: skip
+                    if GATHERED:
+                        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+                    step += 1
+            for first in range(0, STEPS * STEP, AT_ONCE * STEP):
+                for n in gl.static_range(AT_ONCE):
+                    k0 = first + n * STEP
+                    stage = step % STAGES
+                    mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
+                    load_step(
+                        of_x, of_weight, full.index(stage), rows.index(stage), columns.index(stage), begin, end,
+                        expert, n0, k0, BY, HALVES, GATHERED,
+                    )  # fmt: skip
+                    if GATHERED:
+                        mask = there if W.K % STEP == 0 else there & (k0 + k < W.K)
+                        async_copy.async_copy_global_to_shared(rows.index(stage), at + n * STEP, mask=mask)
+                        # As in Triton's own pipelines, no proxy fence is between these copies and the tensor cores.
+                        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+                    step += 1
+                if GATHERED:
+                    at += AT_ONCE * STEP
 
 
 @gluon.jit
-def describe_rows(x, count, K: gl.constexpr, ROW: gl.constexpr, W: gl.constexpr):
+def describe_rows(x, count, K: gl.constexpr, ROW: gl.constexpr):
     """The descriptor of half of the rows of a tile of ``x`` ``(count, K)``."""
     return tma.make_tensor_descriptor(x, [count, K], [ROW, 1], [HALF, STEP], gl.NVMMASharedLayout(128, 16, 2))
 
 
 @gluon.jit
 def describe_weight(
-    w, K: gl.constexpr, BY: gl.constexpr, E_STRIDE: gl.constexpr, STRIDE: gl.constexpr, W: gl.constexpr
-):
-    """The descriptor of the columns of a tile of a weight ``(E, N, K)``."""
-    flat: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
+    w, E: gl.constexpr, COLUMNS: gl.constexpr, K: gl.constexpr, BY: gl.constexpr, E_STRIDE: gl.constexpr,
+    STRIDE: gl.constexpr, HALVES: gl.constexpr,
+):  # fmt: skip
+    """The descriptor of the columns of a tile of a weight ``(E, COLUMNS, K)``: one range of them, or two HALVES."""
     if BY == "K":
-        return tma.make_tensor_descriptor(w, [W.E, W.N, K], [E_STRIDE, STRIDE, 1], [1, WIDTH, STEP], flat)
+        PART: gl.constexpr = COLUMNS // HALVES
+        return tma.make_tensor_descriptor(
+            w, [E, HALVES, PART, K], [E_STRIDE, PART * STRIDE, STRIDE, 1], [1, HALVES, WIDTH // HALVES, STEP],
+            gl.NVMMASharedLayout(128, 16, 4),
+        )  # fmt: skip
     else:
-        return tma.make_tensor_descriptor(w, [W.E, K, W.N], [E_STRIDE, STRIDE, 1], [1, STEP, WIDTH], flat)
+        return tma.make_tensor_descriptor(
+            w, [E, K, COLUMNS], [E_STRIDE, STRIDE, 1], [1, STEP, WIDTH], gl.NVMMASharedLayout(128, 16, 3)
+        )
 
 
 @gluon.jit(do_not_specialize=["assignments", "tiles", "group"])
 def grouped_gemm_hopper_kernel(
-    x: "Rows", w: "Strided", low: "Flat", lora: "Strided", bias: "Flat", weights: "Flat", out: "Out", order: "Flat",
-    offsets: "Flat", tile_expert: "Flat", tile_row: "Flat",
-    assignments: tl.int32, tiles: tl.int32, group: tl.int32, scale: tl.float32,
+    x: "Rows", w: "Strided", low: "Flat", lora: "Strided", bias: "Flat", weights: "Flat", h: "Out", out: "Out",
+    order: "Flat", offsets: "Flat", tile_expert: "Flat", tile_row: "Flat",
+    assignments: tl.int32, tiles: tl.int32, group: tl.int32, scale: tl.float32, alpha: tl.float32, limit: tl.float32,
     WORK: tl.constexpr,
 ):  # fmt: skip
-    """``out = scale·y`` for the ``y`` of `grouped_gemm_kernel`, times the routing weight of each row if there are any.
+    """The results of `grouped_gemm_kernel` for all E experts.
 
-    Inputs: ``x`` ``(assignments, K)``, sorted by expert; ``w`` ``(E, N, K)``; the other arguments are as there.
-    Output: ``out`` ``(assignments, N)``, in the order of the assignments if SCATTER, else sorted by expert.
+    Inputs and outputs: those of `grouped_gemm_kernel`, with a weight that is not quantized.
     Bytes moved: see the module docstring.
     """
     W: gl.constexpr = WORK
     STAGES: gl.constexpr = W.STAGES
+    HALVES: gl.constexpr = 2 if W.ACTIVATION != "" and not W.INTERLEAVED else 1
+    COLUMNS: gl.constexpr = W.N if W.ACTIVATION == "" else 2 * W.N
+    E: gl.constexpr = W.E
     K: gl.constexpr = W.K
     R: gl.constexpr = W.R
     BY: gl.constexpr = W.BY
@@ -239,43 +320,48 @@ def grouped_gemm_hopper_kernel(
     by_n: gl.constexpr = [W.STAGES, STEP, WIDTH]
     rows = gl.allocate_shared_memory(dtype, [W.STAGES, ROWS, STEP], flat)
     columns = gl.allocate_shared_memory(dtype, by_k if BY == "K" else by_n, flat)
-    of_x = describe_rows(x, assignments, K, W.X_ROW, W)
-    of_weight = describe_weight(w, K, BY, W.E_STRIDE, W.STRIDE, W)
-    of_low = of_x
+    of_weight = describe_weight(w, E, COLUMNS, K, BY, W.E_STRIDE, W.STRIDE, HALVES)
+    of_x = of_weight
+    if W.SHARE == 0:
+        of_x = describe_rows(x, assignments, K, W.X_ROW)
+    of_low = of_weight
     of_lora = of_weight
     lora_columns = columns
     if R > 0:
-        of_low = describe_rows(low, assignments, R, R, W)
-        of_lora = describe_weight(lora, R, LORA_BY, W.LORA_E_STRIDE, W.LORA_STRIDE, W)
+        of_low = describe_rows(low, assignments, R, R)
+        of_lora = describe_weight(lora, E, COLUMNS, R, LORA_BY, W.LORA_E_STRIDE, W.LORA_STRIDE, HALVES)
         lora_columns = columns._reinterpret(dtype, by_k if LORA_BY == "K" else by_n, flat)
     full = gl.allocate_shared_memory(gl.int64, [W.STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [W.STAGES, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(STAGES):
-        mbarrier.init(full.index(n), count=1)
+        mbarrier.init(full.index(n), count=129 if W.SHARE > 0 else 1)  # the descriptors, and threads that gather
         mbarrier.init(empty.index(n), count=2)
     hopper.fence_async_shared()
     gl.warp_specialize(
         [
             (multiply, (
-                0, rows, columns, lora_columns, full, empty, bias, weights, out, order, offsets, tile_expert, tile_row,
-                tiles, group, scale, W,
+                0, rows, columns, lora_columns, full, empty, bias, weights, h, out, order, offsets, tile_expert,
+                tile_row, tiles, group, scale, alpha, limit, W,
             )),
             (multiply, (
-                1, rows, columns, lora_columns, full, empty, bias, weights, out, order, offsets, tile_expert, tile_row,
-                tiles, group, scale, W,
+                1, rows, columns, lora_columns, full, empty, bias, weights, h, out, order, offsets, tile_expert,
+                tile_row, tiles, group, scale, alpha, limit, W,
             )),
             (load, (
-                of_x, of_weight, of_low, of_lora, rows, columns, lora_columns, full, empty, offsets, tile_expert,
-                tile_row, tiles, group, W,
+                x, of_x, of_weight, of_low, of_lora, rows, columns, lora_columns, full, empty, order, offsets,
+                tile_expert, tile_row, tiles, group, W,
             )),
         ],
-        [4, 1], [232, 24],  # warps and registers of the second and the third
+        # Warps and registers of the second and the third.
+        [4, 4 if W.SHARE > 0 else 1], [208 if W.SHARE > 0 else 232, 72 if W.SHARE > 0 else 24],
     )  # fmt: skip
 
 
-def hopper_reads(p: Product, x: Tensor, w: Tensor, lora: Tensor | None, w_tma: str) -> tuple[Read, Read] | None:
+def hopper_reads(
+    p: Product, x: Tensor, w: Tensor, lora: Tensor | None, w_tma: str, only_k: bool
+) -> tuple[Read, Read] | None:
     """How `grouped_gemm_hopper_kernel` reads the weight and an adapter's; None if it does not support the product."""
-    lora_tma = "" if lora is None else layout.tma_dimension(lora, 2, 1)
+    lora_tma = "" if lora is None else layout.tma_dimension(lora, 2, 1, only_k)
     if not (is_for_hopper(p) and w_tma and x.data_ptr() % 16 == 0) or (lora is not None and not lora_tma):
         return None
     return (w_tma, *others_of(w, w_tma)), ("", 0, 0) if lora is None else (lora_tma, *others_of(lora, lora_tma))
@@ -288,21 +374,31 @@ def others_of(w: Tensor, contiguous: str) -> tuple[int, int]:
 
 @memo
 def is_for_hopper(p: Product) -> bool:
-    """Whether `grouped_gemm_hopper_kernel` supports a product, as far as this does not depend on the weights.
+    """Whether `grouped_gemm_hopper_kernel` supports a product and is faster, as far as weights do not matter.
 
-    Its tiles are large, and its descriptors cannot gather rows.
+    To gather rows takes its warps longer than to load sorted ones. It is worth it where tiles are short and many rows
+    are padding (measured on an H200).
     """
-    if not SUPPORTED or p.share or p.glu or p.element != 2 or layout.compute_capability(p.device.index or 0) != 90:
+    rows = p.assignments // p.E
+    if p.share and (p.K > 2048 or rows > 512 or (rows < 256 and not p.glu)):
         return False
-    aligned = p.x_row % 8 == 0 and p.R % 8 == 0
-    return aligned and rows_of_tile(p.assignments, p.E) == ROWS.value and power_of_two(p.N) >= WIDTH.value
+    if not SUPPORTED or p.element != 2 or layout.compute_capability(p.device.index or 0) != 90:
+        return False
+    wide = power_of_two(p.N) * (2 if p.glu else 1) >= WIDTH.value
+    aligned = not (p.x_row % 8 or p.R % 8 or (p.share and p.K % 8))
+    return wide and aligned and rows_of_tile(p.assignments, p.E) == ROWS.value
 
 
 def hopper_plan(p: Product, weight: Read, lora: Read) -> Plan:
     """The launch of `grouped_gemm_hopper_kernel`."""
+    o, activation = p.options, p.options.activation if p.glu else ""
     stages = layout.shared_memory() // ((ROWS.value + WIDTH.value) * STEP.value * ELEMENT.value)
-    work = Work(p.E, p.N, p.K, p.R, p.scatter, p.x_row, *weight, *lora, stages)
-    programs = min(p.tiles * -(-p.N // WIDTH.value), layout.multiprocessors(p.device))
+    if p.share and p.assignments < 256 * p.E:
+        stages -= 1  # programs that read the same weight stay closer to each other
+    work = Work(
+        p.E, p.N, p.K, p.R, activation, o.interleaved, p.share, p.scatter, p.x_row, *weight, *lora, stages
+    )  # fmt: skip
+    programs = min(p.tiles * -(-p.N // columns_of_tile(activation)), layout.multiprocessors(p.device))
     group = min(16, power_of_two(p.assignments // (p.E * ROWS.value)))
-    given = p.assignments, p.tiles, group, p.scale
+    given = p.assignments, p.tiles, group, p.scale, o.alpha, o.limit
     return Plan(grouped_gemm_hopper_kernel, programs, given, dict(WORK=work), 4)
