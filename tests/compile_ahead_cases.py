@@ -259,20 +259,8 @@ def launch_experts(options: ExpertOptions, trained: tuple[str, ...], empty: Any)
     many = kernels.sort_by_expert(empty(4096, 2, dtype=torch.int64), 8)  # rows of an expert, for which tiles are larger
     for rows, columns in ((width, H), (H, width)):
         weight_gradient(empty(8192, rows), empty(8192, columns), empty(8, rows, columns), many)
-    # Sorted rows, as many as Hopper's kernel takes.
-    rows = empty(8192, 1024)[:, :512] if options.transposed else empty(8192, 520)
-    weight, of_low, lora = (
-        empty(8, 520 if options.transposed else 384, rows.shape[1]),
-        empty(8192, 72),
-        empty(8, 72, 520),
-    )
-    if options.transposed:
-        grouped_gemm(rows, weight, many, scatter=True, adapter=(of_low, lora.mT))
-        few_experts = kernels.sort_by_expert(empty(2048, 2, dtype=torch.int64), 8)
-        grouped_gemm(empty(2048, 512), weight, few_experts, options, share=2, glu=True)
-    else:
-        grouped_gemm(rows, weight.mT.contiguous().mT, many, bias=empty(8, 384))
     kernels.sum_rows(tensors.hidden, ids.int())
+    launch_few_rows(empty, options)
     launch_decode(empty, *(1536, 2048) if options.transposed else (33, 71))
     # Weights that the grouped GEMM decodes, for many rows of an expert and for few, and one that it reads in chunks.
     quantized = (128, "nf4", False), (4, "fp8_block", True), (512, "nf4", False)
@@ -288,6 +276,24 @@ def launch_experts(options: ExpertOptions, trained: tuple[str, ...], empty: Any)
         else:
             given = dict(share=K, glu=True, adapter=(low, empty(E, 2 * width, 16)), bias=biases[0])
             grouped_gemm(empty(tokens, H), weight, groups, options, **given)
+
+
+def launch_few_rows(empty: Any, options: ExpertOptions) -> None:
+    """Products with as many rows of an expert as Hopper's kernel takes."""
+    E, K, N = (8, 512, 520) if options.transposed else (10, 2048, 384)
+    ids = empty(128 * E, 2, dtype=torch.int64)
+    groups = kernels.sort_by_expert(ids, E)
+    x, rows = empty(128 * E, K), empty(256 * E, N + 8)[:, :N]
+    gate_up, down = empty(E, 2 * 264, K), empty(E, K, N)
+    low, lora = empty(256 * E, 72), empty(E, 2 * 264, 72)
+    h = empty(256 * E, 2 * 264)
+    if options.transposed:
+        gate_up, lora, down = gate_up.mT.contiguous().mT, lora.mT.contiguous().mT, down.mT.contiguous().mT
+    given = dict(share=2, glu=True, adapter=(low, lora), bias=empty(E, 2 * 264))
+    grouped_gemm(x, gate_up, groups, options, **given, h=None if options.transposed else h)
+    weights = empty(256 * E, dtype=torch.float32)
+    grouped_gemm(rows, down, groups, scatter=True, weights=weights, adapter=(low[:, :16].contiguous(), empty(E, K, 16)))
+    grouped_gemm(h, gate_up.mT, groups, bias=empty(E, K))
 
 
 def launch_decode(empty: Any, rows: int, columns: int) -> None:

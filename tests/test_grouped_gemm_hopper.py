@@ -17,6 +17,17 @@ ON_HOPPER = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or not hopper.SUPPORTED,
     reason="takes a Hopper GPU and Triton 3.6",
 )
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The launches of the kernel, which is used wherever it can be, also where the other one is faster."""
+    found: list[Any] = []
+    monkeypatch.setattr(hopper, "is_for_hopper", hopper.is_supported)
+    monkeypatch.setattr(module, "hopper_plan", lambda *about: found.append(about) or hopper.hopper_plan(*about))
+    return found
+
+
 # Assignments, experts, columns and K; the rank of an adapter; whether the rows are weighted and scattered.
 SHAPES = [
     (1024, 4, 256, 64, 0, False),
@@ -72,12 +83,10 @@ def definition(x: Any, w: Any, adapter: Any, bias: Any, routing: Any, groups: An
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_its_definition(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[Any, ...], dtype: torch.dtype, by: str, lora_by: str
+    planned: list[Any], shape: tuple[Any, ...], dtype: torch.dtype, by: str, lora_by: str
 ) -> None:
     x, w, adapter, bias, routing, groups = tensors(shape, dtype, by, lora_by)
     weighted = shape[-1]
-    planned = []
-    monkeypatch.setattr(module, "hopper_plan", lambda *about: planned.append(about) or hopper.hopper_plan(*about))
     given = dict(adapter=adapter, bias=bias, scale=0.5, scatter=weighted, weights=routing if weighted else None)
     untouched = torch.full((len(x), shape[2]), 7.0, device="cuda", dtype=dtype)
     found = module.grouped_gemm(x, w, groups, **given, out=untouched)
@@ -95,10 +104,8 @@ def test_equals_its_definition(
 @pytest.mark.gpu
 @ON_HOPPER
 @pytest.mark.parametrize("share", [0, 1])
-def test_rows_that_are_not_finite_stay_alone(monkeypatch: pytest.MonkeyPatch, share: int) -> None:
+def test_rows_that_are_not_finite_stay_alone(planned: list[Any], share: int) -> None:
     x, w, _, bias, _, groups = tensors((2000, 4, 512, 520, 0, False), torch.bfloat16, "K", "K")
-    planned = []
-    monkeypatch.setattr(module, "hopper_plan", lambda *about: planned.append(about) or hopper.hopper_plan(*about))
     expected = module.grouped_gemm(x, w, groups, bias=bias, share=share)
     x[::7] = torch.inf
     x[3::7] = torch.nan
@@ -127,7 +134,7 @@ EXPERTS = [  # tokens, experts, experts of a token, sizes of hidden and intermed
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", EXPERTS, ids=str)
 def test_experts_equal_those_of_the_general_kernel(
-    monkeypatch: pytest.MonkeyPatch, case: tuple[Any, ...], dtype: torch.dtype, bias: bool
+    monkeypatch: pytest.MonkeyPatch, planned: list[Any], case: tuple[Any, ...], dtype: torch.dtype, bias: bool
 ) -> None:
     tokens, E, K, H, width, R, options = case
     torch.manual_seed(tokens)
@@ -157,8 +164,6 @@ def test_experts_equal_those_of_the_general_kernel(
         out = expert_mlp(leaves[0], routing, *leaves[2:4], **given, **options)
         return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
-    planned = []
-    monkeypatch.setattr(module, "hopper_plan", lambda *about: planned.append(about) or hopper.hopper_plan(*about))
     found = results()
     assert planned, "another kernel was launched"
     monkeypatch.setattr(module, "hopper_reads", lambda *_, **__: None)
@@ -166,20 +171,30 @@ def test_experts_equal_those_of_the_general_kernel(
         assert torch.equal(one, other) and other.isfinite().all()
 
 
-# What it does not take, and what it takes.
+@pytest.mark.gpu
+@ON_HOPPER
+def test_is_used_for_few_rows_of_an_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[Any] = []
+    monkeypatch.setattr(module, "hopper_plan", lambda *about: planned.append(about) or hopper.hopper_plan(*about))
+    x, w, *_, groups = tensors((600, 4, 256, 512, 0, False), torch.bfloat16, "K", "K")
+    module.grouped_gemm(x, w, groups)
+    assert planned
+
+
+# Whether it takes a product.
 PRODUCTS = {
-    "gathered rows that are long": (dict(share=2, K=2560), False),
-    "many gathered rows": (dict(share=2, assignments=4096), False),
-    "few gathered rows": (dict(share=2, assignments=900), False),
-    "gathered rows that are not aligned": (dict(share=2, K=260, x_row=264), False),
-    "float32": (dict(element=4), False),
+    "gathered rows": (dict(share=2), False),
+    "gathered rows that are long": (dict(share=2, glu=True, K=2560), False),
+    "gathered rows that are not aligned": (dict(share=2, glu=True, K=252), False),
+    "many rows of an expert": (dict(assignments=1028), False),
     "few rows of an expert": (dict(assignments=256), False),
+    "float32": (dict(element=4), False),
     "few columns": (dict(N=128), False),
     "rows that do not start on 16 bytes": (dict(x_row=260), False),
     "a rank that is not aligned": (dict(R=4), False),
     "sorted rows": (dict(), True),
-    "gathered rows": (dict(share=2), True),
-    "few gathered rows of an activation": (dict(share=2, assignments=900, glu=True), True),
+    "sorted rows that are long": (dict(K=8192), True),
+    "gathered rows of an activation": (dict(share=2, glu=True), True),
     "half the columns of an activation": (dict(N=128, glu=True), True),
 }
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import onepass
+from onepass.core.moe_options import MAX_EXPERTS, MAX_K
 from onepass.moe import recognition, route_block
 from onepass.moe.blocks import recognized_parts, routed, routing_method
 
@@ -108,6 +109,24 @@ def test_what_is_refused(options):
     assert recognized_parts(router) is None
     with pytest.raises(TypeError, match=r"block: expected .*got Router"):
         route_block(router, torch.randn(3, H))
+
+
+class TopK(nn.Module):
+    """A softmax router of any size."""
+
+    def __init__(self, experts, k):
+        super().__init__()
+        self.gate, self.k = nn.Linear(H, experts, bias=False), k
+
+    def forward(self, states):
+        weights, experts = self.gate(states.reshape(-1, H)).softmax(-1).topk(self.k)
+        return experts, weights
+
+
+@pytest.mark.parametrize("experts, k", [(MAX_EXPERTS, 2), (MAX_EXPERTS + 1, 2), (64, MAX_K), (64, MAX_K + 1)])
+def test_no_more_than_route_takes_is_recognized(experts, k):
+    recognized = recognized_parts(TopK(experts, k))
+    assert (recognized is not None) == (experts <= MAX_EXPERTS and k <= MAX_K)
 
 
 def test_settings_that_change_and_modules_that_are_left_alone():

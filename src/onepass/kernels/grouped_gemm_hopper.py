@@ -376,12 +376,15 @@ def others_of(w: Tensor, contiguous: str) -> tuple[int, int]:
 def is_for_hopper(p: Product) -> bool:
     """Whether `grouped_gemm_hopper_kernel` supports a product and is faster, as far as weights do not matter.
 
-    To gather rows takes its warps longer than to load sorted ones. It is worth it where tiles are short and many rows
-    are padding (measured on an H200).
+    It is faster where many rows of the other kernel's tiles are padding. To gather rows takes its warps longer than to
+    load sorted ones. Measured on an H200.
     """
-    rows = p.assignments // p.E
-    if p.share and (p.K > 2048 or rows > 512 or (rows < 256 and not p.glu)):
-        return False
+    faster = p.assignments <= 256 * p.E and (p.share == 0 or (p.glu and p.K <= 2048))
+    return faster and is_supported(p)
+
+
+def is_supported(p: Product) -> bool:
+    """Whether `grouped_gemm_hopper_kernel` supports a product, as far as weights do not matter."""
     if not SUPPORTED or p.element != 2 or layout.compute_capability(p.device.index or 0) != 90:
         return False
     wide = power_of_two(p.N) * (2 if p.glu else 1) >= WIDTH.value
@@ -393,8 +396,8 @@ def hopper_plan(p: Product, weight: Read, lora: Read) -> Plan:
     """The launch of `grouped_gemm_hopper_kernel`."""
     o, activation = p.options, p.options.activation if p.glu else ""
     stages = layout.shared_memory() // ((ROWS.value + WIDTH.value) * STEP.value * ELEMENT.value)
-    if p.share and p.assignments < 256 * p.E:
-        stages -= 1  # programs that read the same weight stay closer to each other
+    if p.share:
+        stages -= 1  # so that programs that read the same weight stay closer to each other
     work = Work(
         p.E, p.N, p.K, p.R, activation, o.interleaved, p.share, p.scatter, p.x_row, *weight, *lora, stages
     )  # fmt: skip
