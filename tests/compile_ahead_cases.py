@@ -281,17 +281,19 @@ def launch_experts(options: ExpertOptions, trained: tuple[str, ...], empty: Any)
 def launch_few_rows(empty: Any, options: ExpertOptions) -> None:
     """Products with as many rows of an expert as Hopper's kernel takes."""
     E, K, N = (8, 512, 520) if options.transposed else (10, 2048, 384)
-    ids = empty(128 * E, 2, dtype=torch.int64)
+    ids = empty(100 * E, 2, dtype=torch.int64)
     groups = kernels.sort_by_expert(ids, E)
-    x, rows = empty(128 * E, K), empty(256 * E, N + 8)[:, :N]
+    x, rows = empty(100 * E, K), empty(200 * E, N + 8)[:, :N]
     gate_up, down = empty(E, 2 * 264, K), empty(E, K, N)
-    low, lora = empty(256 * E, 72), empty(E, 2 * 264, 72)
-    h = empty(256 * E, 2 * 264)
+    low, lora = empty(200 * E, 72), empty(E, 2 * 264, 72)
+    h = empty(200 * E, 2 * 264)
     if options.transposed:
         gate_up, lora, down = gate_up.mT.contiguous().mT, lora.mT.contiguous().mT, down.mT.contiguous().mT
     given = dict(share=2, glu=True, adapter=(low, lora), bias=empty(E, 2 * 264))
-    grouped_gemm(x, gate_up, groups, options, **given, h=None if options.transposed else h)
-    weights = empty(256 * E, dtype=torch.float32)
+    grouped_gemm(x, gate_up, groups, options, **given)
+    for activation in (options.activation, "gelu"):
+        grouped_gemm(x, gate_up, groups, options._replace(activation=activation), share=2, glu=True, h=h)
+    weights = empty(200 * E, dtype=torch.float32)
     grouped_gemm(rows, down, groups, scatter=True, weights=weights, adapter=(low[:, :16].contiguous(), empty(E, K, 16)))
     grouped_gemm(h, gate_up.mT, groups, bias=empty(E, K))
 

@@ -73,6 +73,7 @@ OF_HOPPER = {"grouped_gemm_hopper_kernel", "linear_statistics_kernel", "merge_ti
 # Constants that a launcher passes but does not choose by its arguments.
 FIXED = {"TILES", "BLOCK", "ROWS", "PART", "GROUP", "NESTED", "maxnreg"}
 SPILLS = 3  # instructions of a kernel with a limit of registers, or of an earlier Triton
+MAY_SPILL = {"grouped_gemm_hopper_kernel"}  # docs/versions.md
 EARLIER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 OF_ONE_WIDTH = {
     "scale_kernel",
@@ -217,7 +218,7 @@ VARIANTS = [
 @pytest.mark.parametrize("target, dtype, case", VARIANTS)
 def test_compiles_without_spills(reports: dict[str, Any], target: str, kernel: str, dtype: str, case: str) -> None:
     if kernel == "grouped_gemm_hopper_kernel" and not SUPPORTED:
-        pytest.skip("takes Triton 3.6")
+        pytest.skip("takes Triton 3.6 or later")
     if kernel in OF_HOPPER and (target, dtype) != ("sm_90", "bfloat16"):
         pytest.skip("is launched on Hopper, for half precision")
     if kernel in EXPERTS and (CASES[case].mlp is None or dtype != "bfloat16"):
@@ -232,7 +233,7 @@ def test_compiles_without_spills(reports: dict[str, Any], target: str, kernel: s
         pytest.skip("is compiled if the exhaustive tests run too")
     for report in compiled:
         assert "error" not in report, report["error"]
-        few = SPILLS if EARLIER or report["constants"].get("maxnreg") else 0
+        few = SPILLS if EARLIER or kernel in MAY_SPILL or report["constants"].get("maxnreg") else 0
         assert max(report["spills"].values()) <= few, report
         if kernel in EXPERTS:
             assert not report["ignoring_nan"], "a NaN in a row would become a number"
@@ -253,7 +254,7 @@ def flat(constants: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_cases_cover_the_launcher(reports: dict[str, Any], kernel: str) -> None:
     if kernel == "grouped_gemm_hopper_kernel" and not SUPPORTED:
-        pytest.skip("takes Triton 3.6")
+        pytest.skip("takes Triton 3.6 or later")
     variants = [
         flat(report["constants"])
         for target in TARGETS

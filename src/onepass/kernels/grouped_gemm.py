@@ -23,11 +23,18 @@ from onepass.kernels import layout
 from onepass.kernels.decode import SEGMENT, Encoding, code_of, codes_of, decode_tile
 from onepass.kernels.decoded_experts import decoded_chunks
 from onepass.kernels.expert_rows import activate
-from onepass.kernels.grouped_gemm_hopper import hopper_plan, hopper_reads
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import power_of_two
 from onepass.kernels.row_gemm import place_of
 from onepass.kernels.token_sort import rows_of_tile
+
+try:
+    from onepass.kernels.grouped_gemm_hopper import hopper_plan, hopper_reads
+except ImportError:  # Gluon is an experimental part of Triton
+
+    def hopper_reads(*_: Any, **__: Any) -> None:  # type: ignore[misc]
+        """Refuse all products."""
+
 
 Adapter = tuple[Tensor, Tensor]
 PLAIN = ExpertOptions()
@@ -244,7 +251,7 @@ def grouped_gemm(
     for first, part in [(0, w)] if isinstance(w, Tensor) else decoded_chunks(w, groups):
         # A tile has two ranges of columns, gate and up. One load by a descriptor covers both only if K is contiguous.
         tma = layout.tma_dimension(part, 2, 1, only_k=halves == 2)
-        if len(part) == E and (reads := hopper_reads(product, x, part, lora, tma, only_k=halves == 2)):
+        if len(part) == E and (reads := hopper_reads(product, x, part, adapter, tma, only_k=halves == 2)):
             launch(hopper_plan, (product, *reads), (x, part, *others))
             continue
         launch(gemm_plan, (product, part.stride(), tma, (first, len(part))), (x, part, *others, *(None,) * 5))

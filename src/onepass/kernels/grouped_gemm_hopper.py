@@ -33,7 +33,7 @@ Read = tuple[str, int, int]  # of a weight (E, N, K): its contiguous dimension, 
 # Of a tile: rows, half of them, columns, and the part of K that is multiplied at once.
 ROWS, HALF, WIDTH, STEP = (gl.constexpr(n) for n in (128, 64, 256, 64))
 ELEMENT = gl.constexpr(2)  # bytes
-SUPPORTED = hasattr(tma, "make_tensor_descriptor")  # from Triton 3.6 on
+SUPPORTED = hasattr(tma, "make_tensor_descriptor") and hasattr(async_copy, "mbarrier_arrive")  # from Triton 3.6 on
 
 
 class Work(NamedTuple):
@@ -61,7 +61,7 @@ class Work(NamedTuple):
 def stored_layout(rows, columns):
     """The layout in which a tile is stored, 16 bytes a thread.
 
-    Every row is in the same warp as in the accumulator, so that no thread waits for another warp.
+    Every row is in the same warp as in the accumulator, so that warps exchange nothing.
     """
     registers = [[0, 1], [0, 2], [0, 4], *[[0, 32 << n] for n in range((columns // 64).bit_length())], [8, 0]]
     lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
@@ -262,7 +262,8 @@ def load(
                     if GATHERED:
                         mask = there if W.K % STEP == 0 else there & (k0 + k < W.K)
                         async_copy.async_copy_global_to_shared(rows.index(stage), at + n * STEP, mask=mask)
-                        # As in Triton's own pipelines, no proxy fence is between these copies and the tensor cores.
+                        # Without a proxy fence before the tensor cores read these copies, as in the pipelines that
+                        # Triton's compiler generates.
                         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
                     step += 1
                 if GATHERED:
@@ -352,19 +353,24 @@ def grouped_gemm_hopper_kernel(
                 tile_expert, tile_row, tiles, group, W,
             )),
         ],
-        # Warps and registers of the second and the third.
+        # Warps and registers of the second and the third function; the first has the warps of the launch.
         [4, 4 if W.SHARE > 0 else 1], [208 if W.SHARE > 0 else 232, 72 if W.SHARE > 0 else 24],
     )  # fmt: skip
 
 
 def hopper_reads(
-    p: Product, x: Tensor, w: Tensor, lora: Tensor | None, w_tma: str, only_k: bool
+    p: Product, x: Tensor, w: Tensor, adapter: tuple[Tensor, Tensor] | None, w_tma: str, only_k: bool
 ) -> tuple[Read, Read] | None:
-    """How `grouped_gemm_hopper_kernel` reads the weight and an adapter's; None if it does not support the product."""
-    lora_tma = "" if lora is None else layout.tma_dimension(lora, 2, 1, only_k)
-    if not (is_for_hopper(p) and w_tma and x.data_ptr() % 16 == 0) or (lora is not None and not lora_tma):
+    """How `grouped_gemm_hopper_kernel` reads the weight and an adapter's; None if it is not used for the product."""
+    if not (is_for_hopper(p) and w_tma and x.data_ptr() % 16 == 0):
         return None
-    return (w_tma, *others_of(w, w_tma)), ("", 0, 0) if lora is None else (lora_tma, *others_of(lora, lora_tma))
+    if adapter is None:
+        return (w_tma, *others_of(w, w_tma)), ("", 0, 0)
+    low, lora = adapter
+    lora_tma = layout.tma_dimension(lora, 2, 1, only_k)
+    if not lora_tma or low.data_ptr() % 16:
+        return None
+    return (w_tma, *others_of(w, w_tma)), (lora_tma, *others_of(lora, lora_tma))
 
 
 def others_of(w: Tensor, contiguous: str) -> tuple[int, int]:
@@ -374,12 +380,13 @@ def others_of(w: Tensor, contiguous: str) -> tuple[int, int]:
 
 @memo
 def is_for_hopper(p: Product) -> bool:
-    """Whether `grouped_gemm_hopper_kernel` supports a product and is faster, as far as weights do not matter.
+    """Whether `grouped_gemm_hopper_kernel` computes a product, as far as weights do not matter.
 
-    It is faster where many rows of the other kernel's tiles are padding. To gather rows takes its warps longer than to
-    load sorted ones. Measured on an H200.
+    It does for 65 to 255 rows of an expert, where many rows of the other kernel's tiles are padding: for those of
+    Qwen3-Next (160) it was faster on an H200, for 512 it was not. Gathered rows without an activation, or that are
+    long, took its loading warps too much time.
     """
-    faster = p.assignments <= 256 * p.E and (p.share == 0 or (p.glu and p.K <= 2048))
+    faster = p.assignments < 256 * p.E and (p.share == 0 or (p.glu and p.K <= 2048))
     return faster and is_supported(p)
 
 
@@ -388,7 +395,7 @@ def is_supported(p: Product) -> bool:
     if not SUPPORTED or p.element != 2 or layout.compute_capability(p.device.index or 0) != 90:
         return False
     wide = power_of_two(p.N) * (2 if p.glu else 1) >= WIDTH.value
-    aligned = not (p.x_row % 8 or p.R % 8 or (p.share and p.K % 8))
+    aligned = not (p.x_row % 8 or p.R % 8 or (p.share and p.K % 8)) and (p.share > 0 or p.x_row > 0)
     return wide and aligned and rows_of_tile(p.assignments, p.E) == ROWS.value
 
 
@@ -397,7 +404,7 @@ def hopper_plan(p: Product, weight: Read, lora: Read) -> Plan:
     o, activation = p.options, p.options.activation if p.glu else ""
     stages = layout.shared_memory() // ((ROWS.value + WIDTH.value) * STEP.value * ELEMENT.value)
     if p.share:
-        stages -= 1  # so that programs that read the same weight stay closer to each other
+        stages -= 1  # so that programs that read the same weight are at nearly the same step, and it stays in L2
     work = Work(
         p.E, p.N, p.K, p.R, activation, o.interleaved, p.share, p.scatter, p.x_row, *weight, *lora, stages
     )  # fmt: skip
