@@ -73,7 +73,7 @@ OF_HOPPER = {"grouped_gemm_hopper_kernel", "linear_statistics_kernel", "merge_ti
 # Constants that a launcher passes but does not choose by its arguments.
 FIXED = {"TILES", "BLOCK", "ROWS", "PART", "GROUP", "NESTED", "maxnreg"}
 SPILLS = 3  # instructions of a kernel with a limit of registers, or of an earlier Triton
-MAY_SPILL = {"grouped_gemm_hopper_kernel"}  # docs/versions.md
+MAY_SPILL = {"grouped_gemm_hopper_kernel": 5}  # docs/versions.md
 EARLIER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 OF_ONE_WIDTH = {
     "scale_kernel",
@@ -233,7 +233,7 @@ def test_compiles_without_spills(reports: dict[str, Any], target: str, kernel: s
         pytest.skip("is compiled if the exhaustive tests run too")
     for report in compiled:
         assert "error" not in report, report["error"]
-        few = SPILLS if EARLIER or kernel in MAY_SPILL or report["constants"].get("maxnreg") else 0
+        few = MAY_SPILL.get(kernel, SPILLS if EARLIER or report["constants"].get("maxnreg") else 0)
         assert max(report["spills"].values()) <= few, report
         if kernel in EXPERTS:
             assert not report["ignoring_nan"], "a NaN in a row would become a number"
