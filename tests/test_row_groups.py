@@ -203,6 +203,17 @@ def test_sums_of_bools_and_integers():
         assert groups.sum(of).tolist() == [2.0, 0.0, 0.0] and groups.mean(of).tolist() == [1.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_long_groups_of_16_bit_numbers(dtype):
+    groups = onepass.RowGroups(torch.zeros(70000, dtype=torch.int64), 1)
+    ones = torch.ones(70000, dtype=dtype, requires_grad=True)
+    assert groups.mean(ones).item() == 1 and groups.mean(ones).dtype == dtype
+    small = torch.full((70000,), 0.125, dtype=dtype)
+    assert groups.sum(small).item() == small.sum().item()
+    groups.mean(ones).backward()
+    assert torch.equal(ones.grad, torch.full_like(ones, 1 / 70000))
+
+
 def test_what_has_no_entry_for_each_row():
     """It would be read out of bounds, since torch does not check the lengths."""
     groups = onepass.RowGroups(torch.tensor([0, 0, 1, 1, 1]), 2)

@@ -42,28 +42,40 @@ class RowGroups:
     def sum(self, per_row: Tensor) -> Tensor:
         """The sum of ``(n, *)`` over the rows of each group, ``(G, *)``, differentiable. Masked rows are excluded.
 
-        The sum of integers or bools is float32.
+        The sum of integers or bools is float32. That of 16-bit numbers is computed in float32, and rounded once.
 
         Raises:
             TypeError, ValueError: ``per_row`` is not a tensor with an entry for each row of these groups.
         """
+        return self._sum(per_row).to(result_dtype(per_row))
+
+    def mean(self, per_row: Tensor) -> Tensor:
+        """The mean of ``(n, *)`` over the rows of each group, ``(G, *)``; 0 for a group without unmasked rows.
+
+        Dtypes and errors are those of `sum`.
+        """
+        total = self._sum(per_row)
+        count = self.lengths.clamp(min=1).to(total.dtype)
+        return (total / count.reshape(-1, *[1] * (per_row.dim() - 1))).to(result_dtype(per_row))
+
+    def _sum(self, per_row: Tensor) -> Tensor:
+        """The sum in float32, or in float64."""
         if not isinstance(per_row, Tensor) or per_row.is_complex():
             raise TypeError(f"per_row: expected a tensor of real numbers, got {described(per_row)}")
         if per_row.shape[:1] != self.ids.shape:
             raise ValueError(f"per_row: expected shape ({len(self.ids)}, ...), a number or more for each row, "
                              f"got {tuple(per_row.shape)}")  # fmt: skip
-        per_row = per_row if per_row.is_floating_point() else per_row.float()
+        per_row = per_row if per_row.dtype == torch.float64 else per_row.float()
         if self.row_mask is not None:
             mask = self.row_mask.reshape(-1, *[1] * (per_row.dim() - 1))
             per_row = per_row.where(mask, torch.zeros((), dtype=per_row.dtype, device=per_row.device))
         # In one order, which atomic additions are not. The lengths are not checked: that would synchronize.
         return torch.segment_reduce(per_row.contiguous(), "sum", lengths=self._lengths, axis=0, unsafe=True, initial=0)
 
-    def mean(self, per_row: Tensor) -> Tensor:
-        """The mean of ``(n, *)`` over the rows of each group, ``(G, *)``; 0 for a group without unmasked rows."""
-        total = self.sum(per_row)
-        count = self.lengths.clamp(min=1).to(total.dtype)
-        return total / count.reshape(-1, *[1] * (per_row.dim() - 1))
+
+def result_dtype(per_row: Tensor) -> torch.dtype:
+    """The dtype of a sum or mean of rows."""
+    return per_row.dtype if per_row.is_floating_point() else torch.float32
 
 
 class GroupTooLong(Exception):
