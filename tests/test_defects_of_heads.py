@@ -82,6 +82,28 @@ def test_a_random_loss(device):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_random_loss_of_a_head_whose_gradient_takes_memory(masked, device):
+    """The tiles of the forward, which needs less memory, are those of the backward."""
+    hidden, weight = torch.randn(700, 64, device=device).bfloat16(), torch.randn(200, 64, device=device)
+    weight = weight.bfloat16().requires_grad_()
+    given, target = torch.ones(700, device=device, requires_grad=True), torch.zeros(700, dtype=torch.long, device=device)
+    mask = torch.arange(700, device=device) % 100 > 0 if masked else None
+    tiles = []
+
+    def loss_fn(s, given):
+        tiles.append(len(given))
+        return given * torch.rand_like(given) - 0 * s.log_probs
+
+    with pytest.raises(ValueError, match="max_memory: expected at least") as error:
+        onepass.linear_loss(hidden, weight, target, loss_fn, given, row_mask=mask, reduction="none", max_memory=1)
+    most = int(str(error.value).split("at least ")[1].split()[0]) + 200_000  # about a hundred rows
+    loss = onepass.linear_loss(hidden, weight, target, loss_fn, given, row_mask=mask, reduction="none", max_memory=most)
+    loss.sum().backward()
+    assert 2 < len(tiles) and tiles[: len(tiles) // 2] == tiles[len(tiles) // 2 :]
+    torch.testing.assert_close(given.grad, loss.detach())  # the loss is linear in what is given, 1
+
+
 # Linear heads neither wait for the device nor keep a CUDA graph from being captured.
 
 
@@ -212,14 +234,59 @@ def test_a_float16_gradient_that_only_its_mean_can_hold(device):
     torch.testing.assert_close(hidden.grad.double(), h.grad, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("magnitude", [2.0**17, 2.0**-27])
+@pytest.mark.parametrize("more", [{}, {"label_smoothing": 0.1}, {"z_loss_weight": 1e-3}], ids=str)
+def test_the_float16_mean_of_any_class_weights(magnitude, more, device):
+    """It does not depend on the magnitude of the weights, and nor does the rounding of the gradient of the logits."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator).to(device, torch.float16) for n in (12, 19))
+    weights, target = torch.rand(19, generator=generator).to(device) + 0.5, torch.arange(12, device=device)
+    found = []
+    for scale in (1.0, magnitude):
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        loss = onepass.linear_cross_entropy(*leaves, target, class_weights=weights * scale, **more)
+        found.append(gradients(loss, leaves))
+    for one, other in zip(*found):
+        assert torch.equal(one, other) and one.count_nonzero()
+
+
+@pytest.mark.parametrize("more", [{}, {"reduction": "none"}, {"groups": [6, 6]}, {"groups": [6, 6], "max_memory": 1}])
+def test_a_loss_function_under_autocast(more, device):
+    """It is called without autocast, also where the logits of all rows are computed first."""
+    hidden, weight, target = head(device)
+    dtypes = []
+
+    def loss_fn(s, *groups):
+        product = s.log_probs.unsqueeze(0) @ s.log_probs.detach().unsqueeze(1)
+        dtypes.append(product.dtype)
+        return groups[0].sum(s.log_probs) if groups else s.log_probs
+
+    more = dict(more)
+    if "max_memory" in more:  # enough for a row and for no group
+        with pytest.raises(ValueError, match="max_memory: expected at least") as error:
+            onepass.linear_loss(hidden, weight, target, loss_fn, **more)
+        more["max_memory"] = int(str(error.value).split("at least ")[1].split()[0]) + 6000
+    with torch.autocast(device.type, torch.bfloat16):
+        onepass.linear_loss(hidden, weight, target, loss_fn, **more)
+    assert dtypes and set(dtypes) == {torch.float32}
+
+
+def with_groups(loss_fn):
+    """A loss function of groups that sums those of rows."""
+    return lambda s, *inputs: inputs[-1].sum(loss_fn(s, *inputs[:-1]))
+
+
 def test_a_loss_that_writes_to_its_arguments(device):
     hidden, weight, target = head(device)
     ones = torch.ones(12, device=device)
     writes_to_a_field = (lambda s: (s.shift.zero_(), -s.log_probs)[1]), ()
     writes_to_an_input = (lambda s, a: (a.mul_(2), -s.log_probs * a)[1]), (ones,)
     for loss_fn, inputs in (writes_to_a_field, writes_to_an_input):
-        with pytest.raises(ValueError, match="loss_fn: expected a function that writes to none of its arguments"):
-            onepass.linear_loss(hidden, weight, target, loss_fn, *inputs)
+        for context in (torch.enable_grad, torch.no_grad):
+            for more in ({}, {"reduction": "none"}, {"groups": [12], "max_memory": 1 << 30}):
+                with context(), pytest.raises(ValueError, match="loss_fn: expected a function that writes to none"):
+                    onepass.linear_loss(hidden, weight, target, with_groups(loss_fn) if "groups" in more else loss_fn,
+                                        *inputs, **more)  # fmt: skip
     with pytest.raises(ValueError, match="loss_fn: expected a loss of every row, floating-point"):
         onepass.linear_loss(hidden, weight, target, lambda s: s.log_probs.long())
 

@@ -62,7 +62,9 @@ def walk(
         heads = [Head(tensors, settings), *(Head(*of_head) for of_head in row_loss.heads)]
         use = row_loss.use(heads[0], scale_of is not None)._replace(weight_gradient=needed[1])
         backward = row_loss.use(heads[0], True)._replace(weight_gradient=later[1]) if any(later) else None
-        tile_plan = plan(heads, row_mask, use, backward)._replace(lengths=row_loss.groups)
+        # A function that draws random numbers draws the same ones in both walks only if their tiles are the same.
+        planned = backward if backward is not None and row_loss.may_draw else use
+        tile_plan = plan(heads, row_mask, planned, backward)._replace(lengths=row_loss.groups)
         # The first product is launched before all that it does not need: the device may be waiting for the host.
         following = tiles(heads, tile_plan, use.logits)
         first = [*islice(following, 1)]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.checks import Adapter, check_device, check_index, described
+from onepass.core.dispatch import without_autocast
 from onepass.core.options import Inputs, Metric, Options, Reduction
 from onepass.core.shard import Group
 from onepass.core.support import Support
@@ -66,7 +67,8 @@ def linear_loss(
         vocab_size: the number of classes, if the weight has more rows, see `LinearLogits`.
         vocab_group, sequence_parallel: of a vocabulary that is sharded over processes, see `LinearLogits`.
         index: ``(...)`` or ``(..., K)``, int32 or int64, or None.
-        loss_fn: called once per tile, and once more in the backward with ``reduction="none"``.
+        loss_fn: called once per tile, without autocast, and once more in the backward with ``reduction="none"``. What
+            it closes over must not change until then, which is not checked.
         row_inputs: ``(..., *)``, for instance advantages and old log-probs; differentiable.
         class_weights, metrics, expected_logit, support, temperature, softcap, logit_scale: see `softmax_statistics`.
         row_mask: ``(...)``, bool or 0/1; rows where it is False are left out of all GEMMs. Their loss is 0.
@@ -133,8 +135,8 @@ def linear_loss(
     masked_inputs = row_inputs if rows is None else (*row_inputs, rows)
 
     def loss_of_rows(fields: dict[str, Tensor], *parts: Tensor) -> Tensor:
-        loss, shape = loss_fn(SoftmaxStatistics(**fields), *parts[:count]), fields["shift"].shape
-        check_loss(loss, shape, "row")
+        loss = called(loss_fn, fields, parts[:count])
+        check_loss(loss, fields["shift"].shape, "row")
         return loss if rows is None else loss.where(parts[count], 0.0)
 
     divisor = divisor_of(logits, rows, reduction, num_items, mean_group)
@@ -167,7 +169,7 @@ def loss_of_groups(
 
     def loss_of(fields: dict[str, Tensor], *parts: Tensor, groups: slice = every) -> Tensor:
         mine = RowGroups(parts[count] - groups.start, groups.stop - groups.start, *parts[count + 1 :])
-        loss = loss_fn(SoftmaxStatistics(**fields), *parts[:count], mine)
+        loss = called(loss_fn, fields, parts[:count], mine)
         check_loss(loss, mine.lengths.shape, "group")
         return loss.where(mine.lengths > 0, 0.0)
 
@@ -175,6 +177,25 @@ def loss_of_groups(
     divisor = divisor_for(of_all.lengths > 0)
     flat_logits: LinearLogits = logits.reshape(rows, logits.shape[-1])
     return flat_logits.loss(loss_of, inputs, options, parts, divisor, groups=lengths)
+
+
+def called(
+    loss_fn: Callable[..., Tensor], fields: dict[str, Tensor], row_inputs: Sequence[Tensor], *groups: RowGroups
+) -> Tensor:
+    """The result of a caller's loss function, for the rows of a tile or for all rows: without autocast in both cases.
+
+    Raises:
+        ValueError: the function writes to a tensor that it is given. Those of ``row_inputs`` may be the caller's.
+    """
+    statistics = SoftmaxStatistics(**fields)
+    given = () if torch.compiler.is_compiling() else [*fields.values(), *row_inputs]
+    watched = [t for t in given if not t.is_inference()]
+    versions = [t._version for t in watched]
+    with without_autocast(fields["shift"]):
+        loss = loss_fn(statistics, *row_inputs, *groups)
+    if versions != [t._version for t in watched]:
+        raise ValueError("loss_fn: expected a function that writes to none of its arguments, got one that does")
+    return loss
 
 
 def check_loss(loss: Any, shape: Sequence[int], unit: str) -> None:
