@@ -20,7 +20,16 @@ from onepass.core.invariance import is_batch_invariant
 from onepass.core.memo import memo_of_numbers
 from onepass.core.options import REDUCTIONS, Average, Options, Reduction
 from onepass.core.shard import Group
-from onepass.logits.source import Count, Divisor, Logits, TensorLogits, as_source, inputs_for, options_for, scalar_temperature
+from onepass.logits.source import (
+    Count,
+    Divisor,
+    Logits,
+    TensorLogits,
+    as_source,
+    inputs_for,
+    options_for,
+    scalar_temperature,
+)
 from onepass.logits.tensor_like import TORCH_FUNCTIONS
 from onepass.losses.module import LossModule
 from onepass.losses.reduction import divisor_of, group_of_mean, sum_of_rows
