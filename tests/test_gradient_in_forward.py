@@ -10,9 +10,10 @@ from torch.utils.checkpoint import checkpoint
 import onepass
 from definition import assert_close
 from onepass.backend import backend_of
-from onepass.core.options import Average
+from onepass.core.options import PACKED, Average, Options
 from onepass.logits import source
 from onepass.softmax import statistics as primitive
+from paths import interpreted
 
 cross_entropy = sys.modules["onepass.losses.cross_entropy"]
 
@@ -115,7 +116,7 @@ def test_statistics_and_gradient_take_one_read(device, early, monkeypatch, optio
             reads.clear()
             loss = onepass.cross_entropy(x, target, **options)
             found += torch.autograd.grad(loss * upstream, x)
-            part, guessed, last = primitive.last_row_weight(x).tolist()
+            part, guessed, last = primitive.last_row_weight(x)[:3].tolist()
             assert last == pytest.approx(float(upstream)) and (turn == 0 or guessed == pytest.approx(part * last))
             assert reads == ["softmax_average", "softmax_gradient"]  # the second only compares, if the guess was right
         reads.clear()
@@ -297,3 +298,65 @@ def test_the_mean_of_more_rows_than_one_program_reduces(device, monkeypatch):
     assert_close(*losses)
     assert_close(*grads)
     losses[0] /= 2  # a loss may be written to
+
+
+def test_a_repeated_launch_is_given_what_the_checked_one_is(device, monkeypatch):
+    """It passes pointers without looking at tensors again, so each must be in its place, and memory must be enough."""
+    if not interpreted(device):
+        pytest.skip("only the pointers are compared, not what a kernel does with them")
+    few = sys.modules[backend_of(torch.zeros(1, device=device)).few_rows.__module__]
+    logits, index = torch.randn(5, 96, device=device), torch.arange(5, device=device)
+    launches = few.few_rows(logits, index, Average(-1.0, True, None, -100), Options("log_probs", masked=-100))
+    last, upstream = torch.zeros(4, device=device), torch.ones((), device=device)
+    seen = []
+
+    def names(numbers, gradient, total=None):
+        """Each pointer as what it points to; into the numbers, with its offset."""
+        tensors = logits, index, last, upstream, gradient, total
+        known = {t.data_ptr(): n for t, n in zip(tensors, ("logits", "index", "last", "of", "gradient", "total"))
+                 if t is not None}  # fmt: skip
+        return [p if p is None else known.get(p, (p - numbers.data_ptr()) // 4) for p in seen.pop()]
+
+    monkeypatch.setattr(few, "launch", lambda plan, about, given, key: seen.append(
+        [None if t is None else t.data_ptr() for t in given]))  # fmt: skip
+    monkeypatch.setattr(few, "start", lambda known, index, pointers: seen.append(pointers))
+    found = []
+    for known in (None, "a launch"):
+        monkeypatch.setattr(few, "repeat", lambda *_, known=known: known)
+        total, gradient, numbers = launches.average(logits, index, last)
+        assert gradient.shape == logits.shape and gradient.stride() == logits.stride() and total.shape == ()
+        forward = names(numbers, gradient, total)
+        launches.correct(logits, index, numbers, upstream, gradient)
+        found.append((forward, names(numbers, gradient), numbers.shape, numbers.dtype))
+    (checked, *rest), (repeated, *same) = found
+    *repeated, workspace = repeated
+    assert repeated == checked and rest == same
+    packed = 4 + 4 * -(-len(PACKED) * 5 // 4)  # after the weight of a row
+    assert checked[6:8] == [4, packed] and checked[14] == "last" and checked[15] == 0
+    words = few.plan_for_average(*launches.forward).workspace
+    assert workspace == packed + 8 and workspace % 4 == 0 and 0 < words <= numbers.numel() - workspace
+
+
+@pytest.mark.parametrize("change", ["another dtype", "not aligned", "not contiguous"])
+def test_a_launch_is_repeated_for_usual_tensors_only(change, device, monkeypatch):
+    """Hooks may give what was saved another layout or dtype."""
+    if not interpreted(device):
+        pytest.skip("only the decision is tested")
+    few = sys.modules[backend_of(torch.zeros(1, device=device)).few_rows.__module__]
+    logits, index = torch.randn(5, 96, device=device), torch.arange(5, device=device)
+    launches = few.few_rows(logits, index, Average(-1.0, True, None, -100), Options("log_probs", masked=-100))
+    _, gradient, numbers = launches.average(logits, index, None)
+    taken = []
+    monkeypatch.setattr(few, "repeat", lambda *_: "a launch")
+    monkeypatch.setattr(few, "launch", lambda *_: taken.append("launch"))
+    monkeypatch.setattr(few, "start", lambda *_: taken.append("start"))
+    upstream = torch.ones(2, device=device)
+    launches.correct(logits, index, numbers, upstream[0], gradient)
+    if change == "another dtype":
+        index = index.int()
+    elif change == "not aligned":
+        upstream = upstream[1:]
+    else:
+        logits = logits.t().contiguous().t()
+    launches.correct(logits, index, numbers, upstream[0], gradient)
+    assert taken == ["start", "launch"]

@@ -1,50 +1,107 @@
 """The average of the log-probs of few rows of logits, and its gradient, with one launch in each direction.
 
 These are the launches of `softmax_average` and of `softmax_gradient`, for contiguous logits and one index per row. The
-time of few rows is that of the host, so that everything but the tensors is prepared once for each shape.
+time of few rows is that of the host, so that everything but the tensors is prepared once for each shape, and all small
+results are in one tensor.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onepass.core.options import PACKED, Average, Inputs, Options
-from onepass.kernels.launch import launch
-from onepass.kernels.layout import layout_of
+from onepass.kernels.launch import launch, repeat, start
+from onepass.kernels.layout import layout_of, power_of_two
 from onepass.kernels.softmax_gradient import plan_for as plan_for_gradient
 from onepass.kernels.softmax_loss import FEW_ROWS, NO_STRIDES, NONE, reads_once
 from onepass.kernels.softmax_loss import plan_for as plan_for_average
+from onepass.kernels.zeros import LARGEST, zeros
 
 OF_FIELDS = False, False, False, False, True  # which fields have an upstream gradient: the log-probs
+WORD, FIRST = 4, 4  # bytes of a float32; where the statistics begin, after the weight of a row
 
 
-class FewRows(NamedTuple):
-    """What the launches depend on besides the tensors."""
+class FewRows:
+    """The launches for logits of one shape, dtype and device.
 
-    rows: int
-    forward: tuple[Any, ...]  # the arguments of `softmax_loss.plan_for`
-    backward: tuple[Any, ...]  # the arguments of `softmax_gradient.plan_for`
+    The small results are parts of one float32 tensor, which is called ``numbers`` here: the weight of a row ``(3,)``,
+    the statistics of the rows ``(len(PACKED), rows)``, their log-probs ``(rows,)`` and the workspace of a repeated
+    launch. Each begins at a multiple of 16 bytes. The tensor is also a weight of a row, as it begins with it. It always
+    has the same size, since a checkpoint compares what two forwards save.
 
-    def average(self, logits: Tensor, index: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The average, its gradient for the upstream gradient of the ``last`` one (None: 1), the statistics of the
-        rows and the weight of a row: see `softmax_average`."""
-        new, rows = logits.new_empty_strided, self.rows
-        gradient = torch.empty_like(logits)
-        packed = new((len(PACKED), rows), (rows, 1), dtype=torch.float32)
-        log_probs = new((rows,), (1,), dtype=torch.float32)
-        row_weight, total = new((3,), (1,), dtype=torch.float32), new((), (), dtype=torch.float32)
-        results, of_average = (packed, log_probs, None), (None, last, row_weight, total)
-        given = logits, gradient, None, index, index, None, *results, *NONE, *of_average
-        launch(plan_for_average, self.forward, given)
-        return total, gradient, packed, row_weight
+    Args:
+        logits, index: tensors of these shapes and dtypes.
+        forward: the arguments of `softmax_loss.plan_for`.
+        backward: the arguments of `softmax_gradient.plan_for`.
+    """
 
-    def correct(
-        self, logits: Tensor, index: Tensor, packed: Tensor, row_weight: Tensor, upstream: Tensor, gradient: Tensor
-    ) -> None:
+    def __init__(self, logits: Tensor, index: Tensor, forward: tuple[Any, ...], backward: tuple[Any, ...]) -> None:
+        self.rows = rows = index.numel()
+        self.forward, self.backward = forward, backward
+        self.dtypes = logits.dtype, index.dtype, logits.dtype, torch.float32, torch.float32
+        self.log_probs = FIRST + aligned(len(PACKED) * rows)
+        self.workspace = self.log_probs + aligned(rows)
+        with torch.cuda.device_of(logits):
+            self.size = power_of_two(self.workspace + (plan_for_average(*forward).workspace or 0))
+        self.keys = (self, "forward"), (self, "backward")
+
+    def average(self, logits: Tensor, index: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The average, its gradient for the upstream gradient of the ``last`` one (None: 1), and the numbers.
+
+        See `softmax_average`. The logits are contiguous and aligned to 16 bytes.
+        """
+        new, device = logits.new_empty_strided, logits.get_device()
+        gradient = new(logits.shape, logits.stride())
+        total = new((), (), dtype=torch.float32)
+        known = repeat(self.keys[0], device) if last is not None and are_usual(device, logits, index, last) else None
+        if known is None or last is None:
+            numbers = new((self.size,), (1,), dtype=torch.float32)
+            results = self.packed(numbers), numbers[self.log_probs : self.log_probs + self.rows], None
+            of_average = None, last, numbers, total
+            given = logits, gradient, None, index, index, None, *results, *NONE, *of_average
+            launch(plan_for_average, self.forward, given, None if last is None or self.size > LARGEST else self.keys[0])
+            return total, gradient, numbers
+        numbers = zeros(self.size, logits.device, torch.float32)
+        at, of_index = numbers.data_ptr(), index.data_ptr()
+        results_at = at + WORD * FIRST, at + WORD * self.log_probs, None
+        of_average_at = None, last.data_ptr(), at, total.data_ptr()
+        given_at = logits.data_ptr(), gradient.data_ptr(), None, of_index, of_index, None
+        start(known, device, (*given_at, *results_at, *NONE, *of_average_at, at + WORD * self.workspace))
+        return total, gradient, numbers
+
+    def correct(self, logits: Tensor, index: Tensor, numbers: Tensor, upstream: Tensor, gradient: Tensor) -> None:
         """Write the gradient again if it was computed for another upstream gradient: see `softmax_gradient`."""
-        given = logits, None, row_weight, gradient, index, index, None, packed, None, None, None, None, upstream
-        launch(plan_for_gradient, self.backward, given)
+        device = logits.get_device()
+        # Hooks may have given what was saved another layout, dtype or device.
+        given = logits, index, gradient, numbers, upstream
+        usual = are_usual(device, *given) and tuple([t.dtype for t in given]) == self.dtypes
+        known = repeat(self.keys[1], device) if usual else None
+        if known is None:
+            of_rows = numbers, gradient, index, index, None, self.packed(numbers)
+            launch(plan_for_gradient, self.backward, (logits, None, *of_rows, *NONE, upstream), self.keys[1])
+            return
+        at, of_index = numbers.data_ptr(), index.data_ptr()
+        of_rows_at = at, gradient.data_ptr(), of_index, of_index, None, at + WORD * FIRST
+        start(known, device, (logits.data_ptr(), None, *of_rows_at, *NONE, upstream.data_ptr()))
+
+    def packed(self, numbers: Tensor) -> Tensor:
+        """The statistics of the rows."""
+        return numbers[FIRST : FIRST + len(PACKED) * self.rows].view(len(PACKED), self.rows)
+
+
+def aligned(words: int) -> int:
+    """The next multiple of 16 bytes."""
+    return -(-words // FIRST) * FIRST
+
+
+def are_usual(device: int, *tensors: Tensor) -> bool:
+    """Whether a launch of tensors with these dtypes may be repeated with these tensors, see `repeat`."""
+    for t in tensors:
+        pointer = t.data_ptr()
+        if pointer & 15 or not pointer or t.get_device() != device or not t.is_contiguous() or t.is_neg():
+            return False
+    return True
 
 
 def few_rows(logits: Tensor, index: Tensor, average: Average, options: Options) -> Any:
@@ -60,4 +117,4 @@ def few_rows(logits: Tensor, index: Tensor, average: Average, options: Options) 
         return None
     flat = layout_of(logits.view(-1, logits.shape[-1]))
     forward = flat, flat[1][0], False, NO_STRIDES, options, (average.factor, average.counted)
-    return FewRows(rows, forward, (flat, flat, OF_FIELDS, (0,) * 5, rows, 1, options, True))
+    return FewRows(logits, index, forward, (flat, flat, OF_FIELDS, (0,) * 5, rows, 1, options, True))

@@ -10,7 +10,8 @@ alignment of the tensors is part of a compiled variant, so that no kernel assume
 launch itself. Here a `Plan` holds everything that follows from shapes and options. It is kept, and later found
 by one lookup; so is which inputs are copied. The key includes the dtype, alignment, contiguity and device of every
 tensor, so that only launches that were checked are in the table. Numbers are not specialized: a new number of rows
-compiles a variant only if the plan has other constants for it. A compiled variant is launched directly.
+compiles a variant only if the plan has other constants for it. A compiled variant is launched directly. A caller whose
+tensors are always of the same kinds may `repeat` a launch with pointers alone.
 """
 
 import inspect
@@ -76,21 +77,26 @@ class Launch(NamedTuple):
 
 Copied = tuple[bool, ...]  # for each tensor, whether the kernel takes a contiguous copy of it
 _launches: dict[tuple[Any, ...], Launch | Copied] = {}
+_repeated: dict[Any, Launch] = {}  # those that `repeat` finds
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Sequence[torch.Tensor | None]) -> None:
+def launch(
+    plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Sequence[torch.Tensor | None], repeated: Any = None
+) -> None:
     """Launch ``kernel(*tensors, [workspace,] *numbers, **constexprs)`` as ``plan_for(*about)`` says.
 
     Args:
         plan_for: returns the `Plan`. Its result is kept for each ``about`` and kind of tensors.
         about: everything that the plan depends on, and the strides of tensors that are `Rows` or `Strided`; hashable.
         tensors: in the order of the kernel's signature, with None for optional ones. The first determines the device.
+        repeated: the key by which `repeat` finds this launch. It is kept only if all tensors are aligned, contiguous
+            and as they are in memory.
     """
     index = tensors[0].get_device()  # type: ignore[union-attr]
     if index >= 0 and index != torch.cuda.current_device():
         with torch.cuda.device(index):
-            return launch(plan_for, about, tensors)
+            return launch(plan_for, about, tensors, repeated)
     pointers: list[int | None] = []
     kinds: list[Any] = [index]  # what `guarded` checks of each tensor: device, dtype, alignment and layout
     usual = True
@@ -149,10 +155,27 @@ def launch(plan_for: Callable[..., Plan], about: tuple[Any, ...], tensors: Seque
     elif not isinstance(known, Launch):
         copies = [copy_of(t) if copied else t for t, copied in zip(tensors, known)]  # type: ignore[arg-type]
         return launch(plan_for, about, copies)
-    compiled, run, programs, workspace, rest = known
-    if workspace is not None:
-        space = zeros(workspace, tensors[0].device) if workspace else None  # type: ignore[union-attr]
+    if known.workspace is not None:
+        space = zeros(known.workspace, tensors[0].device) if known.workspace else None  # type: ignore[union-attr]
         pointers.append(None if space is None else space.data_ptr())
+    if repeated is not None and usual and not HIP:
+        keep(_repeated, repeated, known)
+    start(known, index, pointers)
+
+
+def repeat(key: Any, index: int) -> Launch | None:
+    """The launch with this key, for `start`; None if there is none on the current device, or if it is not ``index``.
+
+    The caller guarantees that all tensors have the dtypes of the launch that was kept, are aligned to 16 bytes,
+    contiguous, as they are in memory, and on the device.
+    """
+    known = _repeated.get(key)
+    return known if known is not None and index == torch.cuda.current_device() else None
+
+
+def start(known: Launch, index: int, pointers: Sequence[int | None]) -> None:
+    """Launch a compiled variant on the current stream of a device. The ``pointers`` include that of the workspace."""
+    compiled, run, programs, _, rest = known
     # Pointers, since Triton's launcher asks the driver about the memory of every tensor.
     arguments = *pointers, *rest
     stream, enter, leave = driver.active.get_current_stream(index), KNOBS.launch_enter_hook, KNOBS.launch_exit_hook
@@ -248,8 +271,9 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
 
 
 def forget() -> None:
-    """Clear the table of launches. Compiled variants are kept."""
+    """Clear the tables of launches. Compiled variants are kept."""
     _launches.clear()
+    _repeated.clear()
 
 
 def _workspace(size: int | None, device: torch.device) -> tuple[torch.Tensor | None, ...]:

@@ -1,13 +1,14 @@
 """Counters that are 0: one launch clears many of them, since clearing a few numbers takes as long as a small kernel."""
 
 import sys
+from typing import Any
 
 import torch
 from triton.runtime.driver import driver
 
 ROWS, LARGEST = 64, 1 << 16  # rows that are cleared at once, but no more than four of the largest that are kept
 GRAPHS = "torch._inductor.cudagraph_trees"  # it lets nothing that was allocated in its memory outlive a call
-_rows: dict[tuple[int, int, int], list[torch.Tensor]] = {}  # for each device, stream and size, those still unused
+_rows: dict[tuple[Any, ...], list[torch.Tensor]] = {}  # by device, stream, size and dtype, those still unused
 
 
 def may_be_captured(device: torch.device) -> bool:
@@ -15,22 +16,22 @@ def may_be_captured(device: torch.device) -> bool:
     return GRAPHS in sys.modules or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
-def zeros(n: int, device: torch.device) -> torch.Tensor:
-    """``(n,)`` int32 zeros, for a kernel on the current stream.
+def zeros(n: int, device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """``(n,)`` zeros, int32 or float32, for a kernel on the current stream.
 
     On a GPU this is a row of a block that was cleared on the same stream. No row is handed out twice. A CUDA graph
     clears its own, each time that it is replayed.
     """
     if n > LARGEST or device.type != "cuda" or may_be_captured(device):
-        return torch.zeros(n, dtype=torch.int32, device=device)
+        return torch.zeros(n, dtype=dtype, device=device)
     index = torch.cuda.current_device() if device.index is None else device.index
-    key = index, driver.active.get_current_stream(index), n
+    key = index, driver.active.get_current_stream(index), n, dtype
     try:
         return _rows[key].pop()
     except (KeyError, IndexError):  # as other threads may have left it
         pass
     with torch.inference_mode(False):  # rows may be needed for a backward later
         padded = -(-n // 4) * 4  # aligned to 16 bytes
-        block = torch.zeros((min(ROWS, 4 * LARGEST // padded), padded), dtype=torch.int32, device=device)
+        block = torch.zeros((min(ROWS, 4 * LARGEST // padded), padded), dtype=dtype, device=device)
         first, *_rows[key] = [row.data for row in block[:, :n].unbind()]  # .data: each with its own version counter
     return first

@@ -43,7 +43,7 @@ def average_of_few_rows(logits: Any, index: Any, average: Average, options: Opti
         keep(_known, key, launches)
     if launches is None:
         return None
-    return _Average.apply(logits, index, launches, options)
+    return _apply(logits, index, launches, options)
 
 
 def are_valid(logits: Tensor, index: Tensor) -> bool:
@@ -56,22 +56,31 @@ def are_valid(logits: Tensor, index: Tensor) -> bool:
 class _Average(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, index: Tensor, launches: Any, options: Options) -> Tensor:
-        total, gradient, packed, row_weight = launches.average(logits, index, last_row_weight(logits))
-        ctx.save_for_backward(logits, index, packed, row_weight, gradient)
+        total, gradient, numbers = launches.average(logits, index, last_row_weight(logits))
+        ctx.save_for_backward(logits, index, numbers, gradient)
         ctx.launches, ctx.options, ctx.given = launches, options, False
         return total
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         check_upstream(upstream)
-        logits, index, packed, row_weight, early = ctx.saved_tensors
+        logits, index, numbers, early = ctx.saved_tensors
         # A second backward computes another gradient. Hooks may have given what was saved another layout.
         if ctx.given or not (logits.is_contiguous() and early.is_contiguous()):
-            upstreams = FieldGradients(selected=upstream, row_weight=row_weight)
+            upstreams = FieldGradients(selected=upstream, row_weight=numbers)
             inputs, columns = Inputs(index, index), logits.shape[-1]
-            return _gradient(logits, inputs, packed, upstreams, columns, ctx.options), None, None, None
+            return (
+                _gradient(logits, inputs, ctx.launches.packed(numbers), upstreams, columns, ctx.options),
+                None,
+                None,
+                None,
+            )
         ctx.given = True
         gradient = early.data  # a second backward unpacks the saved tensor again, which must not seem to be modified
-        ctx.launches.correct(logits, index, packed, row_weight, upstream, gradient)
-        keep_row_weight(logits, row_weight)
+        ctx.launches.correct(logits, index, numbers, upstream, gradient)
+        keep_row_weight(logits, numbers)
         return gradient, None, None, None
+
+
+# `Function.apply` also looks for the wrappers of torch.func's transforms, which this is not called under.
+_apply = super(torch.autograd.Function, _Average).apply
