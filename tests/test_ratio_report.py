@@ -47,6 +47,21 @@ def test_equal_log_probs(device):
     assert set(found.values()) == {0.0}
 
 
+@pytest.mark.parametrize("rest", [[400.0], [-400.0], [700.0], [-800.0, -math.inf]], ids=str)
+def test_the_effective_sample_size_of_any_magnitude(device, rest):
+    """It is that of the ratios over the largest one, of which neither the squares nor the sum leave float64."""
+    largest = max(rest)
+    for masked in (False, True):
+        given = torch.tensor([largest, *rest, 900.0 if masked else largest], dtype=torch.float64, device=device)
+        mask = torch.tensor([True] * (len(given) - 1) + [not masked], device=device)
+        found = onepass.ratio_report(given, torch.zeros_like(given), mask).to_dict()
+        equal = 1 + rest.count(largest) + (not masked)
+        assert found["effective_sample_size"] == equal / (len(given) - masked)
+    for given in ([math.inf, 0.0], [-math.inf, -math.inf]):
+        report = onepass.ratio_report(torch.tensor(given, device=device), torch.zeros(2, device=device))
+        assert math.isnan(report.to_dict()["effective_sample_size"])
+
+
 @pytest.mark.parametrize("rows", [0, 5])
 def test_no_token_is_left(device, rows):
     x = -torch.rand(rows, device=device)

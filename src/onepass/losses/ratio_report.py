@@ -46,7 +46,8 @@ def ratio_report(log_probs: Tensor, sampler_log_probs: Tensor, row_mask: Tensor 
     - ``mean_abs_ratio_error``: the mean of :math:`|r - 1|`;
     - ``kl_k1``, ``kl_k2``, ``kl_k3``: estimates of KL(sampler ‖ trainer), the means of :math:`-d`, :math:`d^2/2` and
       :math:`r - 1 - d`;
-    - ``effective_sample_size``: :math:`(\sum r)^2 / (n \sum r^2)`, 1 if all ratios are equal.
+    - ``effective_sample_size``: :math:`(\sum r)^2 / (n \sum r^2)`, 1 if all ratios are equal, and NaN if one is
+      infinite or all are 0.
 
     Args:
         log_probs: ``(...)``, floating-point, in nats.
@@ -84,7 +85,10 @@ def ratio_report(log_probs: Tensor, sampler_log_probs: Tensor, row_mask: Tensor 
     spread = quantiles(size.where(kept, torch.inf), count.where(~size.isnan().any(), 0.0))  # as torch's, NaN if one is
     values = [count, mean(d), mean(size), *spread, mean((ratio - 1).abs().where(kept, 0.0))]
     values += [mean(-d), mean(d.square() / 2), mean((ratio - 1 - d).where(d != torch.inf, d).where(kept, 0.0))]
-    return RatioReport(torch.stack([*values, ratio.sum().square() / (count * ratio.square().sum())]))
+    # Of the ratios over the largest one: squares of the ratios themselves might overflow, or all be 0.
+    log_ratio = d.where(kept, -torch.inf)
+    scaled = (log_ratio - torch.cat([log_ratio, log_ratio.new_full((1,), -torch.inf)]).amax()).exp()
+    return RatioReport(torch.stack([*values, scaled.sum().square() / (count * scaled.square().sum())]))
 
 
 def quantiles(values: Tensor, count: Tensor) -> tuple[Tensor, ...]:
