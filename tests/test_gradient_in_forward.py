@@ -348,7 +348,7 @@ def test_a_launch_is_repeated_for_usual_tensors_only(change, device, monkeypatch
     _, gradient, numbers = launches.average(logits, index, None)
     taken = []
     monkeypatch.setattr(few, "repeat", lambda *_: "a launch")
-    monkeypatch.setattr(few, "launch", lambda *_: taken.append("launch"))
+    monkeypatch.setattr(few, "launch", lambda plan, about, given, key: taken.append(key))
     monkeypatch.setattr(few, "start", lambda *_: taken.append("start"))
     upstream = torch.ones(2, device=device)
     launches.correct(logits, index, numbers, upstream[0], gradient)
@@ -359,4 +359,10 @@ def test_a_launch_is_repeated_for_usual_tensors_only(change, device, monkeypatch
     else:
         logits = logits.t().contiguous().t()
     launches.correct(logits, index, numbers, upstream[0], gradient)
-    assert taken == ["start", "launch"]
+    # `launch` keeps no launch of tensors that are not aligned or contiguous. It does not know other dtypes as such.
+    assert taken == ["start", None if change == "another dtype" else launches.keys[1]]
+    if change == "another dtype":
+        launches.average(logits, index.long(), numbers.half())
+        assert taken.pop() is None
+        launches.average(logits, index.long(), numbers)
+        assert taken.pop() == "start"

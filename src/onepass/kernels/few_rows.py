@@ -54,13 +54,15 @@ class FewRows:
         new, device = logits.new_empty_strided, logits.get_device()
         gradient = new(logits.shape, logits.stride())
         total = new((), (), dtype=torch.float32)
-        known = repeat(self.keys[0], device) if last is not None and are_usual(device, logits, index, last) else None
+        # Hooks may have given the numbers of the last average another dtype.
+        repeats = last is not None and last.dtype == torch.float32 and self.size <= LARGEST
+        known = repeat(self.keys[0], device) if repeats and are_usual(device, logits, index, last) else None
         if known is None or last is None:
             numbers = new((self.size,), (1,), dtype=torch.float32)
             results = self.packed(numbers), numbers[self.log_probs : self.log_probs + self.rows], None
             of_average = None, last, numbers, total
             given = logits, gradient, None, index, index, None, *results, *NONE, *of_average
-            launch(plan_for_average, self.forward, given, None if last is None or self.size > LARGEST else self.keys[0])
+            launch(plan_for_average, self.forward, given, self.keys[0] if repeats else None)
             return total, gradient, numbers
         numbers = zeros(self.size, logits.device, torch.float32)
         at, of_index = numbers.data_ptr(), index.data_ptr()
@@ -75,11 +77,12 @@ class FewRows:
         device = logits.get_device()
         # Hooks may have given what was saved another layout, dtype or device.
         given = logits, index, gradient, numbers, upstream
-        usual = are_usual(device, *given) and tuple([t.dtype for t in given]) == self.dtypes
-        known = repeat(self.keys[1], device) if usual else None
+        repeats = tuple([t.dtype for t in given]) == self.dtypes
+        known = repeat(self.keys[1], device) if repeats and are_usual(device, *given) else None
         if known is None:
             of_rows = numbers, gradient, index, index, None, self.packed(numbers)
-            launch(plan_for_gradient, self.backward, (logits, None, *of_rows, *NONE, upstream), self.keys[1])
+            tensors = logits, None, *of_rows, *NONE, upstream
+            launch(plan_for_gradient, self.backward, tensors, self.keys[1] if repeats else None)
             return
         at, of_index = numbers.data_ptr(), index.data_ptr()
         of_rows_at = at, gradient.data_ptr(), of_index, of_index, None, at + WORD * FIRST
@@ -95,7 +98,7 @@ def aligned(words: int) -> int:
     return -(-words // FIRST) * FIRST
 
 
-def are_usual(device: int, *tensors: Tensor) -> bool:
+def are_usual(device: int, *tensors: Any) -> bool:
     """Whether a launch of tensors with these dtypes may be repeated with these tensors, see `repeat`."""
     for t in tensors:
         pointer = t.data_ptr()

@@ -114,7 +114,7 @@ def cross_entropy(
     if weights is not None:
         check_class_weights(weights, source, "class_weights")
         weights = weights.detach().to(torch.float64 if source.dtype == torch.float64 else torch.float32)
-        if reduction == "mean" and num_items is None and not isinstance(source, TensorLogits):
+        if reduction == "mean" and num_items is mean_group is None and not isinstance(source, TensorLogits):
             weights = about_one(weights)
     check_index(target, source, "target", many=False)
     if target.dtype == torch.int32 and not -(2**31) <= ignore_index < 2**31:
