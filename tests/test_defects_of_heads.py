@@ -87,10 +87,8 @@ def test_a_random_loss_of_a_head_whose_gradient_takes_memory(masked, device):
     """The tiles of the forward, which needs less memory, are those of the backward."""
     hidden, weight = torch.randn(700, 64, device=device).bfloat16(), torch.randn(200, 64, device=device)
     weight = weight.bfloat16().requires_grad_()
-    given, target = (
-        torch.ones(700, device=device, requires_grad=True),
-        torch.zeros(700, dtype=torch.long, device=device),
-    )
+    given = torch.ones(700, device=device, requires_grad=True)
+    target = torch.zeros(700, dtype=torch.long, device=device)
     mask = torch.arange(700, device=device) % 100 > 0 if masked else None
     tiles = []
 

@@ -322,7 +322,7 @@ def test_a_repeated_launch_is_given_what_the_checked_one_is(device, monkeypatch)
     monkeypatch.setattr(few, "start", lambda known, index, pointers: seen.append(pointers))
     found = []
     for known in (None, "a launch"):
-        monkeypatch.setattr(few, "repeat", lambda *_, known=known: known)
+        monkeypatch.setattr(few, "repeat", lambda *_, known=known: ("its key", known))
         total, gradient, numbers = launches.average(logits, index, last)
         assert gradient.shape == logits.shape and gradient.stride() == logits.stride() and total.shape == ()
         forward = names(numbers, gradient, total)
@@ -337,32 +337,21 @@ def test_a_repeated_launch_is_given_what_the_checked_one_is(device, monkeypatch)
     assert workspace == packed + 8 and workspace % 4 == 0 and 0 < words <= numbers.numel() - workspace
 
 
-@pytest.mark.parametrize("change", ["another dtype", "not aligned", "not contiguous"])
-def test_a_launch_is_repeated_for_usual_tensors_only(change, device, monkeypatch):
-    """Hooks may give what was saved another layout or dtype."""
-    if not interpreted(device):
-        pytest.skip("only the decision is tested")
-    few = sys.modules[backend_of(torch.zeros(1, device=device)).few_rows.__module__]
-    logits, index = torch.randn(5, 96, device=device), torch.arange(5, device=device)
-    launches = few.few_rows(logits, index, Average(-1.0, True, None, -100), Options("log_probs", masked=-100))
-    _, gradient, numbers = launches.average(logits, index, None)
-    taken = []
-    monkeypatch.setattr(few, "repeat", lambda *_: "a launch")
-    monkeypatch.setattr(few, "launch", lambda plan, about, given, key: taken.append(key))
-    monkeypatch.setattr(few, "start", lambda *_: taken.append("start"))
-    upstream = torch.ones(2, device=device)
-    launches.correct(logits, index, numbers, upstream[0], gradient)
-    if change == "another dtype":
-        index = index.int()
-    elif change == "not aligned":
-        upstream = upstream[1:]
-    else:
-        logits = logits.t().contiguous().t()
-    launches.correct(logits, index, numbers, upstream[0], gradient)
-    # `launch` keeps no launch of tensors that are not aligned or contiguous. It does not know other dtypes as such.
-    assert taken == ["start", None if change == "another dtype" else launches.keys[1]]
-    if change == "another dtype":
-        launches.average(logits, index.long(), numbers.half())
-        assert taken.pop() is None
-        launches.average(logits, index.long(), numbers)
-        assert taken.pop() == "start"
+def test_a_launch_is_repeated_for_the_same_kind_of_inputs_only(monkeypatch):
+    """Hooks may give what was saved another layout, dtype or device."""
+    launching = pytest.importorskip("onepass.kernels.launch")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # as a tensor on the CPU says
+    monkeypatch.setattr(launching, "_repeated", {})
+    x, i = torch.randn(4, 8), torch.arange(8)
+    key, known = launching.repeat("name", (x, i))
+    assert known is None
+    launching._repeated[key] = "a launch"
+    assert launching.repeat("name", (x, i)) == (key, "a launch")
+    assert launching.repeat("name", (x.clone(), i.clone())) == (key, "a launch")
+    others = (x.bfloat16(), i), (x, i.int()), (x,), (x, i, i)
+    assert len({launching.repeat("name", other)[0] for other in others} | {key}) == 5  # another launch is kept for each
+    not_usual = x.t(), torch.randn(33)[1:], torch._neg_view(x), torch.empty(0), torch.empty(4, 8, device="meta")
+    for other in not_usual:
+        assert launching.repeat("name", (other, i)) == (key, None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert launching.repeat("name", (x, i)) == (key, None)

@@ -16,7 +16,7 @@ from onepass.kernels.layout import layout_of, power_of_two
 from onepass.kernels.softmax_gradient import plan_for as plan_for_gradient
 from onepass.kernels.softmax_loss import FEW_ROWS, NO_STRIDES, NONE, reads_once
 from onepass.kernels.softmax_loss import plan_for as plan_for_average
-from onepass.kernels.zeros import LARGEST, zeros
+from onepass.kernels.zeros import zeros
 
 OF_FIELDS = False, False, False, False, True  # which fields have an upstream gradient: the log-probs
 WORD, FIRST = 4, 4  # bytes of a float32; where the statistics begin, after the weight of a row
@@ -27,66 +27,57 @@ class FewRows:
 
     The small results are parts of one float32 tensor, which is called ``numbers`` here: the weight of a row ``(3,)``,
     the statistics of the rows ``(len(PACKED), rows)``, their log-probs ``(rows,)`` and the workspace of a repeated
-    launch. Each begins at a multiple of 16 bytes. The tensor is also a weight of a row, as it begins with it. It always
-    has the same size, since a checkpoint compares what two forwards save.
+    launch. Each begins at a multiple of 16 bytes. The tensor begins with the weight of a row, and can be passed as
+    ``row_weight``. It always has the same size, since a checkpoint compares what two forwards save.
 
     Args:
-        logits, index: tensors of these shapes and dtypes.
+        logits: of this shape and dtype, on this device.
+        rows: the number of rows.
         forward: the arguments of `softmax_loss.plan_for`.
         backward: the arguments of `softmax_gradient.plan_for`.
     """
 
-    def __init__(self, logits: Tensor, index: Tensor, forward: tuple[Any, ...], backward: tuple[Any, ...]) -> None:
-        self.rows = rows = index.numel()
-        self.forward, self.backward = forward, backward
-        self.dtypes = logits.dtype, index.dtype, logits.dtype, torch.float32, torch.float32
+    def __init__(self, logits: Tensor, rows: int, forward: tuple[Any, ...], backward: tuple[Any, ...]) -> None:
+        self.rows, self.forward, self.backward = rows, forward, backward
         self.log_probs = FIRST + aligned(len(PACKED) * rows)
         self.workspace = self.log_probs + aligned(rows)
         with torch.cuda.device_of(logits):
             self.size = power_of_two(self.workspace + (plan_for_average(*forward).workspace or 0))
-        self.keys = (self, "forward"), (self, "backward")
 
     def average(self, logits: Tensor, index: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """The average, its gradient for the upstream gradient of the ``last`` one (None: 1), and the numbers.
 
         See `softmax_average`. The logits are contiguous and aligned to 16 bytes.
         """
-        new, device = logits.new_empty_strided, logits.get_device()
-        gradient = new(logits.shape, logits.stride())
-        total = new((), (), dtype=torch.float32)
-        # Hooks may have given the numbers of the last average another dtype.
-        repeats = last is not None and last.dtype == torch.float32 and self.size <= LARGEST
-        known = repeat(self.keys[0], device) if repeats and are_usual(device, logits, index, last) else None
-        if known is None or last is None:
+        new = logits.new_empty_strided
+        gradient, total = new(logits.shape, logits.stride()), new((), (), dtype=torch.float32)
+        inputs = (logits, index) if last is None else (logits, index, last)
+        key, known = repeat((self, "average"), inputs)
+        if known is None:
             numbers = new((self.size,), (1,), dtype=torch.float32)
             results = self.packed(numbers), numbers[self.log_probs : self.log_probs + self.rows], None
             of_average = None, last, numbers, total
             given = logits, gradient, None, index, index, None, *results, *NONE, *of_average
-            launch(plan_for_average, self.forward, given, self.keys[0] if repeats else None)
+            launch(plan_for_average, self.forward, given, key)
             return total, gradient, numbers
         numbers = zeros(self.size, logits.device, torch.float32)
         at, of_index = numbers.data_ptr(), index.data_ptr()
         results_at = at + WORD * FIRST, at + WORD * self.log_probs, None
-        of_average_at = None, last.data_ptr(), at, total.data_ptr()
+        of_average_at = None, None if last is None else last.data_ptr(), at, total.data_ptr()
         given_at = logits.data_ptr(), gradient.data_ptr(), None, of_index, of_index, None
-        start(known, device, (*given_at, *results_at, *NONE, *of_average_at, at + WORD * self.workspace))
+        start(known, logits.get_device(), (*given_at, *results_at, *NONE, *of_average_at, at + WORD * self.workspace))
         return total, gradient, numbers
 
     def correct(self, logits: Tensor, index: Tensor, numbers: Tensor, upstream: Tensor, gradient: Tensor) -> None:
         """Write the gradient again if it was computed for another upstream gradient: see `softmax_gradient`."""
-        device = logits.get_device()
-        # Hooks may have given what was saved another layout, dtype or device.
-        given = logits, index, gradient, numbers, upstream
-        repeats = tuple([t.dtype for t in given]) == self.dtypes
-        known = repeat(self.keys[1], device) if repeats and are_usual(device, *given) else None
+        key, known = repeat((self, "correct"), (logits, index, numbers, upstream, gradient))
         if known is None:
             of_rows = numbers, gradient, index, index, None, self.packed(numbers)
-            tensors = logits, None, *of_rows, *NONE, upstream
-            launch(plan_for_gradient, self.backward, tensors, self.keys[1] if repeats else None)
+            launch(plan_for_gradient, self.backward, (logits, None, *of_rows, *NONE, upstream), key)
             return
         at, of_index = numbers.data_ptr(), index.data_ptr()
         of_rows_at = at, gradient.data_ptr(), of_index, of_index, None, at + WORD * FIRST
-        start(known, device, (logits.data_ptr(), None, *of_rows_at, *NONE, upstream.data_ptr()))
+        start(known, logits.get_device(), (logits.data_ptr(), None, *of_rows_at, *NONE, upstream.data_ptr()))
 
     def packed(self, numbers: Tensor) -> Tensor:
         """The statistics of the rows."""
@@ -96,15 +87,6 @@ class FewRows:
 def aligned(words: int) -> int:
     """The next multiple of 16 bytes."""
     return -(-words // FIRST) * FIRST
-
-
-def are_usual(device: int, *tensors: Any) -> bool:
-    """Whether a launch of tensors with these dtypes may be repeated with these tensors, see `repeat`."""
-    for t in tensors:
-        pointer = t.data_ptr()
-        if pointer & 15 or not pointer or t.get_device() != device or not t.is_contiguous() or t.is_neg():
-            return False
-    return True
 
 
 def few_rows(logits: Tensor, index: Tensor, average: Average, options: Options) -> Any:
@@ -120,4 +102,4 @@ def few_rows(logits: Tensor, index: Tensor, average: Average, options: Options) 
         return None
     flat = layout_of(logits.view(-1, logits.shape[-1]))
     forward = flat, flat[1][0], False, NO_STRIDES, options, (average.factor, average.counted)
-    return FewRows(logits, index, forward, (flat, flat, OF_FIELDS, (0,) * 5, rows, 1, options, True))
+    return FewRows(logits, rows, forward, (flat, flat, OF_FIELDS, (0,) * 5, rows, 1, options, True))

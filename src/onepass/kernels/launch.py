@@ -163,14 +163,23 @@ def launch(
     start(known, index, pointers)
 
 
-def repeat(key: Any, index: int) -> Launch | None:
-    """The launch with this key, for `start`; None if there is none on the current device, or if it is not ``index``.
+def repeat(name: Any, inputs: Sequence[torch.Tensor]) -> tuple[Any, Launch | None]:
+    """The key of a launch of these inputs, for `launch` to keep it, and the launch, for `start`, if it can be repeated.
 
-    The caller guarantees that all tensors have the dtypes of the launch that was kept, are aligned to 16 bytes,
-    contiguous, as they are in memory, and on the device.
+    It can if `launch` has kept one for inputs of these dtypes, all inputs are aligned to 16 bytes, contiguous, as they
+    are in memory, and on the current device. The caller guarantees the same of its outputs, which are new, and that
+    shapes and options follow from the ``name``.
     """
+    key = (name, *[t.dtype for t in inputs])
     known = _repeated.get(key)
-    return known if known is not None and index == torch.cuda.current_device() else None
+    if known is None:
+        return key, None
+    index = torch.cuda.current_device()
+    for t in inputs:
+        pointer = t.data_ptr()
+        if pointer & 15 or not pointer or t.get_device() != index or not t.is_contiguous() or t.is_neg():
+            return key, None
+    return key, known
 
 
 def start(known: Launch, index: int, pointers: Sequence[int | None]) -> None:

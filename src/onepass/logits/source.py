@@ -98,6 +98,11 @@ class LogitsSource:
         """Whether kernels compare a row mask with `Options.masked`, so that labels can be the mask; else it is bool."""
         return False
 
+    @property
+    def divides_late(self) -> bool:
+        """Whether the gradient of the logits is rounded to float16 before it is divided by the divisor of a mean."""
+        return False
+
     def materialize(self) -> Tensor:
         """The logits as a tensor, differentiable."""
         raise NotImplementedError

@@ -55,6 +55,10 @@ class TiledLogits(TensorLike):
         """The dtype of logits that are compared with others, of which rounding would hide the difference."""
         return torch.float32 if self.widens else self.logits_dtype
 
+    @property
+    def divides_late(self) -> bool:
+        return self.gemm_dtype == torch.float16
+
     def transformed_by(self, options: Options) -> Options | None:
         """The options of a loss, after the transform of these logits; None if their composition is no transform."""
         transform = self.transform.then(options.transform)

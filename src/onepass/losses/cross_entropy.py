@@ -20,16 +20,7 @@ from onepass.core.invariance import is_batch_invariant
 from onepass.core.memo import memo_of_numbers
 from onepass.core.options import REDUCTIONS, Average, Options, Reduction
 from onepass.core.shard import Group
-from onepass.logits.source import (
-    Count,
-    Divisor,
-    Logits,
-    TensorLogits,
-    as_source,
-    inputs_for,
-    options_for,
-    scalar_temperature,
-)
+from onepass.logits.source import Count, Divisor, Logits, as_source, inputs_for, options_for, scalar_temperature
 from onepass.logits.tensor_like import TORCH_FUNCTIONS
 from onepass.losses.module import LossModule
 from onepass.losses.reduction import divisor_of, group_of_mean, sum_of_rows
@@ -114,7 +105,7 @@ def cross_entropy(
     if weights is not None:
         check_class_weights(weights, source, "class_weights")
         weights = weights.detach().to(torch.float64 if source.dtype == torch.float64 else torch.float32)
-        if reduction == "mean" and num_items is mean_group is None and not isinstance(source, TensorLogits):
+        if source.divides_late and reduction == "mean" and num_items is mean_group is None:
             weights = about_one(weights)
     check_index(target, source, "target", many=False)
     if target.dtype == torch.int32 and not -(2**31) <= ignore_index < 2**31:
@@ -166,9 +157,8 @@ def cross_entropy(
 def about_one(weights: Tensor) -> Tensor:
     """Class weights times the power of two that brings the largest magnitude to between 0.5 and 1.
 
-    Their mean is that of the given ones. A linear head rounds the gradient of a tile's logits to the dtype of the
-    GEMMs before it divides by the total weight, and float16 holds neither the gradients of weights of 1e5 nor those of
-    1e-8.
+    The mean that they weight is the same. See `LogitsSource.divides_late`: float16 holds neither the gradients of
+    weights of 1e5 nor those of 1e-8.
     """
     largest = weights.abs().amax()
     exponent = largest.frexp()[1].where(largest.isfinite(), 0).clamp(-126, 126)

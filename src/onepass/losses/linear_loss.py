@@ -135,7 +135,7 @@ def linear_loss(
     masked_inputs = row_inputs if rows is None else (*row_inputs, rows)
 
     def loss_of_rows(fields: dict[str, Tensor], *parts: Tensor) -> Tensor:
-        loss = called(loss_fn, fields, parts[:count])
+        loss = call_loss(loss_fn, fields, parts[:count])
         check_loss(loss, fields["shift"].shape, "row")
         return loss if rows is None else loss.where(parts[count], 0.0)
 
@@ -169,7 +169,7 @@ def loss_of_groups(
 
     def loss_of(fields: dict[str, Tensor], *parts: Tensor, groups: slice = every) -> Tensor:
         mine = RowGroups(parts[count] - groups.start, groups.stop - groups.start, *parts[count + 1 :])
-        loss = called(loss_fn, fields, parts[:count], mine)
+        loss = call_loss(loss_fn, fields, parts[:count], mine)
         check_loss(loss, mine.lengths.shape, "group")
         return loss.where(mine.lengths > 0, 0.0)
 
@@ -179,7 +179,7 @@ def loss_of_groups(
     return flat_logits.loss(loss_of, inputs, options, parts, divisor, groups=lengths)
 
 
-def called(
+def call_loss(
     loss_fn: Callable[..., Tensor], fields: dict[str, Tensor], row_inputs: Sequence[Tensor], *groups: RowGroups
 ) -> Tensor:
     """The result of a caller's loss function, for the rows of a tile or for all rows: without autocast in both cases.

@@ -69,12 +69,8 @@ class _Average(torch.autograd.Function):
         if ctx.given or not (logits.is_contiguous() and early.is_contiguous()):
             upstreams = FieldGradients(selected=upstream, row_weight=numbers)
             inputs, columns = Inputs(index, index), logits.shape[-1]
-            return (
-                _gradient(logits, inputs, ctx.launches.packed(numbers), upstreams, columns, ctx.options),
-                None,
-                None,
-                None,
-            )
+            gradient = _gradient(logits, inputs, ctx.launches.packed(numbers), upstreams, columns, ctx.options)
+            return gradient, None, None, None
         ctx.given = True
         gradient = early.data  # a second backward unpacks the saved tensor again, which must not seem to be modified
         ctx.launches.correct(logits, index, numbers, upstream, gradient)
