@@ -136,6 +136,8 @@ def test_assignments_are_sorted_by_one_launch_or_by_several(device, monkeypatch,
     groups = groups._replace(**{name: t.cpu() for name, t in groups._asdict().items()})
     inside = torch.where((ids >= 0) & (ids < experts), ids, experts).flatten()
     assert torch.equal(groups.order.long(), inside.argsort(stable=True))
+    places = groups.order.long().argsort()
+    assert torch.equal(groups.places.long(), places.where(inside < experts, assignments))
     counts = inside.bincount(minlength=experts + 1)[:experts]
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     assert torch.equal(groups.offsets.long(), offsets)

@@ -83,12 +83,14 @@ class Groups(NamedTuple):
         offsets: ``(E + 1,)``, int32: the assignments to expert e are ``order[offsets[e]:offsets[e + 1]]``.
         tile_expert, tile_row: int32: the expert and the first sorted row of each tile of rows that a grouped GEMM
             computes. Empty where `onepass.reference` sorts.
+        places: ``(T·K,)``, int32: the sorted row of each assignment, and T·K for one to an out-of-range id.
     """
 
     order: Tensor
     offsets: Tensor
     tile_expert: Tensor
     tile_row: Tensor
+    places: Tensor
 
 
 class ExpertOptions(NamedTuple):

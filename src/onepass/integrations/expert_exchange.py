@@ -93,12 +93,10 @@ def pair(experts: Tensor, own: int, processes: int, like: Tensor) -> tuple[Tenso
 def sort(ids: Tensor, groups: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """The assignments of ``ids`` ``(T, K)`` in the order of their groups, and the place ``(T, K)`` of each in it.
 
-    Both are int32. Assignments to ids that are out of range come last.
+    Both are int32. Assignments to ids that are out of range come last, and have a place beyond all.
     """
-    order = group_by_expert(ids, groups, like).order
-    places = torch.empty_like(order)
-    places.scatter_(0, order.long(), torch.arange(len(order), dtype=torch.int32, device=order.device))
-    return order, places.view(ids.shape)
+    found = group_by_expert(ids, groups, like)
+    return found.order, found.places.view(ids.shape)
 
 
 class _Copy(torch.autograd.Function):

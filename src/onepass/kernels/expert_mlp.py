@@ -4,7 +4,7 @@ from torch import Tensor
 
 from onepass.core.moe_options import EXPERT_TENSORS, ExpertGradients, ExpertOptions, ExpertTensors, Groups
 from onepass.kernels.decoded_experts import DecodedExperts, keep_for, kept_for, release
-from onepass.kernels.expert_rows import bias_gradient, clear_dropped, combine, glu_gradient
+from onepass.kernels.expert_rows import bias_gradient, clear_dropped, glu_gradient, sum_rows
 from onepass.kernels.grouped_gemm import grouped_gemm
 from onepass.kernels.grouped_weight_gradient import weight_gradient
 
@@ -30,10 +30,10 @@ def expert_mlp(
     if t.down_lora_a is not None and t.down_lora_b is not None:
         adapter2 = grouped_gemm(activated, t.down_lora_a, groups, scale=o.down_scaling), t.down_lora_b
     weights = t.weights if K == 1 else None
-    y = grouped_gemm(activated, w2, groups, scatter=True, adapter=adapter2, bias=t.down_bias, weights=weights)
+    y = grouped_gemm(activated, w2, groups, scatter=K == 1, adapter=adapter2, bias=t.down_bias, weights=weights)
     if h is not None:
         keep_for(h, decoded)
-    return clear_dropped(y, groups) if K == 1 else combine(y, t.weights, experts, len(w1), t.hidden), h
+    return clear_dropped(y, groups) if K == 1 else sum_rows(y, groups.places.view(experts.shape), t.weights), h
 
 
 def expert_mlp_gradient(
@@ -76,9 +76,9 @@ def expert_mlp_gradient(
         up1 = grouped_gemm(dh, t.gate_up_lora_b.mT, groups, scale=o.gate_up_scaling)
         adapter1 = up1, t.gate_up_lora_a.mT
     if need["hidden"]:
-        of_rows = grouped_gemm(dh, w1.mT, groups, scatter=True, adapter=adapter1)
+        of_rows = grouped_gemm(dh, w1.mT, groups, scatter=K == 1, adapter=adapter1)
         found["hidden"] = (
-            clear_dropped(of_rows, groups) if K == 1 else combine(of_rows, None, experts, len(w1), t.hidden)
+            clear_dropped(of_rows, groups) if K == 1 else sum_rows(of_rows, groups.places.view(experts.shape))
         )
         del of_rows
     if need["gate_up"]:

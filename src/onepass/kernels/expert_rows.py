@@ -194,19 +194,19 @@ def combine_kernel(
     tl.store(out + t * N + n, acc.to(out.dtype.element_ty), mask=n < N)
 
 
-def combine(y: Tensor, weights: Tensor | None, experts: Tensor, E: int, like: Tensor) -> Tensor:
-    """Launch `combine_kernel` for rows in the order of the assignments. Returns a tensor like ``like``, ``(T, N)``."""
-    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+def combine(y: Tensor, weights: Tensor, experts: Tensor, E: int) -> Tensor:
+    """The weighted sum of the rows of each token, which are in the order of the assignments, ``(T, N)``."""
+    out = y.new_empty((len(experts), y.shape[1]))
     if out.numel():
         launch(combine_plan, (tuple(out.shape), experts.shape[1], E, False), (y, weights, experts, out))
     return out
 
 
-def sum_rows(y: Tensor, places: Tensor) -> Tensor:
-    """The sum of the rows ``y[places[t, k]]`` over k. Places beyond the rows are left out."""
+def sum_rows(y: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The sum of the rows ``y[places[t, k]]``, times their weights, over k. Places beyond the rows are left out."""
     out = y.new_empty((len(places), y.shape[1]))
     if out.numel():
-        launch(combine_plan, (tuple(out.shape), places.shape[1], len(y), True), (y, None, places, out))
+        launch(combine_plan, (tuple(out.shape), places.shape[1], len(y), True), (y, weights, places, out))
     return out
 
 

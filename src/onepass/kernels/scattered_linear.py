@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.moe_options import Groups, ScatterGradients, ScatterOptions, ScatterTensors
-from onepass.kernels.expert_rows import bias_gradient, combine
+from onepass.kernels.expert_rows import bias_gradient, combine, sum_rows
 from onepass.kernels.grouped_gemm import grouped_gemm
 from onepass.kernels.grouped_weight_gradient import weight_gradient
 
@@ -22,7 +22,7 @@ def scattered_linear(
     )  # fmt: skip
     if weights is None:
         return y, None
-    return combine(y, weights, experts, len(w), x.new_empty((weights.shape[0], w.shape[1]))), y
+    return combine(y, weights, experts, len(w)), y
 
 
 def scattered_linear_gradient(
@@ -47,9 +47,9 @@ def scattered_linear_gradient(
     share_x = 0 if o.grouped_in else o.k
     if of_x:
         out = x.new_zeros((len(groups.order), w.shape[2])) if o.grouped_in else None
-        dx = grouped_gemm(grad, w.mT, groups, share=share, scatter=not o.grouped_in, out=out)
+        dx = grouped_gemm(grad, w.mT, groups, share=share, out=out)
         if not o.grouped_in:
-            dx = combine(dx, None, experts, len(w), x)
+            dx = sum_rows(dx, groups.places.view(experts.shape))
     if of_weight:
         dw = weight_gradient(grad, x, weight, groups, share_a=share, share_b=share_x, transposed=o.transposed)
     if of_bias:

@@ -55,14 +55,14 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=["assignments", "blocks"])
 def place_kernel(
-    experts: "Flat", ends: "Flat", order: "Out",
+    experts: "Flat", ends: "Flat", order: "Out", places: "Out",
     assignments: tl.int32, blocks: tl.int32,
     E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the assignments in sorted order.
+    """Write the assignments in sorted order, and the place of each in it.
 
     Inputs: ``experts`` ``(T, K)``; ``ends`` ``(E + 1, blocks)``, the inclusive cumulative sums of `count_kernel`.
-    Output: ``order`` ``(T·K,)``.
+    Outputs: ``order`` and ``places`` ``(T·K,)``.
     Bytes moved: see the module docstring.
     """
     begin = tl.program_id(0) * BLOCK
@@ -77,6 +77,7 @@ def place_kernel(
         same = (of_other[None, :] == expert[:, None]) & (other[None, :] < assignment[:, None])
         place += tl.sum(same.to(tl.int32), 1)
     tl.store(order + place, assignment, mask=there)
+    tl.store(places + assignment, tl.where(expert < E, place, assignments), mask=there)
 
 
 @triton.jit
@@ -118,9 +119,17 @@ def tile_kernel(
     write_tiles(begin, end, tl.program_id(0) * TILES, tile_expert, tile_row, tiles, E, BLOCK_E, BLOCK_M)
 
 
+@triton.jit
+def count_of(counts, assignments, E: tl.constexpr, BLOCK_E: tl.constexpr):
+    """The given counts of all experts, each from 0 to the number of assignments."""
+    e = tl.arange(0, BLOCK_E)
+    return tl.minimum(tl.maximum(tl.load(counts + e, mask=e < E, other=0).to(tl.int64), 0), assignments)
+
+
 @triton.jit(do_not_specialize=["assignments", "tiles"])
 def sort_kernel(
     experts: "Flat", counts: "Flat", order: "Out", offsets: "Out", tile_expert: "Out", tile_row: "Out",
+    places: "Out",
     assignments: tl.int32, tiles: tl.int32,
     E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +137,7 @@ def sort_kernel(
 
     Inputs: ``experts`` ``(T, K)``; None, or ``counts`` ``(E,)``, the assignments to each expert, if they are sorted
     already. Wrong counts do not lead beyond the assignments.
-    Outputs: ``order`` of `place_kernel`, and those of `tile_kernel`.
+    Outputs: those of `place_kernel` and of `tile_kernel`.
     Bytes moved: the ids twice or the counts once per program in, the outputs out.
     """
     first = tl.program_id(0) * ROWS
@@ -137,13 +146,18 @@ def sort_kernel(
         there = assignment < assignments
         place = assignment
         if counts is None:
-            key = bucket(tl.load(experts + assignment, mask=there, other=0), E) * assignments + assignment
+            expert = bucket(tl.load(experts + assignment, mask=there, other=0), E)
+            key = expert * assignments + assignment
             place = tl.zeros([ROWS], tl.int32)
             for part in range(0, assignments, PART):
                 other = part + tl.arange(0, PART)
                 of_other = bucket(tl.load(experts + other, mask=other < assignments, other=E), E) * assignments + other
                 place += tl.sum((of_other[None, :] < key[:, None]).to(tl.int32), 1)
+            inside = expert < E
+        else:
+            inside = place < tl.sum(count_of(counts, assignments, E, BLOCK_E))
         tl.store(order + place, assignment, mask=there)
+        tl.store(places + assignment, tl.where(inside, place, assignments), mask=there)
     if tl.program_id(0) * TILES < tiles:
         e = tl.arange(0, BLOCK_E)
         if counts is None:
@@ -153,8 +167,7 @@ def sort_kernel(
                 count += tl.histogram(bucket(tl.load(experts + other, mask=other < assignments, other=E), E), BLOCK_E)
             count = tl.where(e < E, count, 0)
         else:
-            count = tl.load(counts + e, mask=e < E, other=0).to(tl.int64)
-            count = tl.minimum(tl.maximum(count, 0), assignments)
+            count = count_of(counts, assignments, E, BLOCK_E)
         end = tl.cumsum(count, 0)
         begin = tl.minimum(end - count, assignments).to(tl.int32)
         end = tl.minimum(end, assignments).to(tl.int32)
@@ -185,19 +198,21 @@ def sort_by_expert(experts: Tensor, num_experts: int, counts: Tensor | None = No
     E = num_experts
     assignments, tiles = experts.numel(), count_tiles(experts.numel(), E)
     new = partial(experts.new_empty, dtype=torch.int32)
-    order, offsets, tile_expert, tile_row = new(assignments), new(E + 1), new(tiles), new(tiles)
+    order, offsets, tile_expert, tile_row, places = results = Groups(
+        new(assignments), new(E + 1), new(tiles), new(tiles), new(assignments)
+    )
     if not assignments:
-        return Groups(order, offsets.zero_(), tile_expert, tile_row)
-    results = order, offsets, tile_expert, tile_row
+        offsets.zero_()
+        return results
     if counts is not None or assignments <= FEW:
         launch(sort_plan, (assignments, E, counts is not None), (experts, counts, *results))
     else:
         counts = new((E + 1) * -(-assignments // BLOCK))
         launch(count_plan, (assignments, E), (experts, counts))
         ends = counts.cumsum(0, dtype=torch.int32)
-        launch(place_plan, (assignments, E), (experts, ends, order))
+        launch(place_plan, (assignments, E), (experts, ends, order, places))
         launch(tile_plan, (assignments, E), (ends, offsets, tile_expert, tile_row))
-    return Groups(*results)
+    return results
 
 
 def count_plan(assignments: int, E: int) -> Plan:

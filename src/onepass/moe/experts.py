@@ -229,7 +229,11 @@ class _Experts(torch.autograd.Function):
 
 def split_arguments(arguments: Sequence[Any]) -> tuple[ExpertTensors, Tensor, Groups, ExpertParts]:
     rest = iter(arguments)
-    tensors, experts, groups = ExpertTensors._make(islice(rest, len(EXPERT_TENSORS))), next(rest), islice(rest, 4)
+    tensors, experts, groups = (
+        ExpertTensors._make(islice(rest, len(EXPERT_TENSORS))),
+        next(rest),
+        islice(rest, len(Groups._fields)),
+    )
     return tensors, experts, Groups._make(groups), ExpertParts(*[WeightParts._make(islice(rest, 4)) for _ in range(2)])
 
 

@@ -163,7 +163,7 @@ class _Scattered(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.options = options
         tensors = ScatterTensors(x, weight, bias, weights)
-        out, y = _forward(tensors, experts, Groups(*rest[:4]), WeightParts(*rest[4:]), options)
+        out, y = _forward(tensors, experts, *split(rest), options)
         ctx.save_for_backward(*tensors, y, experts, *rest)
         return out
 
@@ -172,9 +172,13 @@ class _Scattered(torch.autograd.Function):
         check_upstream(grad)
         x, weight, bias, weights, y, experts, *rest = ctx.saved_tensors
         tensors, needed = ScatterTensors(x, weight, bias, weights), list(ctx.needs_input_grad[:4])
-        groups, parts = Groups(*rest[:4]), WeightParts(*rest[4:])
-        found = _gradient(grad.contiguous(), y, tensors, experts, groups, parts, needed, ctx.options)
+        found = _gradient(grad.contiguous(), y, tensors, experts, *split(rest), needed, ctx.options)
         return *found, *(None,) * (2 + len(rest))
+
+
+def split(arguments: Sequence[Any]) -> tuple[Groups, WeightParts]:
+    count = len(Groups._fields)
+    return Groups(*arguments[:count]), WeightParts(*arguments[count:])
 
 
 def _like_forward(

@@ -78,8 +78,7 @@ def check_groups(groups: Groups, experts: Tensor, num_experts: int, like: Tensor
     """Raise unless ``groups`` may be what `group_by_expert` returns for these arguments. Its values are not read."""
     if not isinstance(groups, Groups):
         raise TypeError(f"groups: expected what `group_by_expert` returns, got {described(groups)}")
-    tiles = backend_of(like).count_tiles(experts.numel(), num_experts)
-    for name, size in zip(Groups._fields, (experts.numel(), num_experts + 1, tiles, tiles)):
+    for name, size in zip(Groups._fields, sizes_of(experts, num_experts, like)):
         t = getattr(groups, name)
         if not isinstance(t, Tensor):
             raise TypeError(f"groups.{name}: expected a tensor, got {described(t)}")
@@ -90,15 +89,20 @@ def check_groups(groups: Groups, experts: Tensor, num_experts: int, like: Tensor
         check_device(t, like, f"groups.{name}", "the rows")
 
 
-def _like_sort(experts: Tensor, like: Tensor, num_experts: int, counts: Tensor | None) -> tuple[Tensor, ...]:
+def sizes_of(experts: Tensor, num_experts: int, like: Tensor) -> tuple[int, ...]:
+    """The sizes of the fields of `Groups`."""
     count = experts.numel()
     tiles = backend_of(like).count_tiles(count, num_experts)
-    return tuple(experts.new_empty(n, dtype=torch.int32) for n in (count, num_experts + 1, tiles, tiles))
+    return count, num_experts + 1, tiles, tiles, count
+
+
+def _like_sort(experts: Tensor, like: Tensor, num_experts: int, counts: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(experts.new_empty(n, dtype=torch.int32) for n in sizes_of(experts, num_experts, like))
 
 
 @operation("onepass::group_by_expert", _like_sort)
 def _sort(
     experts: Tensor, like: Tensor, num_experts: int, counts: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     groups: Groups = backend_of(like).sort_by_expert(experts, num_experts, counts)
     return tuple(groups)  # type: ignore[return-value]

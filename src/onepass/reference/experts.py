@@ -193,10 +193,16 @@ def sort_by_expert(experts: Tensor, num_experts: int, counts: Maybe = None) -> G
         ends = counts.cumsum(0, dtype=torch.int32)
         none = ends.new_empty(0)
         order = torch.arange(experts.numel(), dtype=torch.int32, device=experts.device)
-        return Groups(order, torch.cat([ends.new_zeros(1), ends]), none, none.clone())
+        return Groups(
+            order, torch.cat([ends.new_zeros(1), ends]), none, none.clone(), order.where(order < ends[-1], len(order))
+        )
     ids, order = experts.where((experts >= 0) & (experts < E), E).flatten().sort(stable=True)
     offsets = torch.searchsorted(ids, torch.arange(E + 1, dtype=ids.dtype, device=ids.device), out_int32=True)
-    return Groups(order.to(torch.int32), offsets, offsets.new_empty(0), offsets.new_empty(0))
+    places = torch.empty_like(order).scatter_(
+        0, order, torch.arange(len(order), device=order.device).where(ids < E, len(order))
+    )
+    none = offsets.new_empty(0)
+    return Groups(order.to(torch.int32), offsets, none, none.clone(), places.to(torch.int32))
 
 
 def count_tiles(assignments: int, num_experts: int) -> int:
@@ -252,8 +258,10 @@ def scattered_linear_gradient(
     return tuple(g if n else None for n, g in zip(needed, found))  # type: ignore[return-value]
 
 
-def sum_rows(y: Tensor, places: Tensor) -> Tensor:
-    """The sum of the rows ``y[places[t, k]]`` over k. Places that are no rows are left out."""
-    inside = places.where((places >= 0) & (places < len(y)), len(y)).long()
-    rows = torch.cat([y, y.new_zeros((1, y.shape[1]))])[inside]
-    return rows.sum(1, dtype=wide(y)).to(y.dtype)
+def sum_rows(y: Tensor, places: Tensor, weights: Maybe = None) -> Tensor:
+    """The sum of the rows ``y[places[t, k]]``, times their weights, over k. Places that are no rows are left out."""
+    inside = (places >= 0) & (places < len(y))
+    rows = torch.cat([y, y.new_zeros((1, y.shape[1]))])[places.where(inside, len(y)).long()].to(wide(y))
+    if weights is not None:
+        rows = rows * weights.where(inside, 0.0).unsqueeze(-1)
+    return rows.sum(1).to(y.dtype)
