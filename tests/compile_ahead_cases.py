@@ -25,7 +25,7 @@ pytest.importorskip("triton")
 kernels = import_module("onepass.kernels")
 layout = import_module("onepass.kernels.layout")
 grouped_gemm = import_module("onepass.kernels.grouped_gemm").grouped_gemm
-clear_dropped = import_module("onepass.kernels.expert_rows").clear_dropped
+expert_rows = import_module("onepass.kernels.expert_rows")
 weight_gradient = import_module("onepass.kernels.grouped_weight_gradient").weight_gradient
 # One target is compiled for whole; the others with what needs the most registers.
 WHOLE, LARGEST = "sm_90", "everything"
@@ -255,11 +255,12 @@ def launch_experts(options: ExpertOptions, trained: tuple[str, ...], empty: Any)
         adapter=(empty(tokens * K, 16), loras[3]), bias=biases[1], weights=empty(tokens * K, dtype=torch.float32)
     )
     down = down.mT if options.transposed else down
-    clear_dropped(grouped_gemm(empty(tokens * K, width), down, groups, scatter=True, **given), groups)
+    expert_rows.clear_dropped(grouped_gemm(empty(tokens * K, width), down, groups, scatter=True, **given), groups)
     many = kernels.sort_by_expert(empty(4096, 2, dtype=torch.int64), 8)  # rows of an expert, for which tiles are larger
     for rows, columns in ((width, H), (H, width)):
         weight_gradient(empty(8192, rows), empty(8192, columns), empty(8, rows, columns), many)
     kernels.sum_rows(tensors.hidden, ids.int())
+    expert_rows.combine(empty(tokens * K, H), weights, ids, E)
     launch_few_rows(empty, options)
     launch_decode(empty, *(1536, 2048) if options.transposed else (33, 71))
     # Weights that the grouped GEMM decodes, for many rows of an expert and for few, and one that it reads in chunks.
@@ -296,6 +297,10 @@ def launch_few_rows(empty: Any, options: ExpertOptions) -> None:
     weights = empty(200 * E, dtype=torch.float32)
     grouped_gemm(rows, down, groups, scatter=True, weights=weights, adapter=(low[:, :16].contiguous(), empty(E, K, 16)))
     grouped_gemm(h, gate_up.mT, groups, bias=empty(E, K))
+    if not options.transposed:
+        grouped_gemm(rows, empty(E, 260, N), groups)  # rows that do not start on 16 bytes, which no descriptor stores
+    of_process = kernels.sort_by_expert(empty(200 * E, 1, dtype=torch.int64), E)  # rows that other processes have sent
+    grouped_gemm(empty(200 * E, K), gate_up, of_process, options, share=1, glu=True, h=h)
 
 
 def launch_decode(empty: Any, rows: int, columns: int) -> None:

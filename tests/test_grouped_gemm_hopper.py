@@ -120,6 +120,26 @@ def test_rows_that_are_not_finite_stay_alone(planned: list[Any], share: int) -> 
     assert not found[:there][~finite].isfinite().any()
 
 
+@pytest.mark.gpu
+@ON_HOPPER
+@pytest.mark.parametrize("options", [dict(), dict(glu=True), dict(scatter=True)], ids=str)
+@pytest.mark.parametrize("columns", [512, 516])
+def test_rows_in_the_order_of_their_experts(
+    monkeypatch: pytest.MonkeyPatch, planned: list[Any], options: dict[str, Any], columns: int
+) -> None:
+    """As other processes send them, each sorted by expert: descriptors load and store ranges of them, others not."""
+    torch.manual_seed(columns)
+    of_process = [torch.randint(-1, 6, (n, 1), device="cuda").clamp(min=0).sort(0)[0] for n in (900, 1100, 77)]
+    groups = sort_by_expert(torch.cat(of_process), 6)
+    x = torch.randn(2077, 200, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(6, 2 * columns, 200, device="cuda", dtype=torch.bfloat16)
+    routing = torch.rand(2077, device="cuda") if options.get("scatter") else None
+    found = module.grouped_gemm(x, w, groups, share=1, weights=routing, **options)
+    assert planned, "another kernel was launched"
+    monkeypatch.setattr(module, "hopper_reads", lambda *_, **__: None)
+    assert torch.equal(found, module.grouped_gemm(x, w, groups, share=1, weights=routing, **options))
+
+
 EXPERTS = [  # tokens, experts, experts of a token, sizes of hidden and intermediate states, rank, options
     (512, 4, 2, 256, 256, 0, dict()),
     (1000, 5, 2, 520, 392, 16, dict(activation="gelu")),
@@ -182,7 +202,7 @@ def test_experts_equal_those_of_the_general_kernel(
 @pytest.mark.gpu
 @ON_HOPPER
 @pytest.mark.parametrize("share", [0, 1])
-def test_is_used_for_few_rows_of_an_expert(monkeypatch: pytest.MonkeyPatch, share: int) -> None:
+def test_is_used(monkeypatch: pytest.MonkeyPatch, share: int) -> None:
     planned: list[Any] = []
     monkeypatch.setattr(module, "hopper_plan", lambda *about: planned.append(about) or hopper.hopper_plan(*about))
     x, w, *_, groups = tensors((600, 4, 256, 512, 0, False), torch.bfloat16, "K", "K")
@@ -192,10 +212,11 @@ def test_is_used_for_few_rows_of_an_expert(monkeypatch: pytest.MonkeyPatch, shar
 
 # Whether it takes a product.
 PRODUCTS = {
-    "gathered rows": (dict(share=2), False),
-    "gathered rows that are long": (dict(share=2, glu=True, K=2560), False),
+    "few gathered rows": (dict(share=2), False),
+    "few gathered rows of an activation": (dict(share=2, glu=True, assignments=636), False),
+    "few rows that are long": (dict(K=2560), False),
+    "gathered rows that are too long": (dict(share=2, glu=True, K=4160, assignments=4096), False),
     "gathered rows that are not aligned": (dict(share=2, glu=True, K=252), False),
-    "many rows of an expert": (dict(assignments=1024), False),
     "few rows of an expert": (dict(assignments=256), False),
     "float32": (dict(element=4), False),
     "few columns": (dict(N=128), False),
@@ -203,8 +224,11 @@ PRODUCTS = {
     "one row for all": (dict(x_row=0), False),
     "a rank that is not aligned": (dict(R=4), False),
     "sorted rows": (dict(), True),
-    "sorted rows that are long": (dict(K=8192), True),
+    "many sorted rows": (dict(assignments=8192), True),
+    "many sorted rows that are long": (dict(K=8192, assignments=3072), True),
+    "gathered rows": (dict(share=2, assignments=1536), True),
     "gathered rows of an activation": (dict(share=2, glu=True), True),
+    "many gathered rows that are long": (dict(share=2, glu=True, K=4096, assignments=3072), True),
     "half the columns of an activation": (dict(N=128, glu=True), True),
 }
 

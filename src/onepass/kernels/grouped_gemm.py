@@ -243,7 +243,7 @@ def grouped_gemm(
         assignments, len(groups.tile_row), E, N, K, rank, share, scatter, glu, scale, options, x.stride(0),
         lora_strides, x.element_size(), x.device,
     )  # fmt: skip
-    others = low, lora, bias, weights, h, out, *groups
+    others = low, lora, bias, weights, h, out, groups.order, groups.offsets, groups.tile_expert, groups.tile_row
     if not isinstance(w, Tensor) and is_decoded_in_loop(w.format, assignments, halves):
         about = product, w.format._replace(max_memory=0)
         launch(decoding_plan, about, (x, w.data, *others, *w.parts, codes_of(w.format.name, w.device)))

@@ -24,16 +24,26 @@ from onepass.core.memo import memo
 from onepass.core.moe_options import Product
 from onepass.kernels import layout
 from onepass.kernels.expert_rows import activate
+from onepass.kernels.hopper_tiles import (
+    ELEMENT,
+    HALF,
+    ROWS,
+    STEP,
+    SUPPORTED,
+    WIDTH,
+    describe_result,
+    describe_rows,
+    describe_weight,
+    load_columns,
+    load_range,
+    store_rows,
+)
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided
 from onepass.kernels.layout import power_of_two
 from onepass.kernels.row_gemm import place_of
 from onepass.kernels.token_sort import rows_of_tile
 
 Read = tuple[str, int, int]  # of a weight (E, N, K): its contiguous dimension, "K" or "N", and the two other strides
-# Of a tile: rows, half of them, columns, and the part of K that is multiplied at once.
-ROWS, HALF, WIDTH, STEP = (gl.constexpr(n) for n in (128, 64, 256, 64))
-ELEMENT = gl.constexpr(2)  # bytes
-SUPPORTED = hasattr(tma, "make_tensor_descriptor") and hasattr(async_copy, "mbarrier_arrive")  # from Triton 3.6 on
 
 
 class Work(NamedTuple):
@@ -55,17 +65,7 @@ class Work(NamedTuple):
     LORA_E_STRIDE: int
     LORA_STRIDE: int
     STAGES: int
-
-
-@gluon.constexpr_function
-def stored_layout(rows, columns):
-    """The layout in which a tile is stored, 16 bytes a thread.
-
-    Every row is in the same warp as in the accumulator, so that warps exchange nothing.
-    """
-    registers = [[0, 1], [0, 2], [0, 4], *[[0, 32 << n] for n in range((columns // 64).bit_length())], [8, 0]]
-    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [rows, columns])
+    BY_TMA: bool  # whether descriptors store results
 
 
 place_of_work, activate_tile = gluon.jit(place_of.fn), gluon.jit(activate.fn)
@@ -75,17 +75,6 @@ place_of_work, activate_tile = gluon.jit(place_of.fn), gluon.jit(activate.fn)
 def columns_of_tile(activation):
     """How many columns of the result a tile has: with an activation, half of those of the product."""
     return 128 if activation != "" else 256
-
-
-@gluon.jit
-def store_tile(to, row, there, n0, N: gl.constexpr, ROW: gl.constexpr, tile):
-    """Store the rows of a tile that are ``there`` from column ``n0`` on, of N columns; a row has ROW elements."""
-    stored: gl.constexpr = stored_layout(tile.shape[0], tile.shape[1])
-    row = gl.convert_layout(row, gl.SliceLayout(1, stored)).to(gl.int64)
-    there = gl.convert_layout(there, gl.SliceLayout(1, stored))
-    n = n0 + gl.arange(0, tile.shape[1], gl.SliceLayout(0, stored))
-    found = gl.convert_layout(tile.to(to.dtype.element_ty), stored)
-    gl.store(to + row[:, None] * ROW + n[None, :], found, mask=there[:, None] & (n < N)[None, :])
 
 
 @gluon.jit
@@ -109,8 +98,8 @@ def accumulate(
 
 @gluon.jit
 def multiply(
-    which: gl.constexpr, rows, columns, lora_columns, full, empty, bias, weights, h, out, order, offsets, tile_expert,
-    tile_row, tiles, group, scale, alpha, limit, W: gl.constexpr,
+    which: gl.constexpr, rows, columns, lora_columns, full, empty, bias, weights, h, out, stores, results, groups,
+    tiles, group, scale, alpha, limit, W: gl.constexpr,
 ):  # fmt: skip
     """Compute and store the first (0) or the second (1) half of the rows of each tile."""
     ACTIVATION: gl.constexpr = W.ACTIVATION
@@ -125,6 +114,16 @@ def multiply(
     LORA_BY: gl.constexpr = W.LORA_BY
     STAGES: gl.constexpr = W.STAGES
     of_acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    order, offsets, tile_expert, tile_row = groups
+    of_h, of_up, of_out = stores
+    shared = None  # memory for what is stored, and its two halves
+    first_half = None
+    second_half = None
+    if W.BY_TMA:
+        shared = results.index(which)
+        halves = shared._reinterpret(shared.dtype, [2, HALF, WIDTH // 2], gl.NVMMASharedLayout(128, 16, 2))
+        first_half = halves.index(0)
+        second_half = halves.index(1)
     step = 0
     for work in range(gl.program_id(0), tiles * N_TILES, gl.num_programs(0)):
         tile, n_tile = place_of_work(work, tiles, N_TILES, group)
@@ -155,61 +154,46 @@ def multiply(
                 acc, step = accumulate(acc, step, rows, columns, full, empty, which, STEPS, BY, STAGES)
                 row = begin + gl.arange(0, HALF, gl.SliceLayout(1, of_acc))
                 there = row < end
+                whole = begin + HALF <= end
+                of_result = first_half if GLU else shared
+                PENDING: gl.constexpr = 1 if GLU and h is not None and not W.INTERLEAVED else 0
                 if GLU:
                     if W.INTERLEAVED:
                         if h is not None:
-                            store_tile(h, row, there, n_tile * WIDTH, COLUMNS, COLUMNS, acc)
+                            store_rows(
+                                h, of_h, shared, begin, whole, row, there, n_tile * WIDTH, COLUMNS, COLUMNS, 0, acc
+                            )  # fmt: skip
                         gate, up = gl.split(acc.reshape((HALF, BLOCK_N, 2)))
                     else:
                         gate, up = gl.split(acc.reshape((HALF, 2, BLOCK_N)).permute((0, 2, 1)))
                         if h is not None:
-                            store_tile(h, row, there, n0, N, COLUMNS, gate)
-                            store_tile(h + N, row, there, n0, N, COLUMNS, up)
+                            store_rows(h, of_h, first_half, begin, whole, row, there, n0, N, COLUMNS, 0, gate)
+                            store_rows(h + N, of_up, second_half, begin, whole, row, there, n0, N, COLUMNS, 1, up)
                     y, _by_gate, _by_up = activate_tile(gate, up, alpha, limit, ACTIVATION)
                 else:
                     y = acc * scale
                 if weights is not None:
                     weight = gl.load(weights + assignment, mask=there, other=0.0)
                     y *= gl.convert_layout(weight, gl.SliceLayout(1, y.type.layout))[:, None]
-                if W.SCATTER:
-                    store_tile(out, assignment, there, n0, N, N, y)
-                else:
-                    store_tile(out, row, there, n0, N, N, y)
+                first = begin
+                if W.SCATTER:  # within an expert, assignments ascend
+                    first = gl.load(order + begin)
+                    whole = whole & (gl.load(order + begin + (HALF - 1), mask=whole, other=0) == first + (HALF - 1))
+                    row = assignment
+                store_rows(out, of_out, of_result, first, whole, row, there, n0, N, N, PENDING, y)
             else:
                 for _k in range(LORA_STEPS + STEPS):
                     mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
                     mbarrier.arrive(empty.index(step % STAGES), count=1)
                     step += 1
-
-
-@gluon.jit
-def load_step(
-    of_rows, of_columns, ready, rows, columns, begin, end, expert, n0, k0, BY: gl.constexpr, HALVES: gl.constexpr,
-    GATHERED: gl.constexpr,
-):  # fmt: skip
-    """Load the columns of a step and, unless they are GATHERED, its rows: those of the second half if any are there."""
-    OF_COLUMNS: gl.constexpr = WIDTH * STEP * ELEMENT
-    OF_ROWS: gl.constexpr = HALF * STEP * ELEMENT
-    if GATHERED:
-        mbarrier.expect(ready, OF_COLUMNS)
-    else:
-        both = begin + HALF < end
-        mbarrier.expect(ready, OF_COLUMNS + 2 * OF_ROWS, pred=both)
-        mbarrier.expect(ready, OF_COLUMNS + OF_ROWS, pred=both == 0)
-        tma.async_copy_global_to_shared(of_rows, [begin, k0], ready, rows.slice(0, HALF))
-        tma.async_copy_global_to_shared(of_rows, [begin + HALF, k0], ready, rows.slice(HALF, HALF), pred=both)
-    if BY == "K":
-        to = columns._reinterpret(columns.dtype, [1, HALVES, WIDTH // HALVES, STEP], gl.NVMMASharedLayout(128, 16, 4))
-        tma.async_copy_global_to_shared(of_columns, [expert, 0, n0, k0], ready, to)
-    else:
-        to = columns._reinterpret(columns.dtype, [1, STEP, WIDTH], gl.NVMMASharedLayout(128, 16, 3))
-        tma.async_copy_global_to_shared(of_columns, [expert, k0, n0], ready, to)
+    if W.BY_TMA:
+        tma.store_wait(0)
 
 
 @gluon.jit
 def load(
-    x, of_x, of_weight, of_low, of_lora, rows, columns, lora_columns, full, empty, order, offsets, tile_expert,
-    tile_row, tiles, group, W: gl.constexpr,
+    x, of_x, of_weight, of_low, of_lora, rows, columns, lora_columns, full, empty, groups, tiles, group,
+    W: gl.constexpr,
 ):  # fmt: skip
     """Load what `multiply` multiplies, in its order."""
     ACTIVATION: gl.constexpr = W.ACTIVATION
@@ -219,11 +203,15 @@ def load(
     STEPS: gl.constexpr = (W.K + STEP - 1) // STEP
     LORA_STEPS: gl.constexpr = (W.R + STEP - 1) // STEP
     GATHERED: gl.constexpr = W.SHARE > 0
+    # Rows that other processes have sent are in the order of their experts already, but for a few tiles.
+    MAY_BE_RANGE: gl.constexpr = W.SHARE == 1 and W.X_ROW > 0
     AT_ONCE: gl.constexpr = 4 if GATHERED and STEPS % 4 == 0 else 1  # whose addresses differ by constants
+    OF_COLUMNS: gl.constexpr = WIDTH * STEP * ELEMENT
     BY: gl.constexpr = W.BY
     LORA_BY: gl.constexpr = W.LORA_BY
     STAGES: gl.constexpr = W.STAGES
-    gathered: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    order, offsets, tile_expert, tile_row = groups
     step = 0
     for work in range(gl.program_id(0), tiles * N_TILES, gl.num_programs(0)):
         tile, n_tile = place_of_work(work, tiles, N_TILES, group)
@@ -234,19 +222,22 @@ def load(
             n0 = n_tile * (WIDTH // HALVES)
             at = x
             if GATHERED:
-                row = begin + gl.arange(0, ROWS, gl.SliceLayout(1, gathered))
+                row = begin + gl.arange(0, ROWS, gl.SliceLayout(1, of_rows))
                 there = (row < end)[:, None]
-                k = gl.arange(0, STEP, gl.SliceLayout(0, gathered))[None, :]
+                k = gl.arange(0, STEP, gl.SliceLayout(0, of_rows))[None, :]
                 source = gl.load(order + row, mask=row < end, other=0) // W.SHARE
                 at = x + source.to(gl.int64)[:, None] * W.X_ROW + k
+            if MAY_BE_RANGE:
+                row0 = gl.load(order + begin)
+                last = gl.load(order + begin + (ROWS - 1), mask=begin + ROWS <= end, other=-1)
+                is_range = last - row0 == ROWS - 1  # within an expert, assignments ascend
             if LORA_STEPS > 0:
                 for k0 in range(0, LORA_STEPS * STEP, STEP):
                     stage = step % STAGES
                     mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
-                    load_step(
-                        of_low, of_lora, full.index(stage), rows.index(stage), lora_columns.index(stage), begin, end,
-                        expert, n0, k0, LORA_BY, HALVES, False,
-                    )  # fmt: skip
+                    ready = full.index(stage)
+                    load_range(of_low, ready, rows.index(stage), begin, end, k0, OF_COLUMNS)
+                    load_columns(of_lora, ready, lora_columns.index(stage), expert, n0, k0, LORA_BY, HALVES)
                     if GATHERED:
                         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
                     step += 1
@@ -255,43 +246,28 @@ def load(
                     k0 = first + n * STEP
                     stage = step % STAGES
                     mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
-                    load_step(
-                        of_x, of_weight, full.index(stage), rows.index(stage), columns.index(stage), begin, end,
-                        expert, n0, k0, BY, HALVES, GATHERED,
-                    )  # fmt: skip
+                    ready = full.index(stage)
+                    if not GATHERED:
+                        load_range(of_x, ready, rows.index(stage), begin, end, k0, OF_COLUMNS)
+                    elif not MAY_BE_RANGE:
+                        mbarrier.expect(ready, OF_COLUMNS)
+                    elif is_range:
+                        load_range(of_x, ready, rows.index(stage), row0, row0 + ROWS, k0, OF_COLUMNS)
+                    else:
+                        mbarrier.expect(ready, OF_COLUMNS)
+                    load_columns(of_weight, ready, columns.index(stage), expert, n0, k0, BY, HALVES)
                     if GATHERED:
                         mask = there if W.K % STEP == 0 else there & (k0 + k < W.K)
-                        async_copy.async_copy_global_to_shared(rows.index(stage), at + n * STEP, mask=mask)
+                        if not MAY_BE_RANGE:  # noqa: SIM114  (known when the kernel is compiled)
+                            async_copy.async_copy_global_to_shared(rows.index(stage), at + n * STEP, mask=mask)
+                        elif not is_range:
+                            async_copy.async_copy_global_to_shared(rows.index(stage), at + n * STEP, mask=mask)
                         # Without a proxy fence before the tensor cores read these copies, as in the pipelines that
                         # Triton's compiler generates.
-                        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+                        async_copy.mbarrier_arrive(ready, increment_count=False)
                     step += 1
                 if GATHERED:
                     at += AT_ONCE * STEP
-
-
-@gluon.jit
-def describe_rows(x, count, K: gl.constexpr, ROW: gl.constexpr):
-    """The descriptor of half of the rows of a tile of ``x`` ``(count, K)``."""
-    return tma.make_tensor_descriptor(x, [count, K], [ROW, 1], [HALF, STEP], gl.NVMMASharedLayout(128, 16, 2))
-
-
-@gluon.jit
-def describe_weight(
-    w, E: gl.constexpr, COLUMNS: gl.constexpr, K: gl.constexpr, BY: gl.constexpr, E_STRIDE: gl.constexpr,
-    STRIDE: gl.constexpr, HALVES: gl.constexpr,
-):  # fmt: skip
-    """The descriptor of the columns of a tile of a weight ``(E, COLUMNS, K)``: one range of them, or two HALVES."""
-    if BY == "K":
-        PART: gl.constexpr = COLUMNS // HALVES
-        return tma.make_tensor_descriptor(
-            w, [E, HALVES, PART, K], [E_STRIDE, PART * STRIDE, STRIDE, 1], [1, HALVES, WIDTH // HALVES, STEP],
-            gl.NVMMASharedLayout(128, 16, 4),
-        )  # fmt: skip
-    else:
-        return tma.make_tensor_descriptor(
-            w, [E, K, COLUMNS], [E_STRIDE, STRIDE, 1], [1, STEP, WIDTH], gl.NVMMASharedLayout(128, 16, 3)
-        )
 
 
 @gluon.jit(do_not_specialize=["assignments", "tiles", "group"])
@@ -323,7 +299,7 @@ def grouped_gemm_hopper_kernel(
     columns = gl.allocate_shared_memory(dtype, by_k if BY == "K" else by_n, flat)
     of_weight = describe_weight(w, E, COLUMNS, K, BY, W.E_STRIDE, W.STRIDE, HALVES)
     of_x = of_weight
-    if W.SHARE == 0:
+    if W.SHARE <= 1 and W.X_ROW > 0:
         of_x = describe_rows(x, assignments, K, W.X_ROW)
     of_low = of_weight
     of_lora = of_weight
@@ -332,6 +308,23 @@ def grouped_gemm_hopper_kernel(
         of_low = describe_rows(low, assignments, R, R)
         of_lora = describe_weight(lora, E, COLUMNS, R, LORA_BY, W.LORA_E_STRIDE, W.LORA_STRIDE, HALVES)
         lora_columns = columns._reinterpret(dtype, by_k if LORA_BY == "K" else by_n, flat)
+    of_h = of_weight
+    of_up = of_weight
+    of_out = of_weight
+    results = rows
+    if W.BY_TMA:
+        N: gl.constexpr = W.N
+        BLOCK_N: gl.constexpr = columns_of_tile(W.ACTIVATION)
+        results = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], flat)
+        of_out = describe_result(out, assignments, N, N, BLOCK_N)
+        if h is not None:
+            if W.INTERLEAVED:
+                of_h = describe_result(h, assignments, COLUMNS, COLUMNS, WIDTH)
+            else:
+                of_h = describe_result(h, assignments, N, COLUMNS, BLOCK_N)
+                of_up = describe_result(h + N, assignments, N, COLUMNS, BLOCK_N)
+    groups = (order, offsets, tile_expert, tile_row)
+    stores = (of_h, of_up, of_out)
     full = gl.allocate_shared_memory(gl.int64, [W.STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [W.STAGES, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(STAGES):
@@ -341,20 +334,19 @@ def grouped_gemm_hopper_kernel(
     gl.warp_specialize(
         [
             (multiply, (
-                0, rows, columns, lora_columns, full, empty, bias, weights, h, out, order, offsets, tile_expert,
-                tile_row, tiles, group, scale, alpha, limit, W,
+                0, rows, columns, lora_columns, full, empty, bias, weights, h, out, stores, results, groups, tiles,
+                group, scale, alpha, limit, W,
             )),
             (multiply, (
-                1, rows, columns, lora_columns, full, empty, bias, weights, h, out, order, offsets, tile_expert,
-                tile_row, tiles, group, scale, alpha, limit, W,
+                1, rows, columns, lora_columns, full, empty, bias, weights, h, out, stores, results, groups, tiles,
+                group, scale, alpha, limit, W,
             )),
             (load, (
-                x, of_x, of_weight, of_low, of_lora, rows, columns, lora_columns, full, empty, order, offsets,
-                tile_expert, tile_row, tiles, group, W,
+                x, of_x, of_weight, of_low, of_lora, rows, columns, lora_columns, full, empty, groups, tiles, group, W,
             )),
         ],
         # Warps and registers of the second and the third function; the first has the warps of the launch.
-        [4, 4 if W.SHARE > 0 else 1], [208 if W.SHARE > 0 else 232, 72 if W.SHARE > 0 else 24],
+        [4, 4 if W.SHARE > 0 else 1], [216 if W.SHARE > 0 else 232, 72 if W.SHARE > 0 else 24],
     )  # fmt: skip
 
 
@@ -382,12 +374,14 @@ def others_of(w: Tensor, contiguous: str) -> tuple[int, int]:
 def is_for_hopper(p: Product) -> bool:
     """Whether `grouped_gemm_hopper_kernel` computes a product, as far as weights do not matter.
 
-    It does for 65 to 255 rows of an expert, where many rows of the other kernel's tiles are padding: for those of
-    Qwen3-Next (160) it was faster on an H200, for 512 it was not. Gathered rows without an activation, or that are
-    long, took its loading warps too much time.
+    It does from a number of rows per expert on, which were measured on an H200. If a weight is read for long and by few
+    tiles of rows, programs that take tiles of fewer rows get ahead of others, and each reads the weight from memory.
+    Gathered rows take the loading warps more time.
     """
-    faster = p.assignments < 256 * p.E and (p.share == 0 or (p.glu and p.K <= 2048))
-    return faster and is_supported(p)
+    rows = 65 if p.share == 0 else 160 if p.glu else 384
+    if p.K > 2048:
+        rows = 768
+    return p.assignments >= rows * p.E and not (p.share and p.K > 4096) and is_supported(p)
 
 
 def is_supported(p: Product) -> bool:
@@ -402,11 +396,15 @@ def is_supported(p: Product) -> bool:
 def hopper_plan(p: Product, weight: Read, lora: Read) -> Plan:
     """The launch of `grouped_gemm_hopper_kernel`."""
     o, activation = p.options, p.options.activation if p.glu else ""
-    stages = layout.shared_memory() // ((ROWS.value + WIDTH.value) * STEP.value * ELEMENT.value)
-    if p.share:
-        stages -= 1  # so that programs that read the same weight are at nearly the same step, and it stays in L2
+    by_tma = p.N % 8 == 0
+    of_stage, of_results = (
+        n * ELEMENT.value for n in ((ROWS.value + WIDTH.value) * STEP.value, ROWS.value * WIDTH.value)
+    )
+    stages = (layout.shared_memory() - by_tma * of_results) // of_stage
+    if p.share:  # so that programs that read the same weight are at nearly the same step, and it stays in L2
+        stages = min(3, stages)
     work = Work(
-        p.E, p.N, p.K, p.R, activation, o.interleaved, p.share, p.scatter, p.x_row, *weight, *lora, stages
+        p.E, p.N, p.K, p.R, activation, o.interleaved, p.share, p.scatter, p.x_row, *weight, *lora, stages, by_tma
     )  # fmt: skip
     programs = min(p.tiles * -(-p.N // columns_of_tile(activation)), layout.multiprocessors(p.device))
     group = min(16, power_of_two(p.assignments // (p.E * ROWS.value)))

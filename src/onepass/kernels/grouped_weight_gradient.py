@@ -1,8 +1,11 @@
 """The gradients of the weights of experts: a grouped GEMM that reduces over the rows of every expert.
 
-`expert_mlp` and `scattered_linear` call it. Bytes moved: both operands once for each tile of the other's columns, the
+`expert_mlp` and `scattered_linear` call it. On Hopper GPUs, `grouped_weight_gradient_hopper` computes most of them.
+Bytes moved: both operands once for each tile of the other's columns, the
 gradient once. The speed of the tensor cores is the limit; with few rows per expert, it is writing the gradient.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -15,7 +18,16 @@ from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows, launch
 from onepass.kernels.layout import power_of_two
 
-VERSIONS = {"grouped_weight_gradient_kernel": 3}  # see `autotune.sources.identity_of`
+try:
+    from onepass.kernels.grouped_weight_gradient_hopper import hopper_plan, is_for_hopper
+except ImportError:  # Gluon is an experimental part of Triton
+
+    def is_for_hopper(*_: Any) -> bool:  # type: ignore[misc]
+        """Refuse all gradients."""
+        return False
+
+
+VERSIONS = {"grouped_weight_gradient_kernel": 4}  # see `autotune.sources.identity_of`
 
 
 @triton.jit
@@ -54,38 +66,11 @@ def load_rows(
 
 
 @triton.jit
-def of_tile(
-    a, b, order, start, end, n, k,
-    A_COLUMNS: tl.constexpr, B_COLUMNS: tl.constexpr, SHARE_A: tl.constexpr, SHARE_B: tl.constexpr,
-    A_ROW: tl.constexpr, B_ROW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """A tile of ``aᵀ @ b`` over the rows from ``start`` to ``end`` alone, for the columns ``n`` of a and ``k`` of b."""
-    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for m in tl.range(start, end, 16, num_stages=1):  # a few rows at once, which take few registers
-        row = m + tl.arange(0, 16)
-        there = row < end
-        assignment = tl.load(order + row, mask=there, other=0) if SHARE_A > 0 or SHARE_B > 0 else row
-        left = load_rows(a, assignment, row, there, n, A_COLUMNS, SHARE_A, A_ROW, True)
-        right = load_rows(b, assignment, row, there, k, B_COLUMNS, SHARE_B, B_ROW, False)
-        acc = tl.dot(left, right, acc, input_precision=PRECISION)
-    return acc
-
-
-@triton.jit
-def wait_for_stores():
-    """Wait until results that descriptors write are in memory. (At the end of a loop they may only have been read.)"""
-    return tl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit(do_not_specialize=["assignments"])
 def grouped_weight_gradient_kernel(
     a: "Rows", b: "Rows", out: "Out", order: "Flat", offsets: "Flat",
-    assignments: tl.int32,
     E: tl.constexpr, BLOCK_E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SHARE_A: tl.constexpr,
     SHARE_B: tl.constexpr, A_ROW: tl.constexpr, B_ROW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SORTED: tl.constexpr,
+    BLOCK_M: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """``out[e] = aᵀ @ b`` over the rows of expert e, the gradient of its weight. It is 0 for an expert without rows.
 
@@ -97,20 +82,11 @@ def grouped_weight_gradient_kernel(
     A program computes many tiles in one loop, whose steps are BLOCK_M rows of a tile, so that the first rows of the
     next tile are loaded while the last is computed and written. Which assignments a step reads is loaded two steps
     ahead. With TMA, a descriptor writes the tiles, which does not keep the program waiting.
-
-    SORTED is "a" or "b", an operand whose sorted rows are loaded by a descriptor, or "". A descriptor has no mask: the
-    last step of an expert also loads rows of the next ones, which are multiplied by zeros of the other operand. That
-    changes a result only if they are not finite, and then it is NaN for every column of the other operand. A program
-    that finds a column that is not finite computes its tiles again, without these rows.
     """
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     TILES: tl.constexpr = K_TILES * ((N + BLOCK_N - 1) // BLOCK_N)
     if TMA:
         descriptor = tl.make_tensor_descriptor(out, [E, N, K], [N * K, K, 1], [1, BLOCK_N, BLOCK_K])
-    if SORTED == "a":
-        rows_of = tl.make_tensor_descriptor(a, [assignments, N], [A_ROW, 1], [BLOCK_M, BLOCK_N])
-    elif SORTED == "b":
-        rows_of = tl.make_tensor_descriptor(b, [assignments, K], [B_ROW, 1], [BLOCK_M, BLOCK_K])
     tile = tl.program_id(0)
     programs = tl.num_programs(0)
     e = tl.arange(0, BLOCK_E)
@@ -136,7 +112,6 @@ def grouped_weight_gradient_kernel(
     row = start1 + tl.arange(0, BLOCK_M)
     assignment1 = tl.load(order + row, mask=row < end1, other=0) if GATHERED else row
     zero = tl.program_id(1)
-    again = 0.0  # NaN if a tile is not finite
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for _ in tl.range(0, steps, num_stages=STAGES):
         n0 = tile % TILES // K_TILES * BLOCK_N
@@ -145,21 +120,11 @@ def grouped_weight_gradient_kernel(
         k = k0 + tl.arange(0, BLOCK_K)
         row = start + tl.arange(0, BLOCK_M)
         there = row < end
-        if SORTED == "a":
-            left = rows_of.load([start, n0]).T
-        else:
-            left = load_rows(a, assignment, row, there, n, A_COLUMNS, SHARE_A, A_ROW, True)
-        if SORTED == "b":
-            right = rows_of.load([start, k0])
-        else:
-            right = load_rows(b, assignment, row, there, k, B_COLUMNS, SHARE_B, B_ROW, False)
+        left = load_rows(a, assignment, row, there, n, A_COLUMNS, SHARE_A, A_ROW, True)
+        right = load_rows(b, assignment, row, there, k, B_COLUMNS, SHARE_B, B_ROW, False)
         acc = tl.dot(left, right, acc, input_precision=PRECISION)
         if start + BLOCK_M >= end:  # the last step of this tile
             expert = tile // TILES
-            if SORTED == "a":
-                again += tl.sum(tl.where(tl.arange(0, BLOCK_K)[None, :] == 0, acc * 0.0, 0.0))
-            elif SORTED == "b":
-                again += tl.sum(tl.where(tl.arange(0, BLOCK_N)[:, None] == 0, acc * 0.0, 0.0))
             found = acc.to(out.dtype.element_ty)
             if TMA:
                 descriptor.store([expert, n0, k0], tl.reshape(found, (1, BLOCK_N, BLOCK_K)))
@@ -178,21 +143,6 @@ def grouped_weight_gradient_kernel(
             assignment = assignment1 + zero
             row = start1 + tl.arange(0, BLOCK_M)
             assignment1 = tl.load(order + row, mask=row < end1, other=0)
-    if SORTED != "":  # noqa: SIM102  (known when the kernel is compiled)
-        if again != again:
-            if TMA:
-                wait_for_stores()
-            tl.debug_barrier()
-            for tile in range(tl.program_id(0), E * TILES, programs):
-                expert = tile // TILES
-                n = tile % TILES // K_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
-                k = tile % K_TILES * BLOCK_K + tl.arange(0, BLOCK_K)
-                acc = of_tile(
-                    a, b, order, tl.load(offsets + expert), tl.load(offsets + expert + 1), n, k, A_COLUMNS, B_COLUMNS,
-                    SHARE_A, SHARE_B, A_ROW, B_ROW, BLOCK_N, BLOCK_K, PRECISION,
-                )  # fmt: skip
-                at = out + expert.to(tl.int64) * (N * K) + n[:, None] * K + k[None, :]
-                tl.store(at, acc.to(out.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
 
 
 def weight_gradient(
@@ -213,13 +163,17 @@ def weight_gradient(
     if transposed:
         a, b, share_a, share_b = b, a, share_b, share_a
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
-    if out.numel():
-        about = tuple(out.shape), (a.stride(0), b.stride(0)), (share_a, share_b), a.element_size(), len(groups.order)
-        by_tma = ""
-        if (share_a == 0) != (share_b == 0):  # with two sorted operands, no zeros would hide the rows of other experts
-            name, rows = ("a", a) if share_a == 0 else ("b", b)
-            by_tma = name if layout.tma_dimension(rows, 1, 0, only_k=True) else ""
-        launch(weight_gradient_plan, (*about, a.device, by_tma), (a, b, out, groups.order, groups.offsets))
+    if not out.numel():
+        return out
+    shape, order, offsets = tuple(out.shape), groups.order, groups.offsets
+    if (share_a == 0) != (share_b == 0):
+        name, x, y = ("a", a, b) if share_a == 0 else ("b", b, a)
+        if layout.tma_dimension(x, 1, 0, only_k=True) and is_for_hopper(shape, name == "a", y):
+            product = shape, (x.stride(0), y.stride(0)), share_a + share_b, name == "a", len(order), a.device
+            launch(hopper_plan, product, (x, y, out, order, offsets))
+            return out
+    about = shape, (a.stride(0), b.stride(0)), (share_a, share_b), a.element_size(), len(order), a.device
+    launch(weight_gradient_plan, about, (a, b, out, order, offsets))
     return out
 
 
@@ -230,19 +184,17 @@ def weight_gradient_plan(
     element: int,
     assignments: int,
     device: torch.device,
-    by_tma: str,
 ) -> Plan:
-    """The launch of `grouped_weight_gradient_kernel`. ``by_tma``: the sorted operand, if descriptors can load it."""
+    """The launch of `grouped_weight_gradient_kernel`."""
     E, N, K = shape
     hopper = layout.compute_capability() == 90 and element == 2  # tensor cores read both operands from shared memory
     block_n, block_k = (max(16, min(256 // element, power_of_two(n))) for n in (N, K))
     block_m = 128 // element
     # Larger tiles read the operands less often, and smaller ones, of which two programs share a multiprocessor, wait
-    # less between tiles. Those of 256 columns are faster along an operand that descriptors load, which takes few
-    # instructions, and otherwise along the smaller dimension. Measured on an H100 and an H200.
-    wide = hopper and min(N, K) > 128 and K * element % 16 == 0 and assignments >= (128 if by_tma else 1024) * E
+    # less between tiles. Those of 256 columns are faster along the smaller dimension. Measured on an H100 and an H200.
+    wide = hopper and min(N, K) > 128 and K * element % 16 == 0 and assignments >= 1024 * E
     if wide:
-        block_n, block_k = (256, 128) if by_tma == "a" or (by_tma == "" and N < K) else (128, 256)
+        block_n, block_k = (256, 128) if N < K else (128, 256)
     of_step, of_result = (block_n + block_k) * block_m * element, block_n * block_k * element // (1 if wide else 2)
     most = (layout.shared_memory() - of_result) // of_step
     key = {"rows": assignments, "experts": E, "columns": N, "inner": K, "read": "outer"} | layout.elements(element)
@@ -250,10 +202,9 @@ def weight_gradient_plan(
     constexprs = dict(
         E=E, BLOCK_E=power_of_two(E), N=N, K=K, SHARE_A=shares[0], SHARE_B=shares[1], A_ROW=rows[0], B_ROW=rows[1],
         BLOCK_N=block_n, BLOCK_K=block_k, **numbers, PRECISION=layout.precision(), TMA=wide,
-        SORTED=by_tma if wide or layout.one_at_a_time() else "",
     )  # fmt: skip
     of_loop = of_step // block_m * numbers["BLOCK_M"] * numbers["STAGES"]
     fit = 1 if wide else 2 * 128 * 128 // (block_n * block_k)  # by registers
     at_once = max(1, min(8, fit, layout.shared_memory() // (of_loop + of_result)))
     programs = min(E * -(-N // block_n) * -(-K // block_k), at_once * layout.multiprocessors(device))
-    return Plan(grouped_weight_gradient_kernel, programs, (assignments,), constexprs, 4 if hopper and not wide else 8)
+    return Plan(grouped_weight_gradient_kernel, programs, (), constexprs, 4 if hopper and not wide else 8)
