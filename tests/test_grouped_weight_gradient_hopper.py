@@ -114,6 +114,7 @@ GRADIENTS = {
         torch.empty(64, 140, dtype=torch.bfloat16)[:, :136],
         False,
     ),
+    "columns that are not whole 16 bytes": ((4, 260, 136), True, ROWS, False),
     "an operand that does not": ((4, 264, 128), True, ROWS[:, 1:129], False),
 }
 

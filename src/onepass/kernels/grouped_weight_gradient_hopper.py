@@ -199,7 +199,7 @@ def is_for_hopper(shape: tuple[int, ...], of_a: bool, gathered: torch.Tensor) ->
         return False
     wide, narrow = shape[1:] if of_a else shape[:0:-1]
     large = wide > SORTED.value // 2 and narrow > GATHERED.value // 2
-    aligned = shape[2] % 8 == gathered.stride(0) % 8 == gathered.data_ptr() % 16 == 0
+    aligned = not any(n % 8 for n in (*shape[1:], gathered.stride(0))) and gathered.data_ptr() % 16 == 0
     return large and aligned and layout.compute_capability(gathered.device.index or 0) == 90
 
 
