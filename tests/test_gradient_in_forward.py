@@ -2,6 +2,7 @@
 
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def test_statistics_and_gradient_take_one_read(device, early, monkeypatch, optio
     for name in ("softmax_average", "softmax_statistics", "softmax_gradient"):
         real = getattr(backend, name)
         monkeypatch.setattr(backend, name, lambda *a, n=name, f=real, **k: (reads.append(n), f(*a, **k))[1])
-    launches = sys.modules["onepass.kernels.few_rows"].FewRows  # the same kernels
+    launches = sys.modules["onepass.kernels.few_rows"].PreparedAverage  # the same kernels
     for of_few, name in (("average", "softmax_average"), ("correct", "softmax_gradient")):
         real = getattr(launches, of_few)
         monkeypatch.setattr(launches, of_few, lambda *a, n=name, f=real: (reads.append(n), f(*a))[1])
@@ -160,10 +161,10 @@ def few_rows_of(device, name):
     return x, target, options.get(name, {})
 
 
-FEW = "", "sum", "transformed", "0", "bfloat16", "float16", "int32", "few dimensions", "more dimensions"
+FEW = "", "sum", "transformed", "0", "bfloat16", "float16", "int32", "few dimensions", "more dimensions", "many rows"
 OTHERS = (
     "rows", "softcap", "z-loss", "smoothed", "in place", "items", "late", "mask", "huge", "temperatures", "weights",
-    "many rows", "no rows", "every other row", "every other target", "not aligned", "float64",
+    "no rows", "every other row", "every other target", "not aligned", "float64",
 )  # fmt: skip
 
 
@@ -175,7 +176,9 @@ def test_few_rows_are_computed_as_others(device, monkeypatch, name):
     """The result and the gradients, bitwise, for right and wrong guesses, and in two backwards of a call."""
     x, target, options = few_rows_of(device, name)
     if name == "many rows":
-        monkeypatch.setattr(pytest.importorskip("onepass.kernels.few_rows"), "FEW_ROWS", 5)
+        for module in ("softmax_loss", "few_rows"):
+            monkeypatch.setattr(pytest.importorskip(f"onepass.kernels.{module}"), "FEW_ROWS", 5)
+        monkeypatch.setattr(sys.modules["onepass.kernels.softmax_loss"], "LEAST_LOGITS", 0)
         monkeypatch.setattr(sys.modules["onepass.softmax.few_rows"], "_known", {})
     taken, average = [], cross_entropy.average_of_few_rows
 
@@ -300,41 +303,66 @@ def test_the_mean_of_more_rows_than_one_program_reduces(device, monkeypatch):
     losses[0] /= 2  # a loss may be written to
 
 
-def test_a_repeated_launch_is_given_what_the_checked_one_is(device, monkeypatch):
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("few", [512, 0], ids=("few rows", "many rows"))
+@pytest.mark.parametrize("first", [True, False], ids=("the first average", "a later one"))
+def test_a_repeated_launch_is_given_what_the_checked_one_is(device, monkeypatch, few, counted, first):
     """It passes pointers without looking at tensors again, so each must be in its place, and memory must be enough."""
     if not interpreted(device):
         pytest.skip("only the pointers are compared, not what a kernel does with them")
-    few = sys.modules[backend_of(torch.zeros(1, device=device)).few_rows.__module__]
+    module = sys.modules[backend_of(torch.zeros(1, device=device)).few_rows.__module__]
+    for name in ("softmax_loss", "few_rows"):
+        monkeypatch.setattr(sys.modules[f"onepass.kernels.{name}"], "FEW_ROWS", few)
+    monkeypatch.setattr(sys.modules["onepass.kernels.softmax_loss"], "LEAST_LOGITS", 0)
     logits, index = torch.randn(5, 96, device=device), torch.arange(5, device=device)
-    launches = few.few_rows(logits, index, Average(-1.0, True, None, -100), Options("log_probs", masked=-100))
-    last, upstream = torch.zeros(4, device=device), torch.ones((), device=device)
-    seen = []
+    average = Average(-1.0, counted, None, -100)
+    launches = module.few_rows(logits, index, average, Options("log_probs", masked=-100))
+    last, upstream = None if first else torch.zeros(8, device=device), torch.ones((), device=device)
+    seen, spaces = [], []
 
     def names(numbers, gradient, total=None):
         """Each pointer as what it points to; into the numbers, with its offset."""
-        tensors = logits, index, last, upstream, gradient, total
-        known = {t.data_ptr(): n for t, n in zip(tensors, ("logits", "index", "last", "of", "gradient", "total"))
-                 if t is not None}  # fmt: skip
-        return [p if p is None else known.get(p, (p - numbers.data_ptr()) // 4) for p in seen.pop()]
+        tensors = logits, index, last, upstream, gradient, total, *spaces
+        words = "logits", "index", "last", "of", "gradient", "total", *["space"] * len(spaces)
+        known = {t.data_ptr(): n for t, n in zip(tensors, words) if t is not None}
+        given = [[p if p is None else known.get(p, (p - numbers.data_ptr()) // 4) for p in each] for each in seen]
+        seen.clear()
+        return given
 
-    monkeypatch.setattr(few, "launch", lambda plan, about, given, key: seen.append(
+    def zeros(n, device, dtype=torch.int32):
+        spaces.append(torch.zeros(n, dtype=dtype, device=device))
+        return spaces[-1]
+
+    monkeypatch.setattr(module, "launch", lambda plan, about, given, key: seen.append(
         [None if t is None else t.data_ptr() for t in given]))  # fmt: skip
-    monkeypatch.setattr(few, "start", lambda known, index, pointers: seen.append(pointers))
+    monkeypatch.setattr(module, "start", lambda known, index, pointers: seen.append([*pointers]))
+    monkeypatch.setattr(module, "zeros", zeros)
     found = []
-    for known in (None, "a launch"):
-        monkeypatch.setattr(few, "repeat", lambda *_, known=known: ("its key", known))
+    for known in (None, SimpleNamespace(workspace=64)):
+        monkeypatch.setattr(module, "repeat", lambda *_, known=known: ("its key", known))
+        monkeypatch.setattr(module, "repeated", lambda key, known=known: known)
         total, gradient, numbers = launches.average(logits, index, last)
+        if few:
+            spaces.clear()  # it is the numbers
         assert gradient.shape == logits.shape and gradient.stride() == logits.stride() and total.shape == ()
         forward = names(numbers, gradient, total)
         launches.correct(logits, index, numbers, upstream, gradient)
         found.append((forward, names(numbers, gradient), numbers.shape, numbers.dtype))
-    (checked, *rest), (repeated, *same) = found
-    *repeated, workspace = repeated
-    assert repeated == checked and rest == same
-    packed = 4 + 4 * -(-len(PACKED) * 5 // 4)  # after the weight of a row
-    assert checked[6:8] == [4, packed] and checked[14] == "last" and checked[15] == 0
-    words = few.plan_for_average(*launches.forward).workspace
-    assert workspace == packed + 8 and workspace % 4 == 0 and 0 < words <= numbers.numel() - workspace
+    (checked, *rest), (again, *same) = found
+    of_loss = 0 if few else 1
+    workspace = again[of_loss].pop()
+    assert again == checked and rest == same and len(checked) == (1 if few else 3)
+    log_probs = 8 + 4 * -(-len(PACKED) * 5 // 4)  # after the weight of a row, what is guessed, and the statistics
+    assert checked[of_loss][6:8] == [8, log_probs]
+    given = "index" if counted else None
+    if few:
+        assert checked[0][14] == (None if first else "last") and checked[0][15] == 0
+        words = module.plan_for_loss(*launches.of_loss).workspace
+        assert workspace == log_probs + 8 and workspace % 4 == 0 and 0 < words <= numbers.numel() - workspace
+    else:
+        assert checked[0] == [0, 4, given, None, None if first else "last"] and checked[1][12] == 4
+        assert checked[2] == [log_probs, "index", None, 0, "total"] and workspace == "space"
+        assert log_probs + 5 <= numbers.numel()
 
 
 def test_a_launch_is_repeated_for_the_same_kind_of_inputs_only(monkeypatch):

@@ -1,8 +1,8 @@
-"""The average of the log-probs of few rows of logits, and its gradient, with one launch in each direction.
+"""The average of the log-probs of logits, and its gradient, by launches that are prepared once for each shape.
 
-These are the launches of `softmax_average` and of `softmax_gradient`, for contiguous logits and one index per row. The
-time of few rows is that of the host, so that everything but the tensors is prepared once for each shape, and all small
-results are in one tensor.
+These are the launches of `softmax_average` and of `softmax_gradient`, for contiguous logits and one index per row: one
+in each direction for few rows, whose time is that of the host, and three and one for many. All small results are in one
+tensor.
 """
 
 from typing import Any
@@ -11,38 +11,47 @@ import torch
 from torch import Tensor
 
 from onepass.core.options import PACKED, Average, Inputs, Options
-from onepass.kernels.launch import launch, repeat, start
+from onepass.kernels.launch import launch, repeat, repeated, start
 from onepass.kernels.layout import layout_of, power_of_two
+from onepass.kernels.row_average import plan_of_average, plan_of_weight
 from onepass.kernels.softmax_gradient import plan_for as plan_for_gradient
 from onepass.kernels.softmax_loss import FEW_ROWS, NO_STRIDES, NONE, reads_once
-from onepass.kernels.softmax_loss import plan_for as plan_for_average
+from onepass.kernels.softmax_loss import plan_for as plan_for_loss
 from onepass.kernels.zeros import zeros
 
 OF_FIELDS = False, False, False, False, True  # which fields have an upstream gradient: the log-probs
-WORD, FIRST = 4, 4  # bytes of a float32; where the statistics begin, after the weight of a row
+# Bytes of a float32; where the guessed upstream gradient of a row begins, and where the statistics do.
+WORD, GUESS, FIRST = 4, 4, 8
 
 
-class FewRows:
+class PreparedAverage:
     """The launches for logits of one shape, dtype and device.
 
     The small results are parts of one float32 tensor, which is called ``numbers`` here: the weight of a row ``(3,)``,
-    the statistics of the rows ``(len(PACKED), rows)``, their log-probs ``(rows,)`` and the workspace of a repeated
-    launch. Each begins at a multiple of 16 bytes. The tensor begins with the weight of a row, and can be passed as
-    ``row_weight``. It always has the same size, since a checkpoint compares what two forwards save.
+    the upstream gradient that is guessed for a row ``(1,)``, the statistics of the rows ``(len(PACKED), rows)``, their
+    log-probs ``(rows,)`` and, for few rows, the workspace of a repeated launch. Each begins at a multiple of 16 bytes.
+    The tensor begins with the weight of a row, and can be passed as ``row_weight``. It always has the same size, since
+    a checkpoint compares what two forwards save.
 
     Args:
         logits: of this shape and dtype, on this device.
         rows: the number of rows.
-        forward: the arguments of `softmax_loss.plan_for`.
-        backward: the arguments of `softmax_gradient.plan_for`.
+        average: of the rows, without a divisor.
+        options: of `softmax_statistics`.
     """
 
-    def __init__(self, logits: Tensor, rows: int, forward: tuple[Any, ...], backward: tuple[Any, ...]) -> None:
-        self.rows, self.forward, self.backward = rows, forward, backward
+    def __init__(self, logits: Tensor, rows: int, average: Average, options: Options) -> None:
+        self.rows, self.at_once = rows, rows <= FEW_ROWS
+        flat = layout_of(logits.view(-1, logits.shape[-1]))
+        how = (average.factor, average.counted) if self.at_once else None
+        self.of_loss = flat, flat[1][0], False, NO_STRIDES, options, how  # the arguments of `softmax_loss.plan_for`
+        self.of_rows = rows, average.factor, average.counted, average.masked  # of those in `row_average`
+        self.of_gradient = flat, flat, OF_FIELDS, (0,) * 5, rows, 1, options, True
         self.log_probs = FIRST + aligned(len(PACKED) * rows)
-        self.workspace = self.log_probs + aligned(rows)
-        with torch.cuda.device_of(logits):
-            self.size = power_of_two(self.workspace + (plan_for_average(*forward).workspace or 0))
+        self.size = self.workspace = self.log_probs + aligned(rows)
+        if self.at_once:
+            with torch.cuda.device_of(logits):
+                self.size = power_of_two(self.workspace + (plan_for_loss(*self.of_loss).workspace or 0))
 
     def average(self, logits: Tensor, index: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """The average, its gradient for the upstream gradient of the ``last`` one (None: 1), and the numbers.
@@ -53,27 +62,55 @@ class FewRows:
         gradient, total = new(logits.shape, logits.stride()), new((), (), dtype=torch.float32)
         inputs = (logits, index) if last is None else (logits, index, last)
         key, known = repeat((self, "average"), inputs)
+        if not self.at_once:
+            launches = known, repeated((key, "loss")), repeated((key, "mean"))
+            return total, gradient, self.several(logits, index, last, gradient, total, key, launches)
         if known is None:
             numbers = new((self.size,), (1,), dtype=torch.float32)
-            results = self.packed(numbers), numbers[self.log_probs : self.log_probs + self.rows], None
             of_average = None, last, numbers, total
-            given = logits, gradient, None, index, index, None, *results, *NONE, *of_average
-            launch(plan_for_average, self.forward, given, key)
+            given = logits, gradient, None, index, index, None, *self.results(numbers), *NONE, *of_average
+            launch(plan_for_loss, self.of_loss, given, key)
             return total, gradient, numbers
         numbers = zeros(self.size, logits.device, torch.float32)
         at, of_index = numbers.data_ptr(), index.data_ptr()
-        results_at = at + WORD * FIRST, at + WORD * self.log_probs, None
         of_average_at = None, None if last is None else last.data_ptr(), at, total.data_ptr()
         given_at = logits.data_ptr(), gradient.data_ptr(), None, of_index, of_index, None
-        start(known, logits.get_device(), (*given_at, *results_at, *NONE, *of_average_at, at + WORD * self.workspace))
+        workspace = at + WORD * self.workspace
+        start(known, logits.get_device(), (*given_at, *self.results_at(at), *NONE, *of_average_at, workspace))
         return total, gradient, numbers
+
+    def several(
+        self, logits: Tensor, index: Tensor, last: Tensor | None, gradient: Tensor, total: Tensor, key: Any,
+        launches: tuple[Any, ...],
+    ) -> Tensor:  # fmt: skip
+        """The numbers, by three launches: the weight of a row, the statistics and the gradient, and the average."""
+        numbers = logits.new_empty_strided((self.size,), (1,), dtype=torch.float32)
+        counted = self.of_rows[2]
+        if None in launches:
+            guess = numbers[GUESS : GUESS + 1]
+            launch(plan_of_weight, self.of_rows, (numbers, guess, index if counted else None, None, last), key)
+            given = logits, gradient, None, index, index, None, *self.results(numbers), *NONE[:3], guess, *NONE
+            launch(plan_for_loss, self.of_loss, given, (key, "loss"))
+            log_probs = self.results(numbers)[1]
+            launch(plan_of_average, self.of_rows, (log_probs, index, None, numbers, total), (key, "mean"))
+            return numbers
+        of_weight, of_loss, of_mean = launches
+        device, at, of_index = logits.get_device(), numbers.data_ptr(), index.data_ptr()
+        guess_at, last_at = at + WORD * GUESS, None if last is None else last.data_ptr()
+        start(of_weight, device, (at, guess_at, of_index if counted else None, None, last_at))
+        space = zeros(of_loss.workspace, logits.device) if of_loss.workspace else None
+        given_at = logits.data_ptr(), gradient.data_ptr(), None, of_index, of_index, None, *self.results_at(at)
+        space_at = None if space is None else space.data_ptr()
+        start(of_loss, device, (*given_at, *NONE[:3], guess_at, *NONE, space_at))
+        start(of_mean, device, (at + WORD * self.log_probs, of_index, None, at, total.data_ptr()))
+        return numbers
 
     def correct(self, logits: Tensor, index: Tensor, numbers: Tensor, upstream: Tensor, gradient: Tensor) -> None:
         """Write the gradient again if it was computed for another upstream gradient: see `softmax_gradient`."""
         key, known = repeat((self, "correct"), (logits, index, numbers, upstream, gradient))
         if known is None:
             of_rows = numbers, gradient, index, index, None, self.packed(numbers)
-            launch(plan_for_gradient, self.backward, (logits, None, *of_rows, *NONE, upstream), key)
+            launch(plan_for_gradient, self.of_gradient, (logits, None, *of_rows, *NONE, upstream), key)
             return
         at, of_index = numbers.data_ptr(), index.data_ptr()
         of_rows_at = at, gradient.data_ptr(), of_index, of_index, None, at + WORD * FIRST
@@ -83,23 +120,28 @@ class FewRows:
         """The statistics of the rows."""
         return numbers[FIRST : FIRST + len(PACKED) * self.rows].view(len(PACKED), self.rows)
 
+    def results(self, numbers: Tensor) -> tuple[Tensor, Tensor, None]:
+        """The results of `softmax_loss`."""
+        return self.packed(numbers), numbers[self.log_probs : self.log_probs + self.rows], None
+
+    def results_at(self, at: int) -> tuple[int, int, None]:
+        """Where they are, if the numbers begin there."""
+        return at + WORD * FIRST, at + WORD * self.log_probs, None
+
 
 def aligned(words: int) -> int:
     """The next multiple of 16 bytes."""
-    return -(-words // FIRST) * FIRST
+    return -(-words // 4) * 4
 
 
 def few_rows(logits: Tensor, index: Tensor, average: Average, options: Options) -> Any:
-    """`FewRows` for tensors of these shapes, dtypes and devices; None if `softmax_average` is not one launch for them.
+    """`PreparedAverage` for tensors of these shapes, dtypes and devices; None if they need `softmax_statistics`.
 
     Args:
         logits: contiguous, aligned to 16 bytes.
         index: contiguous. It is the row mask, too.
         average: without a divisor.
     """
-    rows = index.numel()
-    if rows > FEW_ROWS or not reads_once(logits, Inputs(index), options):
-        return None
-    flat = layout_of(logits.view(-1, logits.shape[-1]))
-    forward = flat, flat[1][0], False, NO_STRIDES, options, (average.factor, average.counted)
-    return FewRows(logits, rows, forward, (flat, flat, OF_FIELDS, (0,) * 5, rows, 1, options, True))
+    return (
+        PreparedAverage(logits, index.numel(), average, options) if reads_once(logits, Inputs(index), options) else None
+    )

@@ -182,6 +182,11 @@ def repeat(name: Any, inputs: Sequence[torch.Tensor]) -> tuple[Any, Launch | Non
     return key, known
 
 
+def repeated(key: Any) -> Launch | None:
+    """Another launch that was kept for the inputs which `repeat` has checked, if any."""
+    return _repeated.get(key)
+
+
 def start(known: Launch, index: int, pointers: Sequence[int | None]) -> None:
     """Launch a compiled variant on the current stream of a device. The ``pointers`` include that of the workspace."""
     compiled, run, programs, _, rest = known

@@ -38,15 +38,17 @@ def guessed_weight(last, part):
 
 
 @triton.jit(do_not_specialize=["rows", "masked"])
-def row_weight_kernel(row_weight: "Out", row_mask: "Flat", divisor: "Flat", last: "Flat", rows: tl.int32,
-                     factor: tl.float32, masked: tl.int64, COUNTED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def row_weight_kernel(row_weight: "Out", guess: "Out", row_mask: "Flat", divisor: "Flat", last: "Flat",
+                     rows: tl.int32, factor: tl.float32, masked: tl.int64, COUNTED: tl.constexpr,
+                     BLOCK: tl.constexpr):  # fmt: skip
     """The weight of a row, ``part = factor / divisor``, also divided by the number of rows where the mask is not
     ``masked`` if COUNTED.
 
     Inputs: ``row_mask``, ``(rows,)``; ``divisor``, one number, or None for 1; ``last``, the ``row_weight`` of an
     earlier average, or None.
-    Output: ``row_weight`` ``(3,)``, see `FieldGradients`: ``part``, and its product with the upstream gradient of the
-    earlier average, ``last[2]`` (None: 1). The third is written in the backward.
+    Outputs: ``row_weight`` ``(3,)``, see `FieldGradients`: ``part``, and its product with the upstream gradient of the
+    earlier average, ``last[2]`` (None: 1). The third is written in the backward. ``guess`` ``(1,)``, or None: this
+    product, too.
     Bytes moved: the mask. One program reads it.
     """
     count = tl.zeros([BLOCK], tl.int32)
@@ -56,7 +58,10 @@ def row_weight_kernel(row_weight: "Out", row_mask: "Flat", divisor: "Flat", last
             count += unmasked(row_mask, row, rows, masked).to(tl.int32)
     part = part_of(count, divisor, factor, COUNTED)
     tl.store(row_weight, part)
-    tl.store(row_weight + 1, guessed_weight(last, part))
+    guessed = guessed_weight(last, part)
+    tl.store(row_weight + 1, guessed)
+    if guess is not None:
+        tl.store(guess, guessed)
 
 
 @triton.jit(do_not_specialize=["rows", "masked"])
@@ -104,7 +109,7 @@ def compute_row_weight(
     """The weight of a row in an average, see `row_weight_kernel`."""
     row_weight = logits.new_empty(3, dtype=torch.float32)
     about = logits.shape[:-1].numel(), average.factor, average.counted, average.masked
-    launch(plan_of_weight, about, (row_weight, row_mask if average.counted else None, average.divisor, last))
+    launch(plan_of_weight, about, (row_weight, None, row_mask if average.counted else None, average.divisor, last))
     return row_weight
 
 

@@ -1,4 +1,4 @@
-"""The average of the log-probs of few rows, with little time on the host, which is the limit for so few.
+"""The average of the log-probs of rows, with little time on the host, which is the limit for few rows.
 
 The result and the gradient are those of `statistics_of`. What that finds out in every call is looked up here, by the
 shapes, dtypes and devices of the tensors. `losses.cross_entropy` calls this for plain tensors.
