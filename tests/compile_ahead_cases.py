@@ -46,6 +46,7 @@ class Case(NamedTuple):
     trained: tuple[str, ...] = EXPERT_TENSORS  # those of the experts' tensors that there are and that are trained
 
 
+PLAIN = Options("log_probs", masked=-100)
 EVERYTHING = "selected log_normalizer expected_logit weighted_logit is_top1 tempered_log_normalizer mean_logit"
 CASES = {
     # Over 2 GB, which AMD's buffer instructions do not reach.
@@ -199,6 +200,9 @@ def launch(case: Case, dtype: torch.dtype) -> None:
         few = Inputs(one, one, None, inputs.temperature), average, of_average, mean
         if kernels.supports_fused_loss(whole_vectors, one, mean):
             kernels.softmax_average(whole_vectors, *few, whole_vectors)
+        every = empty(1024, 1 << 16, dtype=dtype)  # of many rows
+        launches = kernels.few_rows(every, empty(1024, dtype=torch.int64), average._replace(divisor=None), PLAIN)
+        launches.average(every, empty(1024, dtype=torch.int64), of_average)
     of_mean = FieldGradients(selected=number, row_weight=of_average)
     of_rows = Inputs(one, row_mask)
     kernels.softmax_gradient(logits, of_rows, packed, of_mean, mean, out, again=True)

@@ -79,7 +79,8 @@ class Groups(NamedTuple):
     """Token-expert assignments sorted by expert. Assignment ``t·K + k`` is the k-th expert of token t.
 
     Attributes:
-        order: ``(T·K,)``, int32: the assignments, stably sorted by expert. Those to out-of-range ids come last.
+        order: ``(T·K,)``, int32: the assignments, stably sorted by expert (kernels rely on the ascending order within
+            an expert). Those to out-of-range ids come last.
         offsets: ``(E + 1,)``, int32: the assignments to expert e are ``order[offsets[e]:offsets[e + 1]]``.
         tile_expert, tile_row: int32: the expert and the first sorted row of each tile of rows that a grouped GEMM
             computes. Empty where `onepass.reference` sorts.

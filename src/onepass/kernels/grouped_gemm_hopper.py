@@ -6,7 +6,7 @@ and store the result; while they store, the operands of the next tile are loaded
 multiplies nothing, so that the rows of an expert are padded to 64 instead of 128.
 
 The kernel is written in Gluon, since Triton assigns all warps the same role. Triton's interpreter does not run Gluon.
-`grouped_gemm_kernel` computes the same, and everything that this kernel does not support.
+`grouped_gemm_kernel` computes the same products, and those that this kernel does not support.
 
 Bytes moved: as in `grouped_gemm`.
 """
@@ -203,7 +203,7 @@ def load(
     STEPS: gl.constexpr = (W.K + STEP - 1) // STEP
     LORA_STEPS: gl.constexpr = (W.R + STEP - 1) // STEP
     GATHERED: gl.constexpr = W.SHARE > 0
-    # Rows that other processes have sent are in the order of their experts already, but for a few tiles.
+    # Rows that other processes have sent are consecutive in most tiles, but not where those of two processes meet.
     MAY_BE_RANGE: gl.constexpr = W.SHARE == 1 and W.X_ROW > 0
     AT_ONCE: gl.constexpr = 4 if GATHERED and STEPS % 4 == 0 else 1  # whose addresses differ by constants
     OF_COLUMNS: gl.constexpr = WIDTH * STEP * ELEMENT
@@ -262,8 +262,8 @@ def load(
                             async_copy.async_copy_global_to_shared(rows.index(stage), at + n * STEP, mask=mask)
                         elif not is_range:
                             async_copy.async_copy_global_to_shared(rows.index(stage), at + n * STEP, mask=mask)
-                        # Without a proxy fence before the tensor cores read these copies, as in the pipelines that
-                        # Triton's compiler generates.
+                        # No proxy fence lies between these copies and the tensor cores that read them, as in CUTLASS's
+                        # multistage GEMM for Hopper, and in the pipelines that Triton 3.6 generates.
                         async_copy.mbarrier_arrive(ready, increment_count=False)
                     step += 1
                 if GATHERED:
@@ -374,9 +374,9 @@ def others_of(w: Tensor, contiguous: str) -> tuple[int, int]:
 def is_for_hopper(p: Product) -> bool:
     """Whether `grouped_gemm_hopper_kernel` computes a product, as far as weights do not matter.
 
-    It does from a number of rows per expert on, which were measured on an H200. If a weight is read for long and by few
-    tiles of rows, programs that take tiles of fewer rows get ahead of others, and each reads the weight from memory.
-    Gathered rows take the loading warps more time.
+    It does from a number of rows per expert on, which was measured on an H200. With a large K and few tiles of rows per
+    expert, programs drift apart and no longer share a weight through the L2 cache. Gathered rows take the loading warps
+    more time; with K above 4096, the general kernel was faster.
     """
     rows = 65 if p.share == 0 else 160 if p.glu else 384
     if p.K > 2048:

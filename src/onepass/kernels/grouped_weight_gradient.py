@@ -1,8 +1,8 @@
 """The gradients of the weights of experts: a grouped GEMM that reduces over the rows of every expert.
 
 `expert_mlp` and `scattered_linear` call it. On Hopper GPUs, `grouped_weight_gradient_hopper` computes most of them.
-Bytes moved: both operands once for each tile of the other's columns, the
-gradient once. The speed of the tensor cores is the limit; with few rows per expert, it is writing the gradient.
+Bytes moved: both operands once for each tile of the other's columns, the gradient once. The speed of the tensor cores
+is the limit; with few rows per expert, it is writing the gradient.
 """
 
 from typing import Any

@@ -4,8 +4,8 @@ The warps of a program have different roles, as in `grouped_gemm_hopper`: four l
 stages in shared memory, and two groups of four multiply them, each for half of a tile. A descriptor stores the result
 from shared memory, so that they go on with the next tile, whose rows are loaded already.
 
-Triton's interpreter does not run Gluon. `grouped_weight_gradient_kernel` computes the same, and everything that this
-kernel does not support.
+Triton's interpreter does not run Gluon. `grouped_weight_gradient_kernel` computes the same gradients, and those that
+this kernel does not support.
 
 Bytes moved: as in `grouped_weight_gradient`.
 """
@@ -25,7 +25,7 @@ from onepass.kernels.launch import Flat, Out, Plan, Rows
 
 # Columns of a tile: of the operand that is sorted, and of the other, whose rows are gathered.
 SORTED, GATHERED = gl.constexpr(256), gl.constexpr(128)
-FEW = gl.constexpr(32)  # rows of a step that are multiplied alone
+FEW = gl.constexpr(32)  # if a step has at most so many rows, only these are multiplied
 
 
 class Gradient(NamedTuple):
@@ -94,7 +94,8 @@ def multiply(
 def load(x, of_x, y, of_sorted, of_gathered, full, empty, order, offsets, G: gl.constexpr):
     """Load what `multiply` multiplies, in its order: the sorted rows of ``x``, and rows of ``y``.
 
-    A descriptor has no mask, so that the last step of an expert takes its sorted rows as it takes the others.
+    A descriptor has no mask. So the sorted rows of the last step of an expert are copied with one, as the gathered rows
+    are, and no row of the next expert is read.
     """
     STAGES: gl.constexpr = G.STAGES
     OF_A: gl.constexpr = G.OF_A
@@ -192,7 +193,7 @@ def is_for_hopper(shape: tuple[int, ...], of_a: bool, gathered: torch.Tensor) ->
     """Whether `grouped_weight_gradient_hopper_kernel` computes a gradient of this shape.
 
     Args:
-        of_a: whether the rows of ``a`` are sorted, which a descriptor can load.
+        of_a: whether the rows of ``a`` are the sorted ones. A descriptor must be able to load them.
         gathered: the other operand.
     """
     if not SUPPORTED or gathered.element_size() != ELEMENT.value:

@@ -39,8 +39,10 @@ def store_rows(
     to, descriptor, shared, first, whole, row, there, n0, N: gl.constexpr, ROW: gl.constexpr, PENDING: gl.constexpr,
     tile,
 ):  # fmt: skip
-    """`store_tile`, but a descriptor stores rows that are a ``whole`` range from the ``first`` on, from a copy in
-    ``shared`` memory if it is not None, which keeps nobody waiting. PENDING of the last such stores may still read it.
+    """`store_tile`, or, for a ``whole`` tile of consecutive rows from the ``first`` on, a copy to ``shared`` memory,
+    which a descriptor stores while the warps go on. It is None if no descriptor can.
+
+    This waits until at most PENDING of the earlier stores are not finished, which must be those from other memory.
     """
     if shared is None:
         store_tile(to, row, there, n0, N, ROW, tile)
