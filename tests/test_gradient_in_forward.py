@@ -164,7 +164,7 @@ def few_rows_of(device, name):
 FEW = "", "sum", "transformed", "0", "bfloat16", "float16", "int32", "few dimensions", "more dimensions", "many rows"
 OTHERS = (
     "rows", "softcap", "z-loss", "smoothed", "in place", "items", "late", "mask", "huge", "temperatures", "weights",
-    "no rows", "every other row", "every other target", "not aligned", "float64",
+    "no rows", "every other row", "every other target", "not aligned", "float64", "too many rows",
 )  # fmt: skip
 
 
@@ -179,6 +179,11 @@ def test_few_rows_are_computed_as_others(device, monkeypatch, name):
         for module in ("softmax_loss", "few_rows"):
             monkeypatch.setattr(pytest.importorskip(f"onepass.kernels.{module}"), "FEW_ROWS", 5)
         monkeypatch.setattr(sys.modules["onepass.kernels.softmax_loss"], "LEAST_LOGITS", 0)
+        monkeypatch.setattr(sys.modules["onepass.softmax.few_rows"], "_known", {})
+    if name == "too many rows":
+        few = pytest.importorskip("onepass.kernels.few_rows")
+        assert few.MOST_ROWS == source.MOST_ROWS_OF_MEAN
+        monkeypatch.setattr(few, "MOST_ROWS", 5)
         monkeypatch.setattr(sys.modules["onepass.softmax.few_rows"], "_known", {})
     taken, average = [], cross_entropy.average_of_few_rows
 

@@ -22,6 +22,7 @@ from onepass.kernels.zeros import zeros
 OF_FIELDS = False, False, False, False, True  # which fields have an upstream gradient: the log-probs
 # Bytes of a float32; where the guessed upstream gradient of a row begins, and where the statistics do.
 WORD, GUESS, FIRST = 4, 4, 8
+MOST_ROWS = 2**17  # as in `logits.source`, since one program computes their average
 
 
 class PreparedAverage:
@@ -142,6 +143,7 @@ def few_rows(logits: Tensor, index: Tensor, average: Average, options: Options) 
         index: contiguous. It is the row mask, too.
         average: without a divisor.
     """
-    return (
-        PreparedAverage(logits, index.numel(), average, options) if reads_once(logits, Inputs(index), options) else None
-    )
+    rows = index.numel()
+    if rows > MOST_ROWS or not reads_once(logits, Inputs(index), options):
+        return None
+    return PreparedAverage(logits, rows, average, options)
