@@ -44,6 +44,54 @@ def test_recording_under_checkpointing(reentrant, monkeypatch):
     close(gradients(model), of_expected)
 
 
+class Again(torch.autograd.Function):
+    """A module that its own backward computes again, as tiled MLPs do."""
+
+    @staticmethod
+    def forward(ctx, module, x):
+        ctx.module = module
+        ctx.save_for_backward(x)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.module(x), grad)
+        return None, x.grad
+
+
+@pytest.mark.parametrize("within", [True, False])
+@pytest.mark.parametrize(
+    "inner", [lambda f, x: checkpoint(f, x, use_reentrant=True), Again.apply], ids=("checkpoint", "again")
+)
+def test_a_backward_within_the_backward_of_a_checkpoint(inner, within):
+    """Blocks that are computed again in it use the experts of the pass; those of another pass do not, afterwards."""
+    model, inputs = build("qwen3_moe"), batches(2)
+    with record_routing(model) as record:
+        losses(model, inputs)
+    other = drifted(record)
+    nested = copy.deepcopy(model)
+    for layer in nested.model.layers:
+        layer.mlp.forward = lambda x, own=layer.mlp.forward: inner(own, x)
+    nested.gradient_checkpointing_enable({"use_reentrant": True})
+    found = []
+    for each in (model, nested):
+        each.enable_input_require_grads()
+        natural = losses(each, inputs[:1])
+        with replay_routing(each, other):
+            replayed = losses(each, inputs)
+            if within:
+                backward(replayed, "joint")
+        if not within:
+            backward(replayed, "joint")
+        found.append(gradients(each))
+        backward(natural, "joint")
+        found.append(gradients(each))
+    close(found[2], found[0])
+    close(found[3], found[1])
+
+
 def test_compiled_models():
     """No second compilation for another record; recorded, replayed and trained with checkpointing."""
     torch._dynamo.reset()

@@ -30,6 +30,13 @@ def in_backward() -> bool:
     return backward_task() != -1
 
 
+class Running:
+    """It exists as long as a backward runs, also those within it, as of a checkpoint in another one."""
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+
+
 class Follower:
     """An object that may provide the experts of a router in each forward pass, and that gets the router's results.
 
@@ -56,14 +63,14 @@ class Followed:
         slot: the number of this object, by which operations inside a compiled graph find it when they run.
         followers: in the order in which they were added; the last one that provides experts is used.
         users: weak references to the objects that need this one; it is removed with the last of them.
-        backward_of: a weak reference to the forward pass whose backward runs, if it is known, and the number of this
-            backward, so that a backward that has ended in an error does not affect the next.
+        backward_of: weak references to the forward pass whose backward runs, if it is known, and to its `Running`, so
+            that a backward that has ended in an error does not affect the next.
         is_of_copy: whether the router was copied from one that is followed.
     """
 
     def __init__(self, router: nn.Module, name: str, method: Callable[..., Any]) -> None:
         self.router, self.followers, self.users = router, list[Follower](), list[ref[Any]]()
-        self.backward_of: tuple[Callable[[], Any], int] | None = None
+        self.backward_of: tuple[Callable[[], Any], Callable[[], Running | None]] | None = None
         self.is_of_copy = False
         # The same number as before: a compiled graph whose backward is still to come has kept it.
         number = _numbers_of.setdefault(router, next(_numbers))
@@ -132,7 +139,7 @@ class Followed:
         if in_backward():
             of = self.recomputed_pass()
             if of is not None and last:
-                of.computed_again[self.router] = backward_task()
+                of.computed_again[self.router] = self.this_backward()
             ids = None if of is None else of.experts_of.get(self.router)
         else:
             for follower in reversed(self.followers):
@@ -151,15 +158,20 @@ class Followed:
 
         A backward computes each layer of a pass again once. The next time is that of another pass.
         """
-        task = backward_task()
-        known = self.backward_of is not None and self.backward_of[1] == task
+        this = self.this_backward()
+        known = this[0] == "known"
         of = self.backward_of[0]() if known else self.only_pass()  # type: ignore[index]
         if of is None and not known and any([f.has_lost_pass for f in self.followers]):
             raise RuntimeError(
                 "a layer is computed again for a forward pass that ran without gradients, as in a reentrant checkpoint "
                 "of the whole model, and its choices are unknown: checkpoint the layers, or pass use_reentrant=False"
             )
-        return None if of is None or of.computed_again.get(self.router) == task else of
+        return None if of is None or of.computed_again.get(self.router) == this else of
+
+    def this_backward(self) -> tuple[str, int]:
+        """What identifies the backward that runs: its `Running` if its pass is known, or its task."""
+        running = None if self.backward_of is None else self.backward_of[1]()
+        return ("task", backward_task()) if running is None else ("known", running.number)
 
     def is_called(self) -> bool:
         """Whether anybody follows this call: not a forward that only waits for a backward, nor a layer that is computed

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -13,7 +14,7 @@ from torch.autograd import Variable
 
 from onepass.core.checks import described
 from onepass.moe.blocks import own_description, own_method
-from onepass.moe.followers import Follower, attribute_of, backward_task, follow, in_backward, unfollow
+from onepass.moe.followers import Follower, Running, attribute_of, follow, in_backward, unfollow
 from onepass.moe.probe import method
 from onepass.moe.routing_record import RoutingRecord
 
@@ -24,20 +25,25 @@ class Pass:
     Attributes:
         experts_of: the experts ``(T, K)`` that each router selected.
         computed_again: for each router, the last backward that has computed its layer again.
+        running: the backward of this pass, if it runs.
     """
 
     def __init__(self, routers: Sequence[nn.Module]) -> None:
         self.routers = routers
         self.experts_of: dict[nn.Module, Tensor] = {}
-        self.computed_again: dict[nn.Module, int] = {}
+        self.computed_again: dict[nn.Module, tuple[str, int]] = {}
+        self.running: Callable[[], Running | None] = lambda: None
 
     def begin_backward(self, _: Any) -> None:
         """Make layers that are computed again use the same experts, also after the context has ended."""
+        running = self.running() or Running()
+        self.running = ref(running)
         for router in self.routers:
-            follow(router, self, *own_method(router)).backward_of = ref(self), backward_task()
-        Variable._execution_engine.queue_callback(self.end_backward)
+            follow(router, self, *own_method(router)).backward_of = ref(self), self.running
+        # The engine drops the callback, with what it holds, when the backward has ended, also in an error.
+        Variable._execution_engine.queue_callback(partial(self.end_backward, running))
 
-    def end_backward(self) -> None:
+    def end_backward(self, _: Running) -> None:
         for router in self.routers:
             followed = follow(router, self, *own_method(router))
             if followed.backward_of is not None and followed.backward_of[0]() is self:
@@ -226,7 +232,8 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[Replay]:
     The n-th forward pass uses the n-th pass of the record; a pass that ends in an error does not count. Weights and
     gradients are computed for the recorded experts, from the current logits, as by `route` with ``experts``. The
     backward may run within the context or after it, and those of several passes in any order: a layer that gradient
-    checkpointing computes again uses the experts of its own forward pass. If replays of one model are nested, the
+    checkpointing computes again uses the experts of its own forward pass. The backward has to pass through an output of
+    the model or of its decoder, by which the pass is found. If replays of one model are nested, the
     innermost one selects the experts, and a forward pass counts for each of them.
 
     Args:
