@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from on_hopper import ON_HOPPER
+
 pytest.importorskip("triton")
 module = import_module("onepass.kernels.grouped_weight_gradient")
 hopper = import_module("onepass.kernels.grouped_weight_gradient_hopper")
 sort_by_expert = import_module("onepass.kernels.token_sort").sort_by_expert
-ON_HOPPER = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or not hopper.SUPPORTED,
-    reason="takes a Hopper GPU, and Triton 3.6 or later",
-)
 # Tokens, experts, experts of a token, and columns of the operand whose rows are sorted and of the other.
 SHAPES = [
     (512, 4, 2, 256, 128),

@@ -42,7 +42,7 @@ class PreparedAverage:
     """
 
     def __init__(self, logits: Tensor, rows: int, average: Average, options: Options) -> None:
-        self.rows, self.at_once = rows, rows <= FEW_ROWS
+        self.rows, self.counted, self.at_once = rows, average.counted, rows <= FEW_ROWS
         flat = layout_of(logits.view(-1, logits.shape[-1]))
         how = (average.factor, average.counted) if self.at_once else None
         self.of_loss = flat, flat[1][0], False, NO_STRIDES, options, how  # the arguments of `softmax_loss.plan_for`
@@ -86,10 +86,9 @@ class PreparedAverage:
     ) -> Tensor:  # fmt: skip
         """The numbers, by three launches: the weight of a row, the statistics and the gradient, and the average."""
         numbers = logits.new_empty_strided((self.size,), (1,), dtype=torch.float32)
-        counted = self.of_rows[2]
         if None in launches:
             guess = numbers[GUESS : GUESS + 1]
-            launch(plan_of_weight, self.of_rows, (numbers, guess, index if counted else None, None, last), key)
+            launch(plan_of_weight, self.of_rows, (numbers, guess, index if self.counted else None, None, last), key)
             given = logits, gradient, None, index, index, None, *self.results(numbers), *NONE[:3], guess, *NONE
             launch(plan_for_loss, self.of_loss, given, (key, "loss"))
             log_probs = self.results(numbers)[1]
@@ -98,7 +97,7 @@ class PreparedAverage:
         of_weight, of_loss, of_mean = launches
         device, at, of_index = logits.get_device(), numbers.data_ptr(), index.data_ptr()
         guess_at, last_at = at + WORD * GUESS, None if last is None else last.data_ptr()
-        start(of_weight, device, (at, guess_at, of_index if counted else None, None, last_at))
+        start(of_weight, device, (at, guess_at, of_index if self.counted else None, None, last_at))
         space = zeros(of_loss.workspace, logits.device) if of_loss.workspace else None
         given_at = logits.data_ptr(), gradient.data_ptr(), None, of_index, of_index, None, *self.results_at(at)
         space_at = None if space is None else space.data_ptr()

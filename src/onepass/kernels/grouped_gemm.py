@@ -251,7 +251,7 @@ def grouped_gemm(
     for first, part in [(0, w)] if isinstance(w, Tensor) else decoded_chunks(w, groups):
         # A tile has two ranges of columns, gate and up. One load by a descriptor covers both only if K is contiguous.
         tma = layout.tma_dimension(part, 2, 1, only_k=halves == 2)
-        if len(part) == E and (reads := hopper_reads(product, x, part, adapter, tma, only_k=halves == 2)):
+        if len(part) == E and (reads := hopper_reads(product, x, part, adapter, tma, halves == 2, (out, h))):
             launch(hopper_plan, (product, *reads), (x, part, *others))
             continue
         launch(gemm_plan, (product, part.stride(), tma, (first, len(part))), (x, part, *others, *(None,) * 5))

@@ -69,6 +69,7 @@ def multiply(
         for start in range(begin, end, STEP):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), step // STAGES & 1)
+            hopper.fence_async_shared()  # as for gathered rows in `grouped_gemm_hopper`
             if OF_A:
                 a = of_sorted.index(stage).slice(which * HALF, HALF, 1)
                 b = of_gathered.index(stage)
@@ -137,7 +138,6 @@ def load(x, of_x, y, of_sorted, of_gathered, full, empty, order, offsets, G: gl.
                 async_copy.async_copy_global_to_shared(of_sorted.index(stage), at_own, mask=mask)
                 mbarrier.arrive(full.index(stage), count=1)
             async_copy.async_copy_global_to_shared(of_gathered.index(stage), at, mask=there & inside)
-            # Without a proxy fence, as in `grouped_gemm_hopper`.
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             step += 1
 

@@ -233,8 +233,8 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[Replay]:
     gradients are computed for the recorded experts, from the current logits, as by `route` with ``experts``. The
     backward may run within the context or after it, and those of several passes in any order: a layer that gradient
     checkpointing computes again uses the experts of its own forward pass. The backward has to pass through an output of
-    the model or of its decoder, by which the pass is found. If replays of one model are nested, the
-    innermost one selects the experts, and a forward pass counts for each of them.
+    the model or of its decoder, by which the pass is found. If replays of one model are nested, the innermost one
+    selects the experts, and a forward pass counts for each of them.
 
     Args:
         model: as in `record_routing`.

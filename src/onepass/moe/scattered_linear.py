@@ -163,7 +163,7 @@ class _Scattered(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.options = options
         tensors = ScatterTensors(x, weight, bias, weights)
-        out, y = _forward(tensors, experts, *split(rest), options)
+        out, y = _forward(tensors, experts, *groups_and_parts(rest), options)
         ctx.save_for_backward(*tensors, y, experts, *rest)
         return out
 
@@ -172,11 +172,12 @@ class _Scattered(torch.autograd.Function):
         check_upstream(grad)
         x, weight, bias, weights, y, experts, *rest = ctx.saved_tensors
         tensors, needed = ScatterTensors(x, weight, bias, weights), list(ctx.needs_input_grad[:4])
-        found = _gradient(grad.contiguous(), y, tensors, experts, *split(rest), needed, ctx.options)
+        found = _gradient(grad.contiguous(), y, tensors, experts, *groups_and_parts(rest), needed, ctx.options)
         return *found, *(None,) * (2 + len(rest))
 
 
-def split(arguments: Sequence[Any]) -> tuple[Groups, WeightParts]:
+def groups_and_parts(arguments: Sequence[Any]) -> tuple[Groups, WeightParts]:
+    """The last arguments of the autograd function: the fields of both."""
     count = len(Groups._fields)
     return Groups(*arguments[:count]), WeightParts(*arguments[count:])
 
