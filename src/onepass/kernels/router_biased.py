@@ -46,7 +46,7 @@ from onepass.kernels.router_values import (
 from onepass.kernels.row_programs import unmasked
 
 THREADS = Threads(128, 128, 256, 1 << 18)
-REGISTERS = 64  # per thread; ptxas would take 100 to load all logits at once, and is 10% slower
+REGISTERS = 80  # per thread; with 64, fewer logits are loaded at once, and ptxas would take 100
 LOGITS, MOST_LOGITS = 64, 128  # per thread, at most: without groups of experts, and with groups
 SPANS = 8  # at least, per expert of a token, if a thread has no more than MOST_KEYS to sort
 MOST_KEYS, MOST_K, MOST_GROUPS = 16, 8, 32
@@ -79,14 +79,14 @@ def biased_routing_kernel(
     LANE: tl.constexpr = VEC if SHARED else E // LANES
     STEP: tl.constexpr = LANES * VEC if SHARED else VEC
     PART: tl.constexpr = SIZE // STEP  # vectors of a lane in a group
-    SPAN_BITS: tl.constexpr = bits_of(SPANS)
     SLOTS: tl.constexpr = BLOCK_K // LANES if BLOCK_K > LANES else 1  # experts that a lane computes weights of
     # Where the K largest values are sought: in the K spans with the largest values, or in all groups that are kept.
     PARTS: tl.constexpr = K if SEARCH else KEPT
     EACH: tl.constexpr = SPAN if SEARCH else SIZE  # experts of a part
     READS: tl.constexpr = (PARTS * EACH // SPAN + LANES - 1) // LANES  # of a lane, of SPAN experts each
-    BITS: tl.constexpr = bits_of(LANES * READS * SPAN)
+    BITS: tl.constexpr = bits_of(max(LANES * READS * SPAN, SPANS if SEARCH else 1))
     GROUP_BITS: tl.constexpr = bits_of(GROUPS)
+    PAIR: tl.constexpr = 2 if VEC > 1 else 1
     lane = tl.arange(0, LANES)[None, :]
     k = tl.arange(0, LANES * SLOTS)[None, :]
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -151,32 +151,29 @@ def biased_routing_kernel(
             # A group has one expert that is not disabled, or none. An expert with the lowest value is disabled too.
             unclear = unclear | (tl.min(least, axis=1) < 0.5 * LOWEST)
 
+    bound, factor, summand = bound_of(top, BITS)
+    bound, factor, summand = bound[:, None], factor[:, None], summand[:, None]
     if SEARCH:  # the K spans with the largest values, among groups that are kept; the bound of others is above all
-        bound, factor, summand = bound_of(top, SPAN_BITS)
-        bound, factor, summand = bound[:, None], factor[:, None], summand[:, None]
-        summand -= lane * (LANE // SPAN)
         keys = ()
-        for i in tl.static_range(len(bests)):
-            key = key_of(bests[i], bound, factor, summand + lows[i])
+        for q in tl.static_range(len(firsts)):
+            here = 0.0
             if GROUPS > 1:
-                here = group_keys[i * len(group_keys) // len(bests)] >= kept[KEPT - 1][:, None]
-                key = tl.where(here, key, least_of(tl.int32))
-            keys = keys + (key,)
+                here = tl.where(group_keys[q] >= kept[KEPT - 1][:, None], 0.0, float("-inf"))
+            for i in tl.static_range(len(bests) // len(firsts) * q, len(bests) // len(firsts) * (q + 1)):
+                keys = keys + (key_of(bests[i] + here, bound, factor, summand - lane * (LANE // SPAN) + lows[i]),)
         kept = largest_keys(sorted_keys(keys, BLOCK_K), K)
-        unclear = unclear | (kept[K - 1] < least_of(tl.int32) + (1 << SPAN_BITS))
+        unclear = unclear | (kept[K - 1] < least_of(tl.int32) + (1 << BITS))
 
     # These spans or groups in their order, which makes the keys of the first experts larger among equal values.
     parts = (tl.zeros([BLOCK_T], tl.int32),)  # inverted: E // EACH - 1 is the first
     if SEARCH or GROUPS > 1:
         parts = ()
         for i in tl.static_range(PARTS):
-            parts = parts + (kept[i] & ((1 << (SPAN_BITS if SEARCH else GROUP_BITS)) - 1),)
+            parts = parts + (kept[i] & ((1 << (BITS if SEARCH else GROUP_BITS)) - 1),)
         parts = sorted_keys(parts, BLOCK_K if SEARCH else BLOCK_G)
 
     # The K experts with the largest values in them.
     keys = ()
-    bound, factor, summand = bound_of(top, BITS)
-    bound, factor, summand = bound[:, None], factor[:, None], summand[:, None]
     for j in tl.static_range(READS):
         place = (lane * READS + j) * SPAN
         e = (E // EACH - 1 - chosen(parts, place // EACH)) * EACH + place % EACH
@@ -190,16 +187,19 @@ def biased_routing_kernel(
             keys = keys + (only(place < PARTS * EACH, key, least_of(tl.int32), PARTS * EACH == LANES * READS * SPAN),)
     v = largest_keys(sorted_keys(keys, BLOCK_K), K)
     unclear = unclear | (v[K - 1] < least_of(tl.int32) + (1 << BITS))
+    bad = t < 0
+    again = tl.max((unclear & active).to(tl.int32)) != 0
+    if again:
+        v, bad = by_whole_values(
+            start, selection_bias, active, inner, outer, E, K, GROUPS, KEPT, TOP2, BLOCK_E, SCORING, PTX, BLOCK_G,
+            LANES,
+        )
     found, ids = slots(v, lane, LANES, SLOTS), ()
     for j in tl.static_range(SLOTS):
         place = (1 << BITS) - 1 - (found[j] & ((1 << BITS) - 1))
-        ids = ids + ((E // EACH - 1 - chosen(parts, place // EACH)) * EACH + place % EACH,)
+        e = (E // EACH - 1 - chosen(parts, place // EACH)) * EACH + place % EACH
+        ids = ids + (tl.where(again, found[j], e),)
     selected = row(ids, SLOTS)
-    bad = t < 0
-    if tl.max((unclear & active).to(tl.int32)) != 0:
-        selected, bad = by_whole_values(
-            start, selection_bias, active, k, inner, outer, E, K, GROUPS, KEPT, TOP2, BLOCK_E, SCORING, PTX, BLOCK_G
-        )
     selected = tl.where((bad | (active == 0))[:, None], k, selected)
     if given is not None:
         selected, invalid, differ = replayed(given, selected, t, k, active, T, E, K)
@@ -210,7 +210,14 @@ def biased_routing_kernel(
     counted = valid & active[:, None]
     if counts is not None:  # before the weights, which are computed while the sums are on their way
         add_counts(counts, selected, counted, number_of(active, token_mask, T), E, K, BINS, ALONE)
-    z = logit(tl.load(start[:, None] + selected, mask=counted, other=0.0), inner, outer, SCORING.SOFTCAP)
+    of_slots, ids = (), columns(selected, LANES, SLOTS)
+    for j in tl.static_range(SLOTS):
+        # Triton lets the threads load that have the ids, if what they load are pairs of adjacent logits.
+        e = (ids[j] & -PAIR)[:, :, None] + tl.arange(0, PAIR)[None, None, :]
+        e = tl.multiple_of(tl.max_contiguous(tl.reshape(e, [BLOCK_T, LANES * PAIR]), [1, PAIR]), [1, PAIR])
+        x = columns(tl.load(start[:, None] + e, mask=active[:, None], other=0.0), LANES, PAIR)
+        of_slots = of_slots + (tl.where(ids[j] & (PAIR - 1) != 0, x[PAIR - 1], x[0]),)
+    z = logit(row(of_slots, SLOTS), inner, outer, SCORING.SOFTCAP)
     zero = tl.zeros([BLOCK_T], tl.float32)
     w = scale * weights_of(z, zero, zero + 1.0, k < K, eps, SCORING)
     w = tl.where(active[:, None], tl.where(bad[:, None], float("nan"), w), 0.0)

@@ -160,14 +160,16 @@ def larger(a, b):
 
 @triton.jit
 def by_whole_values(
-    start, selection_bias, active, k, inner, outer, E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr,
+    start, selection_bias, active, inner, outer, E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr,
     KEPT: tl.constexpr, TOP2: tl.constexpr, STEP: tl.constexpr, SCORING: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    BLOCK_G: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The K experts with the largest values among the KEPT best groups, in K + 1 passes over the logits.
 
     Also returns a mask of the tokens with a logit that has no score.
     """
+    T: tl.constexpr = start.shape[0]
+    OF_LANE: tl.constexpr = STEP // LANES if STEP > LANES else 1
     SIZE: tl.constexpr = E // GROUPS
     g = tl.arange(0, BLOCK_G)[None, :]
     lowest = tl.full([start.shape[0]], float("-inf"), tl.float32)
@@ -190,7 +192,9 @@ def by_whole_values(
         keys = tl.where(keys == best[:, None], least_of(tl.int64), keys)
         kept |= 1 << ((best & LOW) ^ LOW).to(tl.int32)
 
-    selected = tl.zeros([start.shape[0], k.shape[1]], tl.int32)
+    selected = ()
+    for _ in tl.static_range(K):
+        selected = selected + (tl.zeros([start.shape[0]], tl.int32),)
     before = tl.full([start.shape[0]], 2**63 - 1, tl.int64)
     for i in range(K):
         largest = tl.full([start.shape[0]], least_of(tl.int64), tl.int64)
@@ -201,7 +205,11 @@ def by_whole_values(
             key = (ordered(value).to(tl.int64) << 32) | (LOW - e)
             there = ((kept >> (r * STEP // SIZE)) & 1)[:, None] != 0
             key = tl.where(there & (key < before[:, None]), key, least_of(tl.int64))
-            largest = tl.maximum(largest, tl.max(key, axis=1))
+            of_lane = tl.max(tl.reshape(key, [T, STEP // OF_LANE, OF_LANE]), axis=2)
+            largest = tl.maximum(largest, tl.max(of_lane, axis=1))
         before = largest
-        selected = tl.where(k == i, LOW - (largest & LOW).to(tl.int32)[:, None], selected)
+        w = ()
+        for j in tl.static_range(K):
+            w = w + (tl.where(i == j, LOW - (largest & LOW).to(tl.int32), selected[j]),)
+        selected = w
     return selected, top != top
