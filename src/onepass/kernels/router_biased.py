@@ -193,7 +193,7 @@ def biased_routing_kernel(
         v, bad = by_whole_values(
             start, selection_bias, active, inner, outer, E, K, GROUPS, KEPT, TOP2, BLOCK_E, SCORING, PTX, BLOCK_G,
             LANES,
-        )
+        )  # fmt: skip
     found, ids = slots(v, lane, LANES, SLOTS), ()
     for j in tl.static_range(SLOTS):
         place = (1 << BITS) - 1 - (found[j] & ((1 << BITS) - 1))
