@@ -12,7 +12,7 @@ from onepass.kernels.expert_rows import sum_rows
 from onepass.kernels.few_rows import few_rows
 from onepass.kernels.linear_statistics import linear_statistics, state_bytes, supports_linear_statistics
 from onepass.kernels.merge_shards import merge_divergences, merge_shards
-from onepass.kernels.router import route
+from onepass.kernels.router import route, route_again
 from onepass.kernels.router_gradient import route_gradient
 from onepass.kernels.row_average import compute_row_weight, row_average
 from onepass.kernels.row_gemm import row_gemm
@@ -40,6 +40,7 @@ __all__ = [
     "merge_shards",
     "reads_once",
     "route",
+    "route_again",
     "route_gradient",
     "row_average",
     "row_gemm",

@@ -12,6 +12,7 @@ sorted over the chunks, so that a search looks at one chunk only.
 import math
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -19,7 +20,7 @@ import triton.language as tl
 
 from onepass.core.moe_options import RouterOptions, RoutingResults, empty_routing
 from onepass.kernels import router_biased, router_topk
-from onepass.kernels.launch import Flat, Out, Plan, Rows, launch
+from onepass.kernels.launch import Flat, Launch, Out, Plan, Rows, launch, repeat, start
 from onepass.kernels.layout import MANY, power_of_two
 from onepass.kernels.online_softmax import LOG2E, LOWEST, transform
 from onepass.kernels.router_keys import only
@@ -41,7 +42,7 @@ from onepass.kernels.router_scores import (
     write_routing,
 )
 from onepass.kernels.row_programs import unmasked
-from onepass.kernels.zeros import zeros
+from onepass.kernels.zeros import empty, zeros
 
 ONE_TILE = 16384  # the most logits that a single program reads; it needs no atomics for the counts
 # The forward has THREADS threads per program, at least CHUNK experts per chunk and at most MOST_CHUNKS chunks.
@@ -300,6 +301,11 @@ def route(
     programs add to are `zeros`.
     """
     T, E = logits.shape
+    key = None
+    if token_mask is given is None and not options.count_changed:
+        key, known = kept_launch(logits, selection_bias, options)
+        if known is not None:
+            return repeated_route(known, logits, selection_bias, options)
     about = (T, E, logits.stride(0)), options
     pairs = logits.element_size() == 2 and logits.data_ptr() % 4 == 0
     plan, tokens = choice(*about, pairs, selection_bias is not None)
@@ -310,9 +316,9 @@ def route(
         changed.zero_()
     tensors = token_mask, given, weights, experts, counts
     if T and plan is router_topk.plan_for:
-        launch(plan, (*about, given is not None), (logits, *tensors, changed))
+        launch(plan, (*about, given is not None), (logits, *tensors, changed), key)
     elif T and plan is router_biased.plan_for:
-        launch(plan, about, (logits, selection_bias, *tensors, changed))
+        launch(plan, about, (logits, selection_bias, *tensors, changed), key)
     elif T:
         parts = prob_sums if prob_sums is None or alone else prob_sums.new_empty((-(-T // tokens), E))
         launch(plan_for, about, (logits, selection_bias, *tensors, parts, logsumexp, changed))
@@ -321,3 +327,37 @@ def route(
     elif prob_sums is not None:
         prob_sums.zero_()
     return results
+
+
+def route_again(logits: torch.Tensor, selection_bias: torch.Tensor | None, options: RouterOptions) -> Any:
+    """`route` without a token mask and experts to replay, if it has launched the same for tensors of this kind.
+
+    If not, None is returned. This takes less time on the host, which is the limit for few tokens.
+    """
+    known = None if options.count_changed else kept_launch(logits, selection_bias, options)[1]
+    return None if known is None else repeated_route(known, logits, selection_bias, options)
+
+
+def kept_launch(
+    logits: torch.Tensor, selection_bias: torch.Tensor | None, options: RouterOptions
+) -> tuple[Any, Launch | None]:
+    """What `repeat` returns for a routing without a token mask, experts to replay and changed choices."""
+    name = logits.shape, logits.get_device(), options
+    if selection_bias is None:
+        return repeat(name, (logits,))
+    return repeat((*name, selection_bias.shape), (logits, selection_bias))
+
+
+def repeated_route(
+    known: Launch, logits: torch.Tensor, selection_bias: torch.Tensor | None, options: RouterOptions
+) -> RoutingResults:
+    """`route` by a kept launch of `topk_routing_kernel` or `biased_routing_kernel`."""
+    (T, E), K = logits.shape, options.k
+    weights, experts = empty((T, K), (K, 1), torch.float32), empty((T, K), (K, 1), torch.int64)
+    counts = None
+    if options.counts:
+        counts = zeros(E, logits.device) if known.programs > 1 else empty((E,), (1,), torch.int32)
+    inputs = (logits.data_ptr(),) if selection_bias is None else (logits.data_ptr(), selection_bias.data_ptr())
+    outputs = weights.data_ptr(), experts.data_ptr(), None if counts is None else counts.data_ptr()
+    start(known, logits.get_device(), (*inputs, None, None, *outputs, None))
+    return weights, experts, counts, None, None, None

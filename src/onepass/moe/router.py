@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from onepass.backend import backend_of
 from onepass.core.checks import (
@@ -20,7 +21,7 @@ from onepass.core.checks import (
     described,
 )
 from onepass.core.deprecated import renamed
-from onepass.core.dispatch import check_upstream, like_logits, operation
+from onepass.core.dispatch import PLAIN, check_upstream, is_plain, like_logits, operation
 from onepass.core.invariance import is_batch_invariant
 from onepass.core.memo import memo_of_numbers
 from onepass.core.moe_options import (
@@ -131,14 +132,19 @@ def route(
     if fewer than k others remain. A token with a NaN logit, or whose scores are not finite or (softmax) not a
     distribution, has NaN weights and the experts 0 … k - 1: no id is ever out of range.
     """
-    if not isinstance(router_logits, Tensor):
-        raise TypeError(f"router_logits: expected a tensor, got {described(router_logits)}")
-    check_logits(router_logits, "router_logits")
-    check_local(router_logits, "router_logits")
     given_options = (
         k, score, n_group, topk_group, group_score, renormalize, scale, eps, score_after_topk, softcap, losses,
         is_batch_invariant(), count_changed, counts, selection_bias is not None,
     )  # fmt: skip
+    if token_mask is experts is None and may_repeat(router_logits, selection_bias):
+        options = check_options(router_logits.shape[1], *given_options)
+        again = backend_of(router_logits).route_again(router_logits, selection_bias, options)
+        if again is not None:
+            return Routing(*again)
+    if not isinstance(router_logits, Tensor):
+        raise TypeError(f"router_logits: expected a tensor, got {described(router_logits)}")
+    check_logits(router_logits, "router_logits")
+    check_local(router_logits, "router_logits")
     E = router_logits.shape[-1]
     options = check_options(E, *given_options)
     k = options.k
@@ -173,6 +179,20 @@ def route(
         weights, chosen = weights.view(*tokens, k), chosen.view(*tokens, k)
         logsumexp = None if logsumexp is None else logsumexp.view(tokens)
     return Routing(weights, chosen, counted, prob_sums, logsumexp, changed)
+
+
+def may_repeat(logits: Any, selection_bias: Any) -> bool:
+    """Whether `route_again` may be asked for the routing of these: plain tensors, whose gradient is not needed."""
+    if type(logits) is not Tensor or type(selection_bias) not in PLAIN or not is_plain():
+        return False
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return False
+    for t in (logits,) if selection_bias is None else (logits, selection_bias):
+        if t.is_nested or t.layout is not torch.strided:
+            return False
+    if logits.dim() != 2:
+        return False
+    return not (logits.requires_grad and torch.is_grad_enabled())
 
 
 def softmax_topk(

@@ -17,7 +17,7 @@ from onepass.reference.experts import (
     sum_rows,
 )
 from onepass.reference.linear_statistics import linear_statistics, state_bytes, supports_linear_statistics
-from onepass.reference.router import route, route_gradient
+from onepass.reference.router import route, route_again, route_gradient
 from onepass.reference.shards import merge_divergences, merge_shards, shard_statistics
 from onepass.reference.softmax import (
     row_gemm,
@@ -58,6 +58,7 @@ __all__ = [
     "merge_shards",
     "reads_once",
     "route",
+    "route_again",
     "route_gradient",
     "row_average",
     "row_gemm",

@@ -1,5 +1,7 @@
 """Routing of tokens to experts in plain PyTorch, as in `kernels.router`."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -74,6 +76,11 @@ def replayed(given: Tensor, natural: Tensor, token_mask: Tensor | None, experts:
     differ = (ids.unsqueeze(-1) != natural.unsqueeze(-2)).all(-1) & ~free
     first = torch.arange(ids.shape[-1], device=ids.device)
     return torch.where(free, natural, torch.where(invalid, first, ids)), invalid, differ
+
+
+def route_again(logits: Tensor, selection_bias: Tensor | None, options: RouterOptions) -> Any:
+    """Return None: there are no launches to repeat."""
+    return None
 
 
 def route_gradient(
