@@ -188,3 +188,10 @@ def test_a_trainer_updates_after_each_step(models, tmp_path, monkeypatch):
     assert "forward" not in vars(router)
     with pytest.raises(ValueError, match="rate"):
         SelectionBiasCallback(-1.0)
+    two = [SelectionBiasCallback(0.125), SelectionBiasCallback(0.25)]
+    with pytest.raises(ValueError, match="got two"):
+        transformers.Trainer(model, args, train_dataset=data, callbacks=two).train()
+    assert "forward" in vars(router)  # tokens are still counted for the run that ended in an error
+    seen.clear()
+    transformers.Trainer(model, args, train_dataset=data, callbacks=[SelectionBiasCallback(0.125)]).train()
+    assert len(seen) == 3 and "forward" not in vars(router)

@@ -3,6 +3,7 @@
 import logging
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -70,7 +71,8 @@ class SelectionBiasCallback(TrainerCallback, Restorable):
         replayed: see `onepass.moe.count_experts`.
 
     Raises:
-        TypeError, ValueError: the rate is not a number of at least 0. When training begins: as `count_experts`.
+        TypeError, ValueError: the rate is not a number of at least 0. When training begins: as `count_experts`, or the
+            trainer has two such callbacks, which would both change the biases.
 
     Example::
 
@@ -81,11 +83,18 @@ class SelectionBiasCallback(TrainerCallback, Restorable):
     def __init__(self, rate: float, *, replayed: bool = True) -> None:
         self.rate, self.replayed = check_number(rate, "rate", 0, open_low=False), check_bool(replayed, "replayed")
         self.counts: ExpertCounts | None = None
+        self.state: Any = None  # of the run that counts tokens
         self.stack = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         self.restore()
+        other = _last.get(model)
+        if other is not None and other.state is state:
+            raise ValueError("callbacks: expected one SelectionBiasCallback, got two, which would change biases twice")
+        if other is not None:  # of a run that has ended in an error
+            other.restore()
         self.counts = self.stack.enter_context(count_experts(model, replayed=self.replayed))
+        self.state, _last[model] = state, self
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.counts is not None:
@@ -96,5 +105,8 @@ class SelectionBiasCallback(TrainerCallback, Restorable):
 
     def restore(self) -> None:
         """End the counting, if it has begun."""
-        self.counts = None
+        self.counts = self.state = None
         self.stack.close()
+
+
+_last: WeakKeyDictionary[Any, SelectionBiasCallback] = WeakKeyDictionary()  # by model, the callback of its last run
