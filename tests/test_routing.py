@@ -296,11 +296,14 @@ def test_groups_far_apart(device, dtype, far):
 
 
 @pytest.mark.parametrize("logit, others", [(INF, 0.0), (1e38, -3e38)])
-def test_a_bias_of_minus_infinity_outweighs_every_logit(device, logit, others):
-    logits = torch.zeros(2, 64, device=device)
-    bias = torch.full((64,), others, device=device)
-    logits[0, 60], bias[60] = logit, -INF
-    routing = route(logits, 8, score="sigmoid", selection_bias=bias, score_after_topk=True)
+@pytest.mark.parametrize("E, score", [(64, "sigmoid"), (63, "sigmoid"), (63, "sqrtsoftplus"), (64, "softmax")])
+@pytest.mark.parametrize("off", [-INF, math.nan])
+def test_a_bias_of_minus_infinity_outweighs_every_logit(device, logit, others, E, score, off):
+    """In the kernel for biases, and in the one for an odd number of experts and for a softmax."""
+    logits = torch.zeros(2, E, device=device)
+    bias = torch.full((E,), others, device=device)
+    logits[0, 60], bias[60] = logit, off
+    routing = route(logits, 8, score=score, selection_bias=bias, score_after_topk=True)
     assert routing.experts.tolist() == [[*range(8)]] * 2
 
 

@@ -192,7 +192,11 @@ def routing_kernel(
                     score = sqrtsoftplus(z[c])
             if selection_bias is not None:  # loaded for every token, so that it has the layout of the logits
                 bias = tl.load(selection_bias + e[c] + tl.zeros([BLOCK_T, 1], tl.int32), mask=there[c], other=0.0)
-                score = tl.maximum(score + summand_of(bias), LOWEST)
+                if SCORING.AFTER:  # logits may be as large as LOWEST, or infinite
+                    score += bias.to(tl.float32)
+                    score = tl.where(score > LOWEST, score, LOWEST)
+                else:
+                    score = tl.maximum(score + summand_of(bias), LOWEST)
                 value = score
             score = tl.where(z[c] == float("-inf"), LOWEST, score)
         # A logit of -inf becomes LOWEST: it comes last, but before experts that must not be selected, which are -inf.
