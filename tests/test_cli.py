@@ -285,6 +285,25 @@ def test_autotune_creates_the_folder_of_an_export(tmp_path):
     assert result.exit_code == 0 and (tmp_path / "folder" / "new.jsonl").exists(), result.output
 
 
+@pytest.mark.parametrize("option", ["--gpu", "--kernel"])
+def test_an_export_that_matches_nothing_is_an_error(tmp_path, option):
+    shipped = Path(onepass.__file__).parent / "autotune" / "shipped" / "h100.json"
+    result = run("autotune", "export", shipped, option, "no such", "--out", tmp_path / "new.json")
+    text, known = (
+        " ".join(result.output.replace("│", "").split()),
+        {"--gpu": "H100 80GB", "--kernel": "divergence_kernel"},
+    )
+    assert result.exit_code == 2 and f"value for {option}" in text and "'no such'" in text and known[option] in text
+    assert not (tmp_path / "new.json").exists()
+
+
+def test_a_damaged_store_is_not_said_to_be_left_out(tmp_path):
+    (tmp_path / "bad.json").write_text("{bad json")
+    result = run("autotune", "show", tmp_path / "bad.json")
+    text = " ".join(result.output.replace("│", "").split())
+    assert result.exit_code == 2 and "it is damaged" in text and "left out" not in text and "OP003" not in text
+
+
 def test_commands_without_triton():
     """On macOS and Windows there is none, and an installed one may fail to be imported. All but `autotune` run."""
     script = """

@@ -86,6 +86,8 @@ BAD = {
         torch.ones(3).int(),
         1.0,
     ),
+    "bias: expected one number for each expert, got shape ()": (torch.tensor(1.0), torch.ones(3).int(), 1.0),
+    "bias: expected one number for each expert, got shape (0,)": (torch.zeros(0), torch.ones(3).int(), 1.0),
     "counts: expected a tensor of integers, got torch.float32": (torch.zeros(3), torch.ones(3), 1.0),
     "counts: expected device cpu, that of the bias, got meta": (torch.zeros(3), torch.ones(3).int().to("meta"), 1.0),
     "counts: expected shape (3,), got (4,)": (torch.zeros(3), torch.ones(4).int(), 1.0),

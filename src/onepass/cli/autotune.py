@@ -16,6 +16,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
 from onepass.autotune import AutotuneRecord, ConfigStore, own
+from onepass.autotune.store import LEFT_OUT
 from onepass.autotune.tuners import record_from
 from onepass.cli.outputs import check_writable
 from onepass.cli.tables import table_of
@@ -95,7 +96,13 @@ def export(
     if out.exists():
         raise typer.BadParameter(f"{out} is there already; `merge` adds to a store", param_hint="--out")
     check_writable(out)
-    found = [r for r in chosen(merged(stores), kernel) if gpu.lower() in r.gpu.lower()]
+    store = merged(stores)
+    for name, part in dict(kernel=kernel, gpu=gpu).items():
+        known = sorted({getattr(r, name) for r in store.records})
+        if part and not any(part.lower() in k.lower() for k in known):
+            text = f"expected a part of {', '.join(known) or 'a name, of which there is none'}, got {part!r}"
+            raise typer.BadParameter(text, param_hint=f"--{name}")
+    found = [r for r in chosen(store, kernel) if gpu.lower() in r.gpu.lower()]
     if not candidates:
         found = [AutotuneRecord(**(r.to_json() | {"candidates": []})) for r in found]
     if out.suffix == ".jsonl":
@@ -261,7 +268,8 @@ def read(path: Path, hint: str) -> ConfigStore:
             warnings.simplefilter("error", RuntimeWarning)
             return ConfigStore(path)
     except RuntimeWarning as problem:
-        raise typer.BadParameter(str(problem), param_hint=hint) from None
+        text = str(problem).removesuffix(" [OP003]").partition(f"; {LEFT_OUT}")[0]  # nothing goes on without it
+        raise typer.BadParameter(text, param_hint=hint) from None
 
 
 def chosen(store: ConfigStore, kernel: str) -> list[AutotuneRecord]:

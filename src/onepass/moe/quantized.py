@@ -210,14 +210,15 @@ def block_of(format: str, size: Any, columns: int, name: str) -> tuple[int, int]
     if size is None:
         return height, width
     if FORMATS[format].flat:
-        if size not in FLAT_BLOCKS:
-            raise ValueError(f"{name}: block_size: expected a power of two from 32 to 4096, got {described(size)}")
-        return 1, int(size)
+        number = check_integer(size, f"{name}: block_size")
+        if number not in FLAT_BLOCKS:
+            raise ValueError(f"{name}: block_size: expected a power of two from 32 to 4096, got {number}")
+        return 1, number
     if format == "fp8_block":
         if not isinstance(size, tuple | list) or len(size) != 2:
             raise TypeError(f"{name}: block_size: expected (rows, columns), got {described(size)}")
         return tuple(check_integer(n, f"{name}: block_size", 1) for n in size)  # type: ignore[return-value]
-    if size not in (width, (height, width)):
+    if isinstance(size, Tensor) or size not in (width, (height, width)):
         raise ValueError(f"{name}: block_size: expected {width} for {format!r}, got {described(size)}")
     return height, width
 

@@ -49,6 +49,8 @@ def update_selection_bias(bias: Tensor, counts: Tensor, rate: float, group: Grou
         raise TypeError(f"bias: expected a floating-point tensor, got {described(bias)}")
     if bias.element_size() < 4:
         raise TypeError(f"bias: expected float32 or float64, got {bias.dtype}, in which small updates are lost")
+    if bias.dim() == 0 or not bias.numel():
+        raise ValueError(f"bias: expected one number for each expert, got shape {tuple(bias.shape)}")
     if any(stride == 0 and size > 1 for stride, size in zip(bias.stride(), bias.shape)):
         raise ValueError(f"bias: expected a tensor that is not expanded, got strides {bias.stride()}")
     if not isinstance(counts, Tensor) or counts.dtype not in INTEGERS:
