@@ -92,6 +92,17 @@ def test_a_launch_is_repeated_for_the_same_kind_of_call_only(kernels, monkeypatc
     assert kernels.route_again(x, None, changed) is None
 
 
+@pytest.mark.parametrize("options", [dict(k=2), GROUPED], ids=("topk", "biased"))
+@pytest.mark.parametrize("stride", [65, 66])
+def test_one_token_of_any_stride_has_the_same_launch(kernels, monkeypatch, options, stride):
+    """It is contiguous for torch, and one whose launch is repeated may have any stride."""
+    bias, options, plans = torch.zeros(64) if "biased" in options else None, RouterOptions(**options), []
+    monkeypatch.setattr(kernels, "launch", lambda plan, about, *_: plans.append(plan(*about)))
+    for logits in torch.zeros(1, 64).bfloat16(), torch.zeros(1, stride).bfloat16()[:, :64]:
+        kernels.route(logits, bias, None, None, options)
+    assert logits.is_contiguous() and plans[0] == plans[1]
+
+
 class Mode(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
@@ -162,6 +173,7 @@ def test_none_is_repeated_within_a_transform_of_torch(eager, monkeypatch):
     (lambda: route(X.to_sparse(), 2), "router_logits"), (lambda: route(X[0, 0], 2), "router_logits"),
     (lambda: route(X, 2, selection_bias=BIAS.to_sparse()), "selection_bias"), (lambda: route([X], 2), "router_logits"),
     (lambda: route(X, 2, selection_bias=[0.0]), "selection_bias"), (lambda: route(X, 9), "k: "),
+    (lambda: route(X[:, :0], 1), "router_logits"), (lambda: route(X.long(), 9), "router_logits"),
     (lambda: route(torch.nested.nested_tensor([X[0, :5], X[0]]), 2), "router_logits"),
 ])  # fmt: skip
 def test_errors_are_those_of_the_checked_call(eager, monkeypatch, bad, message):

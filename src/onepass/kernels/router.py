@@ -310,7 +310,7 @@ def route(
         key, known = kept_launch(logits, selection_bias, options)
         if known is not None:
             return repeated_route(known, logits, selection_bias, options)
-    about = (T, E, logits.stride(0)), options
+    about = (T, E, logits.stride(0) if T > 1 else E), options  # the stride of one row means nothing
     pairs = logits.element_size() == 2 and logits.data_ptr() % 4 == 0
     plan, tokens = choice(*about, pairs, selection_bias is not None)
     alone = 0 < T <= tokens

@@ -190,7 +190,7 @@ def may_repeat(logits: Any, selection_bias: Any) -> bool:
     for t in (logits,) if selection_bias is None else (logits, selection_bias):
         if t.is_nested or t.layout is not torch.strided:
             return False
-    if logits.dim() != 2:
+    if logits.dim() != 2 or not logits.shape[1] or not logits.is_floating_point():
         return False
     return not (logits.requires_grad and torch.is_grad_enabled())
 
