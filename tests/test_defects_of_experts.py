@@ -182,3 +182,19 @@ def test_compiled_experts_know_other_numbers_of_tokens(dynamo, device):
         of = [gradients(sum(y.sum() for y in ys), (weight, gate_up, down)) for ys in (found, expected)]
         torch.testing.assert_close([*found, *of[0]], [*expected, *of[1]])
     assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_gradients_of_rounded_weights_in_float64(eager, dtype):
+    """The products of float64 are summed before their sum is rounded to the dtype of the routing weights."""
+    x, ids = torch.tensor([[1.0, 0.0]], dtype=torch.float64), torch.zeros(1, 1, dtype=torch.long)
+    weight = torch.tensor([[[1e10, 0.0], [-1e10 + 1, 0.0]]], dtype=torch.float64)
+    w = torch.ones(1, 1, dtype=dtype, requires_grad=True)
+    y = onepass.moe.scattered_linear(x, weight, ids, weights=w)
+    (of_scattered,) = torch.autograd.grad(y.sum(), w)
+    gate_up = torch.tensor([[[1.0, 0.0]] * 4], dtype=torch.float64)
+    silu = torch.nn.functional.silu(x)[0, 0].item()
+    y = onepass.moe.expert_mlp(x, Routing(w, ids, None), gate_up, weight)
+    (of_mlp,) = torch.autograd.grad(y.sum(), w)
+    exact = torch.tensor([1.0, silu], dtype=torch.float64).to(dtype)
+    torch.testing.assert_close(torch.stack([of_scattered, of_mlp]).flatten(), exact, rtol=1e-5, atol=0)

@@ -172,7 +172,7 @@ def expert_mlp_gradient(
         both = first(x, e)
         gate, up = halves(both, o)
         activated = activate(gate, up, o)
-        of_weights[token, k] = (second(activated, e) * g.to(wide(g))).sum(-1, dtype=t.weights.dtype)
+        of_weights[token, k] = (second(activated, e) * g.to(wide(g))).sum(-1).to(t.weights.dtype)
         of_activated = second.backward((g * t.weights[token, k, None]).to(x.dtype), activated, e)
         of_both = torch.empty_like(both)
         for part, slope in zip(halves(of_both, o), slopes(gate, up, o)):
@@ -242,7 +242,7 @@ def scattered_linear_gradient(
     of_weights = None
     if weights is not None:
         products = y.view(*weights.shape, y.shape[-1]) * grad.unsqueeze(1).to(wide(grad))  # type: ignore[union-attr]
-        of_weights = products.sum(-1, dtype=weights.dtype)
+        of_weights = products.sum(-1).to(weights.dtype)
         of_weights = of_weights.where((experts >= 0) & (experts < len(weight)), 0.0)
         grad = (grad.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1)
     g = grad if o.grouped_out else grad[order]
