@@ -246,7 +246,7 @@ def test_launches_do_not_depend_on_the_number_of_rows(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     seen: list = []
 
-    def record(plan_for, about, tensors):
+    def record(plan_for, about, tensors, repeated=None):
         plan = plan_for(*about)
         # Strides, and whether counts are added to those of other programs.
         own = {n: v for n, v in plan.constexprs.items() if n not in ("ALONE", "A_ROW", "OUT_ROW")}

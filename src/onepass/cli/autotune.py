@@ -268,7 +268,7 @@ def read(path: Path, hint: str) -> ConfigStore:
             warnings.simplefilter("error", RuntimeWarning)
             return ConfigStore(path)
     except RuntimeWarning as problem:
-        text = str(problem).removesuffix(" [OP003]").partition(f"; {LEFT_OUT}")[0]  # nothing goes on without it
+        text = str(problem).partition(f"; {LEFT_OUT}")[0].partition(" [OP")[0]  # nothing goes on without it
         raise typer.BadParameter(text, param_hint=hint) from None
 
 

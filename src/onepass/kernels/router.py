@@ -310,7 +310,7 @@ def route(
         key, known = kept_launch(logits, selection_bias, options)
         if known is not None:
             return repeated_route(known, logits, selection_bias, options)
-    about = (T, E, logits.stride(0) if T > 1 else E), options  # the stride of one row means nothing
+    about = (T, E, logits.stride(0)), options
     pairs = logits.element_size() == 2 and logits.data_ptr() % 4 == 0
     plan, tokens = choice(*about, pairs, selection_bias is not None)
     alone = 0 < T <= tokens
@@ -346,7 +346,8 @@ def kept_launch(
     logits: torch.Tensor, selection_bias: torch.Tensor | None, options: RouterOptions
 ) -> tuple[Any, Launch | None]:
     """What `repeat` returns for a routing without a token mask, experts to replay and changed choices."""
-    name = logits.shape, logits.get_device(), options
+    # The stride of one row, which is contiguous with any, determines its launch, as that of more rows does.
+    name = logits.shape, logits.stride(0), logits.get_device(), options
     if selection_bias is None:
         return repeat(name, (logits,))
     return repeat((*name, selection_bias.shape), (logits, selection_bias))
