@@ -1,7 +1,7 @@
 """Memory for small results, with little time on the host.
 
 `zeros`: one launch clears many of them, since clearing a few numbers takes as long as a small kernel. `empty`: what
-compiled code of torch calls, in half the time of `torch.empty_strided`.
+compiled code of torch calls, in half the time of `empty_strided`.
 """
 
 import sys
@@ -10,18 +10,17 @@ from typing import Any
 import torch
 from triton.runtime.driver import driver
 
-try:
-    from torch._C._dynamo.guards import _empty_strided_cuda as empty
-except ImportError:
-
-    def empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialized memory on the current device."""
-        return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
-
-
 ROWS, LARGEST = 64, 1 << 16  # rows that are cleared at once, but no more than four of the largest that are kept
 GRAPHS = "torch._inductor.cudagraph_trees"  # it lets nothing that was allocated in its memory outlive a call
 _rows: dict[tuple[Any, ...], list[torch.Tensor]] = {}  # by device, stream, size and dtype, those still unused
+
+
+def empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Uninitialized memory on the current device."""
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", empty_strided)
 
 
 def may_be_captured(device: torch.device) -> bool:
