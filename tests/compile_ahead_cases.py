@@ -201,7 +201,7 @@ def launch(case: Case, dtype: torch.dtype) -> None:
         if kernels.supports_fused_loss(whole_vectors, one, mean):
             kernels.softmax_average(whole_vectors, *few, whole_vectors)
         every = empty(1024, 1 << 16, dtype=dtype)  # of many rows
-        launches = kernels.few_rows(every, empty(1024, dtype=torch.int64), average._replace(divisor=None), PLAIN)
+        launches = kernels.prepare_average(every, empty(1024, dtype=torch.int64), average._replace(divisor=None), PLAIN)
         launches.average(every, empty(1024, dtype=torch.int64), of_average)
     of_mean = FieldGradients(selected=number, row_weight=of_average)
     of_rows = Inputs(one, row_mask)

@@ -61,9 +61,9 @@ UPSTREAM = (1.0, 1.0, 2.0, 2.0, 1 / 3, 65536.0, 0.0, math.nan, 1.0)
 def early(monkeypatch, request):
     """Gradients of few logits are computed in the forward too, as those of many are, with the average or without."""
     monkeypatch.setattr(pytest.importorskip("onepass.kernels.softmax_gradient"), "LEAST_EARLY", 0)
-    for module in ("softmax_loss", "few_rows"):
+    for module in ("softmax_loss", "prepared_average"):
         monkeypatch.setattr(sys.modules[f"onepass.kernels.{module}"], "FEW_ROWS", request.param)
-    monkeypatch.setattr(sys.modules["onepass.softmax.few_rows"], "_known", {})
+    monkeypatch.setattr(sys.modules["onepass.softmax.prepared_average"], "_known", {})
     monkeypatch.setattr(sys.modules["onepass.kernels.softmax_loss"], "LEAST_LOGITS", 0)
     monkeypatch.setattr(primitive, "LEAST_VOCABULARY", 0)
 
@@ -107,7 +107,7 @@ def test_statistics_and_gradient_take_one_read(device, early, monkeypatch, optio
     for name in ("softmax_average", "softmax_statistics", "softmax_gradient"):
         real = getattr(backend, name)
         monkeypatch.setattr(backend, name, lambda *a, n=name, f=real, **k: (reads.append(n), f(*a, **k))[1])
-    launches = sys.modules["onepass.kernels.few_rows"].PreparedAverage  # the same kernels
+    launches = sys.modules["onepass.kernels.prepared_average"].PreparedAverage  # the same kernels
     for of_few, name in (("average", "softmax_average"), ("correct", "softmax_gradient")):
         real = getattr(launches, of_few)
         monkeypatch.setattr(launches, of_few, lambda *a, n=name, f=real: (reads.append(n), f(*a))[1])
@@ -176,16 +176,16 @@ def test_few_rows_are_computed_as_others(device, monkeypatch, name):
     """The result and the gradients, bitwise, for right and wrong guesses, and in two backwards of a call."""
     x, target, options = few_rows_of(device, name)
     if name == "many rows":
-        for module in ("softmax_loss", "few_rows"):
+        for module in ("softmax_loss", "prepared_average"):
             monkeypatch.setattr(pytest.importorskip(f"onepass.kernels.{module}"), "FEW_ROWS", 5)
         monkeypatch.setattr(sys.modules["onepass.kernels.softmax_loss"], "LEAST_LOGITS", 0)
-        monkeypatch.setattr(sys.modules["onepass.softmax.few_rows"], "_known", {})
+        monkeypatch.setattr(sys.modules["onepass.softmax.prepared_average"], "_known", {})
     if name == "too many rows":
-        few = pytest.importorskip("onepass.kernels.few_rows")
+        few = pytest.importorskip("onepass.kernels.prepared_average")
         assert few.MOST_ROWS == source.MOST_ROWS_OF_MEAN
         monkeypatch.setattr(few, "MOST_ROWS", 5)
-        monkeypatch.setattr(sys.modules["onepass.softmax.few_rows"], "_known", {})
-    taken, average = [], cross_entropy.average_of_few_rows
+        monkeypatch.setattr(sys.modules["onepass.softmax.prepared_average"], "_known", {})
+    taken, average = [], cross_entropy.prepared_average
 
     def averages(*args):
         taken.append(average(*args))
@@ -193,7 +193,7 @@ def test_few_rows_are_computed_as_others(device, monkeypatch, name):
 
     found = []
     for function in (averages, lambda *_: None):
-        monkeypatch.setattr(cross_entropy, "average_of_few_rows", function)
+        monkeypatch.setattr(cross_entropy, "prepared_average", function)
         primitive._last.clear()
         found.append([])
         for upstream in (1.0, 3.0, 3.0):
@@ -315,13 +315,13 @@ def test_a_repeated_launch_is_given_what_the_checked_one_is(device, monkeypatch,
     """It passes pointers without looking at tensors again, so each must be in its place, and memory must be enough."""
     if not interpreted(device):
         pytest.skip("only the pointers are compared, not what a kernel does with them")
-    module = sys.modules[backend_of(torch.zeros(1, device=device)).few_rows.__module__]
-    for name in ("softmax_loss", "few_rows"):
+    module = sys.modules[backend_of(torch.zeros(1, device=device)).prepare_average.__module__]
+    for name in ("softmax_loss", "prepared_average"):
         monkeypatch.setattr(sys.modules[f"onepass.kernels.{name}"], "FEW_ROWS", few)
     monkeypatch.setattr(sys.modules["onepass.kernels.softmax_loss"], "LEAST_LOGITS", 0)
     logits, index = torch.randn(5, 96, device=device), torch.arange(5, device=device)
     average = Average(-1.0, counted, None, -100)
-    launches = module.few_rows(logits, index, average, Options("log_probs", masked=-100))
+    launches = module.prepare_average(logits, index, average, Options("log_probs", masked=-100))
     last, upstream = None if first else torch.zeros(8, device=device), torch.ones((), device=device)
     seen, spaces = [], []
 
@@ -368,6 +368,21 @@ def test_a_repeated_launch_is_given_what_the_checked_one_is(device, monkeypatch,
         assert checked[0] == [0, 4, given, None, None if first else "last"] and checked[1][12] == 4
         assert checked[2] == [log_probs, "index", None, 0, "total"] and workspace == "space"
         assert log_probs + 5 <= numbers.numel()
+
+
+def test_one_row_has_the_launches_of_its_stride(device, monkeypatch):
+    """It is contiguous with any stride, with which the rows of most batches would not start on 16 bytes."""
+    if not interpreted(device):
+        pytest.skip("only the choice of the launches is looked at")
+    known: dict = {}
+    monkeypatch.setattr(sys.modules["onepass.softmax.prepared_average"], "_known", known)
+    monkeypatch.setattr(sys.modules["onepass.kernels.softmax_loss"], "LEAST_LOGITS", 0)
+    target = torch.zeros(1, dtype=torch.long, device=device)
+    for stride in (98, 96):
+        logits = torch.randn(1, stride, device=device)[:, :96].requires_grad_()
+        assert logits.is_contiguous()
+        onepass.cross_entropy(logits, target).backward()
+    assert [launches is None for launches in known.values()] == [True, False]
 
 
 def test_a_launch_is_repeated_for_the_same_kind_of_inputs_only(monkeypatch):

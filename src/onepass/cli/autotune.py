@@ -268,7 +268,8 @@ def read(path: Path, hint: str) -> ConfigStore:
             warnings.simplefilter("error", RuntimeWarning)
             return ConfigStore(path)
     except RuntimeWarning as problem:
-        text = str(problem).partition(f"; {LEFT_OUT}")[0].partition(" [OP")[0]  # nothing goes on without it
+        # Without the end of the text, by which a program goes on without the store, and the code of the warning.
+        text = str(problem).partition(f"; {LEFT_OUT}")[0].partition(" [OP")[0]
         raise typer.BadParameter(text, param_hint=hint) from None
 
 

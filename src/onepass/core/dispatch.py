@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_dispatch_stack_at, _len_torch_dispatch_stack
 
 PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+TENSORS = PLAIN - {type(None)}
 
 
 def is_untraced(*arguments: Any) -> bool:
@@ -32,6 +33,22 @@ def is_untraced(*arguments: Any) -> bool:
 def is_plain(*arguments: Any) -> bool:
     """Whether the call can bypass the dispatcher: it is not traced, and no `TorchDispatchMode` is active."""
     return is_untraced(*arguments) and _len_torch_dispatch_stack() == 0
+
+
+def are_ordinary(*arguments: Any) -> bool:
+    """Whether all are dense tensors of torch itself, in a call that nothing but autograd observes.
+
+    Nothing traces it, no `TorchDispatchMode` is active, and it is neither in a transform of `torch.func` nor in a level
+    of forward-mode differentiation. So a kernel may be launched with the addresses of the tensors.
+    """
+    if not TENSORS.issuperset(map(type, arguments)) or not is_plain():
+        return False
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return False
+    for t in arguments:  # noqa: SIM110  (faster than `all` of a generator)
+        if t.is_nested or t.layout is not torch.strided:
+            return False
+    return True
 
 
 def constant_in_trace(function: Callable[..., Any]) -> None:

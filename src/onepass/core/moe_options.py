@@ -1,5 +1,6 @@
 """Options, tensors and results of the mixture-of-experts operations, shared by `moe`, `kernels` and `reference`."""
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -54,8 +55,13 @@ class RoutingGradients(NamedTuple):
 RoutingResults = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-def empty_routing(logits: Tensor, options: RouterOptions, counts: Tensor | None = None) -> RoutingResults:
+def empty_routing(
+    logits: Tensor, options: RouterOptions, counts: Tensor | None = None, new: Callable[..., Tensor] | None = None
+) -> RoutingResults:
     """Uninitialized results of a router for ``(T, E)`` logits, with these ``counts`` if there are any already.
+
+    Args:
+        new: returns memory for a size, strides and a dtype. By default, it is that of the logits' device.
 
     Returns:
         Weights ``(T, K)``, experts ``(T, K)``, counts ``(E,)``, summed probabilities ``(E,)``, logsumexp ``(T,)`` and
@@ -64,14 +70,18 @@ def empty_routing(logits: Tensor, options: RouterOptions, counts: Tensor | None 
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     (T, E), K = logits.shape, options.k
-    new = logits.new_empty_strided  # in half the time of `new_empty`
+    if new is None:
+
+        def new(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return logits.new_empty_strided(size, stride, dtype=dtype)  # in half the time of `new_empty`
+
     return (
-        new((T, K), (K, 1), dtype=dtype),
-        new((T, K), (K, 1), dtype=torch.int64),
-        new((E,), (1,), dtype=torch.int32) if counts is None and options.counts else counts,
-        new((E,), (1,), dtype=dtype) if options.sums else None,
-        new((T,), (1,), dtype=dtype) if options.sums else None,
-        new((), (), dtype=torch.int32) if options.count_changed else None,
+        new((T, K), (K, 1), dtype),
+        new((T, K), (K, 1), torch.int64),
+        new((E,), (1,), torch.int32) if counts is None and options.counts else counts,
+        new((E,), (1,), dtype) if options.sums else None,
+        new((T,), (1,), dtype) if options.sums else None,
+        new((), (), torch.int32) if options.count_changed else None,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch import nn
 
 from onepass.core.checks import check_bool, check_number
 from onepass.core.extras import needed_by
@@ -88,7 +89,7 @@ class SelectionBiasCallback(TrainerCallback, Restorable):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         self.restore()
-        other = _last.get(model)
+        other = _last.get(model) if isinstance(model, nn.Module) else None
         if other is not None and other.state is state:
             raise ValueError("callbacks: expected one SelectionBiasCallback, got two, which would change biases twice")
         if other is not None:  # of a run that has ended in an error

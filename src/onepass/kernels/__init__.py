@@ -9,9 +9,9 @@ from onepass.kernels.divergence import divergence, divergence_states, write_mean
 from onepass.kernels.divergence_gradient import divergence_gradient
 from onepass.kernels.expert_mlp import expert_mlp, expert_mlp_gradient
 from onepass.kernels.expert_rows import sum_rows
-from onepass.kernels.few_rows import few_rows
 from onepass.kernels.linear_statistics import linear_statistics, state_bytes, supports_linear_statistics
 from onepass.kernels.merge_shards import merge_divergences, merge_shards
+from onepass.kernels.prepared_average import prepare_average
 from onepass.kernels.router import route, route_again
 from onepass.kernels.router_gradient import route_gradient
 from onepass.kernels.row_average import compute_row_weight, row_average
@@ -34,10 +34,10 @@ __all__ = [
     "divergence_states",
     "expert_mlp",
     "expert_mlp_gradient",
-    "few_rows",
     "linear_statistics",
     "merge_divergences",
     "merge_shards",
+    "prepare_average",
     "reads_once",
     "route",
     "route_again",

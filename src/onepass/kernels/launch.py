@@ -168,7 +168,7 @@ def repeat(name: Any, inputs: Sequence[torch.Tensor]) -> tuple[Any, Launch | Non
 
     It can if `launch` has kept one for inputs of these dtypes, all inputs are aligned to 16 bytes, contiguous, as they
     are in memory, and on the current device. The caller guarantees the same of its outputs, which are new, and that
-    shapes and options follow from the ``name``.
+    the device, shapes, strides of single rows and options follow from the ``name``.
     """
     key = (name, *[t.dtype for t in inputs])
     known = _repeated.get(key)

@@ -357,12 +357,9 @@ def repeated_route(
     known: Launch, logits: torch.Tensor, selection_bias: torch.Tensor | None, options: RouterOptions
 ) -> RoutingResults:
     """`route` by a kept launch of `topk_routing_kernel` or `biased_routing_kernel`."""
-    (T, E), K = logits.shape, options.k
-    weights, experts = empty((T, K), (K, 1), torch.float32), empty((T, K), (K, 1), torch.int64)
-    counts = None
-    if options.counts:
-        counts = zeros(E, logits.device) if known.programs > 1 else empty((E,), (1,), torch.int32)
+    counts = zeros(logits.shape[1], logits.device) if options.counts and known.programs > 1 else None
+    weights, experts, counts, *_ = results = empty_routing(logits, options, counts, empty)
     inputs = (logits.data_ptr(),) if selection_bias is None else (logits.data_ptr(), selection_bias.data_ptr())
     outputs = weights.data_ptr(), experts.data_ptr(), None if counts is None else counts.data_ptr()
     start(known, logits.get_device(), (*inputs, None, None, *outputs, None))
-    return weights, experts, counts, None, None, None
+    return results

@@ -166,15 +166,15 @@ def by_whole_values(
 ):  # fmt: skip
     """The K experts with the largest values among the KEPT best groups, in K + 1 passes over the logits.
 
-    Also returns a mask of the tokens with a logit that has no score.
+    They are K tensors ``(T,)``. Also returns a mask of the tokens with a logit that has no score.
     """
     T: tl.constexpr = start.shape[0]
     OF_LANE: tl.constexpr = STEP // LANES if STEP > LANES else 1
     SIZE: tl.constexpr = E // GROUPS
     g = tl.arange(0, BLOCK_G)[None, :]
-    lowest = tl.full([start.shape[0]], float("-inf"), tl.float32)
+    lowest = tl.full([T], float("-inf"), tl.float32)
     top = lowest
-    keys = tl.full([start.shape[0], BLOCK_G], least_of(tl.int64), tl.int64)
+    keys = tl.full([T, BLOCK_G], least_of(tl.int64), tl.int64)
     for group in range(GROUPS):
         one, two = lowest, lowest
         for r in range(SIZE // STEP):
@@ -186,7 +186,7 @@ def by_whole_values(
         top = larger(top, one)
         score = larger(one + tl.where(two > LOWEST, two, 0.0), LOWEST) if TOP2 else one
         keys = tl.where(g == group, ((ordered(score).to(tl.int64) << 32) | (LOW - group))[:, None], keys)
-    kept = tl.zeros([start.shape[0]], tl.int32)  # a bit for every group
+    kept = tl.zeros([T], tl.int32)  # a bit for every group
     for _ in range(KEPT):
         best = tl.max(keys, axis=1)
         keys = tl.where(keys == best[:, None], least_of(tl.int64), keys)
@@ -194,10 +194,10 @@ def by_whole_values(
 
     selected = ()
     for _ in tl.static_range(K):
-        selected = selected + (tl.zeros([start.shape[0]], tl.int32),)
-    before = tl.full([start.shape[0]], 2**63 - 1, tl.int64)
+        selected = selected + (tl.zeros([T], tl.int32),)
+    before = tl.full([T], 2**63 - 1, tl.int64)
     for i in range(K):
-        largest = tl.full([start.shape[0]], least_of(tl.int64), tl.int64)
+        largest = tl.full([T], least_of(tl.int64), tl.int64)
         for r in range(E // STEP):
             e = r * STEP + tl.arange(0, STEP)[None, :]
             x = tl.load(start[:, None] + e, mask=active[:, None], other=0.0)
@@ -205,6 +205,7 @@ def by_whole_values(
             key = (ordered(value).to(tl.int64) << 32) | (LOW - e)
             there = ((kept >> (r * STEP // SIZE)) & 1)[:, None] != 0
             key = tl.where(there & (key < before[:, None]), key, least_of(tl.int64))
+            # By lane first, so that the ids have the layout of those that the fast path finds.
             of_lane = tl.max(tl.reshape(key, [T, STEP // OF_LANE, OF_LANE]), axis=2)
             largest = tl.maximum(largest, tl.max(of_lane, axis=1))
         before = largest

@@ -24,7 +24,7 @@ from onepass.logits.source import Count, Divisor, Logits, as_source, inputs_for,
 from onepass.logits.tensor_like import TORCH_FUNCTIONS
 from onepass.losses.module import LossModule
 from onepass.losses.reduction import divisor_of, group_of_mean, sum_of_rows
-from onepass.softmax.few_rows import average_of_few_rows
+from onepass.softmax.prepared_average import prepared_average
 
 POSITIONAL = ("weight", "ignore_index", "reduction", "label_smoothing")  # torch's order, in earlier versions
 
@@ -94,7 +94,7 @@ def cross_entropy(
     how = check_options(*given, inplace_backward, gradient_in_forward, is_batch_invariant())
     is_plain = class_weights is row_mask is num_items is mean_group is None and number is temperature
     if is_plain and how.average is not None:
-        loss = average_of_few_rows(logits, target, how.average, how.options)
+        loss = prepared_average(logits, target, how.average, how.options)
         if loss is not None:
             return loss
     source = as_source(logits, inplace_backward=how.inplace_backward, early_gradient=how.gradient_in_forward)
@@ -170,7 +170,7 @@ class CheckedOptions(NamedTuple):
 
     Attributes:
         options: of the fields that the loss is computed from, which leave out rows whose target is ``ignore_index``.
-        average: of the log-probs, if the loss is that and may be `average_of_few_rows`.
+        average: of the log-probs, if the loss is that and may be `prepared_average`.
     """
 
     ignore_index: int

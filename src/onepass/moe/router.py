@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from onepass.backend import backend_of
 from onepass.core.checks import (
@@ -21,7 +20,7 @@ from onepass.core.checks import (
     described,
 )
 from onepass.core.deprecated import renamed
-from onepass.core.dispatch import PLAIN, check_upstream, is_plain, like_logits, operation
+from onepass.core.dispatch import are_ordinary, check_upstream, like_logits, operation
 from onepass.core.invariance import is_batch_invariant
 from onepass.core.memo import memo_of_numbers
 from onepass.core.moe_options import (
@@ -182,14 +181,9 @@ def route(
 
 
 def may_repeat(logits: Any, selection_bias: Any) -> bool:
-    """Whether `route_again` may be asked for the routing of these: plain tensors, whose gradient is not needed."""
-    if type(logits) is not Tensor or type(selection_bias) not in PLAIN or not is_plain():
+    """Whether `route_again` may be asked for the routing of these: ordinary tensors, whose gradient is not needed."""
+    if not (are_ordinary(logits) if selection_bias is None else are_ordinary(logits, selection_bias)):
         return False
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
-        return False
-    for t in (logits,) if selection_bias is None else (logits, selection_bias):
-        if t.is_nested or t.layout is not torch.strided:
-            return False
     if logits.dim() != 2 or not logits.shape[1] or not logits.is_floating_point():
         return False
     return not (logits.requires_grad and torch.is_grad_enabled())

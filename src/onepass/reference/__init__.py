@@ -30,7 +30,7 @@ from onepass.reference.softmax import (
 )
 from onepass.reference.softmax_loss import (
     compute_row_weight,
-    few_rows,
+    prepare_average,
     reads_once,
     row_average,
     softmax_average,
@@ -52,10 +52,10 @@ __all__ = [
     "divergence_states",
     "expert_mlp",
     "expert_mlp_gradient",
-    "few_rows",
     "linear_statistics",
     "merge_divergences",
     "merge_shards",
+    "prepare_average",
     "reads_once",
     "route",
     "route_again",

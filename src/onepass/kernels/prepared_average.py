@@ -134,7 +134,7 @@ def aligned(words: int) -> int:
     return -(-words // 4) * 4
 
 
-def few_rows(logits: Tensor, index: Tensor, average: Average, options: Options) -> Any:
+def prepare_average(logits: Tensor, index: Tensor, average: Average, options: Options) -> Any:
     """`PreparedAverage` for tensors of these shapes, dtypes and devices; None if they need `softmax_statistics`.
 
     Args:

@@ -11,35 +11,31 @@ from torch import Tensor
 
 from onepass.backend import backend_of
 from onepass.core.checks import FLOATS, INDEX_DTYPES, is_debugging
-from onepass.core.dispatch import PLAIN, check_upstream, is_plain
+from onepass.core.dispatch import are_ordinary, check_upstream
 from onepass.core.memo import keep
 from onepass.core.options import Average, FieldGradients, Inputs, Options
 from onepass.softmax.statistics import _gradient, keep_row_weight, last_row_weight
 
-TENSORS = PLAIN - {type(None)}
 _known: dict[tuple[Any, ...], Any] = {}  # the launches for tensors of a kind; None where `statistics_of` is needed
 
 
-def average_of_few_rows(logits: Any, index: Any, average: Average, options: Options) -> Tensor | None:
+def prepared_average(logits: Any, index: Any, average: Average, options: Options) -> Tensor | None:
     """The average of the log-probs of the classes ``index``, where it is not ``options.masked``.
 
     Nothing is checked: None for tensors that are not valid, and for all others that `statistics_of` is needed for.
     """
-    if type(logits) not in TENSORS or type(index) not in TENSORS or not is_plain():
-        return None
-    if torch._C._are_functorch_transforms_active() or not (logits.requires_grad and torch.is_grad_enabled()):
-        return None
-    if logits.is_nested or not logits.layout is index.layout is torch.strided:
+    if not are_ordinary(logits, index) or not (logits.requires_grad and torch.is_grad_enabled()):
         return None
     if not (logits.is_contiguous() and index.is_contiguous()) or logits.data_ptr() & 15 or is_debugging():
         return None
     backend = backend_of(logits)
     of_index = index.shape, index.dtype, index.device
-    key = backend, logits.shape, logits.dtype, logits.device, *of_index, average, options
+    # A single row is contiguous with any stride, which determines its launches, as that of more rows does.
+    key = backend, logits.shape, logits.stride(), logits.dtype, logits.device, *of_index, average, options
     try:
         launches = _known[key]
     except KeyError:
-        launches = backend.few_rows(logits, index, average, options) if are_valid(logits, index) else None
+        launches = backend.prepare_average(logits, index, average, options) if are_valid(logits, index) else None
         keep(_known, key, launches)
     if launches is None:
         return None
