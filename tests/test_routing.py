@@ -245,7 +245,7 @@ def test_many_experts(device, E, biased):
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("E, k, groups, kept", [(128, 8, 4, 2), (192, 6, 3, 2)])
+@pytest.mark.parametrize("E, k, groups, kept", [(128, 8, 4, 2), (128, 8, 8, 4), (64, 6, 8, 8), (192, 6, 3, 2)])
 @pytest.mark.parametrize("spread", [1.0, 40.0, 1e4])
 def test_biased_values_near_and_far_apart(device, E, k, groups, kept, spread):
     """The kernel's keys have 32 bits; programs where these cannot tell all values apart compare whole values."""

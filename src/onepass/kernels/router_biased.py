@@ -41,15 +41,27 @@ from onepass.kernels.router_values import (
     joined,
     key_of,
     larger,
+    of_group,
     quick_value,
 )
 from onepass.kernels.row_programs import unmasked
 
-THREADS = Threads(128, 128, 256, 1 << 18)
-REGISTERS = 80  # per thread; with 64, fewer logits are loaded at once, and ptxas would take 100
+# Threads per program, and registers of each, for threads with at most FEW logits and with more. Programs of 128 threads
+# with few logits would wait for each other's additions to the counts. ptxas would take 100 registers.
+FEW, OF_FEW, OF_MORE = 32, (Threads(128, 256, 512, 1 << 30), 56), (Threads(128, 128, 256, 1 << 30), 80)
 LOGITS, MOST_LOGITS = 64, 128  # per thread, at most: without groups of experts, and with groups
 SPANS = 8  # at least, per expert of a token, if a thread has no more than MOST_KEYS to sort
 MOST_KEYS, MOST_K, MOST_GROUPS = 16, 8, 32
+
+
+@triton.jit
+def turn_of(lane, BYTES: tl.constexpr, TURNS: tl.constexpr):
+    """What a lane's vectors are numbered by, with an exclusive or, in the order in which it reads them.
+
+    The vectors of two lanes, with BYTES each, may lie a multiple of 128 bytes apart, and then in the same banks of the
+    cache. Such lanes read in different orders.
+    """
+    return (lane * BYTES // 128) & TURNS
 
 
 @triton.jit(
@@ -86,17 +98,17 @@ def biased_routing_kernel(
     READS: tl.constexpr = (PARTS * EACH // SPAN + LANES - 1) // LANES  # of a lane, of SPAN experts each
     BITS: tl.constexpr = bits_of(max(LANES * READS * SPAN, SPANS if SEARCH else 1))
     GROUP_BITS: tl.constexpr = bits_of(GROUPS)
+    WHOLE: tl.constexpr = PARTS * EACH == LANES * READS * SPAN
     PAIR: tl.constexpr = 2 if VEC > 1 else 1
+    MOVED: tl.constexpr = not (SEARCH or SHARED) and KEPT % LANES == 0 and GROUPS <= 2 * LANES
     lane = tl.arange(0, LANES)[None, :]
     k = tl.arange(0, LANES * SLOTS)[None, :]
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     start = logits + t * stride // VEC * VEC  # VEC divides the stride; this tells the compiler so
     active = unmasked(token_mask, t, T, 0)
 
-    # Experts of two lanes may lie a multiple of 128 bytes apart, and then in the same banks of the cache. Such lanes
-    # read their vectors in different orders.
-    turn = (tl.arange(0, LANES) * (LANE * logits.dtype.element_ty.primitive_bitwidth // 8) // 128) & TURNS
-    bests, firsts, sums, lows = (), (), (), ()
+    turn = turn_of(tl.arange(0, LANES), LANE * logits.dtype.element_ty.primitive_bitwidth // 8, TURNS)
+    all_values, bests, firsts, sums, lows = (), (), (), (), ()
     first_of_group = tl.full([BLOCK_T, LANES], float("-inf"), tl.float32)
     sum_of_group = first_of_group
     for r in tl.static_range(E // (LANES * VEC)):
@@ -107,6 +119,7 @@ def biased_routing_kernel(
         # For every token, so that it has the layout of the logits.
         bias = tl.load(selection_bias + e + tl.zeros([BLOCK_T, 1], tl.int32))
         values = columns(quick_value(x, bias, inner, outer, SCORING, PTX), LANES, VEC)
+        all_values = all_values + values
         for s in tl.static_range(VEC // SPAN):
             best, of_two = best_and_sum(values[s * SPAN : (s + 1) * SPAN])
             bests, lows = bests + (best,), lows + (SPANS - 1 - s - ((turn ^ r) * (STEP // SPAN))[None, :],)
@@ -174,21 +187,32 @@ def biased_routing_kernel(
 
     # The K experts with the largest values in them.
     keys = ()
-    for j in tl.static_range(READS):
-        place = (lane * READS + j) * SPAN
-        e = (E // EACH - 1 - chosen(parts, place // EACH)) * EACH + place % EACH
-        e = e[:, :, None] + tl.arange(0, SPAN)[None, None, :]
-        e = tl.multiple_of(tl.max_contiguous(tl.reshape(e, [BLOCK_T, LANES * SPAN]), [1, SPAN]), [1, SPAN])
-        x = tl.load(start[:, None] + e, mask=active[:, None], other=0.0)
-        value = quick_value(x, tl.load(selection_bias + e), inner, outer, SCORING, PTX)
-        values = columns(value, LANES, SPAN)
-        for i in tl.static_range(SPAN):
-            key = key_of(values[i], bound, factor, summand + ((1 << BITS) - 1 - place - i))
-            keys = keys + (only(place < PARTS * EACH, key, least_of(tl.int32), PARTS * EACH == LANES * READS * SPAN),)
+    if MOVED:  # a lane has whole groups, of which it knows the values, and another lane needs them
+        for n in tl.static_range(PARTS // LANES):
+            number = lane * (PARTS // LANES) + n
+            group = GROUPS - 1 - chosen(parts, number)
+            values = of_group(all_values, group, SIZE)
+            turn = turn_of(group // len(firsts), LANE * logits.dtype.element_ty.primitive_bitwidth // 8, TURNS)
+            for r in tl.static_range(PART):
+                start_of_r = summand + ((1 << BITS) - 1 - number * SIZE - (turn ^ r) * VEC)
+                for i in tl.static_range(VEC):
+                    keys = keys + (key_of(values[r * VEC + i], bound, factor, start_of_r - i),)
+    else:
+        for j in tl.static_range(READS):
+            place = (lane * READS + j) * SPAN
+            e = (E // EACH - 1 - chosen(parts, place // EACH)) * EACH + place % EACH
+            e = e[:, :, None] + tl.arange(0, SPAN)[None, None, :]
+            e = tl.multiple_of(tl.max_contiguous(tl.reshape(e, [BLOCK_T, LANES * SPAN]), [1, SPAN]), [1, SPAN])
+            x = tl.load(start[:, None] + e, mask=active[:, None], other=0.0)
+            value = quick_value(x, tl.load(selection_bias + e), inner, outer, SCORING, PTX)
+            values = columns(value, LANES, SPAN)
+            for i in tl.static_range(SPAN):
+                key = key_of(values[i], bound, factor, summand + ((1 << BITS) - 1 - place - i))
+                keys = keys + (only(place < PARTS * EACH, key, least_of(tl.int32), WHOLE),)
     v = largest_keys(sorted_keys(keys, BLOCK_K), K)
     unclear = unclear | (v[K - 1] < least_of(tl.int32) + (1 << BITS))
     bad = t < 0
-    again = tl.max((unclear & active).to(tl.int32)) != 0
+    again = tl.max((unclear[:, None] & (lane >= 0)).to(tl.int32)) != 0  # of all lanes, which are in the layout of keys
     if again:
         v, bad = by_whole_values(
             start, selection_bias, active, inner, outer, E, K, GROUPS, KEPT, TOP2, BLOCK_E, SCORING, PTX, BLOCK_G,
@@ -275,16 +299,18 @@ def takes(E: int, stride: int, options: RouterOptions) -> bool:
     return lanes_of(E, stride, o) > 1 and span_of(E, stride, o) > 0
 
 
-def tile_of(T: int, E: int, stride: int, options: RouterOptions) -> tuple[int, int]:
-    """Tokens and threads per program."""
-    return tokens_and_threads(T, E, lanes_of(E, stride, options), THREADS, options)
+def tile_of(T: int, E: int, stride: int, options: RouterOptions) -> tuple[int, int, int]:
+    """Tokens and threads per program, and registers per thread."""
+    lanes = lanes_of(E, stride, options)
+    threads, registers = OF_FEW if E // lanes <= FEW else OF_MORE
+    return *tokens_and_threads(T, E, lanes, threads, options), registers
 
 
 def plan_for(shape: Shape, options: RouterOptions) -> Plan:
     """The launch of `biased_routing_kernel`."""
     T, E, stride = shape
     o = options
-    BLOCK_T, threads = tile_of(T, E, stride, o)
+    BLOCK_T, threads, registers = tile_of(T, E, stride, o)
     nvidia, size = layout.compute_capability() > 0, E // o.n_group
     VEC, LANES, shared = math.gcd(8, stride, size), lanes_of(E, stride, o), shares(E, stride, o)
     vectors = 1 if shared else size // VEC  # of a group, all in one lane
@@ -296,5 +322,7 @@ def plan_for(shape: Shape, options: RouterOptions) -> Plan:
         BINS=max(64, power_of_two(E)),
     )  # fmt: skip
     numbers = (T, stride, *o.factors(), o.scale, o.eps)
-    warps, registers = layout.warps(threads), REGISTERS if nvidia else None
-    return Plan(biased_routing_kernel, -(-T // BLOCK_T), numbers, constexprs, warps, registers=registers)
+    return Plan(
+        biased_routing_kernel, -(-T // BLOCK_T), numbers, constexprs, layout.warps(threads),
+        registers=registers if nvidia else None,
+    )  # fmt: skip

@@ -153,6 +153,19 @@ def chosen(v, i):
 
 
 @triton.jit
+def of_group(values, group, SIZE: tl.constexpr):
+    """The SIZE values of a group ``(T, L)`` of experts, from those that each lane has of its groups, one by one."""
+    GROUPS: tl.constexpr = len(values) // SIZE  # of a lane
+    lane, moved = group // GROUPS, ()
+    for i in tl.static_range(SIZE):
+        value = tl.gather(values[i], lane, 1)
+        for n in tl.static_range(1, GROUPS):
+            value = tl.where(group % GROUPS == n, tl.gather(values[n * SIZE + i], lane, 1), value)
+        moved = moved + (value,)
+    return moved
+
+
+@triton.jit
 def larger(a, b):
     """The larger of two values; NaN if one is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
