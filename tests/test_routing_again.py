@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from onepass import reference
 from onepass.backend import backend_of
-from onepass.core.moe_options import RouterOptions
+from onepass.core.moe_options import RouterOptions, RoutingGradients
 from onepass.moe import route, sigmoid_topk, softmax_topk
 from paths import interpreted
 
@@ -93,6 +94,71 @@ def test_a_launch_is_repeated_for_the_same_kind_of_call_only(kernels, monkeypatc
     assert kernels.route_again(x, None, changed) is None
 
 
+@pytest.fixture
+def backwards(kernels):
+    """The module that launches the backward of routers."""
+    return sys.modules[backend_of(torch.zeros(1)).route_gradient.__module__]
+
+
+def upstream(tokens=4, k=2, dtype=torch.float32):
+    return RoutingGradients(torch.ones(tokens, k, dtype=dtype))
+
+
+def test_a_repeated_gradient_is_given_what_the_checked_one_is(backwards, monkeypatch):
+    logits, experts = torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torch.int64)
+    grads, options, seen, keys = upstream(), RouterOptions(2), [], []
+    known = None
+
+    def checked(plan, about, tensors, key):
+        keys.append(key)
+        seen.append([t if t is None else t.data_ptr() for t in tensors])
+
+    monkeypatch.setattr(backwards, "empty", lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype))
+    monkeypatch.setattr(backwards, "launch", checked)
+    monkeypatch.setattr(backwards, "start", lambda launch, index, pointers: seen.append([*pointers]))
+    monkeypatch.setattr(backwards, "repeat", lambda name, inputs: ("its key", known))
+    found = []
+    for known in None, "a launch":  # noqa: B007  (`repeat` reads it)
+        found.append(backwards.route_gradient(logits, experts, None, None, grads, options))
+    assert keys == ["its key"] and len({t.data_ptr() for t in found}) == 2
+    for out, pointers in zip(found, seen, strict=True):
+        assert (out.shape, out.stride(), out.dtype) == ((4, 8), (8, 1), torch.bfloat16)
+        expected = [logits, out, experts, None, None, grads.weights, None, None]
+        assert pointers == [t if t is None else t.data_ptr() for t in expected]
+
+
+def test_a_gradient_is_repeated_for_the_same_kind_of_call_only(backwards, monkeypatch):
+    keys, passed = [], []
+    original = backwards.repeat
+
+    def repeat(name, inputs):
+        keys.append(original(name, inputs)[0])
+        return keys[-1], None
+
+    monkeypatch.setattr(backwards, "repeat", repeat)
+    monkeypatch.setattr(backwards, "launch", lambda plan, about, tensors, key: passed.append(key))
+    x, e, o = torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), RouterOptions(2)
+    calls = [
+        (x, e, upstream(), o), (x[:2], e[:2], upstream(2), o), (torch.zeros(4, 9), e, upstream(), o),
+        (x.bfloat16(), e, upstream(), o), (x, e, upstream(dtype=torch.float64), o), (x, e.int(), upstream(), o),
+        (x, e, upstream(), o._replace(renormalize=False)), (x.as_subclass(Elsewhere), e, upstream(), o),
+        (x[:1], e[:1], upstream(1), o), (torch.zeros(1, 9)[:, :8], e[:1], upstream(1), o),
+    ]  # fmt: skip
+    for logits, experts, grads, options in calls:
+        backwards.route_gradient(logits, experts, None, None, grads, options)
+    assert passed == keys and len(set(keys)) == len(calls)
+    sums = o._replace(sums=True)
+    others = [
+        (x, e, torch.ones(4, dtype=torch.bool), None, upstream(), o), (x, e, None, e, upstream(), o),
+        (x, e, None, None, RoutingGradients(None, torch.ones(8)), sums),
+        (x, e, None, None, upstream()._replace(prob_sums=torch.ones(8)), sums),
+        (x, e, None, None, upstream()._replace(logsumexp=torch.ones(4)), sums),
+    ]  # fmt: skip
+    for call in others:
+        backwards.route_gradient(*call)
+    assert passed[len(calls) :] == [None] * len(others) and len(keys) == len(calls)
+
+
 class Mode(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
@@ -123,9 +189,9 @@ ASKED = {
     "a trained bias": lambda: route(X, 2, selection_bias=torch.nn.Parameter(BIAS)),
     "no_grad": lambda: under(torch.no_grad, lambda: route(X.clone().requires_grad_(), 2)),
     "inference_mode": lambda: under(torch.inference_mode, lambda: route(X, 2)),
+    "gradient": lambda: route(X.clone().requires_grad_(), 2),
 }
 NOT_ASKED = {
-    "gradient": lambda: route(X.clone().requires_grad_(), 2),
     "mask": lambda: route(X, 2, token_mask=torch.ones(4, dtype=torch.bool)),
     "replay": lambda: route(X, 2, experts=torch.tensor([[0, 1]] * 4)),
     "batches": lambda: route(X.view(2, 2, 8), 2),
@@ -149,7 +215,8 @@ def test_when_a_launch_may_be_repeated(eager, monkeypatch, name):
     monkeypatch.setattr(router, "backend_of", lambda *_: backend)
     routing = {**ASKED, **NOT_ASKED}[name]()
     assert len(asked) == (name in ASKED)
-    assert (routing.weights is answer[0]) == (name in ASKED)
+    assert (routing.weights.data_ptr() == answer[0].data_ptr()) == (name in ASKED)
+    assert routing.weights.requires_grad == (name == "gradient")
 
 
 def test_none_is_repeated_within_a_transform_of_torch(eager, monkeypatch):
@@ -203,3 +270,30 @@ def test_results_of_repeated_launches(monkeypatch, biased, tokens, counts):
         assert torch.equal(a.weights, b.weights) and torch.equal(a.experts, b.experts)
         assert (b.counts is None) == (not counts) and (not counts or torch.equal(a.counts, b.counts))
     assert found[-1].weights.requires_grad and found[4].weights.is_inference()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("biased", [False, True])
+def test_gradients_of_repeated_launches(monkeypatch, biased):
+    """Those of an expanded upstream gradient too, of another layout, and where a checkpoint routes again."""
+    launching = pytest.importorskip("onepass.kernels.launch")
+    options = dict(k=6)
+    if biased:
+        bias = torch.linspace(-0.2, 0.2, 128, device="cuda")
+        options |= dict(score="sigmoid", n_group=8, topk_group=4, selection_bias=bias)
+    monkeypatch.setattr(launching, "_repeated", {})
+    x = torch.randn(300, 128, device="cuda").bfloat16().requires_grad_()
+    g = torch.randn(300, 6, device="cuda")
+
+    def gradient(upstream, call=lambda: route(x, **options).weights):
+        return torch.autograd.grad(call(), x, upstream)[0]
+
+    expanded = torch.ones((), device="cuda").expand(300, 6)
+    for upstream in g, g.t().contiguous().t(), expanded:
+        launching._repeated.clear()
+        expected = gradient(upstream)
+        launching._repeated.clear()
+        found = [gradient(upstream, lambda: checkpoint(lambda: route(x, **options).weights, use_reentrant=False))]
+        found += [gradient(upstream) for _ in range(2)]
+        assert all(torch.equal(expected, f) and f.stride() == x.stride() for f in found)
+        assert len(launching._repeated) == 1 + any(upstream.stride())
