@@ -139,7 +139,7 @@ def route(
         options = check_options(router_logits.shape[1], *given_options)
         again = backend_of(router_logits).route_again(router_logits, selection_bias, options)
         if again is not None and router_logits.requires_grad and torch.is_grad_enabled():
-            again = _Repeated.apply(router_logits, again, options), *again[1:]
+            again = _apply(router_logits, again, options), *again[1:]
         if again is not None:
             return Routing(*again)
     if not isinstance(router_logits, Tensor):
@@ -309,6 +309,10 @@ class _Repeated(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         check_upstream(grad)
         return _gradient(*ctx.saved_tensors, None, None, RoutingGradients(grad), ctx.options), None, None
+
+
+# `Function.apply` also looks for the wrappers of torch.func's transforms, which this is not called under.
+_apply = super(torch.autograd.Function, _Repeated).apply
 
 
 @operation("onepass::route", lambda logits, options, **_: empty_routing(logits, options))
