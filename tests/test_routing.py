@@ -3,12 +3,14 @@
 import functools
 import itertools
 import math
+import sys
 from importlib import import_module
 
 import pytest
 import torch
 
 from onepass import reference
+from onepass.backend import backend_of
 from onepass.core.moe_options import RouterOptions
 from onepass.moe import route, sigmoid_topk
 from paths import interpreted
@@ -449,3 +451,33 @@ def test_random_descriptions(device, dtype):
         rows = [definition(row.double(), k, selection_bias=bias, **options) for row in x]
         assert torch.equal(got.experts.cpu(), torch.stack([e for e, _ in rows])), options
         torch.testing.assert_close(got.weights.cpu().double(), torch.stack([w for _, w in rows]), rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("stride", [0, 1, 9])
+def test_a_gradient_of_one_token_with_any_stride(device, k, stride):
+    """Such as that of a row of `torch.cat`. A single row is contiguous with any stride."""
+    x = torch.randn(1, 20, generator=torch.Generator().manual_seed(2)).to(device).requires_grad_()
+    upstream = torch.tensor([1.0, -2.0, 0.5], device=device)[None, :k]
+    rows = torch.as_strided(upstream, (1, k), (stride, 1))
+    found, expected = [torch.autograd.grad(route(x, k, renormalize=False).weights, x, g)[0] for g in (rows, upstream)]
+    weights, experts = x.detach().cpu().double().requires_grad_(), route(x, k).experts.cpu()
+    (exact,) = torch.autograd.grad(weights.softmax(-1).gather(1, experts), weights, upstream.cpu().double())
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(found.cpu().double(), exact, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("tokens", [5, 100])
+def test_tokens_that_are_masked_or_missing_are_not_compared_by_whole_values(device, monkeypatch, tokens):
+    """Their logits are read as 0, which with a bias of 0 is as far below the largest value as a number can be."""
+    if not interpreted(device):
+        pytest.skip("counts the calls in the interpreter")
+    kernel = sys.modules[backend_of(torch.zeros(1, device=device)).route.__module__].router_biased
+    calls, original = [], kernel.by_whole_values
+    monkeypatch.setattr(kernel, "by_whole_values", lambda *a: calls.append(1) or original(*a))
+    x = torch.rand(tokens, 64, generator=torch.Generator().manual_seed(3)).to(device) + 1
+    options = dict(k=8, score="sigmoid", score_after_topk=True, selection_bias=torch.zeros(64, device=device))
+    route(x, token_mask=torch.arange(tokens) % 7 != 3, **options)
+    assert not calls
+    route(x.index_fill(1, torch.tensor(5), float("nan")), **options)
+    assert calls

@@ -1,6 +1,7 @@
 """A routing that was launched before for the same kind of tensors: the launch is repeated with pointers alone."""
 
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -136,7 +137,7 @@ def test_a_gradient_is_repeated_for_the_same_kind_of_call_only(backwards, monkey
         return keys[-1], None
 
     monkeypatch.setattr(backwards, "repeat", repeat)
-    monkeypatch.setattr(backwards, "launch", lambda plan, about, tensors, key: passed.append(key))
+    monkeypatch.setattr(backwards, "launch", lambda plan, about, tensors, key: passed.append((key, about)))
     x, e, o = torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), RouterOptions(2)
     calls = [
         (x, e, upstream(), o), (x[:2], e[:2], upstream(2), o), (torch.zeros(4, 9), e, upstream(), o),
@@ -146,7 +147,13 @@ def test_a_gradient_is_repeated_for_the_same_kind_of_call_only(backwards, monkey
     ]  # fmt: skip
     for logits, experts, grads, options in calls:
         backwards.route_gradient(logits, experts, None, None, grads, options)
-    assert passed == keys and len(set(keys)) == len(calls)
+    assert [key for key, _ in passed] == keys and len(set(keys)) == len(calls)
+    one = x[:1], e[:1], None, None
+    for stride in 0, 1, 7:  # a single row is contiguous with any
+        rows = torch.as_strided(torch.ones(2), (1, 2), (stride, 1))
+        backwards.route_gradient(*one, RoutingGradients(rows), o)
+    assert set(passed[len(calls) :]) == {passed[8]}
+    passed.clear(), keys.clear()
     sums = o._replace(sums=True)
     others = [
         (x, e, torch.ones(4, dtype=torch.bool), None, upstream(), o), (x, e, None, e, upstream(), o),
@@ -156,7 +163,7 @@ def test_a_gradient_is_repeated_for_the_same_kind_of_call_only(backwards, monkey
     ]  # fmt: skip
     for call in others:
         backwards.route_gradient(*call)
-    assert passed[len(calls) :] == [None] * len(others) and len(keys) == len(calls)
+    assert [key for key, _ in passed] == [None] * len(others) and not keys
 
 
 class Mode(TorchDispatchMode):
@@ -182,6 +189,26 @@ def dual():
         return route(X, 2)
 
 
+def traced(call):
+    found = []
+
+    def function(x):
+        found.append(call())
+        return x
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.trace(function, torch.zeros(1), check_trace=False)
+    return found[0]
+
+
+def of_ended_transform():
+    """A tensor that `torch.func` wraps, without a level that it is of: ``Function.apply`` takes what it wraps."""
+    found = []
+    torch.func.grad(lambda x: found.append(x) or x.sum())(X)
+    return found[0]
+
+
 ASKED = {
     "plain": lambda: route(X, 2),
     "softmax_topk": lambda: softmax_topk(X, 2),
@@ -200,6 +227,8 @@ NOT_ASKED = {
     "subclass of the bias": lambda: route(X, 2, selection_bias=BIAS.as_subclass(Sub)),
     "mode": lambda: under(Mode, lambda: route(X, 2)),
     "forward mode": dual,
+    "trace": lambda: traced(lambda: route(X, 2)),
+    "a transform that has ended": lambda: route(of_ended_transform(), 2),
 }
 
 

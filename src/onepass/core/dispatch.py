@@ -38,15 +38,16 @@ def is_plain(*arguments: Any) -> bool:
 def are_ordinary(*arguments: Any) -> bool:
     """Whether all are dense tensors of torch itself, in a call that nothing but autograd observes.
 
-    Nothing traces it, no `TorchDispatchMode` is active, and it is neither in a transform of `torch.func` nor in a level
-    of forward-mode differentiation. So a kernel may be launched with the addresses of the tensors.
+    Nothing traces it (`torch.jit.trace` neither), no `TorchDispatchMode` is active, and it is neither in a transform of
+    `torch.func` nor in a level of forward-mode differentiation. No tensor is of a transform that has ended. So a kernel
+    may be launched with the addresses of the tensors.
     """
-    if not TENSORS.issuperset(map(type, arguments)) or not is_plain():
+    if not TENSORS.issuperset(map(type, arguments)) or not is_plain() or torch._C._get_tracing_state() is not None:
         return False
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return False
-    for t in arguments:  # noqa: SIM110  (faster than `all` of a generator)
-        if t.is_nested or t.layout is not torch.strided:
+    for t in arguments:
+        if t.is_nested or t.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(t):
             return False
     return True
 

@@ -212,7 +212,8 @@ def biased_routing_kernel(
     v = largest_keys(sorted_keys(keys, BLOCK_K), K)
     unclear = unclear | (v[K - 1] < least_of(tl.int32) + (1 << BITS))
     bad = t < 0
-    again = tl.max((unclear[:, None] & (lane >= 0)).to(tl.int32)) != 0  # of all lanes, which are in the layout of keys
+    # Of every lane, which is the layout of the keys: Triton would change that of one number for a token.
+    again = tl.max(((unclear & active)[:, None] & (lane >= 0)).to(tl.int32)) != 0
     if again:
         v, bad = by_whole_values(
             start, selection_bias, active, inner, outer, E, K, GROUPS, KEPT, TOP2, BLOCK_E, SCORING, PTX, BLOCK_G,

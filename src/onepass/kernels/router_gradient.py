@@ -178,10 +178,11 @@ def route_gradient(
             start(known, logits.get_device(), (*inputs, grad_weights.data_ptr(), None, None))
             return out
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    stride = 0  # of a number for all weights. A single row may have this stride too, and other numbers.
     if grad_weights is not None and any(grad_weights.stride()):
-        grad_weights = grad_weights.contiguous()
+        grad_weights, stride = grad_weights.contiguous(), options.k
     upstream = grad_weights, *of_sums
-    strides = tuple([0 if g is None else g.stride(0) for g in upstream])
+    strides = stride, *[0 if g is None else g.stride(0) for g in of_sums]
     if T:
         about = (T, E, logits.stride(0)), strides, options, given is not None
         launch(gradient_plan_for, about, (logits, out, experts, token_mask, given, *upstream), key)

@@ -296,7 +296,7 @@ class _Route(torch.autograd.Function):
         return _gradient(*ctx.saved_tensors, RoutingGradients(weights, *sums), ctx.options), None, None, None, None
 
 
-class _Repeated(torch.autograd.Function):
+class _RouteAgain(torch.autograd.Function):
     """The weights in the results of `route_again`, differentiable. That takes autograd less time than six results."""
 
     @staticmethod
@@ -312,7 +312,7 @@ class _Repeated(torch.autograd.Function):
 
 
 # `Function.apply` also looks for the wrappers of torch.func's transforms, which this is not called under.
-_apply = super(torch.autograd.Function, _Repeated).apply
+_apply = super(torch.autograd.Function, _RouteAgain).apply
 
 
 @operation("onepass::route", lambda logits, options, **_: empty_routing(logits, options))
