@@ -153,6 +153,36 @@ def test_export():
     assert torch.equal(program.module()(x.detach(), t), onepass.selective_log_softmax(x, t))
 
 
+def mixture(x, t):
+    h = x[:, :16]
+    routing = onepass.moe.route(x[:, :8], 2)
+    weights = torch.linspace(-1, 1, 8 * 24 * 16, device=x.device).view(8, 24, 16)
+    return onepass.moe.expert_mlp(h, routing, weights, weights.view(8, 2, 12, 16)[:, 1].mT.contiguous())
+
+
+TRACED = ALL | {
+    "route": lambda x, t: onepass.moe.route(x, 2).weights,
+    "sums of route": lambda x, t: onepass.moe.route(x, 2, losses=True).prob_sums,
+    "experts": mixture,
+    "linear_cross_entropy": lambda x, t: onepass.linear_cross_entropy(x, x.detach()[:6].sin(), t % 6),
+    "linear_selective_log_softmax_and_entropy": lambda x, t: sum(
+        onepass.linear_selective_log_softmax_and_entropy(x, x.detach()[:6].sin(), t % 6)
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:::torch.jit", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("loss", TRACED)
+def test_a_trace_computes_again(device, loss, trained):
+    """`torch.jit.trace` does not see what kernels compute, except in registered operations."""
+    x, t = example(device, rows=8, vocab=40)
+    x = x.requires_grad_(trained)
+    traced = torch.jit.trace(TRACED[loss], (x, t), check_trace=False)
+    other, t = (x.detach().flip(0) * 2 + 1).requires_grad_(trained), t.flip(0)
+    torch.testing.assert_close(traced(other, t), TRACED[loss](other, t))
+
+
 def test_autocast_changes_nothing(device):
     x, t = example(device)
     with torch.autocast(device.type, dtype=torch.bfloat16):

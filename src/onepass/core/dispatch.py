@@ -21,8 +21,11 @@ TENSORS = PLAIN - {type(None)}
 
 
 def is_untraced(*arguments: Any) -> bool:
-    """Whether all tensors are plain and nothing traces the call (torch.compile, export, fake tensors, subclasses)."""
-    if torch.compiler.is_compiling():
+    """Whether all tensors are plain and nothing traces the call.
+
+    What traces is torch.compile, export and `torch.jit.trace`; fake tensors and other subclasses are not plain.
+    """
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
     # The first test is the fast one, for arguments that are tensors or None.
     return PLAIN.issuperset(map(type, arguments)) or not any(
@@ -38,11 +41,11 @@ def is_plain(*arguments: Any) -> bool:
 def are_ordinary(*arguments: Any) -> bool:
     """Whether all are dense tensors of torch itself, in a call that nothing but autograd observes.
 
-    Nothing traces it (`torch.jit.trace` neither), no `TorchDispatchMode` is active, and it is neither in a transform of
-    `torch.func` nor in a level of forward-mode differentiation. No tensor is of a transform that has ended. So a kernel
-    may be launched with the addresses of the tensors.
+    Nothing traces it, no `TorchDispatchMode` is active, and it is neither in a transform of `torch.func` nor in a level
+    of forward-mode differentiation. No tensor is of a transform that has ended. So a kernel may be launched with the
+    addresses of the tensors.
     """
-    if not TENSORS.issuperset(map(type, arguments)) or not is_plain() or torch._C._get_tracing_state() is not None:
+    if not TENSORS.issuperset(map(type, arguments)) or not is_plain():
         return False
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return False
