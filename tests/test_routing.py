@@ -74,19 +74,20 @@ def test_dtypes(device, dtype, name):
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("eps", [0, 1e-30])
+@pytest.mark.parametrize("eps", [0, 1e-30, 1e-20])
 @pytest.mark.parametrize(
     ("score", "after"),
     [("softmax", False), ("sigmoid", False), ("sigmoid", True), ("sqrtsoftplus", False), ("sqrtsoftplus", True)],
 )
 def test_scores_that_underflow_are_renormalized(device, score, after, eps):
     """All selected scores are so small that float32 has no such numbers, since the bias selects these experts."""
-    low = torch.tensor([-900.0, -300.0, -210.0, -88.0, -50.0, -39.0, -3.0]).double()
-    x = torch.cat([low.view(-1, 1) + torch.linspace(-2, 2, 28).view(7, 4), torch.zeros(7, 4)], -1)
+    low = torch.tensor([-900.0, -300.0, -210.0, -104.0, -88.0, -50.0, -39.0, -3.0]).double()
+    T = len(low)
+    x = torch.cat([low.view(T, 1) + torch.linspace(-2, 2, 4 * T).view(T, 4), torch.zeros(T, 4)], -1)
     if score != "softmax":
         x[:, 4:] = x[:, :4] - 5.0
     bias = torch.tensor([2.0] * 4 + [0.0] * 4)
-    given, upstream = x.float().to(device).requires_grad_(), torch.rand(7, 3).double()
+    given, upstream = x.float().to(device).requires_grad_(), torch.rand(T, 3).double()
     options = dict(score=score, selection_bias=bias.to(device), eps=eps, score_after_topk=after)
     routing = route(given, 3, **options)
     assert (routing.experts < 4).all()
@@ -97,7 +98,7 @@ def test_scores_that_underflow_are_renormalized(device, score, after, eps):
         "sqrtsoftplus": lambda z: torch.where(z < -40, z, torch.log1p(z.clamp(min=-60).exp()).log()) / 2,
     }[score](exact)
     log = log.gather(-1, routing.experts.cpu())
-    of_eps = torch.full((7, 1), math.log(eps) if eps else -INF)
+    of_eps = torch.full((T, 1), math.log(eps) if eps else -INF)
     weights = torch.cat([log, of_eps], -1).softmax(-1)[:, :3]
     weights.backward(upstream)
     routing.weights.backward(upstream.float().to(device))

@@ -15,6 +15,7 @@ from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch, repea
 from onepass.kernels.layout import MANY, power_of_two
 from onepass.kernels.online_softmax import LOG2E, LOWEST, transform_and_slope
 from onepass.kernels.router_scores import (
+    EXPONENTIAL,
     SIGMOID,
     SOFTMAX,
     Shape,
@@ -115,7 +116,7 @@ def routing_gradient_kernel(
     elif SCORE == SIGMOID:
         g = g * r * (1.0 - s)
     else:
-        slope_of_score = tl.where(s > 0.0, sigmoid(z_selected) / (2.0 * s), 0.0)
+        slope_of_score = tl.where(z_selected < EXPONENTIAL, 0.5 * s, sigmoid(z_selected) / (2.0 * s))
         g = g * tl.where(tiny[:, None], 0.5 * r, slope_of_score)
 
     dense = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)

@@ -11,6 +11,7 @@ from onepass.kernels.online_softmax import LOG2E, LOWEST
 
 SOFTMAX, SIGMOID, SQRTSOFTPLUS = tl.constexpr("softmax"), tl.constexpr("sigmoid"), tl.constexpr("sqrtsoftplus")
 TINY = tl.constexpr(LOG_TINY)
+EXPONENTIAL = tl.constexpr(-17.0)  # below it, exp(z / 2) is `sqrtsoftplus` in float32
 MOST_THREADS = 1024
 LEAST_EPS = 1e-28  # float32 loses scores below 1e-38
 LOST_EPS = 1e-12  # changes no weight of the k largest scores of a softmax, whose sum is at least k / E
@@ -35,11 +36,12 @@ def sigmoid(z):
 
 @triton.jit
 def sqrtsoftplus(z):
-    """``sqrt(log(1 + exp(z)))``, accurate even if ``exp(z)`` is lost when it is added to 1."""
-    u = tl.exp2(-tl.abs(z) * LOG2E)
+    """``sqrt(log(1 + exp(z)))``, accurate even if ``exp(z)`` is lost when it is added to 1, or is no float32 itself."""
+    root = tl.exp2(-tl.abs(z) * (0.5 * LOG2E))
+    u = root * root
     w = 1.0 + u
     log1p = tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
-    return tl.sqrt(tl.maximum(z, 0.0) + log1p)
+    return tl.where(z < EXPONENTIAL, root, tl.sqrt(tl.maximum(z, 0.0) + log1p))
 
 
 @triton.jit
