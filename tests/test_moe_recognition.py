@@ -1,6 +1,8 @@
 """How routers are recognized: what is told apart, what is refused, and that the router itself is left alone."""
 
 import importlib
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -333,3 +335,23 @@ def test_a_setting_that_changes_after_compilation():
             for a, b in zip(router(x, bias), compiled(x, bias)):
                 torch.testing.assert_close(b, a)
     torch.compiler.reset()
+
+
+FIRST_IN_A_TRACE = """
+import torch
+from transformers.models.mixtral import modeling_mixtral as m
+from onepass.moe import route_block
+config = m.MixtralConfig(hidden_size=8, num_local_experts=4, num_experts_per_tok=2)
+gate = m.MixtralTopKRouter(config).requires_grad_(False)
+torch.nn.init.normal_(gate.weight)
+x = torch.randn(5, 8)
+with torch.no_grad():
+    traced = torch.jit.trace(lambda x: route_block(gate, x)[0], x, check_trace=False)
+    torch.testing.assert_close(traced(x + 1), route_block(gate, x + 1)[0])
+"""
+
+
+def test_a_router_that_is_first_seen_in_a_trace():
+    """Recognition runs a copy of the router, which is not part of what `torch.jit.trace` records."""
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", FIRST_IN_A_TRACE], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

@@ -110,8 +110,20 @@ def test_arrays_of_all_layers_of_the_decoder():
     whole = RoutingRecord([[torch.zeros_like(record.passes[0][0]), *record.passes[0]]])
     with replay_routing(model, whole):
         assert same(losses(model, inputs), expected)
-    with pytest.raises(ValueError, match=r"record: expected 1 layers, those with a router, or all.* got 0"):
+    with pytest.raises(ValueError, match=r"record: expected 1 layers, those with a router, or 2, all.* got 0"):
         replay_routing(model, RoutingRecord([[]])).__enter__()
+
+
+@pytest.mark.parametrize("family, more", [("qwen3_moe", 1), ("deepseek_v3", 1), ("deepseek_v3", 2)])
+def test_a_record_of_a_model_with_more_layers(family, more):
+    model, inputs = build(family).eval(), batches()
+    with record_routing(model) as record:
+        losses(model, inputs)
+    layers = model.config.num_hidden_layers
+    other = RoutingRecord([[record.passes[0][0]] * (layers + more)])
+    message = f"record: expected {len(record.passes[0])} layers, .* or {layers}, all .* got {layers + more}"
+    with pytest.raises(ValueError, match=message):
+        replay_routing(model, other).__enter__()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
@@ -147,6 +159,37 @@ def test_under_a_patch_and_a_hook_of_accelerate():
     with onepass.patch("transformers"), replay_routing(model, record) as replay:
         torch.testing.assert_close(losses(model, inputs), expected)
     assert replay.changed == 0 and vars(router) == before
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_copy_of_a_frozen_model_trains_as_the_model(reentrant):
+    """As a reference model that is copied while it is recorded, with gradients enabled."""
+
+    def trained(model):
+        model.train().requires_grad_().zero_grad()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model(input_ids=ids, labels=ids).loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    model, (ids, other) = build("qwen3_moe").requires_grad_(False), batches(2)
+    with record_routing(model) as record:
+        model(input_ids=other)
+        copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        model(input_ids=ids)
+    assert len(record) == 2
+    expected = trained(model)
+    assert all(same(trained(each), expected) for each in (copied, loaded))
+
+
+def test_passes_of_a_frozen_model_are_not_kept():
+    """Without gradients of the outputs there is no backward that a pass would be kept for."""
+    model, (ids, other) = build("qwen3_moe").requires_grad_(False), batches(2)
+    with record_routing(model) as record:
+        (watch,) = {hook for hook in model._forward_hooks.values() if type(hook).__name__ == "Watch"}
+        for batch in (ids, other):
+            model(input_ids=batch)
+            assert not watch.choices.pending_passes
+    assert len(record) == 2
 
 
 def test_a_copy_is_not_followed():

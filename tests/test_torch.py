@@ -153,6 +153,12 @@ def test_export():
     assert torch.equal(program.module()(x.detach(), t), onepass.selective_log_softmax(x, t))
 
 
+def gradient_of(loss, x):
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(loss(x).square().sum(), x)[0]
+
+
 def mixture(x, t):
     h = x[:, :16]
     routing = onepass.moe.route(x[:, :8], 2)
@@ -165,6 +171,9 @@ TRACED = ALL | {
     "sums of route": lambda x, t: onepass.moe.route(x, 2, losses=True).prob_sums,
     "experts": mixture,
     "linear_cross_entropy": lambda x, t: onepass.linear_cross_entropy(x, x.detach()[:6].sin(), t % 6),
+    "linear_kl_div": lambda x, t: onepass.linear_kl_div(x, x.detach()[:6].sin(), x.detach()[:, :6].cos()),
+    "gradient of kl_div": lambda x, t: gradient_of(lambda x: onepass.kl_div(x, x.detach().sin()), x),
+    "gradient of experts": lambda x, t: gradient_of(lambda x: mixture(x, t), x),
     "linear_selective_log_softmax_and_entropy": lambda x, t: sum(
         onepass.linear_selective_log_softmax_and_entropy(x, x.detach()[:6].sin(), t % 6)
     ),

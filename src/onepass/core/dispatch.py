@@ -200,10 +200,12 @@ def holds_tensors(annotation: Any) -> bool:
 def flattened(parameter: inspect.Parameter, prefix: str = "") -> list[inspect.Parameter]:
     """The parameter itself or, for a named tuple, a parameter for each field.
 
-    The fields of a nested named tuple are prefixed with its name.
+    The fields of a nested named tuple are prefixed with its name. `torch.jit.trace` takes no lists of bool, but of int.
     """
     if not is_named_tuple(parameter.annotation):
-        return [parameter.replace(name=prefix + parameter.name, default=inspect.Parameter.empty)]
+        annotation = list[int] if parameter.annotation == list[bool] else parameter.annotation
+        name = prefix + parameter.name
+        return [parameter.replace(name=name, annotation=annotation, default=inspect.Parameter.empty)]
     found = []
     for name, of in get_type_hints(parameter.annotation).items():
         inner = f"{prefix}{name}_" if is_named_tuple(of) else prefix
@@ -222,6 +224,8 @@ def flatten_arguments(values: Iterable[Any]) -> Iterator[Any]:
 
 def nester(annotation: Any) -> Callable[[Iterator[Any]], Any]:
     """The inverse of `flatten_arguments` for a parameter with this annotation: takes its value from an iterator."""
+    if annotation == list[bool]:
+        return lambda values: [bool(v) for v in next(values)]
     if not is_named_tuple(annotation):
         return next
     fields = [nester(of) for of in get_type_hints(annotation).values()]

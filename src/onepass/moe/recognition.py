@@ -6,6 +6,7 @@ same shapes in float32 on the CPU and without hooks, so that the module itself i
 
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -58,6 +59,17 @@ def described_object(number: int, name: str, function: int | None) -> RouterDesc
     return _described(module_of(number), name, function)
 
 
+@contextmanager
+def untraced() -> Iterator[None]:
+    """A context that `torch.jit.trace` does not see."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+
+
 def _described(module: nn.Module, name: str, function: int | None) -> RouterDescription | None:
     """See `described_method`."""
     if function is not None and id(method(type(module), name)) != function:
@@ -69,7 +81,7 @@ def _described(module: nn.Module, name: str, function: int | None) -> RouterDesc
     if key not in _known:
         with (
             _disable_current_modes(), torch._C.DisableTorchFunction(), torch.random.fork_rng(devices=[]),
-            torch.no_grad(), torch.autocast("cpu", enabled=False),
+            torch.no_grad(), torch.autocast("cpu", enabled=False), untraced(),
         ):  # fmt: skip
             torch.default_generator.manual_seed(0)  # `torch.manual_seed` would set those of all devices
             keep(_known, key, _recognized(module, name), MOST_KNOWN)

@@ -56,6 +56,8 @@ class Choices(Follower):
 
     Attributes:
         routers: the modules of each router, by name, in the order of layers; see `routers_of`.
+        decoder: the module that has the list of layers with the routers.
+        places: the number of layers in this list, and the index of that of each router; see `places_of`.
         layers: the index of each module's router in this order.
         calls: the number of calls of each router.
         pending_passes: the passes of which no output of the model has been seen yet.
@@ -66,6 +68,7 @@ class Choices(Follower):
 
     def __init__(self, model: nn.Module) -> None:
         self.routers = routers_of(model)
+        self.decoder, self.places = places_of(model, self.routers)
         self.layers = {module: n for n, modules in enumerate(self.routers.values()) for module in modules}
         self.calls = [0] * len(self.routers)
         self.pending_passes: dict[int, Pass] = {}
@@ -113,7 +116,7 @@ class Choices(Follower):
                 self.seen_pass = of
         if self.before_forward:  # of a module around this one, whose outputs are hooked too
             return
-        if self.seen_pass is of or not torch.is_grad_enabled():
+        if self.seen_pass is of or not torch.is_grad_enabled() or not any(p.requires_grad for p in model.parameters()):
             del self.pending_passes[last]
         self.seen_pass = None
 
@@ -122,14 +125,18 @@ class Watch:
     """The hooks around a forward: one class, for which torch compiles once, whatever the choices."""
 
     def __init__(self, choices: Choices) -> None:
-        self.choices = choices
+        self.choices: Choices | None = choices
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"choices": None}  # a copy of the model is not followed, also one that was loaded from a file
 
     def __call__(self, model: nn.Module, inputs: Any, *output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            if output:
-                self.choices.end(model, *output)
-            else:
-                self.choices.begin(model)
+        if torch.compiler.is_compiling() or self.choices is None:
+            return
+        if output:
+            self.choices.end(model, *output)
+        else:
+            self.choices.begin(model)
 
 
 class Recorder(Choices):
@@ -168,10 +175,11 @@ class Replay(Choices):
         """The experts of each router, on its device."""
         numbers = list(range(len(self.routers)))
         if len(layers) != len(numbers):  # those of all layers of the decoder, also of such without experts
-            numbers = [int(([p for p in name.split(".") if p.isdigit()] or ["-1"])[-1]) for name in self.routers]
-            if not 0 <= min(numbers) <= max(numbers) < len(layers):
-                raise ValueError(f"record: expected {len(numbers)} layers, those with a router, or all layers of the "
-                                 f"decoder, got {len(layers)}")  # fmt: skip
+            of_decoder, places = self.places
+            if len(layers) != of_decoder:
+                raise ValueError(f"record: expected {len(numbers)} layers, those with a router, or {of_decoder}, all "
+                                 f"layers of the decoder, got {len(layers)}")  # fmt: skip
+            numbers = places
         found = []
         for n, (router, *_) in zip(numbers, self.routers.values()):
             device = next((p.device for p in router.parameters()), layers[n].device)
@@ -259,7 +267,7 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[Replay]:
 @contextmanager
 def following(model: nn.Module, follower: Choices) -> Iterator[None]:
     """A context in which the routers are followed, and the outputs of the model and its decoder are watched."""
-    watched, watch = {decoder_of(model, follower.routers), model}, Watch(follower)
+    watched, watch = {follower.decoder, model}, Watch(follower)
     handles = [m.register_forward_pre_hook(watch) for m in watched]
     handles += [m.register_forward_hook(watch) for m in watched]
     try:
@@ -317,13 +325,21 @@ def routers_of(model: nn.Module) -> dict[str, list[nn.Module]]:
     return places
 
 
-def decoder_of(model: nn.Module, routers: dict[str, list[nn.Module]]) -> nn.Module:
-    """The module that has the list of layers with the routers."""
-    parts = next(iter(routers)).split(".")
-    for n in range(1, len(parts)):
-        if isinstance(model.get_submodule(".".join(parts[:n])), (nn.ModuleList, nn.ModuleDict)):
-            return model.get_submodule(".".join(parts[: n - 1]))
-    return model
+def places_of(model: nn.Module, routers: dict[str, list[nn.Module]]) -> tuple[nn.Module, tuple[int, list[int]]]:
+    """The module that has the list of layers with the routers, the length of this list, and the index of each router's.
+
+    If not all routers are in one list, they are all layers.
+    """
+    first = next(iter(routers)).split(".")
+    for n in range(1, len(first)):
+        name = ".".join(first[:n])
+        layers = model.get_submodule(name)
+        if isinstance(layers, (nn.ModuleList, nn.ModuleDict)):
+            decoder, keys = model.get_submodule(".".join(first[: n - 1])), list(layers._modules)
+            if all(router.startswith(f"{name}.") for router in routers):
+                return decoder, (len(keys), [keys.index(router.split(".")[n]) for router in routers])
+            return decoder, (len(routers), list(range(len(routers))))
+    return model, (len(routers), list(range(len(routers))))
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:
