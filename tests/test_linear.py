@@ -388,7 +388,13 @@ def test_what_masked_rows_hold_is_not_read(how, monkeypatch):
 LEARNED = torch.ones(1, requires_grad=True)
 BAD_FUNCTIONS = {
     "a sum": (lambda s: s.log_probs.sum(), "loss_fn: expected a loss of every row"),
-    "no tensor": (lambda s: 1.0, r"loss_fn: expected a loss of every row, floating-point of shape \(11,\), got 1.0"),
+    "no tensor": (
+        lambda s: 1.0,
+        r"loss of every row, floating-point of shape \(11,\) on .*, got 1.0",
+    ),
+    "another device": (lambda s: s.log_probs.to("meta"), r"of shape \(11,\) on .*, got .* on meta"),
+    "a sparse one": (lambda s: s.log_probs.to_sparse(), "loss_fn: expected a loss of every row"),
+    "eight bits": (lambda s: s.log_probs.to(torch.float8_e4m3fn), "loss_fn: expected a loss of every row"),
     "many a row": (lambda s: s.log_probs.unsqueeze(-1), "loss_fn: expected a loss of every row"),
     "a closure": (lambda s: s.log_probs * LEARNED, "among row_inputs"),
     "coupled rows": (lambda s: s.log_probs - s.log_probs.mean(), "loss of each row alone"),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.core.checks import Adapter, check_device, check_index, described
+from onepass.core.checks import FLOATS, Adapter, check_device, check_index, described
 from onepass.core.dispatch import without_autocast
 from onepass.core.options import Inputs, Metric, Options, Reduction
 from onepass.core.shard import Group
@@ -136,7 +136,7 @@ def linear_loss(
 
     def loss_of_rows(fields: dict[str, Tensor], *parts: Tensor) -> Tensor:
         loss = call_loss(loss_fn, fields, parts[:count])
-        check_loss(loss, fields["shift"].shape, "row")
+        check_loss(loss, fields["shift"], "row")
         return loss if rows is None else loss.where(parts[count], 0.0)
 
     divisor = divisor_of(logits, rows, reduction, num_items, mean_group)
@@ -170,7 +170,7 @@ def loss_of_groups(
     def loss_of(fields: dict[str, Tensor], *parts: Tensor, groups: slice = every) -> Tensor:
         mine = RowGroups(parts[count] - groups.start, groups.stop - groups.start, *parts[count + 1 :])
         loss = call_loss(loss_fn, fields, parts[:count], mine)
-        check_loss(loss, mine.lengths.shape, "group")
+        check_loss(loss, mine.lengths, "group")
         return loss.where(mine.lengths > 0, 0.0)
 
     parts = *map(flat, row_inputs), ids, *mask
@@ -198,8 +198,10 @@ def call_loss(
     return loss
 
 
-def check_loss(loss: Any, shape: Sequence[int], unit: str) -> None:
-    """Raise unless a loss function has returned the loss of every row or group."""
-    if not isinstance(loss, Tensor) or loss.shape != shape or not loss.is_floating_point():
-        raise ValueError(f"loss_fn: expected a loss of every {unit}, floating-point of shape {tuple(shape)}, "
-                         f"got {described(loss)}")  # fmt: skip
+def check_loss(loss: Any, like: Tensor, unit: str) -> None:
+    """Raise unless a loss function has returned the loss of every row or group, of the shape and device of ``like``."""
+    valid = isinstance(loss, Tensor) and loss.dtype in FLOATS and loss.layout is torch.strided
+    if not valid or loss.shape != like.shape or loss.device != like.device:
+        where = f" on {loss.device}" if isinstance(loss, Tensor) else ""
+        raise ValueError(f"loss_fn: expected a loss of every {unit}, floating-point of shape {tuple(like.shape)} on "
+                         f"{like.device}, got {described(loss)}{where}")  # fmt: skip
