@@ -56,10 +56,10 @@ MOST_KEYS, MOST_K, MOST_GROUPS = 16, 8, 32
 
 @triton.jit
 def turn_of(lane, BYTES: tl.constexpr, TURNS: tl.constexpr):
-    """What a lane's vectors are numbered by, with an exclusive or, in the order in which it reads them.
+    """The number with which a lane's r-th read is that of its vector ``number ^ r``.
 
-    The vectors of two lanes, with BYTES each, may lie a multiple of 128 bytes apart, and then in the same banks of the
-    cache. Such lanes read in different orders.
+    A lane's experts take BYTES bytes. Those of two lanes may lie a multiple of 128 bytes apart, and then in the same
+    banks of the cache. Such lanes read their vectors in different orders.
     """
     return (lane * BYTES // 128) & TURNS
 
@@ -187,7 +187,7 @@ def biased_routing_kernel(
 
     # The K experts with the largest values in them.
     keys = ()
-    if MOVED:  # a lane has whole groups, of which it knows the values, and another lane needs them
+    if MOVED:  # a lane takes PARTS // LANES of the groups that are kept, from the lanes that computed their values
         for n in tl.static_range(PARTS // LANES):
             number = lane * (PARTS // LANES) + n
             group = GROUPS - 1 - chosen(parts, number)
@@ -212,7 +212,8 @@ def biased_routing_kernel(
     v = largest_keys(sorted_keys(keys, BLOCK_K), K)
     unclear = unclear | (v[K - 1] < least_of(tl.int32) + (1 << BITS))
     bad = t < 0
-    # Of every lane, which is the layout of the keys: Triton would change that of one number for a token.
+    # The mask is expanded to the lanes, and so has the layout of the keys. Triton would convert the layout of a mask of
+    # tokens, which takes an exchange through shared memory.
     again = tl.max(((unclear & active)[:, None] & (lane >= 0)).to(tl.int32)) != 0
     if again:
         v, bad = by_whole_values(

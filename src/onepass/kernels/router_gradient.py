@@ -116,7 +116,8 @@ def routing_gradient_kernel(
     elif SCORE == SIGMOID:
         g = g * r * (1.0 - s)
     else:
-        slope_of_score = tl.where(z_selected < EXPONENTIAL, 0.5 * s, sigmoid(z_selected) / (2.0 * s))
+        slope_of_score = tl.where(s > 0.0, sigmoid(z_selected) / (2.0 * s), 0.0)
+        slope_of_score = tl.where(z_selected < EXPONENTIAL, 0.5 * s, slope_of_score)
         g = g * tl.where(tiny[:, None], 0.5 * r, slope_of_score)
 
     dense = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
