@@ -55,6 +55,11 @@ def are_ordinary(*arguments: Any) -> bool:
     return True
 
 
+def apply_to_ordinary(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` for `are_ordinary` tensors, which does not look for the wrappers of `torch.func`."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
 def constant_in_trace(function: Callable[..., Any]) -> None:
     """Have torch call a function while it traces, and take the result for a constant of the graph.
 

@@ -48,7 +48,8 @@ from onepass.kernels.row_programs import unmasked
 
 # Threads per program, and registers of each, for threads with at most FEW logits and with more. Programs of 128 threads
 # with few logits would wait for each other's additions to the counts. ptxas would take 100 registers.
-FEW, OF_FEW, OF_MORE = 32, (Threads(128, 256, 512, 1 << 30), 56), (Threads(128, 128, 256, 1 << 30), 80)
+ANY = 1 << 30  # number of additions to the counts
+FEW, OF_FEW, OF_MORE = 32, (Threads(128, 256, 512, ANY), 56), (Threads(128, 128, 256, ANY), 80)
 LOGITS, MOST_LOGITS = 64, 128  # per thread, at most: without groups of experts, and with groups
 SPANS = 8  # at least, per expert of a token, if a thread has no more than MOST_KEYS to sort
 MOST_KEYS, MOST_K, MOST_GROUPS = 16, 8, 32
@@ -91,6 +92,7 @@ def biased_routing_kernel(
     LANE: tl.constexpr = VEC if SHARED else E // LANES
     STEP: tl.constexpr = LANES * VEC if SHARED else VEC
     PART: tl.constexpr = SIZE // STEP  # vectors of a lane in a group
+    BYTES: tl.constexpr = LANE * logits.dtype.element_ty.primitive_bitwidth // 8
     SLOTS: tl.constexpr = BLOCK_K // LANES if BLOCK_K > LANES else 1  # experts that a lane computes weights of
     # Where the K largest values are sought: in the K spans with the largest values, or in all groups that are kept.
     PARTS: tl.constexpr = K if SEARCH else KEPT
@@ -107,7 +109,7 @@ def biased_routing_kernel(
     start = logits + t * stride // VEC * VEC  # VEC divides the stride; this tells the compiler so
     active = unmasked(token_mask, t, T, 0)
 
-    turn = turn_of(tl.arange(0, LANES), LANE * logits.dtype.element_ty.primitive_bitwidth // 8, TURNS)
+    turn = turn_of(tl.arange(0, LANES), BYTES, TURNS)
     all_values, bests, firsts, sums, lows = (), (), (), (), ()
     first_of_group = tl.full([BLOCK_T, LANES], float("-inf"), tl.float32)
     sum_of_group = first_of_group
@@ -192,9 +194,9 @@ def biased_routing_kernel(
             number = lane * (PARTS // LANES) + n
             group = GROUPS - 1 - chosen(parts, number)
             values = of_group(all_values, group, SIZE)
-            turn = turn_of(group // len(firsts), LANE * logits.dtype.element_ty.primitive_bitwidth // 8, TURNS)
+            other_turn = turn_of(group // len(firsts), BYTES, TURNS)
             for r in tl.static_range(PART):
-                start_of_r = summand + ((1 << BITS) - 1 - number * SIZE - (turn ^ r) * VEC)
+                start_of_r = summand + ((1 << BITS) - 1 - number * SIZE - (other_turn ^ r) * VEC)
                 for i in tl.static_range(VEC):
                     keys = keys + (key_of(values[r * VEC + i], bound, factor, start_of_r - i),)
     else:

@@ -168,10 +168,10 @@ def route_gradient(
     grads: RoutingGradients, options: RouterOptions,
 ) -> torch.Tensor:  # fmt: skip
     """The gradient of the logits, in their dtype, from those of the weights, summed probabilities and logsumexp."""
-    grad_weights, *of_sums = grads
+    grad_weights, grad_prob_sums, grad_logsumexp = grads
     T, E = logits.shape
     key = None
-    if token_mask is given is None and of_sums == [None, None] and grad_weights is not None:
+    if token_mask is given is grad_prob_sums is grad_logsumexp is None and grad_weights is not None:
         name = routing_gradient_kernel, logits.shape, logits.stride(0), logits.get_device(), options
         key, known = repeat(name, (logits, experts, grad_weights))
         if known is not None:
@@ -183,8 +183,8 @@ def route_gradient(
     stride = 0  # of a number for all weights. A single row may have this stride too, and other numbers.
     if grad_weights is not None and any(grad_weights.stride()):
         grad_weights, stride = grad_weights.contiguous(), options.k
-    upstream = grad_weights, *of_sums
-    strides = stride, *[0 if g is None else g.stride(0) for g in of_sums]
+    upstream = grad_weights, grad_prob_sums, grad_logsumexp
+    strides = stride, *[0 if g is None else g.stride(0) for g in upstream[1:]]
     if T:
         about = (T, E, logits.stride(0)), strides, options, given is not None
         launch(gradient_plan_for, about, (logits, out, experts, token_mask, given, *upstream), key)

@@ -57,7 +57,8 @@ class Choices(Follower):
     Attributes:
         routers: the modules of each router, by name, in the order of layers; see `routers_of`.
         decoder: the module that has the list of layers with the routers.
-        places: the number of layers in this list, and the index of that of each router; see `places_of`.
+        decoder_layers: the length of this list.
+        places: the index of each router's layer in it.
         layers: the index of each module's router in this order.
         calls: the number of calls of each router.
         pending_passes: the passes of which no output of the model has been seen yet.
@@ -68,7 +69,7 @@ class Choices(Follower):
 
     def __init__(self, model: nn.Module) -> None:
         self.routers = routers_of(model)
-        self.decoder, self.places = places_of(model, self.routers)
+        self.decoder, self.decoder_layers, self.places = decoder_of(model, self.routers)
         self.layers = {module: n for n, modules in enumerate(self.routers.values()) for module in modules}
         self.calls = [0] * len(self.routers)
         self.pending_passes: dict[int, Pass] = {}
@@ -175,11 +176,10 @@ class Replay(Choices):
         """The experts of each router, on its device."""
         numbers = list(range(len(self.routers)))
         if len(layers) != len(numbers):  # those of all layers of the decoder, also of such without experts
-            of_decoder, places = self.places
-            if len(layers) != of_decoder:
-                raise ValueError(f"record: expected {len(numbers)} layers, those with a router, or {of_decoder}, all "
-                                 f"layers of the decoder, got {len(layers)}")  # fmt: skip
-            numbers = places
+            if len(layers) != self.decoder_layers:
+                raise ValueError(f"record: expected {len(numbers)} layers, those with a router, or "
+                                 f"{self.decoder_layers}, all layers of the decoder, got {len(layers)}")  # fmt: skip
+            numbers = self.places
         found = []
         for n, (router, *_) in zip(numbers, self.routers.values()):
             device = next((p.device for p in router.parameters()), layers[n].device)
@@ -325,21 +325,21 @@ def routers_of(model: nn.Module) -> dict[str, list[nn.Module]]:
     return places
 
 
-def places_of(model: nn.Module, routers: dict[str, list[nn.Module]]) -> tuple[nn.Module, tuple[int, list[int]]]:
-    """The module that has the list of layers with the routers, the length of this list, and the index of each router's.
+def decoder_of(model: nn.Module, routers: dict[str, list[nn.Module]]) -> tuple[nn.Module, int, list[int]]:
+    """The module that has the list of layers with the routers, the length of this list, and the index of each router.
 
-    If not all routers are in one list, they are all layers.
+    If not all routers are in one list, they count as all layers.
     """
-    first = next(iter(routers)).split(".")
-    for n in range(1, len(first)):
-        name = ".".join(first[:n])
-        layers = model.get_submodule(name)
+    names = [name.split(".") for name in routers]
+    decoder = model
+    for n in range(1, len(names[0])):
+        layers = model.get_submodule(".".join(names[0][:n]))
         if isinstance(layers, (nn.ModuleList, nn.ModuleDict)):
-            decoder, keys = model.get_submodule(".".join(first[: n - 1])), list(layers._modules)
-            if all(router.startswith(f"{name}.") for router in routers):
-                return decoder, (len(keys), [keys.index(router.split(".")[n]) for router in routers])
-            return decoder, (len(routers), list(range(len(routers))))
-    return model, (len(routers), list(range(len(routers))))
+            decoder, keys = model.get_submodule(".".join(names[0][: n - 1])), list(layers._modules)
+            if all(name[:n] == names[0][:n] for name in names):
+                return decoder, len(keys), [keys.index(name[n]) for name in names]
+            break
+    return decoder, len(names), list(range(len(names)))
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:

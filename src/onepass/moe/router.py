@@ -20,7 +20,7 @@ from onepass.core.checks import (
     described,
 )
 from onepass.core.deprecated import renamed
-from onepass.core.dispatch import are_ordinary, check_upstream, like_logits, operation
+from onepass.core.dispatch import apply_to_ordinary, are_ordinary, check_upstream, like_logits, operation
 from onepass.core.invariance import is_batch_invariant
 from onepass.core.memo import memo_of_numbers
 from onepass.core.moe_options import (
@@ -139,7 +139,7 @@ def route(
         options = check_options(router_logits.shape[1], *given_options)
         again = backend_of(router_logits).route_again(router_logits, selection_bias, options)
         if again is not None and router_logits.requires_grad and torch.is_grad_enabled():
-            again = _apply(router_logits, again, options), *again[1:]
+            again = _route_again(router_logits, again, options), *again[1:]
         if again is not None:
             return Routing(*again)
     if not isinstance(router_logits, Tensor):
@@ -311,8 +311,7 @@ class _RouteAgain(torch.autograd.Function):
         return _gradient(*ctx.saved_tensors, None, None, RoutingGradients(grad), ctx.options), None, None
 
 
-# `Function.apply` also looks for the wrappers of torch.func's transforms, which this is not called under.
-_apply = super(torch.autograd.Function, _RouteAgain).apply
+_route_again = apply_to_ordinary(_RouteAgain)
 
 
 @operation("onepass::route", lambda logits, options, **_: empty_routing(logits, options))

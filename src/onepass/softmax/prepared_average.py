@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onepass.backend import backend_of
 from onepass.core.checks import FLOATS, INDEX_DTYPES, is_debugging
-from onepass.core.dispatch import are_ordinary, check_upstream
+from onepass.core.dispatch import apply_to_ordinary, are_ordinary, check_upstream
 from onepass.core.memo import keep
 from onepass.core.options import Average, FieldGradients, Inputs, Options
 from onepass.softmax.statistics import _gradient, keep_row_weight, last_row_weight
@@ -74,5 +74,4 @@ class _Average(torch.autograd.Function):
         return gradient, None, None, None
 
 
-# `Function.apply` also looks for the wrappers of torch.func's transforms, which this is not called under.
-_apply = super(torch.autograd.Function, _Average).apply
+_apply = apply_to_ordinary(_Average)
