@@ -185,6 +185,10 @@ TRACED = ALL | {
 @pytest.mark.parametrize("loss", TRACED)
 def test_a_trace_computes_again(device, loss, trained):
     """`torch.jit.trace` does not see what kernels compute, except in registered operations."""
+    if device.type == "cuda" and loss.startswith("gradient of"):
+        pytest.skip(
+            "the backward of a GPU's tensors runs in another thread, which no trace sees, with torch's losses too"
+        )
     x, t = example(device, rows=8, vocab=40)
     x = x.requires_grad_(trained)
     traced = torch.jit.trace(TRACED[loss], (x, t), check_trace=False)
