@@ -264,6 +264,8 @@ def launch_experts(options: ExpertOptions, trained: tuple[str, ...], empty: Any)
     for rows, columns in ((width, H), (H, width)):
         weight_gradient(empty(8192, rows), empty(8192, columns), empty(8, rows, columns), many)
     kernels.sum_rows(tensors.hidden, ids.int())
+    kernels.sum_rows_gradient(tensors.hidden, ids.int(), len(tensors.hidden), weights, tensors.hidden)
+    kernels.sum_rows_gradient(tensors.hidden, ids.int(), len(tensors.hidden))
     expert_rows.combine(empty(tokens * K, H), weights, ids, E)
     launch_few_rows(empty, options)
     launch_decode(empty, *(1536, 2048) if options.transposed else (33, 71))

@@ -25,6 +25,7 @@ from transformers.models.mixtral import modeling_mixtral
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 import onepass
+from onepass import reference
 from onepass.integrations import transformers_experts
 
 STEPS, VOCAB, BATCH, EXPERTS, K = 10, 32, (4, 5), 8, 2
@@ -287,6 +288,20 @@ def calls_of_expert_mlp():
         yield given
 
 
+@contextmanager
+def calls_of_sum_rows():
+    """The weights of all calls."""
+    given, sum_rows = [], reference.sum_rows
+
+    def spy(rows, places, weights=None):
+        given.append(weights)
+        return sum_rows(rows, places, weights)
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(reference, "sum_rows", spy)
+        yield given
+
+
 def mixed_precision(rank, ranks):
     """Experts compute in bfloat16, also with factors that FSDP2 does not cast."""
     with onepass.patch("transformers"), calls_of_expert_mlp() as given:
@@ -353,19 +368,28 @@ def without_rows(rank, ranks):
 
 
 def own_exchange(rank, ranks):
-    """The exchange of onepass, for different numbers of tokens, experts that nobody chooses, and ids of no expert."""
+    """The exchange of onepass, for different numbers of tokens, experts that nobody chooses, and ids of no expert.
+
+    And that of transformers with the sums of onepass, for which ids of no expert are an error.
+    """
     generator = torch.Generator().manual_seed(5)
-    for family, implementation, dtype, counts, recompute in (
-        ("gpt_oss", "onepass", torch.float64, (5, 9), None),
-        ("gpt_oss", "onepass", torch.float32, (5, 9), False),
-        ("mixtral", "onepass", torch.bfloat16, (11, 3), True),
-        ("mixtral", "onepass", torch.float32, (0, 6), False),
-        ("qwen3_moe", "eager", torch.float32, (0, 0), None),
-        ("qwen3_moe", "grouped_mm", torch.float32, (1, 0), None),
+    for how, family, implementation, dtype, counts, recompute in (
+        ("onepass", "gpt_oss", "onepass", torch.float64, (5, 9), None),
+        ("onepass", "gpt_oss", "onepass", torch.float32, (5, 9), False),
+        ("onepass", "mixtral", "onepass", torch.bfloat16, (11, 3), True),
+        ("onepass", "mixtral", "onepass", torch.float32, (0, 6), False),
+        ("onepass", "qwen3_moe", "eager", torch.float32, (0, 0), None),
+        ("onepass", "qwen3_moe", "grouped_mm", torch.float32, (1, 0), None),
+        ("all_to_all", "gpt_oss", "onepass", torch.float64, (5, 9), None),
+        ("auto", "gpt_oss", "onepass", torch.float32, (5, 9), False),
+        ("all_to_all", "mixtral", "onepass", torch.bfloat16, (11, 3), True),
+        ("all_to_all", "mixtral", "onepass", torch.float32, (0, 6), False),
+        ("auto", "mixtral", "onepass", torch.float32, (0, 0), None),
+        ("all_to_all", "qwen3_moe", "grouped_mm", torch.float32, (1, 4), None),
     ):
-        about = f"{family}, {implementation}, {dtype}, {counts}, {recompute}"
+        about = f"{how}, {family}, {implementation}, {dtype}, {counts}, {recompute}"
         tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-4
-        experts, expected = sharded_experts(ranks, "onepass", family, implementation, dtype)
+        experts, expected = sharded_experts(ranks, how, family, implementation, dtype)
         expected.float() if dtype == torch.bfloat16 else expected.to(dtype)
         all_rows, mine = sum(counts), slice(sum(counts[:rank]), sum(counts[: rank + 1]))
         hidden = torch.randn(all_rows, 8, generator=generator).to(dtype)
@@ -373,16 +397,18 @@ def own_exchange(rank, ranks):
         ids = torch.randint(NOBODYS.start, (all_rows, K), generator=generator)
         if sum(counts) == 1:
             ids.fill_(0)  # the other process has no row
-        dropped = torch.rand(all_rows, K, generator=generator) < 0.2
+        dropped = torch.rand(all_rows, K, generator=generator) < (0.2 if how == "onepass" else 0)
         leaves = [t[mine].clone().requires_grad_() for t in (hidden, weights)]
         given = (
             leaves[0],
             ids.masked_fill(dropped, -1).where(ids % 2 == 0, ids.masked_fill(dropped, EXPERTS))[mine],
             leaves[1],
         )
-        out = experts(*given) if recompute is None else checkpoint(experts, *given, use_reentrant=recompute)
-        assert out.dtype == dtype
-        out.float().square().sum().backward()
+        with onepass.patch("transformers") if how != "onepass" else nullcontext(), calls_of_sum_rows() as sums:
+            out = experts(*given) if recompute is None else checkpoint(experts, *given, use_reentrant=recompute)
+            assert out.dtype == dtype
+            out.float().square().sum().backward()
+        assert any(w is not None for w in sums) == (how != "onepass" and implementation == "onepass"), about
         wide = torch.promote_types(dtype, torch.float32)
         of_all = [t.to(wide).requires_grad_() for t in (hidden, weights)]
         right = expected(of_all[0], ids, of_all[1].masked_fill(dropped, 0.0))

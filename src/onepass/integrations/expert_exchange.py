@@ -3,6 +3,8 @@
 A token is sent once to each process that has any of its experts, with their ids and weights, and not once for each
 expert as in transformers' ``"all_to_all"``. The process that receives it copies it for each of its experts there, and
 returns the weighted sum of their outputs. The sender adds what the processes of a token return.
+
+With ``"all_to_all"``, `combine_tokens` replaces the sums of transformers for experts of onepass, not the exchange.
 """
 
 from typing import Any, NamedTuple
@@ -59,7 +61,7 @@ class OnepassEP(EPImplementation):
         there = exchange(ids.index_select(0, pairs // len(sent))) - own * self.ep_mesh.get_local_rank()
         hidden, weights = _Copy.apply(pairs, places, exchange, hidden_states, top_k_weights)
         partial = self.sum_of_experts(hidden, there, weights, sum(assigned))
-        output = _Sum.apply(pairs, places, exchange, partial)
+        output = _Sum.apply(places, exchange, partial, None)
         return whole_batch(output, tokens, self.tp_mesh) if self.tp_mesh.size() > 1 else output
 
     def sum_of_experts(self, hidden: Tensor, ids: Tensor, weights: Tensor, assigned: int) -> Tensor:
@@ -71,7 +73,20 @@ class OnepassEP(EPImplementation):
         order = order[:assigned]
         (rows,) = _Copy.apply(order, places, None, hidden)
         of_rows = (t.flatten().index_select(0, order).unsqueeze(1) for t in (ids.long(), weights))
-        return _Sum.apply(order, places, None, self.experts_forward(rows, *of_rows))
+        return _Sum.apply(places, None, self.experts_forward(rows, *of_rows), None)
+
+
+@torch.compiler.disable
+def combine_tokens(self: Any, expert_output: Tensor, state: Any) -> Tensor:
+    """`AllToAllEP._combine_tokens` of transformers: sends the rows back, and adds those of a token times their weights.
+
+    A kernel reads each row once and adds in float32, and another one computes both gradients.
+    """
+    exchange = Exchange(state.send_sizes, state.recv_sizes, self.ep_mesh.get_group())
+    assignments = torch.arange(len(state.order), dtype=torch.int32, device=state.order.device)
+    places = torch.empty_like(assignments).scatter_(0, state.order, assignments).view(state.top_k_weights.shape)
+    output = _Sum.apply(places, exchange, expert_output, state.top_k_weights)
+    return whole_batch(output, state.num_tokens, self.tp_mesh) if self.tp_mesh.size() > 1 else output
 
 
 def pair(experts: Tensor, own: int, processes: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -111,42 +126,44 @@ class _Copy(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(places)
         ctx.exchange = exchange
-        return tuple(copied(t, order, places.shape[1], exchange) for t in tensors)
+        copies = [t.index_select(0, order // places.shape[1]) for t in tensors]
+        return tuple(copies if exchange is None else [exchange(t) for t in copies])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         check_upstream(*grads)
         (places,) = ctx.saved_tensors
         needed = ctx.needs_input_grad[3:]
-        found = [sum_received_rows(g, places, ctx.exchange) if n else None for g, n in zip(grads, needed)]
+        back = [sent_back(g, ctx.exchange) if n else None for g, n in zip(grads, needed)]
+        found = [g if g is None else backend_of(g).sum_rows(g, places) for g in back]
         return None, None, None, *found
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of the rows of each token: in both directions the opposite of `_Copy`."""
+    """The sum of the rows of each token, times their weights ``(T, K)`` if there are any: the opposite of `_Copy`.
+
+    ``places`` ``(T, K)`` are those of its rows. Each row has one of them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, order: Tensor, places: Tensor, exchange: Exchange | None, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.exchange, ctx.share = exchange, places.shape[1]
-        return sum_received_rows(rows, places, exchange)
+    def forward(ctx: Any, places: Tensor, exchange: Exchange | None, rows: Tensor, weights: Tensor | None) -> Tensor:
+        received = sent_back(rows, exchange)
+        ctx.save_for_backward(places, weights, received if ctx.needs_input_grad[3] else None)
+        ctx.exchange, ctx.count = exchange, len(received)
+        out: Tensor = backend_of(received).sum_rows(received, places, weights)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         check_upstream(grad)
-        (order,) = ctx.saved_tensors
-        return None, None, None, copied(grad, order, ctx.share, ctx.exchange)
+        places, weights, received = ctx.saved_tensors
+        of_rows, of_weights = backend_of(grad).sum_rows_gradient(grad, places, ctx.count, weights, received)
+        return None, None, of_rows if ctx.exchange is None else ctx.exchange(of_rows), of_weights
 
 
-def copied(t: Tensor, order: Tensor, share: int, exchange: Exchange | None) -> Tensor:
-    """The rows of these assignments, of which ``share`` consecutive ones have the same row, and their exchange."""
-    rows = t.index_select(0, order // share)
-    return rows if exchange is None else exchange(rows)
-
-
-def sum_received_rows(rows: Tensor, places: Tensor, exchange: Exchange | None) -> Tensor:
-    """The opposite: the exchange back, and the sum of the rows at the places ``(T, K)`` over K."""
-    return backend_of(rows).sum_rows(rows if exchange is None else exchange.back(rows), places)
+def sent_back(rows: Tensor, exchange: Exchange | None) -> Tensor:
+    """The rows that were sent to other processes, from them; the rows themselves if there is no exchange."""
+    return rows if exchange is None else exchange.back(rows)
 
 
 def part_of_process(t: Tensor, mesh: Any) -> Tensor:

@@ -15,6 +15,8 @@ from onepass.integrations.lazy_logits import asked_for, expecting_count, run
 from onepass.integrations.patching import Target, extend, original
 from onepass.integrations.routers import router_targets
 from onepass.integrations.transformers_experts import (
+    COMBINE,
+    EXCHANGES,
     INTERFACE,
     PEFT,
     PEFT_MERGE,
@@ -22,6 +24,7 @@ from onepass.integrations.transformers_experts import (
     PEFT_UNMERGE,
     SINCE,
     activate_lora,
+    combine_tokens,
     experts_forward,
     merge_lora,
     register,
@@ -144,6 +147,7 @@ TARGETS = [
         ("self, model_output, labels, shift_labels", "self, model_output, labels, shift_labels, num_items_in_batch"),
         since="4.56",
     ),
+    Target(*COMBINE, combine_tokens, ("self, expert_output, state",), since=EXCHANGES[2]),
     Target(*INTERFACE, experts_forward, ("key, value",), since=SINCE, method="register", registered=True),
     *(OF_PEFT if find_spec("peft") else []),
 ]  # fmt: skip

@@ -30,6 +30,7 @@ INTERFACE = "transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS"
 FP8 = "transformers.integrations.finegrained_fp8", "ALL_FP8_EXPERTS_FUNCTIONS"
 EXCHANGES = "transformers.distributed.expert_parallel", "EPImplementationInterface", "5.23"
 SINCE = "5.7"  # the first version of transformers whose models accept a registered name
+COMBINE = "transformers.distributed.expert_parallel", "AllToAllEP._combine_tokens"
 PEFT = "peft.tuners.lora.layer", "ParamWrapper._activate_lora"
 PEFT_MERGE = "peft.tuners.lora.layer", "ParamWrapper.merge"
 PEFT_UNMERGE = "peft.tuners.lora.layer", "ParamWrapper.unmerge"
@@ -78,6 +79,16 @@ def experts_forward(
         gate_up_bias=bias_of(self, "gate_up_proj_bias"), down_bias=bias_of(self, "down_proj_bias"),
         lora_gate_up=lora_gate_up, lora_down=lora_down, max_memory=getattr(self, LIMIT, None),
     )  # fmt: skip
+
+
+def combine_tokens(self: Any, expert_output: Tensor, state: Any) -> Tensor:
+    """`AllToAllEP._combine_tokens`; see `expert_exchange.combine_tokens`, which is called for experts of this name."""
+    experts = getattr(self.experts_forward, "__self__", None)
+    ours = getattr(getattr(experts, "config", None), "_experts_implementation", None) == NAME
+    # The module imports DTensor.
+    combine = import_module("onepass.integrations.expert_exchange").combine_tokens if ours else original(*COMBINE)
+    out: Tensor = combine(self, expert_output, state)
+    return out
 
 
 def option(experts: nn.Module, name: str) -> bool:

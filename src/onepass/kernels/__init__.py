@@ -8,7 +8,7 @@ from onepass.kernels.decode import decode
 from onepass.kernels.divergence import divergence, divergence_states, write_means
 from onepass.kernels.divergence_gradient import divergence_gradient
 from onepass.kernels.expert_mlp import expert_mlp, expert_mlp_gradient
-from onepass.kernels.expert_rows import sum_rows
+from onepass.kernels.expert_rows import sum_rows, sum_rows_gradient
 from onepass.kernels.linear_statistics import linear_statistics, state_bytes, supports_linear_statistics
 from onepass.kernels.merge_shards import merge_divergences, merge_shards
 from onepass.kernels.prepared_average import prepare_average
@@ -57,6 +57,7 @@ __all__ = [
     "sort_by_expert",
     "state_bytes",
     "sum_rows",
+    "sum_rows_gradient",
     "supports_early_gradient",
     "supports_fused_loss",
     "supports_linear_statistics",

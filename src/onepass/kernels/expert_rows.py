@@ -218,6 +218,60 @@ def combine_plan(shape: tuple[int, int], topk: int, count: int, placed: bool) ->
     return Plan(combine_kernel, T * -(-N // block_n), (count,), constexprs, 4)
 
 
+@triton.jit(do_not_specialize=["count"])
+def sum_rows_gradient_kernel(
+    grad: "Flat", y: "Flat", weights: "Flat", places: "Flat", of_y: "Out", of_weights: "Out",
+    count: tl.int32,
+    N: tl.constexpr, TOPK: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The gradients of the sum of rows at places that `combine_kernel` computes. A program has one place.
+
+    Inputs: ``grad`` ``(T, N)``; ``y`` and ``weights`` of the sum, or None; ``places`` ``(T, K)``, each of another row;
+    ``count``, the number of rows.
+    Outputs: ``of_y`` ``(rows, N)``, of which only rows at these places are written; ``of_weights`` ``(T, K)`` or None.
+    Bytes moved: see the module docstring.
+    """
+    pair = tl.program_id(0).to(tl.int64)
+    place = tl.load(places + pair)
+    valid = (place >= 0) & (place < count)
+    row = place.to(tl.int64) * N
+    weight = 1.0
+    if weights is not None:
+        weight = tl.load(weights + pair).to(tl.float32)
+    total = 0.0
+    for begin in range(0, N, BLOCK_N):
+        n = begin + tl.arange(0, BLOCK_N)
+        inside = (n < N) & valid
+        g = tl.load(grad + pair // TOPK * N + n, mask=inside, other=0.0).to(tl.float32)
+        tl.store(of_y + row + n, (weight * g).to(of_y.dtype.element_ty), mask=inside)
+        if of_weights is not None:
+            total += tl.sum(g * tl.load(y + row + n, mask=inside, other=0.0).to(tl.float32))
+    if of_weights is not None:
+        tl.store(of_weights + pair, total)
+
+
+def sum_rows_gradient(
+    grad: Tensor, places: Tensor, count: int, weights: Tensor | None = None, y: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of the ``count`` rows and, if the rows ``y`` are given, of the weights of `sum_rows`.
+
+    Each row has one of the places, or its gradient is uninitialized.
+    """
+    N = grad.shape[1]
+    of_y = grad.new_empty((count, N))
+    of_weights = None if y is None or weights is None else weights.new_empty(weights.shape)
+    if places.numel():
+        given = grad, y, weights, places, of_y, of_weights
+        launch(sum_gradient_plan, (places.numel(), N, places.shape[1], count), given)
+    return of_y, of_weights
+
+
+def sum_gradient_plan(pairs: int, N: int, topk: int, count: int) -> Plan:
+    """The launch of `sum_rows_gradient_kernel`."""
+    constexprs = dict(N=N, TOPK=topk, BLOCK_N=min(2048, max(16, power_of_two(N))))
+    return Plan(sum_rows_gradient_kernel, pairs, (count,), constexprs, 4)
+
+
 @triton.jit(do_not_specialize=["assignments"])
 def clear_dropped_kernel(
     out: "Out", order: "Flat", offsets: "Flat",

@@ -15,6 +15,7 @@ from onepass.reference.experts import (
     scattered_linear_gradient,
     sort_by_expert,
     sum_rows,
+    sum_rows_gradient,
 )
 from onepass.reference.linear_statistics import linear_statistics, state_bytes, supports_linear_statistics
 from onepass.reference.router import route, route_again, route_gradient
@@ -75,6 +76,7 @@ __all__ = [
     "sort_by_expert",
     "state_bytes",
     "sum_rows",
+    "sum_rows_gradient",
     "supports_early_gradient",
     "supports_fused_loss",
     "supports_linear_statistics",

@@ -265,3 +265,20 @@ def sum_rows(y: Tensor, places: Tensor, weights: Maybe = None) -> Tensor:
     if weights is not None:
         rows = rows * weights.where(inside, 0.0).unsqueeze(-1)
     return rows.sum(1).to(y.dtype)
+
+
+def sum_rows_gradient(
+    grad: Tensor, places: Tensor, count: int, weights: Maybe = None, y: Maybe = None
+) -> tuple[Tensor, Maybe]:
+    """The gradients of the ``count`` rows and, if the rows ``y`` are given, of the weights of `sum_rows`."""
+    inside = (places >= 0) & (places < count)
+    of_pairs = grad.unsqueeze(1).expand(*places.shape, grad.shape[1]).to(wide(grad))
+    of_weights = None
+    if weights is not None:
+        if y is not None:
+            rows = torch.cat([y, y.new_zeros((1, y.shape[1]))])[places.where(inside, count).long()]
+            of_weights = (of_pairs * rows).sum(-1).where(inside, 0.0).to(weights.dtype)
+        of_pairs = of_pairs * weights.unsqueeze(-1)
+    of_y = grad.new_zeros((count, grad.shape[1]))
+    of_y[places[inside].long()] = of_pairs[inside].to(grad.dtype)
+    return of_y, of_weights
