@@ -36,6 +36,27 @@ def build(family):
     return copy.deepcopy(_built[family])
 
 
+def build_of_images():
+    """A text model of Ernie 4.5 VL, whose router for images is called only in passes with tokens of images."""
+    from transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe import Ernie4_5_VLMoeTextModel
+
+    config = transformers.Ernie4_5_VLMoeConfig().text_config
+    options = dict(
+        vocab_size=lazy_models.VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, moe_num_experts=4, num_experts=4, moe_k=2, moe_intermediate_size=[16, 16],
+        moe_num_shared_experts=0, mlp_layer_types=["dense", "sparse"], pad_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    )  # fmt: skip
+    for name, value in options.items():
+        setattr(config, name, value)
+    torch.manual_seed(1)
+    model = Ernie4_5_VLMoeTextModel(config)
+    for name, tensor in model.named_parameters():
+        if name.endswith("gate.weight"):
+            tensor.data.normal_(std=0.5)
+    return model.train()
+
+
 def batches(n=1):
     g = torch.Generator().manual_seed(3)
     return [torch.randint(3, lazy_models.VOCAB, (B, S - i), generator=g) for i in range(n)]

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass.moe import record_routing, replay_routing
-from replay_cases import backward, batches, build, close, drifted, gradients, losses, same
+from replay_cases import backward, batches, build, build_of_images, close, drifted, gradients, losses, same
 
 pytestmark = pytest.mark.usefixtures("one_thread", "eager")
 
@@ -241,6 +241,103 @@ def test_one_backward_of_passes_within_and_without(follow, reentrant):
         close(of(True, order), of(False, order))
 
 
+@pytest.mark.parametrize("order", ["first to last", "last to first", "joint"])
+def test_a_router_that_is_called_only_with_images(order):
+    """The first pass has none, so that the first call of the router is in the second pass."""
+    model, (ids,) = build_of_images(), batches()
+    images = torch.arange(ids.numel()).view(ids.shape) % 7 > 3
+
+    def outputs(model):
+        kinds = (None, images.int())
+        return [model(input_ids=ids, moe_mm_token_type_ids=k, use_cache=False).last_hidden_state for k in kinds]
+
+    with record_routing(model) as record:
+        outputs(model)
+    tokens, of_images = ids.numel(), int(images.sum())
+    expected = [[(tokens, 2), (0, 2)], [(tokens - of_images, 2), (of_images, 2)]]
+    assert [[tuple(ids.shape) for ids in layers] for layers in record.passes] == expected
+    with replay_routing(model, record[1]) as replay:
+        model(input_ids=ids, moe_mm_token_type_ids=images.int())
+    assert replay.changed == 0
+    for follow in (record_routing, lambda m: replay_routing(m, drifted(record))):
+        found = []
+        for reentrant in (None, False, True):
+            each = copy.deepcopy(model)
+            if reentrant is not None:
+                each.gradient_checkpointing_enable({"use_reentrant": reentrant})
+                each.enable_input_require_grads()
+            with follow(each):
+                hidden = outputs(each)
+            backward([(h * h).sum() for h in hidden], order)
+            found.append(gradients(each))
+        close(found[1], found[0])
+        close(found[2], found[0])
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_pass_that_skips_layers(reentrant):
+    """As with LayerDrop: the next pass is the same for all routers, also if a pass has called none."""
+    model, inputs = build("qwen3_moe"), batches(3)
+    tokens = [ids.numel() for ids in inputs]
+
+    def step(model):
+        layers, found = model.model.layers, []
+        for ids, first in zip(inputs, (1, 2, 0)):
+            model.model.layers = layers[first:]
+            found += losses(model, [ids])
+        return found
+
+    with record_routing(model) as record:
+        step(model)
+        assert len(record) == 3
+        model(input_ids=inputs[0])
+    assert [[len(ids) for ids in layers] for layers in record.passes] == [
+        [0, tokens[0]], [0, 0], [tokens[2]] * 2, [tokens[0]] * 2
+    ]  # fmt: skip
+    other = drifted(record)
+    with replay_routing(model, other), record_routing(model) as taken:
+        expected = step(model)
+    assert len(taken) == 3 and all(same(p, q) for p, q in zip(taken.passes, other.passes))
+    backward(expected[::2], "joint")
+    of_expected = gradients(model)
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    with replay_routing(model, other):
+        found = step(model)
+    assert same(found, expected)
+    backward(found[::2], "joint")
+    close(gradients(model), of_expected)
+
+
+def test_a_record_of_a_pass_that_calls_no_router():
+    model, inputs = build("qwen3_moe"), batches()
+    with record_routing(model) as record:
+        layers, model.model.layers = model.model.layers, model.model.layers[2:]
+        losses(model, inputs)
+        model.model.layers = layers
+    assert [[len(ids) for ids in layers] for layers in record.passes] == [[0, 0]]
+    with replay_routing(model, record), pytest.raises(ValueError, match="expected 14 tokens of 2 experts in this forw"):
+        losses(model, inputs)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_backward_of_another_pass_after_one_without_gradients(reentrant):
+    """As that of old log-probabilities. Only a checkpoint of the whole model would compute the latter again."""
+    model, ids = build("qwen3_moe"), batches(2)
+    with record_routing(model) as record:
+        losses(model, ids[:1])[0].backward()
+    expected = gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    (found,) = losses(model, ids[:1])
+    with replay_routing(model, drifted(record)):
+        with torch.no_grad():
+            losses(model, ids[:1])
+        found.backward()
+    close(gradients(model), expected)
+
+
 def test_blocks_that_are_called_without_their_model():
     """It is not known of which of the calls the first backward is."""
     model = build("mixtral")
@@ -333,3 +430,38 @@ def test_a_forward_that_raises_is_undone():
             fail(x)
             assert torch.equal(model(input_ids=x).logits, of_x)
     assert replay.changed == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_forward_of_the_decoder_after_one_of_the_model_that_raises(error):
+    """The decoder has come to its end in the pass that raises."""
+    model, (ids, other) = build("mixtral"), batches(2)
+
+    def fails(*_):
+        raise error("out of memory, say")
+
+    def fail(inputs):
+        handle = model.lm_head.register_forward_pre_hook(fails)
+        with pytest.raises(error, match="out of memory"):
+            model(input_ids=inputs)
+        handle.remove()
+
+    with record_routing(model) as expected:
+        hidden = model.model(input_ids=other).last_hidden_state
+    hidden.sum().backward()
+    of_expected = gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with record_routing(model) as record:
+        fail(ids)
+        model.model(input_ids=other)
+        assert len(record) == 1
+        fail(ids)
+    assert len(record) == 1 and same(record.passes[0], expected.passes[0])
+    with replay_routing(model, record) as replay:
+        for of in (model, model.model):
+            with pytest.raises(ValueError, match="in this forward pass"):
+                of(input_ids=ids)
+        found = model.model(input_ids=other).last_hidden_state
+    assert replay.changed == 0 and torch.equal(found, hidden)
+    found.sum().backward()
+    close(gradients(model), of_expected)

@@ -4,10 +4,12 @@
 `route_block` are followed, and no other call is slower.
 """
 
+import sys
 from collections.abc import Callable
 from copy import copy, deepcopy
 from functools import wraps
 from itertools import count
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
@@ -18,6 +20,7 @@ from onepass.core.dispatch import operation
 from onepass.moe.router import Routing, route
 
 ATTRIBUTE = "_onepass_followed"
+_CALL = nn.Module._call_impl.__code__  # of a call with its hooks
 
 
 def backward_task() -> int:
@@ -28,6 +31,16 @@ def backward_task() -> int:
 def in_backward() -> bool:
     """Whether autograd is running a backward: a router is then called by gradient checkpointing, a second time."""
     return backward_task() != -1
+
+
+def under_way(module: nn.Module) -> bool:
+    """Whether this thread is inside a call of the module, by the frames of its stack."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CALL and frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Running:
@@ -42,11 +55,13 @@ class Follower:
 
     Attributes:
         keeps_experts: whether a layer that is computed again uses the experts of the first time.
-        has_lost_pass: whether there was a forward pass without gradients, whose backward cannot be found.
     """
 
     keeps_experts = False
-    has_lost_pass = False
+
+    def computes_lost_pass(self) -> bool:
+        """Whether a backward may be computing a forward pass again that ran without gradients and cannot be found."""
+        return False
 
     def choice(self, router: nn.Module) -> Tensor | None:
         """The experts ``(T, K)`` of this call, or None if the follower provides none."""
@@ -161,7 +176,7 @@ class Followed:
         this = self.this_backward()
         known = this[0] == "known"
         of = self.backward_of[0]() if known else self.only_pass()  # type: ignore[index]
-        if of is None and not known and any([f.has_lost_pass for f in self.followers]):
+        if of is None and not known and any([f.computes_lost_pass() for f in self.followers]):
             raise RuntimeError(
                 "a layer is computed again for a forward pass that ran without gradients, as in a reentrant checkpoint "
                 "of the whole model, and its choices are unknown: checkpoint the layers, or pass use_reentrant=False"

@@ -14,7 +14,7 @@ from torch.autograd import Variable
 
 from onepass.core.checks import described
 from onepass.moe.blocks import own_description, own_method
-from onepass.moe.followers import Follower, Running, attribute_of, follow, in_backward, unfollow
+from onepass.moe.followers import Follower, Running, attribute_of, follow, in_backward, under_way, unfollow
 from onepass.moe.probe import method
 from onepass.moe.routing_record import RoutingRecord
 
@@ -59,8 +59,11 @@ class Choices(Follower):
         decoder: the module that has the list of layers with the routers.
         decoder_layers: the length of this list.
         places: the index of each router's layer in it.
+        watched: the modules whose forwards are seen: the decoder, and the model around it.
         layers: the index of each module's router in this order.
-        calls: the number of calls of each router.
+        calls: the number of calls of each router, where an earlier pass that did not call it counts as a call: one that
+            skips its layer, or that has no image for a router of images.
+        earlier_passes: the number of passes before the current one.
         pending_passes: the passes of which no output of the model has been seen yet.
         seen_pass: the current pass, once one of its outputs has been seen.
     """
@@ -70,8 +73,10 @@ class Choices(Follower):
     def __init__(self, model: nn.Module) -> None:
         self.routers = routers_of(model)
         self.decoder, self.decoder_layers, self.places = decoder_of(model, self.routers)
+        self.watched = {self.decoder, model}
         self.layers = {module: n for n, modules in enumerate(self.routers.values()) for module in modules}
         self.calls = [0] * len(self.routers)
+        self.earlier_passes = 0
         self.pending_passes: dict[int, Pass] = {}
         self.seen_pass: Pass | None = None
         self.before_forward: dict[nn.Module, dict[str, Any]] = {}  # the `state` before a forward that is under way
@@ -95,30 +100,34 @@ class Choices(Follower):
     def begin(self, model: nn.Module) -> None:
         """A forward begins."""
         if not in_backward():
-            self.undo(model)
+            self.undo_failed(model)
             self.before_forward[model] = self.state()
 
-    def undo(self, model: nn.Module) -> None:
-        """Forget a forward that has ended in an error."""
-        vars(self).update(self.before_forward.pop(model, {}))
+    def undo_failed(self, begins: nn.Module | None = None) -> None:
+        """Forget each forward that has ended in an error: it has not come to its `end`, and is not under way.
+
+        A hook with ``always_call`` would be told of an error, but with it torch compiles again in each context.
+        """
+        for model in [*reversed(self.before_forward)]:
+            if model is begins or not under_way(model):
+                vars(self).update(self.before_forward.pop(model))
 
     def end(self, model: nn.Module, output: Any) -> None:
         """The backward through the outputs is that of the last pass."""
         if in_backward():
             return
         self.before_forward.pop(model, None)
-        last = max(self.calls) - 1
-        if last not in self.pending_passes:
-            return
-        of = self.pending_passes[last]
+        passes = max(self.earlier_passes + 1, *self.calls)
+        of = self.pending_passes.get(passes - 1)
         for t in tensors_of(output):
-            if t.requires_grad:
+            if of is not None and t.requires_grad:
                 t.register_hook(of.begin_backward)
                 self.seen_pass = of
         if self.before_forward:  # of a module around this one, whose outputs are hooked too
             return
+        self.earlier_passes, self.calls = passes, [passes] * len(self.calls)  # also of routers that it has not called
         if self.seen_pass is of or not torch.is_grad_enabled() or not any(p.requires_grad for p in model.parameters()):
-            del self.pending_passes[last]
+            self.pending_passes.pop(passes - 1, None)
         self.seen_pass = None
 
 
@@ -147,16 +156,24 @@ class Recorder(Choices):
         super().__init__(model)
         self.record = RoutingRecord()
 
-    def undo(self, model: nn.Module) -> None:
-        super().undo(model)
+    def undo_failed(self, begins: nn.Module | None = None) -> None:
+        super().undo_failed(begins)
         del self.record.passes[max(self.calls) :]
+
+    def end(self, model: nn.Module, output: Any) -> None:
+        super().end(model, output)
+        self.lengthen(max(self.calls), torch.empty(0, 0, dtype=torch.int16))  # if the pass has called no router
 
     def keep_experts(self, n: int, layer: int, experts: Tensor) -> Tensor:
         ids = super().keep_experts(n, layer, experts)
-        while len(self.record.passes) <= n:
-            self.record.passes.append([ids[:0]] * len(self.routers))
+        self.lengthen(n + 1, ids[:0])
         self.record.passes[n][layer] = ids
         return ids
+
+    def lengthen(self, passes: int, nobody: Tensor) -> None:
+        """Make the record at least so long, by passes in which no layer has experts."""
+        while len(self.record.passes) < passes:
+            self.record.passes.append([nobody] * len(self.routers))
 
 
 class Replay(Choices):
@@ -170,6 +187,7 @@ class Replay(Choices):
     def __init__(self, model: nn.Module, record: RoutingRecord) -> None:
         super().__init__(model)
         self.changed: Tensor | None = None
+        self.has_pass_without_gradients = False
         self.passes = [self.of_routers(layers) for layers in record.passes]
 
     def of_routers(self, layers: Sequence[Tensor]) -> list[Tensor]:
@@ -200,7 +218,11 @@ class Replay(Choices):
     def end(self, model: nn.Module, output: Any) -> None:
         super().end(model, output)
         if not in_backward() and not torch.is_grad_enabled():
-            self.has_lost_pass = True
+            self.has_pass_without_gradients = True
+
+    def computes_lost_pass(self) -> bool:
+        # A backward that computes only layers again is of another pass: the lost one is computed again as a whole.
+        return self.has_pass_without_gradients and any(under_way(m) for m in self.watched)
 
     def note(self, router: nn.Module, experts: Tensor, counts: Tensor, changed: Tensor | None, replayed: bool) -> None:
         super().note(router, experts, counts, changed, replayed)
@@ -267,7 +289,7 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[Replay]:
 @contextmanager
 def following(model: nn.Module, follower: Choices) -> Iterator[None]:
     """A context in which the routers are followed, and the outputs of the model and its decoder are watched."""
-    watched, watch = {follower.decoder, model}, Watch(follower)
+    watched, watch = follower.watched, Watch(follower)
     handles = [m.register_forward_pre_hook(watch) for m in watched]
     handles += [m.register_forward_hook(watch) for m in watched]
     try:
@@ -277,8 +299,7 @@ def following(model: nn.Module, follower: Choices) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-        for m in watched:
-            follower.undo(m)
+        follower.undo_failed()
         for router in follower.layers:
             unfollow(router, follower)
 

@@ -25,7 +25,7 @@ class RoutingRecord:
 
     Attributes:
         passes: for each forward pass, for each layer with a router, the experts ``(T, K)`` of its T tokens, int16. An
-            id of -1 leaves the choice to the router.
+            id of -1 leaves the choice to the router. T is 0 for a layer that the pass did not compute.
 
     Raises:
         TypeError, ValueError: ``passes`` are not such tensors, of any integer dtype.
