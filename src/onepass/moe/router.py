@@ -129,7 +129,7 @@ def route(
 
     A logit of -inf disables an expert (unless a ``softcap`` makes it finite): its score is 0, and it is selected only
     if fewer than k others remain. A token with a NaN logit, or whose scores are not finite or (softmax) not a
-    distribution, has NaN weights and the experts 0 … k - 1: no id is ever out of range.
+    distribution, has NaN weights and the experts 0 … k - 1, or those given by ``experts``: no id is ever out of range.
     """
     given_options = (
         k, score, n_group, topk_group, group_score, renormalize, scale, eps, score_after_topk, softcap, losses,
