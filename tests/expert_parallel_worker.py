@@ -4,6 +4,8 @@ A model is trained for ten steps by one process, and by several in every layout:
 The model of one process has the eager experts of transformers, the others have ours.
 """
 
+import copy
+import datetime
 import functools
 import sys
 from contextlib import contextmanager, nullcontext
@@ -26,6 +28,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 import onepass
 from onepass import reference
+from onepass.core.collectives import Replicated
 from onepass.integrations import transformers_experts
 
 STEPS, VOCAB, BATCH, EXPERTS, K = 10, 32, (4, 5), 8, 2
@@ -53,6 +56,7 @@ class Layout(NamedTuple):
     how: str = "all_to_all"
     factors: int | None = None  # the dimension over which FSDP2 shards LoRA's factors
     accumulate: bool = False
+    sub_config: bool = False  # experts have a config of their own, without the sizes, as in models that read images
 
 
 def adapted(model):
@@ -140,6 +144,11 @@ def distributed(layout, path=None, **options):
 
 def build(layout, **options):
     model = distributed(layout, **options).train()
+    if layout.sub_config:
+        config = copy.copy(model.config)
+        del config.distributed_config
+        for experts in (m for m in model.modules() if m.__dict__.get("_is_expert_parallel")):
+            experts.config = config
     if layout.lora:
         model = adapted(model)
     if layout.factors is not None:  # a group each, as PEFT's policy for accelerate wraps what is trained
@@ -266,6 +275,35 @@ def of_four_more(rank, ranks):
     layouts = dict(tp=2, fsdp=2, ep=2, how="all_reduce"), dict(tp=2, fsdp=2, ep=4)
     for _ in run(rank, *(Layout(name, True, **of) for name, of in zip(("qwen3_moe", "mixtral"), layouts))):
         pass
+
+
+def sub_config(rank, ranks):
+    """Also in a process group after one that was destroyed."""
+    for group in range(2):
+        if group:
+            dist.destroy_process_group()
+            dist.init_process_group(
+                "gloo", init_method=f"file://{FOLDER}/second store", rank=rank, world_size=ranks,
+                timeout=datetime.timedelta(seconds=60),
+            )  # fmt: skip
+        for _ in run(rank, Layout("mixtral", True, tp=2, ep=2, sub_config=True)):
+            pass
+
+
+def compiled(rank, ranks):
+    """The gradients of factors are summed in compiled models, too, and those of a result that a graph returns."""
+    with onepass.patch("transformers"):
+        model = build(Layout("mixtral", True, tp=2, ep=2))
+        loss_of(torch.compile(model, backend="aot_eager"), 0).backward()
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            close(p.grad, REFERENCES["mixtral", True][1][0][name], f"compiled, {name}")
+    group = dist.group.WORLD.group_name
+    leaf = torch.ones(4, requires_grad=True)
+    mine = torch.compile(lambda t: Replicated.apply(t, group)[2 * rank : 2 * rank + 2], backend="aot_eager")
+    mine(leaf).sum().backward()
+    assert leaf.grad.tolist() == [1, 1, 1, 1]
+    torch._dynamo.reset()
 
 
 def of_one(rank, ranks):
@@ -421,6 +459,26 @@ def own_exchange(rank, ranks):
         for (name, p), q in zip(experts.named_parameters(), expected.parameters(), strict=True):
             of_expected = torch.zeros_like(q) if q.grad is None else q.grad
             close(whole(p.grad).to(wide), of_expected, f"{about}, {name}", tolerance)
+
+
+def gradient_on_one_process(rank, ranks):
+    """Hidden states, or weights, require a gradient on one process only, as behind what only its images train."""
+    generator = torch.Generator().manual_seed(5)
+    hidden, ids = torch.randn(8, 8, generator=generator).double(), torch.randint(EXPERTS, (8, K), generator=generator)
+    weights, mine = torch.rand(8, K, generator=generator).double(), (slice(0, 5), slice(5, 8))[rank]
+    for number in range(2):
+        experts, expected = sharded_experts(ranks, "onepass", "qwen3_moe")
+        leaves = [t[mine].clone().requires_grad_() for t in (hidden, weights)]
+        leaves[number].requires_grad_(rank == 0)
+        experts(leaves[0], ids[mine], leaves[1]).square().sum().backward()
+        of_all = [t.clone().requires_grad_() for t in (hidden, weights)]
+        expected(of_all[0], ids, of_all[1]).square().sum().backward()
+        assert (leaves[number].grad is None) == (rank > 0)
+        for a, b in zip(leaves, of_all):
+            if a.requires_grad:
+                close(a.grad, b.grad[mine], f"gradient on one process, {number}")
+        for (name, p), q in zip(experts.named_parameters(), expected.parameters(), strict=True):
+            close(whole(p.grad), q.grad, f"gradient on one process, {number}, {name}")
 
 
 def unsupported(rank, ranks):

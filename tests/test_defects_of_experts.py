@@ -140,24 +140,6 @@ def test_a_gradient_of_nan_and_an_id_that_is_out_of_range(device):
     assert grad[0, 0].isnan() and grad[0, 1] == 0 and grad[1].isfinite().all()
 
 
-def test_groups_of_experts_end_with_the_process_group():
-    """They are of one process here: the groups of an earlier process group are unknown to the next."""
-    from onepass.core.collectives import sum_of_all_ranks
-    from onepass.integrations.expert_shards import tensor_group
-
-    dist = torch.distributed
-    if not dist.is_available():
-        pytest.skip("torch without distributed")
-    for _ in range(2):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            group = tensor_group(1)
-            assert tensor_group(1) is group
-            assert sum_of_all_ranks(torch.ones(2), group.group_name).tolist() == [1, 1]
-        finally:
-            dist.destroy_process_group()
-
-
 def test_compiled_experts_know_other_numbers_of_tokens(dynamo, device):
     """One graph for all numbers of tokens but the first, and for training too."""
     from torch._dynamo.testing import CompileCounterWithBackend

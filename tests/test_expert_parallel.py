@@ -1,8 +1,10 @@
 """MoE models whose experts are sharded over processes, by transformers' expert parallelism and by FSDP2."""
 
+import functools
 import json
 import os
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,16 @@ def has_implementations():
 
 FUNCTIONS = {
     "": {
-        2: ["of_two", "without_rows", "own_exchange", "unsupported", "mixed_precision"],
+        2: [
+            "of_two",
+            "without_rows",
+            "own_exchange",
+            "gradient_on_one_process",
+            "unsupported",
+            "mixed_precision",
+            "compiled",
+            "sub_config",
+        ],
         4: ["of_four"],
         1: ["of_one"],
     },
@@ -101,9 +112,36 @@ def test_zero_3(family):
 
 def test_an_adapter_of_more_experts_than_there_are_is_an_error():
     factors = torch.zeros(6, 4, 2), torch.zeros(6, 2, 3), 1.0
-    weight = torch.zeros(3, 4, 3)
-    with pytest.raises(NotImplementedError, match=r"an adapter of 6 experts, of which this process holds 3: .* plain"):
-        expert_shards.local_factors(torch.nn.Module(), "down_proj", weight, weight, factors)
+    with pytest.raises(
+        NotImplementedError, match=r"an adapter of 6 experts, of which this process holds 3: .* without an EPImpl"
+    ):
+        expert_shards.local_factors(torch.nn.Module(), "down_proj", torch.zeros(3, 4, 3), factors)
+
+
+@pytest.mark.parametrize("wrap", [
+    lambda forward: forward,
+    lambda forward: functools.wraps(forward)(functools.partial(forward)),
+    functools.partial,
+    lambda forward: lambda *args: forward(*args),
+    lambda forward: types.MethodType(forward, torch.nn.Module()),
+])  # fmt: skip
+def test_the_implementation_of_experts_is_found_behind_wrappers_of_their_forward(wrap):
+    module = pytest.importorskip("transformers.distributed.expert_parallel", reason="of transformers 5.23")
+
+    class Implementation(module.EPImplementation):
+        def __init__(self, experts, ep_mesh, tp_mesh):
+            self.ep_mesh, self.tp_mesh = ep_mesh, tp_mesh
+
+    with pytest.MonkeyPatch.context() as m:
+        names = module.EPImplementationInterface._global_mapping | {"of a test": Implementation}
+        m.setattr(module.EPImplementationInterface, "_global_mapping", names)
+        experts = torch.nn.Identity()
+        assert expert_shards.implementation_of(experts) is None
+        style = module.EpDispatchExpertsParallel()
+        style.install_forward(experts, "ep", tp_mesh="tp", ep_implementation="of a test")
+    experts.forward = wrap(experts.forward)
+    found = expert_shards.implementation_of(experts)
+    assert isinstance(found, Implementation) and (found.ep_mesh, found.tp_mesh) == ("ep", "tp")
 
 
 def test_experts_of_torchtitan(monkeypatch):

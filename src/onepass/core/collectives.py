@@ -74,7 +74,8 @@ class Replicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:
         ctx.group = group
-        return tensor.view_as(tensor)
+        # Torch computes a view of an input that a graph returns outside of the graph, without this backward.
+        return tensor.clone() if torch.compiler.is_compiling() else tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

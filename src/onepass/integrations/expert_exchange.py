@@ -133,9 +133,10 @@ class _Copy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         check_upstream(*grads)
         (places,) = ctx.saved_tensors
+        # Also of tensors that need no gradient here: they may need one on other processes, which wait for the exchange.
+        back = [sent_back(g, ctx.exchange) for g in grads]
         needed = ctx.needs_input_grad[3:]
-        back = [sent_back(g, ctx.exchange) if n else None for g, n in zip(grads, needed)]
-        found = [g if g is None else backend_of(g).sum_rows(g, places) for g in back]
+        found = [backend_of(g).sum_rows(g, places) if n else None for g, n in zip(back, needed)]
         return None, None, None, *found
 
 

@@ -6,15 +6,16 @@ parameters of all experts, of which a process uses those of its own, or DTensors
 that own them are never called, so that FSDP2 does not gather them. (ZeRO-3 gathers a parameter when it is read.)
 """
 
-from types import SimpleNamespace
+from types import CellType, SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
+import torch
 from torch import Tensor, nn
 
 from onepass.core.collectives import Replicated
+from onepass.core.dispatch import constant_in_trace
 from onepass.logits.partitioned import whole
+from onepass.moe.probe import module_of
 
 Factors = tuple[Tensor, Tensor, float]
 
@@ -73,26 +74,26 @@ def whole_factors(wrapper: Any, adapter: str, like: Tensor) -> Factors:
     return type(wrapper).get_delta_factors(view, adapter)
 
 
-def local_factors(experts: nn.Module, name: str, weight: Tensor, base: Any, factors: Factors) -> Factors:
+def local_factors(experts: nn.Module, name: str, weight: Tensor, factors: Factors) -> Factors:
     """The factors of this process' experts, in the dtype of their weight.
 
     Args:
-        experts: the module, whose ``config.distributed_config`` has the sizes of the meshes.
+        experts: the module, to which transformers has applied expert parallelism if it has not all experts.
         name: of the parameter, for errors.
         weight: what this process computes with, ``(experts of this process, ..., ...)``.
-        base: the parameter that the adapter belongs to, a DTensor if it is sharded.
         factors: of all experts, ``(E, ..., R)``, ``(E, R, ...)`` and the scaling.
 
     Raises:
-        NotImplementedError: the experts are sharded over another dimension, as by tensor parallelism.
+        NotImplementedError: the experts are sharded over another dimension, as by tensor parallelism, or not by
+            transformers' expert parallelism.
     """
     left, right, scaling = factors
     if len(left) != len(weight):
-        first = own_experts(base, len(left), len(weight))
-        group = group_of_same_batch(experts, base)
+        sizes = len(left), len(weight)
+        traced = torch.compiler.is_compiling()
+        first, group = own_experts_of_object(id(experts), *sizes) if traced else own_experts(experts, *sizes)
         left, right = (
-            (t if group is None else Replicated.apply(t, group.group_name))[first : first + len(weight)]
-            for t in (left, right)
+            (t if group is None else Replicated.apply(t, group))[first : first + len(weight)] for t in (left, right)
         )
     if left.shape[1] != weight.shape[1] or right.shape[2] != weight.shape[2]:
         raise NotImplementedError(
@@ -103,41 +104,42 @@ def local_factors(experts: nn.Module, name: str, weight: Tensor, base: Any, fact
     return left.to(weight.dtype), right.to(weight.dtype), scaling
 
 
-def own_experts(base: Any, total: int, own: int) -> int:
-    """The first expert of this process: experts are the last dimension of the mesh, behind those of FSDP2."""
-    mesh = getattr(base, "device_mesh", None)
-    dim = -1 if mesh is None else mesh.ndim - 1
-    if mesh is None or mesh.size(dim) * own != total:
-        raise NotImplementedError(
-            f"an adapter of {total} experts, of which this process holds {own}: expected a weight that is a DTensor "
-            f"sharded into {total / own:g} equal parts, got {'a plain tensor' if mesh is None else mesh}"
-        )
-    rank: int = mesh.get_local_rank(dim)
-    return rank * own
+def own_experts(experts: nn.Module, total: int, own: int) -> tuple[int, str | None]:
+    """The first expert of this process, and the group of processes that share its batch; None if there are no others.
 
-
-def group_of_same_batch(experts: nn.Module, base: Any) -> Any:
-    """The processes that share this process' batch and hold different experts; None if there are no others.
-
-    Each of them has the gradients of its own experts, and their sum is that of the batch, as for any other parameter.
+    Each of these has the gradients of its own experts, and their sum is that of the batch, as for any other parameter.
     """
-    config = getattr(getattr(experts, "config", None), "distributed_config", None)
-    size = getattr(config, "tp_size", 1)
-    if size == 1:
-        return None
-    mesh = base.device_mesh
-    dim = mesh.ndim - 1
-    return mesh.get_group(dim) if mesh.size(dim) == size else tensor_group(size)
+    implementation = implementation_of(experts)
+    if implementation is None or implementation.ep_mesh.size() * own != total:
+        raise NotImplementedError(
+            f"an adapter of {total} experts, of which this process holds {own}: expected experts that transformers "
+            f"(5.23 or later) has sharded by its 'ep_dispatch_experts' into {total / own:g} equal parts, got "
+            f"{'a forward without an EPImplementation' if implementation is None else implementation.ep_mesh}"
+        )
+    of_batch = implementation.tp_mesh
+    group = of_batch.get_group().group_name if of_batch.size() > 1 else None
+    return implementation.ep_mesh.get_local_rank() * own, group
 
 
-# By the default process group: the groups of one that was destroyed are not taken for those of the next.
-_tensor_groups: "WeakKeyDictionary[Any, dict[int, Any]]" = WeakKeyDictionary()
+def own_experts_of_object(number: int, total: int, own: int) -> tuple[int, str | None]:
+    """`own_experts` of `module_of` the number, as a constant of a graph."""
+    return own_experts(module_of(number), total, own)
 
 
-def tensor_group(size: int) -> Any:
-    """transformers' group of ``size`` tensor-parallel processes, which have successive ranks. All processes call it."""
-    known = _tensor_groups.setdefault(dist.group.WORLD, {})
-    if size not in known:
-        ranks = range(dist.get_world_size())
-        known[size] = dist.new_subgroups_by_enumeration([[*ranks[n : n + size]] for n in ranks[::size]])[0]
-    return known[size]
+constant_in_trace(own_experts_of_object)
+
+
+def implementation_of(experts: nn.Module) -> Any:
+    """The `EPImplementation` of experts, which has the meshes that are used; None if there is none.
+
+    The config is no substitute: that of the experts may be a part of the model's, which alone has the sizes.
+    transformers holds the implementation in the closure of ``experts.forward``, which others may have wrapped.
+    """
+    held = [vars(experts).get("forward")]
+    for f in held:  # which grows
+        if hasattr(f, "ep_mesh") and hasattr(f, "tp_mesh"):
+            return f
+        inner = [getattr(f, name, None) for name in ("__wrapped__", "__func__", "func")]
+        inner += [cell.cell_contents for cell in getattr(f, "__closure__", None) or () if cell != CellType()]
+        held += [x for x in inner if callable(x) and all(x is not y for y in held)]
+    return None

@@ -216,7 +216,7 @@ def weight_of(experts: nn.Module, name: str, dtype: torch.dtype) -> tuple[Weight
     Both are those of this process' experts. A quantized weight is a `QuantizedWeight` with values of ``dtype``.
     """
     held, parametrized = experts.__dict__.get(HELD, {}), getattr(experts, "parametrizations", {})
-    factors, base = held.get(name, (None, None))
+    factors, sharded = held.get(name, (None, False))
     weight: Any = None
     quantized = quantized_of(experts, name)
     if quantized is not None:
@@ -236,8 +236,8 @@ def weight_of(experts: nn.Module, name: str, dtype: torch.dtype) -> tuple[Weight
         weight = local_weight(experts, name, getattr(experts, name) if weight is None else weight)
     if factors is None:
         return weight, None
-    if base is not None:
-        factors = local_factors(experts, name, weight, base, factors)
+    if sharded:
+        factors = local_factors(experts, name, weight, factors)
     left, right, scaling = factors
     return weight, (left.mT, right.mT, scaling) if option(experts, "is_transposed") else (right, left, scaling)
 
@@ -313,7 +313,7 @@ def activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
         factors = factors_of(self, adapters)
     else:
         factors = whole_factors(self, adapters[0], base) if sharded else self.get_delta_factors(adapters[0])
-    held[self.parameter_name] = factors, base if sharded else None
+    held[self.parameter_name] = factors, sharded
     try:
         yield
     finally:
