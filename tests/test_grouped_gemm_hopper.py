@@ -36,6 +36,11 @@ SHAPES = [
     (20000, 16, 264, 320, 128, True),
     (2000, 5, 516, 328, 0, False),  # rows of a result that do not start on 16 bytes
     (2000, 5, 516, 328, 16, True),
+    (1500, 10, 2048, 512, 0, False),  # tiles of three parts, from here on
+    (1300, 8, 520, 1000, 0, True),
+    (1250, 7, 384, 72, 0, True),
+    (1550, 9, 516, 328, 0, False),
+    (2600, 20, 264, 320, 0, True),
 ]
 
 
@@ -125,21 +130,22 @@ def test_rows_that_are_not_finite_stay_alone(planned: list[Any], share: int) -> 
 @ON_HOPPER
 @pytest.mark.parametrize("options", [dict(), dict(glu=True), dict(scatter=True)], ids=str)
 @pytest.mark.parametrize("columns", [512, 516])
+@pytest.mark.parametrize("E", [6, 12])
 def test_rows_in_the_order_of_their_experts(
-    monkeypatch: pytest.MonkeyPatch, planned: list[Any], options: dict[str, Any], columns: int
+    monkeypatch: pytest.MonkeyPatch, planned: list[Any], options: dict[str, Any], columns: int, E: int
 ) -> None:
     """As other processes send them, each sorted by expert: descriptors load and store ranges of them, others not."""
     torch.manual_seed(columns)
-    of_process = [torch.randint(-1, 6, (n, 1), device="cuda").clamp(min=0).sort(0)[0] for n in (900, 1100, 77)]
+    of_process = [torch.randint(-1, E, (n, 1), device="cuda").clamp(min=0).sort(0)[0] for n in (900, 1100, 77)]
     ids = torch.cat(of_process)
-    ids[1000] = 6  # out of range, in the middle of a range
-    groups = sort_by_expert(ids, 6)
+    ids[1000] = E  # out of range, in the middle of a range
+    groups = sort_by_expert(ids, E)
     x = torch.randn(2077, 200, device="cuda", dtype=torch.bfloat16)
-    w = torch.randn(6, 2 * columns, 200, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(E, 2 * columns, 200, device="cuda", dtype=torch.bfloat16)
     routing = torch.rand(2077, device="cuda") if options.get("scatter") else None
     out = torch.full((2077, columns if options.get("glu") else 2 * columns), 7.0, device="cuda", dtype=x.dtype)
     found = module.grouped_gemm(x, w, groups, share=1, weights=routing, **options, out=out.clone())
-    assert planned, "another kernel was launched"
+    assert {hopper.parts_of(p) for p, *_ in planned} == {2 if E == 6 else 3}
     monkeypatch.setattr(module, "hopper_reads", lambda *_, **__: None)
     assert torch.equal(found, module.grouped_gemm(x, w, groups, share=1, weights=routing, **options, out=out))
 
@@ -153,6 +159,11 @@ EXPERTS = [  # tokens, experts, experts of a token, sizes of hidden and intermed
     (1100, 7, 1, 320, 520, 0, dict(transposed=True)),
     (1100, 7, 1, 320, 520, 16, dict()),
     (4096, 64, 4, 256, 768, 16, dict()),
+    (1000, 13, 2, 512, 264, 0, dict()),  # tiles of three parts, from here on
+    (1300, 16, 2, 520, 392, 0, dict(activation="gelu")),
+    (1500, 10, 1, 320, 520, 0, dict(transposed=True)),
+    (1000, 13, 2, 512, 264, 0, dict(activation="swiglu_clamped", transposed=True, interleaved=True)),
+    (1000, 13, 2, 512, 264, 16, dict()),
 ]
 
 
@@ -207,6 +218,29 @@ def test_experts_equal_those_of_the_general_kernel(
 
 @pytest.mark.gpu
 @ON_HOPPER
+@pytest.mark.parametrize("assignments", [800, 620])
+def test_places_of_64_bits(monkeypatch: pytest.MonkeyPatch, assignments: int) -> None:
+    """As for rows that are further apart than 32 bits reach."""
+    found = []
+
+    def plan(*about: Any) -> Any:
+        plan = hopper.hopper_plan(*about)
+        found.append(plan.constexprs["WORK"])
+        return plan._replace(constexprs=dict(WORK=found[-1]._replace(FAR=far)))
+
+    monkeypatch.setattr(module, "hopper_plan", plan)
+    monkeypatch.setattr(hopper, "is_for_hopper", hopper.is_supported)
+    x, w, *_, groups = tensors((assignments, 4, 256, 512, 0, False), torch.bfloat16, "K", "K")
+    results = []
+    for far in (False, True):  # noqa: B007  (the plan reads it)
+        import_module("onepass.kernels.launch").forget()
+        results.append(module.grouped_gemm(x, w, groups, share=1, out=torch.zeros_like(x[:, :256])))
+    assert [w.FAR for w in found] == [False, False] and (3 if assignments == 620 else 2) == found[0].PARTS
+    assert torch.equal(*results)
+
+
+@pytest.mark.gpu
+@ON_HOPPER
 @pytest.mark.parametrize("share", [0, 1])
 def test_is_used(monkeypatch: pytest.MonkeyPatch, share: int) -> None:
     planned: list[Any] = []
@@ -247,6 +281,31 @@ def test_products_that_it_takes(monkeypatch: pytest.MonkeyPatch, name: str) -> N
     assert hopper.is_for_hopper.__wrapped__(product._replace(**changed)) == expected
     monkeypatch.setattr(hopper.layout, "compute_capability", lambda *_: 100)
     assert not hopper.is_for_hopper.__wrapped__(product._replace(**changed))
+
+
+@pytest.mark.parametrize("changed, parts", [
+    (dict(assignments=512), 2), (dict(assignments=516), 3), (dict(assignments=768), 3), (dict(assignments=772), 2),
+    (dict(assignments=640, R=8), 2), (dict(assignments=640, glu=True), 3),
+    (dict(assignments=640, glu=True, options=module.PLAIN._replace(interleaved=True)), 2),
+    (dict(assignments=640, glu=True, options=module.PLAIN._replace(activation="gelu")), 2),
+])  # fmt: skip
+def test_parts_of_a_tile(changed: dict[str, Any], parts: int) -> None:
+    product = Product(900, 12, 4, 256, 256, 0, 0, False, False, 1.0, module.PLAIN, 256, (), 2, torch.device("cpu"))
+    assert hopper.parts_of(product._replace(**changed)) == parts
+
+
+def test_rows_that_are_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper.layout, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(hopper.layout, "shared_memory", lambda: 227 * 1024)
+    product = Product(2**16, 12, 4, 256, 256, 0, 2, False, False, 1.0, module.PLAIN, 2**16, (), 2, torch.device("cpu"))
+    for changed, far in (
+        (dict(), True),
+        (dict(x_row=2**16 - 8), False),
+        (dict(share=4), False),
+        (dict(share=0), False),
+    ):
+        plan = hopper.hopper_plan(product._replace(**changed), ("K", 1, 1), ("", 0, 0))
+        assert far == plan.constexprs["WORK"].FAR
 
 
 def test_weights_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

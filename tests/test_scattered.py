@@ -141,10 +141,15 @@ def test_assignments_are_sorted_by_one_launch_or_by_several(device, monkeypatch,
     counts = inside.bincount(minlength=experts + 1)[:experts]
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     assert torch.equal(groups.offsets.long(), offsets)
-    rows = module.rows_of_tile(assignments, experts)
-    tiles = [(e, row) for e in range(experts) for row in range(int(offsets[e]), int(offsets[e + 1]), rows)]
-    assert [*zip(groups.tile_expert.tolist(), groups.tile_row.tolist())][: len(tiles)] == tiles
-    assert (groups.tile_expert[len(tiles) :] == experts).all()
+    lengths = module.lengths_of_lists(assignments, experts)
+    assert (lengths[1] > 0) == (module.rows_of_tile(assignments, experts) == module.MOST_ROWS)
+    lists = zip(groups.tile_expert.split(lengths), groups.tile_row.split(lengths))
+    for rows, (tile_expert, tile_row) in zip((module.rows_of_tile(assignments, experts), module.WIDE.value), lists):
+        tiles = [(e, row) for e in range(experts) for row in range(int(offsets[e]), int(offsets[e + 1]), rows)]
+        if not len(tile_row):
+            continue
+        assert [*zip(tile_expert.tolist(), tile_row.tolist())][: len(tiles)] == tiles
+        assert (tile_expert[len(tiles) :] == experts).all()
 
 
 @pytest.mark.parametrize("counts, message", [

@@ -93,7 +93,7 @@ class Groups(NamedTuple):
             an expert). Those to out-of-range ids come last.
         offsets: ``(E + 1,)``, int32: the assignments to expert e are ``order[offsets[e]:offsets[e + 1]]``.
         tile_expert, tile_row: int32: the expert and the first sorted row of each tile of rows that a grouped GEMM
-            computes. Empty where `onepass.reference` sorts.
+            computes. With many rows, a list of larger tiles follows. Empty where `onepass.reference` sorts.
         places: ``(T·K,)``, int32: the sorted row of each assignment, and T·K for one to an out-of-range id.
     """
 
@@ -122,7 +122,7 @@ class Product(NamedTuple):
     """What a grouped GEMM of `kernels` computes, and from what, besides its weight: a part of the key of its launch.
 
     Attributes:
-        assignments, tiles: rows of the result, and tiles that `Groups` has room for.
+        assignments, tiles: rows of the result, and tiles that the first list of `Groups` has room for.
         E, N, K: experts, columns of the result and of ``x``.
         R: the rank of the adapter; 0 without one.
         share, scatter, glu, scale, options: as in `kernels.grouped_gemm`.

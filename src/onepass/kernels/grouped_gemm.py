@@ -26,7 +26,7 @@ from onepass.kernels.expert_rows import activate
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import power_of_two
 from onepass.kernels.row_gemm import place_of
-from onepass.kernels.token_sort import rows_of_tile
+from onepass.kernels.token_sort import lengths_of_lists, rows_of_tile
 
 try:
     from onepass.kernels.grouped_gemm_hopper import hopper_plan, hopper_reads
@@ -240,8 +240,8 @@ def grouped_gemm(
     low, lora = adapter or (None, None)
     rank, lora_strides = (0, ()) if lora is None else (lora.shape[2], lora.stride())
     product = Product(
-        assignments, len(groups.tile_row), E, N, K, rank, share, scatter, glu, scale, options, x.stride(0),
-        lora_strides, x.element_size(), x.device,
+        assignments, lengths_of_lists(assignments, E)[0], E, N, K, rank, share, scatter, glu, scale, options,
+        x.stride(0), lora_strides, x.element_size(), x.device,
     )  # fmt: skip
     others = low, lora, bias, weights, h, out, groups.order, groups.offsets, groups.tile_expert, groups.tile_row
     if not isinstance(w, Tensor) and is_decoded_in_loop(w.format, assignments, halves):

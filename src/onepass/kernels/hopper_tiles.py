@@ -1,69 +1,61 @@
-"""Tiles of the grouped GEMMs of Hopper GPUs: how descriptors load and store them. Device functions, in Gluon."""
+"""Tiles of the grouped GEMMs of Hopper GPUs, and how their operands are loaded. Device functions, in Gluon."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
-# Of a tile: rows, half of them, columns, and the part of K that is multiplied at once.
-ROWS, HALF, WIDTH, STEP = (gl.constexpr(n) for n in (128, 64, 256, 64))
+from onepass.kernels.row_gemm import place_of
+
+# Of a tile: the rows and columns of a group of warps, the columns that are stored at once, and the part of K that is
+# multiplied at once.
+PART, WIDTH, STORED, STEP = (gl.constexpr(n) for n in (64, 256, 128, 64))
+place_of_work = gluon.jit(place_of.fn)
 ELEMENT = gl.constexpr(2)  # bytes
 SUPPORTED = hasattr(tma, "make_tensor_descriptor") and hasattr(async_copy, "mbarrier_arrive")  # from Triton 3.6 on
 
 
 @gluon.constexpr_function
-def stored_layout(rows, columns):
-    """The layout in which a tile is stored, 16 bytes a thread.
-
-    Every row is in the same warp as in the accumulator, so that warps exchange nothing.
-    """
-    registers = [[0, 1], [0, 2], [0, 4], *[[0, 32 << n] for n in range((columns // 64).bit_length())], [8, 0]]
-    registers += [[64, 0]] * (rows // 128)
-    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [rows, columns])
+def columns_of_tile(activation):
+    """How many columns of the result a tile has: with an activation, half of those of the product."""
+    return 128 if activation != "" else 256
 
 
 @gluon.jit
-def store_tile(to, row, there, n0, N: gl.constexpr, ROW: gl.constexpr, tile):
-    """Store the rows of a tile that are ``there`` from column ``n0`` on, of N columns; a row has ROW elements."""
-    stored: gl.constexpr = stored_layout(tile.shape[0], tile.shape[1])
-    row = gl.convert_layout(row, gl.SliceLayout(1, stored)).to(gl.int64)
-    there = gl.convert_layout(there, gl.SliceLayout(1, stored))
-    n = n0 + gl.arange(0, tile.shape[1], gl.SliceLayout(0, stored))
-    found = gl.convert_layout(tile.to(to.dtype.element_ty), stored)
-    gl.store(to + row[:, None] * ROW + n[None, :], found, mask=there[:, None] & (n < N)[None, :])
-
-
-@gluon.jit
-def store_rows(
-    to, descriptor, shared, first, whole, row, there, n0, N: gl.constexpr, ROW: gl.constexpr, PENDING: gl.constexpr,
-    tile,
+def load_range(
+    of_rows, ready, rows, stage, begin, end, k0, OTHERS: gl.constexpr, PARTS: gl.constexpr
 ):  # fmt: skip
-    """`store_tile`, or, for a ``whole`` tile of consecutive rows from the ``first`` on, a copy to ``shared`` memory,
-    which a descriptor stores while the warps go on. It is None if no descriptor can.
-
-    This waits until at most PENDING of the earlier stores are not finished, which must be those from other memory.
-    """
-    if shared is None:
-        store_tile(to, row, there, n0, N, ROW, tile)
-    elif whole:
-        tma.store_wait(PENDING)
-        shared.store(tile.to(to.dtype.element_ty))
-        hopper.fence_async_shared()
-        tma.async_copy_shared_to_global(descriptor, [first, n0], shared)
-    else:
-        store_tile(to, row, there, n0, N, ROW, tile)
+    """Load those parts of a step's rows that begin before the ``end``. OTHERS: bytes that are loaded, too."""
+    for n in gl.static_range(PARTS):
+        is_last = begin + n * PART < end
+        if n + 1 < PARTS:
+            is_last = is_last & (begin + (n + 1) * PART >= end)
+        mbarrier.expect(ready, OTHERS + (n + 1) * PART * STEP * ELEMENT, pred=is_last)
+    for n in gl.static_range(PARTS):
+        to = rows.index(stage * PARTS + n)
+        tma.async_copy_global_to_shared(of_rows, [begin + n * PART, k0], ready, to, pred=begin + n * PART < end)
 
 
 @gluon.jit
-def load_range(of_rows, ready, rows, begin, end, k0, OTHERS: gl.constexpr):
-    """Load the rows of a step, of the second half if any are before the ``end``. OTHERS: bytes that are loaded, too."""
-    OF_HALF: gl.constexpr = HALF * STEP * ELEMENT
-    both = begin + HALF < end
-    mbarrier.expect(ready, OTHERS + 2 * OF_HALF, pred=both)
-    mbarrier.expect(ready, OTHERS + OF_HALF, pred=both == 0)
-    tma.async_copy_global_to_shared(of_rows, [begin, k0], ready, rows.slice(0, HALF))
-    tma.async_copy_global_to_shared(of_rows, [begin + HALF, k0], ready, rows.slice(HALF, HALF), pred=both)
+def gathered_rows(order, begin, end, part: gl.constexpr, of_rows: gl.constexpr, W: gl.constexpr):
+    """The places in ``x`` of a part of the rows of a tile, and which of them are before the ``end``."""
+    row = begin + part * PART + gl.arange(0, PART, gl.SliceLayout(1, of_rows))
+    source = gl.load(order + row, mask=row < end, other=0) // W.SHARE
+    if W.FAR:
+        source = source.to(gl.int64)
+    return source[:, None] * W.X_ROW + gl.arange(0, STEP, gl.SliceLayout(0, of_rows))[None, :], (row < end)[:, None]
+
+
+@gluon.jit
+def copy_rows(x, places, rows, stage, first, beyond: gl.constexpr, of_rows: gl.constexpr, W: gl.constexpr):
+    """Copy the rows at these places to a stage, from column ``first + beyond`` on."""
+    PARTS: gl.constexpr = W.PARTS
+    for part in gl.static_range(PARTS):
+        place, mask = places[part]
+        if W.K % STEP != 0:
+            k = gl.arange(0, STEP, gl.SliceLayout(0, of_rows))[None, :]
+            mask = mask & (first + beyond + k < W.K)
+        to = rows.index(stage * PARTS + part)
+        async_copy.async_copy_global_to_shared(to, x + first + beyond + place, mask=mask)
 
 
 @gluon.jit
@@ -79,14 +71,8 @@ def load_columns(of_columns, ready, columns, expert, n0, k0, BY: gl.constexpr, H
 
 @gluon.jit
 def describe_rows(x, count, K: gl.constexpr, ROW: gl.constexpr):
-    """The descriptor of half of the rows of a tile of ``x`` ``(count, K)``."""
-    return tma.make_tensor_descriptor(x, [count, K], [ROW, 1], [HALF, STEP], gl.NVMMASharedLayout(128, 16, 2))
-
-
-@gluon.jit
-def describe_result(x, count, N: gl.constexpr, ROW: gl.constexpr, WIDTH: gl.constexpr):
-    """The descriptor of WIDTH columns of half of the rows of a result ``(count, N)``, whose rows have ROW elements."""
-    return tma.make_tensor_descriptor(x, [count, N], [ROW, 1], [HALF, WIDTH], gl.NVMMASharedLayout(128, 16, 2))
+    """The descriptor of a part of the rows of a tile of ``x`` ``(count, K)``."""
+    return tma.make_tensor_descriptor(x, [count, K], [ROW, 1], [PART, STEP], gl.NVMMASharedLayout(128, 16, 2))
 
 
 @gluon.jit
@@ -105,3 +91,79 @@ def describe_weight(
         return tma.make_tensor_descriptor(
             w, [E, K, COLUMNS], [E_STRIDE, STRIDE, 1], [1, STEP, WIDTH], gl.NVMMASharedLayout(128, 16, 3)
         )
+
+
+@gluon.jit
+def load(
+    x, of_x, of_weight, of_low, of_lora, rows, columns, lora_columns, full, empty, groups, tiles, group,
+    W: gl.constexpr,
+):  # fmt: skip
+    """Load what `multiply` multiplies, in its order."""
+    ACTIVATION: gl.constexpr = W.ACTIVATION
+    HALVES: gl.constexpr = 2 if W.ACTIVATION != "" and not W.INTERLEAVED else 1
+    BLOCK_N: gl.constexpr = columns_of_tile(ACTIVATION)
+    N_TILES: gl.constexpr = (W.N + BLOCK_N - 1) // BLOCK_N
+    STEPS: gl.constexpr = (W.K + STEP - 1) // STEP
+    LORA_STEPS: gl.constexpr = (W.R + STEP - 1) // STEP
+    GATHERED: gl.constexpr = W.SHARE > 0
+    # Rows that other processes have sent are consecutive in most tiles, but not where those of two processes meet.
+    MAY_BE_RANGE: gl.constexpr = W.SHARE == 1 and W.X_ROW > 0
+    AT_ONCE: gl.constexpr = 4 if GATHERED and STEPS % 4 == 0 else 1  # whose addresses differ by constants
+    OF_COLUMNS: gl.constexpr = WIDTH * STEP * ELEMENT
+    BY: gl.constexpr = W.BY
+    LORA_BY: gl.constexpr = W.LORA_BY
+    STAGES: gl.constexpr = W.STAGES
+    PARTS: gl.constexpr = W.PARTS
+    ROWS: gl.constexpr = W.PARTS * PART
+    of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    order, offsets, tile_expert, tile_row = groups
+    step = 0
+    for work in range(gl.program_id(0), tiles * N_TILES, gl.num_programs(0)):
+        tile, n_tile = place_of_work(work, tiles, N_TILES, group)
+        expert = gl.load(tile_expert + tile)
+        if expert < W.E:
+            begin = gl.load(tile_row + tile)
+            end = gl.load(offsets + expert + 1)
+            n0 = n_tile * (WIDTH // HALVES)
+            if GATHERED:  # the last part is named twice if there are two
+                places = (
+                    gathered_rows(order, begin, end, 0, of_rows, W),
+                    gathered_rows(order, begin, end, 1, of_rows, W),
+                    gathered_rows(order, begin, end, PARTS - 1, of_rows, W),
+                )
+            if MAY_BE_RANGE:
+                row0 = gl.load(order + begin)
+                last = gl.load(order + begin + (ROWS - 1), mask=begin + ROWS <= end, other=-1)
+                is_range = last - row0 == ROWS - 1  # within an expert, assignments ascend
+            if LORA_STEPS > 0:
+                for k0 in range(0, LORA_STEPS * STEP, STEP):
+                    stage = step % STAGES
+                    mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
+                    ready = full.index(stage)
+                    load_range(of_low, ready, rows, stage, begin, end, k0, OF_COLUMNS, PARTS)
+                    load_columns(of_lora, ready, lora_columns.index(stage), expert, n0, k0, LORA_BY, HALVES)
+                    if GATHERED:
+                        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+                    step += 1
+            for first in range(0, STEPS * STEP, AT_ONCE * STEP):
+                for n in gl.static_range(AT_ONCE):
+                    k0 = first + n * STEP
+                    stage = step % STAGES
+                    mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
+                    ready = full.index(stage)
+                    if not GATHERED:
+                        load_range(of_x, ready, rows, stage, begin, end, k0, OF_COLUMNS, PARTS)
+                    elif not MAY_BE_RANGE:
+                        mbarrier.expect(ready, OF_COLUMNS)
+                    elif is_range:
+                        load_range(of_x, ready, rows, stage, row0, row0 + ROWS, k0, OF_COLUMNS, PARTS)
+                    else:
+                        mbarrier.expect(ready, OF_COLUMNS)
+                    load_columns(of_weight, ready, columns.index(stage), expert, n0, k0, BY, HALVES)
+                    if GATHERED:
+                        if not MAY_BE_RANGE:  # noqa: SIM114  (known when the kernel is compiled)
+                            copy_rows(x, places, rows, stage, first, n * STEP, of_rows, W)
+                        elif not is_range:
+                            copy_rows(x, places, rows, stage, first, n * STEP, of_rows, W)
+                        async_copy.mbarrier_arrive(ready, increment_count=False)
+                    step += 1

@@ -2,7 +2,8 @@
 
 `moe.token_sort` calls `sort_by_expert`, a stable counting sort. `order` has the assignments sorted by expert: expert e
 has the sorted rows ``offsets[e]`` to ``offsets[e + 1]``, and assignments to out-of-range ids come last. No row is
-padded. Every expert's rows are divided into tiles of BLOCK_M rows, and a tile with fewer rows masks the rest.
+padded. Every expert's rows are divided into tiles of BLOCK_M rows, and a tile with fewer rows masks the rest. If these
+are the largest, there is a second list, of tiles of `WIDE` rows.
 
 Bytes moved: the ids are read three times and the order is written once, plus one count per block and expert. Few
 assignments are sorted by one launch, whose programs each read all ids.
@@ -19,7 +20,7 @@ from onepass.core.moe_options import Groups
 from onepass.kernels.launch import Flat, Out, Plan, launch
 from onepass.kernels.layout import power_of_two
 
-MOST_ROWS = 128  # per tile
+MOST_ROWS, WIDE = 128, tl.constexpr(192)  # per tile, and per tile of the second list
 BLOCK = 128  # assignments of a program of the sort; twice as many take 1.3 to 1.9 times as long on an H200
 OTHERS = tl.constexpr(32)  # assignments with which a program that places compares its own at once
 FEW = 2048  # assignments that one launch sorts, in about the time of several on an H200, and a third of their host time
@@ -97,17 +98,28 @@ def write_tiles(
     tl.store(tile_row + tile, row, mask=tile < tiles)
 
 
-@triton.jit(do_not_specialize=["blocks", "tiles"])
+@triton.jit
+def write_lists(
+    begin, end, n, tile_expert, tile_row, tiles, wide, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Write the n-th TILES tiles of both lists, the second of which follows the first."""
+    if n * TILES < tiles:
+        write_tiles(begin, end, n * TILES, tile_expert, tile_row, tiles, E, BLOCK_E, BLOCK_M)
+    if n * TILES < wide:
+        write_tiles(begin, end, n * TILES, tile_expert + tiles, tile_row + tiles, wide, E, BLOCK_E, WIDE)
+
+
+@triton.jit(do_not_specialize=["blocks", "tiles", "wide"])
 def tile_kernel(
     ends: "Flat", offsets: "Out", tile_expert: "Out", tile_row: "Out",
-    blocks: tl.int32, tiles: tl.int32,
+    blocks: tl.int32, tiles: tl.int32, wide: tl.int32,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Find where each expert's rows begin, and the expert and first sorted row of each tile.
 
     Input: ``ends`` ``(E + 1, blocks)``, as in `place_kernel`.
-    Outputs: ``offsets`` ``(E + 1,)``; ``tile_expert`` ``(tiles,)``, E for a tile that is not used; ``tile_row``
-    ``(tiles,)``.
+    Outputs: ``offsets`` ``(E + 1,)``; ``tile_expert`` ``(tiles + wide,)``, E for a tile that is not used; ``tile_row``
+    ``(tiles + wide,)``.
     Bytes moved: 2 E elements of ``ends`` per program in, the outputs out.
     """
     e = tl.arange(0, BLOCK_E)
@@ -116,7 +128,7 @@ def tile_kernel(
     if tl.program_id(0) == 0:
         tl.store(offsets + e, begin, mask=e < E)
         tl.store(offsets + e + 1, end, mask=e == E - 1)
-    write_tiles(begin, end, tl.program_id(0) * TILES, tile_expert, tile_row, tiles, E, BLOCK_E, BLOCK_M)
+    write_lists(begin, end, tl.program_id(0), tile_expert, tile_row, tiles, wide, E, BLOCK_E, BLOCK_M)
 
 
 @triton.jit
@@ -126,11 +138,11 @@ def count_of(counts, assignments, E: tl.constexpr, BLOCK_E: tl.constexpr):
     return tl.minimum(tl.maximum(tl.load(counts + e, mask=e < E, other=0).to(tl.int64), 0), assignments)
 
 
-@triton.jit(do_not_specialize=["assignments", "tiles"])
+@triton.jit(do_not_specialize=["assignments", "tiles", "wide"])
 def sort_kernel(
     experts: "Flat", counts: "Flat", order: "Out", offsets: "Out", tile_expert: "Out", tile_row: "Out",
     places: "Out",
-    assignments: tl.int32, tiles: tl.int32,
+    assignments: tl.int32, tiles: tl.int32, wide: tl.int32,
     E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """The results of the other kernels in one launch: a program places ROWS assignments, and finds some of the tiles.
@@ -173,8 +185,8 @@ def sort_kernel(
         end = tl.minimum(end, assignments).to(tl.int32)
         if tl.program_id(0) == 0:
             tl.store(offsets + e, begin, mask=e <= E)
-        for tile in range(tl.program_id(0) * TILES, tiles, tl.num_programs(0) * TILES):
-            write_tiles(begin, end, tile, tile_expert, tile_row, tiles, E, BLOCK_E, BLOCK_M)
+        for n in range(tl.program_id(0), tl.cdiv(tiles, TILES), tl.num_programs(0)):
+            write_lists(begin, end, n, tile_expert, tile_row, tiles, wide, E, BLOCK_E, BLOCK_M)
 
 
 def rows_of_tile(assignments: int, E: int) -> int:
@@ -185,9 +197,15 @@ def rows_of_tile(assignments: int, E: int) -> int:
     return rows
 
 
+def lengths_of_lists(assignments: int, num_experts: int) -> tuple[int, int]:
+    """The number of tiles that each list has room for: as many as there can be. The second list is not the longer."""
+    rows, more = rows_of_tile(assignments, num_experts), min(num_experts, assignments)
+    return assignments // rows + more, assignments // WIDE.value + more if rows == MOST_ROWS else 0
+
+
 def count_tiles(assignments: int, num_experts: int) -> int:
-    """The number of tiles that `Groups` has room for: as many as there can be."""
-    return assignments // rows_of_tile(assignments, num_experts) + min(num_experts, assignments)
+    """The number of tiles that `Groups` has room for."""
+    return sum(lengths_of_lists(assignments, num_experts))
 
 
 def sort_by_expert(experts: Tensor, num_experts: int, counts: Tensor | None = None) -> Groups:
@@ -230,16 +248,16 @@ def place_plan(assignments: int, E: int) -> Plan:
 
 def tile_plan(assignments: int, E: int) -> Plan:
     """The launch of `tile_kernel`."""
-    blocks, tiles = -(-assignments // BLOCK), count_tiles(assignments, E)
+    blocks, (tiles, wide) = -(-assignments // BLOCK), lengths_of_lists(assignments, E)
     constexprs = dict(E=E, BLOCK_E=power_of_two(E), BLOCK_M=rows_of_tile(assignments, E))
-    return Plan(tile_kernel, -(-tiles // TILES.value), (blocks, tiles), constexprs, 4)
+    return Plan(tile_kernel, -(-tiles // TILES.value), (blocks, tiles, wide), constexprs, 4)
 
 
 def sort_plan(assignments: int, E: int, is_sorted: bool) -> Plan:
     """The launch of `sort_kernel`."""
-    tiles, rows = count_tiles(assignments, E), SORTED_ROWS if is_sorted else ROWS
+    (tiles, wide), rows = lengths_of_lists(assignments, E), SORTED_ROWS if is_sorted else ROWS
     constexprs = dict(
         E=E, BLOCK_E=power_of_two(E + 1), ROWS=rows, PART=PART, BLOCK_M=rows_of_tile(assignments, E)
     )  # fmt: skip
     programs = max(-(-assignments // rows), -(-tiles // TILES.value))
-    return Plan(sort_kernel, programs, (assignments, tiles), constexprs, 4)
+    return Plan(sort_kernel, programs, (assignments, tiles, wide), constexprs, 4)
