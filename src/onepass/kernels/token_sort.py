@@ -103,10 +103,12 @@ def write_lists(
     begin, end, n, tile_expert, tile_row, tiles, wide, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
 ):
     """Write the n-th TILES tiles of both lists, the second of which follows the first."""
-    if n * TILES < tiles:
+    of_first = tl.cdiv(tiles, TILES)
+    if n < of_first:
         write_tiles(begin, end, n * TILES, tile_expert, tile_row, tiles, E, BLOCK_E, BLOCK_M)
-    if n * TILES < wide:
-        write_tiles(begin, end, n * TILES, tile_expert + tiles, tile_row + tiles, wide, E, BLOCK_E, WIDE)
+    else:
+        first = (n - of_first) * TILES
+        write_tiles(begin, end, first, tile_expert + tiles, tile_row + tiles, wide, E, BLOCK_E, WIDE)
 
 
 @triton.jit(do_not_specialize=["blocks", "tiles", "wide"])
@@ -170,7 +172,7 @@ def sort_kernel(
             inside = place < tl.sum(count_of(counts, assignments, E, BLOCK_E))
         tl.store(order + place, assignment, mask=there)
         tl.store(places + assignment, tl.where(inside, place, assignments), mask=there)
-    if tl.program_id(0) * TILES < tiles:
+    if tl.program_id(0) < tl.cdiv(tiles, TILES) + tl.cdiv(wide, TILES):
         e = tl.arange(0, BLOCK_E)
         if counts is None:
             count = tl.zeros([BLOCK_E], tl.int32)
@@ -185,7 +187,7 @@ def sort_kernel(
         end = tl.minimum(end, assignments).to(tl.int32)
         if tl.program_id(0) == 0:
             tl.store(offsets + e, begin, mask=e <= E)
-        for n in range(tl.program_id(0), tl.cdiv(tiles, TILES), tl.num_programs(0)):
+        for n in range(tl.program_id(0), tl.cdiv(tiles, TILES) + tl.cdiv(wide, TILES), tl.num_programs(0)):
             write_lists(begin, end, n, tile_expert, tile_row, tiles, wide, E, BLOCK_E, BLOCK_M)
 
 
@@ -198,9 +200,14 @@ def rows_of_tile(assignments: int, E: int) -> int:
 
 
 def lengths_of_lists(assignments: int, num_experts: int) -> tuple[int, int]:
-    """The number of tiles that each list has room for: as many as there can be. The second list is not the longer."""
+    """The number of tiles that each list has room for: as many as there can be."""
     rows, more = rows_of_tile(assignments, num_experts), min(num_experts, assignments)
     return assignments // rows + more, assignments // WIDE.value + more if rows == MOST_ROWS else 0
+
+
+def programs_of(tiles: int) -> int:
+    """The number of programs that find so many tiles, TILES each."""
+    return -(-tiles // TILES.value)
 
 
 def count_tiles(assignments: int, num_experts: int) -> int:
@@ -250,7 +257,7 @@ def tile_plan(assignments: int, E: int) -> Plan:
     """The launch of `tile_kernel`."""
     blocks, (tiles, wide) = -(-assignments // BLOCK), lengths_of_lists(assignments, E)
     constexprs = dict(E=E, BLOCK_E=power_of_two(E), BLOCK_M=rows_of_tile(assignments, E))
-    return Plan(tile_kernel, -(-tiles // TILES.value), (blocks, tiles, wide), constexprs, 4)
+    return Plan(tile_kernel, programs_of(tiles) + programs_of(wide), (blocks, tiles, wide), constexprs, 4)
 
 
 def sort_plan(assignments: int, E: int, is_sorted: bool) -> Plan:
@@ -259,5 +266,5 @@ def sort_plan(assignments: int, E: int, is_sorted: bool) -> Plan:
     constexprs = dict(
         E=E, BLOCK_E=power_of_two(E + 1), ROWS=rows, PART=PART, BLOCK_M=rows_of_tile(assignments, E)
     )  # fmt: skip
-    programs = max(-(-assignments // rows), -(-tiles // TILES.value))
+    programs = max(-(-assignments // rows), programs_of(tiles) + programs_of(wide))
     return Plan(sort_kernel, programs, (assignments, tiles, wide), constexprs, 4)
