@@ -1,7 +1,8 @@
 """The experts of Qwen3-MoE as transformers shards them over processes: what is run, and what is expected of it.
 
 The exchange of tokens is that of transformers for all implementations, which differ in ``experts_implementation``
-alone. Those of onepass also run below the exchange of onepass (``ep_implementation="onepass"``).
+alone, and under `onepass.patch` in who sums the rows that "all_to_all" brings back. Those of onepass also run below the
+exchange of onepass (``ep_implementation="onepass"``).
 """
 
 from collections.abc import Callable

@@ -26,12 +26,14 @@ that tensors took beyond the inputs.
 EXPERT_PARALLEL = """\
 Forward and backward of experts that transformers shards over GPUs, its `grouped_mm` beside onepass below the same
 exchange: with `all_to_all` each GPU has a batch of its own, with `all_reduce` all share one. The exchange `onepass` is
-compared with `grouped_mm` below `all_to_all`. `experts_lora` has frozen weights and adapters of rank 16 on both, by
-PEFT with `onepass.patch`. Without it, PEFT cannot add them to sharded weights, so `grouped_mm` gets the weights of each
-GPU's experts with their adapters multiplied out. The times are those of the slowest GPU, in turns, from an idle GPU on.
-"Scaling" is the time of one GPU without an exchange, relative to this one. "Kernels" is their time in a profile of one
-call on the first GPU, without what that waits for the host; "exchange" is its share of this time, with what it waits
-for the other GPU. "Error" is the largest of the result and all gradients, relative to float64 on one GPU, in the norm.
+compared with `grouped_mm` below `all_to_all`. All run under `onepass.patch`: below `all_to_all`, the rows that come
+back are summed by onepass for its own experts, and by transformers for `grouped_mm`. `experts_lora` has frozen weights
+and adapters of rank 16 on both, by PEFT with `onepass.patch`. Without it, PEFT cannot add them to sharded weights, so
+`grouped_mm` gets the weights of each GPU's experts with their adapters multiplied out. The times are those of the
+slowest GPU, in turns, from an idle GPU on. "Scaling" is the time of one GPU without an exchange, relative to this one.
+"Kernels" is their time in a profile of one call on the first GPU, without what that waits for the host; "exchange" is
+its share of this time, with what it waits for the other GPU. "Error" is the largest of the result and all gradients,
+relative to float64 on one GPU, in the norm.
 """
 
 
