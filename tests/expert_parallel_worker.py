@@ -481,6 +481,23 @@ def gradient_on_one_process(rank, ranks):
             close(whole(p.grad), q.grad, f"gradient on one process, {number}, {name}")
 
 
+def weights_on_one_process(rank, ranks):
+    """Where nothing else requires a gradient, the backward of weights exchanges nothing, as in transformers' code."""
+    generator = torch.Generator().manual_seed(5)
+    hidden, ids = torch.randn(8, 8, generator=generator).double(), torch.randint(EXPERTS, (8, K), generator=generator)
+    weights, mine = torch.rand(8, K, generator=generator).double(), (slice(0, 5), slice(5, 8))[rank]
+    experts, expected = sharded_experts(ranks, "all_to_all", "qwen3_moe")
+    experts.requires_grad_(False)
+    leaf, of_all = weights[mine].clone().requires_grad_(rank == 0), weights.clone().requires_grad_()
+    with onepass.patch("transformers"):
+        out = experts(hidden[mine], ids[mine], leaf).square().sum()
+        if rank == 0:
+            out.backward()
+            expected(hidden, ids, of_all).square().sum().backward()
+            close(leaf.grad, of_all.grad[mine], "weights on one process")
+        dist.barrier()
+
+
 def unsupported(rank, ranks):
     """What cannot work is an error that says why."""
     experts = sharded_experts(ranks, "all_to_all")[0]

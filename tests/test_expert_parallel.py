@@ -31,6 +31,7 @@ FUNCTIONS = {
             "without_rows",
             "own_exchange",
             "gradient_on_one_process",
+            "weights_on_one_process",
             "unsupported",
             "mixed_precision",
             "compiled",
@@ -113,7 +114,7 @@ def test_zero_3(family):
 def test_an_adapter_of_more_experts_than_there_are_is_an_error():
     factors = torch.zeros(6, 4, 2), torch.zeros(6, 2, 3), 1.0
     with pytest.raises(
-        NotImplementedError, match=r"an adapter of 6 experts, of which this process holds 3: .* without an EPImpl"
+        NotImplementedError, match=r"an adapter of 6 experts, of which this process holds 3: .* in which no EPImpl"
     ):
         expert_shards.local_factors(torch.nn.Module(), "down_proj", torch.zeros(3, 4, 3), factors)
 
@@ -124,12 +125,15 @@ def test_an_adapter_of_more_experts_than_there_are_is_an_error():
     functools.partial,
     lambda forward: lambda *args: forward(*args),
     lambda forward: types.MethodType(forward, torch.nn.Module()),
+    lambda forward: functools.partial(torch.utils.checkpoint.checkpoint, forward, use_reentrant=False),
+    lambda forward: functools.partial(map, function=forward),
 ])  # fmt: skip
 def test_the_implementation_of_experts_is_found_behind_wrappers_of_their_forward(wrap):
     module = pytest.importorskip("transformers.distributed.expert_parallel", reason="of transformers 5.23")
 
     class Implementation(module.EPImplementation):
         def __init__(self, experts, ep_mesh, tp_mesh):
+            self.experts_forward = experts.forward
             self.ep_mesh, self.tp_mesh = ep_mesh, tp_mesh
 
     with pytest.MonkeyPatch.context() as m:
@@ -139,9 +143,15 @@ def test_the_implementation_of_experts_is_found_behind_wrappers_of_their_forward
         assert expert_shards.implementation_of(experts) is None
         style = module.EpDispatchExpertsParallel()
         style.install_forward(experts, "ep", tp_mesh="tp", ep_implementation="of a test")
-    experts.forward = wrap(experts.forward)
-    found = expert_shards.implementation_of(experts)
-    assert isinstance(found, Implementation) and (found.ep_mesh, found.tp_mesh) == ("ep", "tp")
+        other = style.install_forward(torch.nn.Identity(), "other", tp_mesh="other", ep_implementation="of a test")
+    another, forward = other.forward, experts.forward
+    for experts.forward in (wrap(forward), lambda *args: (another(*args), forward(*args))):
+        found = expert_shards.implementation_of(experts)
+        assert isinstance(found, Implementation) and (found.ep_mesh, found.tp_mesh) == ("ep", "tp")
+    experts.forward, experts._old_forward = (lambda x: x), wrap(forward)
+    assert expert_shards.implementation_of(experts) is found
+    experts.forward = experts._old_forward = another
+    assert expert_shards.implementation_of(experts) is None
 
 
 def test_experts_of_torchtitan(monkeypatch):

@@ -370,6 +370,109 @@ def test_a_checkpoint_of_the_whole_model():
         of(True)
 
 
+@pytest.mark.parametrize("layers", [None, False, True])
+def test_a_checkpoint_of_the_whole_model_before_another_pass(layers):
+    """One backward of both: the later pass is known when the earlier is computed again, whose experts are not."""
+    model, (ids,) = build("qwen3_moe"), batches()
+    if layers is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": layers})
+    with record_routing(model) as record, torch.no_grad():
+        losses(model, [ids, ids])
+    embedded = model.get_input_embeddings()(ids)
+    with replay_routing(model, drifted(record)):
+        run = lambda e: model(inputs_embeds=e, labels=ids, use_cache=False).loss  # noqa: E731
+        first = checkpoint(run, embedded, use_reentrant=True)
+        (second,) = losses(model, [ids.flip(1)])
+        with pytest.raises(RuntimeError, match="as in a reentrant checkpoint of the whole model"):
+            (first + second).backward()
+
+
+@pytest.mark.parametrize("after_one_without_gradients", [False, True])
+def test_a_module_that_checkpoints_the_model_within_it(after_one_without_gradients):
+    """The pass is that of the outer module, which its outputs tell."""
+
+    class Outer(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model, self.checkpoints = model, False
+
+        def forward(self, ids):
+            run = lambda e: self.model(inputs_embeds=e, labels=ids, use_cache=False).loss  # noqa: E731
+            embedded = self.model.get_input_embeddings()(ids)
+            return checkpoint(run, embedded, use_reentrant=True) if self.checkpoints else run(embedded)
+
+    (ids,), found = batches(), []
+    for checkpoints in (False, True):
+        outer = Outer(build("qwen3_moe"))
+        with record_routing(outer) as record, torch.no_grad():
+            outer(ids)
+            outer(ids)
+        outer.checkpoints = checkpoints
+        with replay_routing(outer, drifted(record)):
+            if after_one_without_gradients:
+                with torch.no_grad():
+                    outer(ids)
+            outer(ids).backward()
+        found.append(gradients(outer))
+    close(*found)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_an_output_that_is_the_input_of_the_next_pass(reentrant):
+    """Which returns it as the first of its hidden states, as in latent reasoning."""
+    (ids,), found = batches(), []
+    for checkpoints in (False, True):
+        model = build("qwen3_moe")
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        run = lambda e: model.model(inputs_embeds=e, output_hidden_states=True, use_cache=False)  # noqa: B023, E731
+        with record_routing(model) as record, torch.no_grad():
+            run(run(model.get_input_embeddings()(ids)).last_hidden_state)
+        with replay_routing(model, drifted(record)):
+            latent = run(model.get_input_embeddings()(ids)).last_hidden_state
+            out = run(latent)
+            assert out.hidden_states[0] is latent
+            (out.last_hidden_state * torch.linspace(-1, 1, latent.shape[-1])).sum().backward()
+        found.append(gradients(model))
+    close(*found)
+
+
+class Two(torch.nn.Module):
+    """Two models, which are called one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.actor, self.critic = build("qwen3_moe"), build("mixtral")
+
+    def forward(self, ids):
+        return [m(input_ids=ids, labels=ids, use_cache=False).loss for m in (self.actor, self.critic)]
+
+
+def test_a_module_with_two_decoders():
+    """Its passes are the same, whether its own hooks are called or not."""
+    two, inputs = Two(), batches(3)
+    with record_routing(two) as expected:
+        [two(ids) for ids in inputs]
+    with record_routing(two) as record:
+        [two.forward(ids) for ids in inputs]
+    assert len(record) == len(expected) == 3
+    assert all(same(a, b) for a, b in zip(record.passes, expected.passes))
+    with record_routing(two) as again, replay_routing(two, drifted(record)):
+        [two.forward(ids) for ids in inputs]
+    assert all(same(a, b) for a, b in zip(again.passes, drifted(record).passes))
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_replay_within_one_that_is_used_up(compiles):
+    model, inputs = build("mixtral"), batches(2)
+    called = torch.compile(model, backend="eager") if compiles else model
+    with record_routing(called) as record, torch.no_grad():
+        [called(input_ids=ids, use_cache=False) for ids in inputs]
+    with torch.no_grad(), replay_routing(called, record[:1]), replay_routing(called, record) as inner:
+        [called(input_ids=ids, use_cache=False) for ids in inputs]
+    assert inner.changed == 0
+
+
 def test_a_record_of_inference_mode():
     model, (ids,) = build("qwen3_moe"), batches()
     with torch.inference_mode(), record_routing(model) as record:

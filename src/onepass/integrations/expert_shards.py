@@ -6,6 +6,7 @@ parameters of all experts, of which a process uses those of its own, or DTensors
 that own them are never called, so that FSDP2 does not gather them. (ZeRO-3 gathers a parameter when it is read.)
 """
 
+from functools import partial
 from types import CellType, SimpleNamespace
 from typing import Any
 
@@ -114,7 +115,7 @@ def own_experts(experts: nn.Module, total: int, own: int) -> tuple[int, str | No
         raise NotImplementedError(
             f"an adapter of {total} experts, of which this process holds {own}: expected experts that transformers "
             f"(5.23 or later) has sharded by its 'ep_dispatch_experts' into {total / own:g} equal parts, got "
-            f"{'a forward without an EPImplementation' if implementation is None else implementation.ep_mesh}"
+            f"{'a forward in which no EPImplementation is found' if implementation is None else implementation.ep_mesh}"
         )
     of_batch = implementation.tp_mesh
     group = of_batch.get_group().group_name if of_batch.size() > 1 else None
@@ -135,11 +136,14 @@ def implementation_of(experts: nn.Module) -> Any:
     The config is no substitute: that of the experts may be a part of the model's, which alone has the sizes.
     transformers holds the implementation in the closure of ``experts.forward``, which others may have wrapped.
     """
-    held = [vars(experts).get("forward")]
+    held: list[Any] = [vars(experts).get(name) for name in ("forward", "_old_forward")]  # accelerate keeps the second
     for f in held:  # which grows
-        if hasattr(f, "ep_mesh") and hasattr(f, "tp_mesh"):
-            return f
+        if all(hasattr(f, name) for name in ("ep_mesh", "tp_mesh", "experts_forward")):
+            if getattr(f.experts_forward, "__self__", experts) is experts:  # not those of another model
+                return f
+            continue
         inner = [getattr(f, name, None) for name in ("__wrapped__", "__func__", "func")]
         inner += [cell.cell_contents for cell in getattr(f, "__closure__", None) or () if cell != CellType()]
+        inner += [*f.args, *f.keywords.values()] if isinstance(f, partial) else []
         held += [x for x in inner if callable(x) and all(x is not y for y in held)]
     return None

@@ -176,7 +176,9 @@ class Followed:
         this = self.this_backward()
         known = this[0] == "known"
         of = self.backward_of[0]() if known else self.only_pass()  # type: ignore[index]
-        if of is None and not known and any([f.computes_lost_pass() for f in self.followers]):
+        if not (known and of is not None and of.calls_model_without_gradients) and any(
+            [f.computes_lost_pass() for f in self.followers]
+        ):
             raise RuntimeError(
                 "a layer is computed again for a forward pass that ran without gradients, as in a reentrant checkpoint "
                 "of the whole model, and its choices are unknown: checkpoint the layers, or pass use_reentrant=False"
@@ -289,6 +291,8 @@ def _noted(experts: Tensor, counts: Tensor, changed: Tensor, slot: Tensor) -> Te
     followed = _followed.get(int(slot))
     if followed is None:
         return experts.clone()
-    replayed = not in_backward() and any([f.choice(followed.router) is not None for f in followed.followers])
+    # As in `choice`: the followers before the one that provides the experts are not asked.
+    provided = (f.choice(followed.router) is not None for f in reversed(followed.followers))
+    replayed = not in_backward() and any(provided)
     followed.note(experts, counts, changed, replayed)
     return experts.clone()

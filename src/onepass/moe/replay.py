@@ -11,6 +11,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils.weak import WeakIdKeyDictionary
 
 from onepass.core.checks import described
 from onepass.moe.blocks import own_description, own_method
@@ -26,6 +27,7 @@ class Pass:
         experts_of: the experts ``(T, K)`` that each router selected.
         computed_again: for each router, the last backward that has computed its layer again.
         running: the backward of this pass, if it runs.
+        calls_model_without_gradients: whether a module around the model checkpoints it as a whole.
     """
 
     def __init__(self, routers: Sequence[nn.Module]) -> None:
@@ -33,6 +35,7 @@ class Pass:
         self.experts_of: dict[nn.Module, Tensor] = {}
         self.computed_again: dict[nn.Module, tuple[str, int]] = {}
         self.running: Callable[[], Running | None] = lambda: None
+        self.calls_model_without_gradients = False
 
     def begin_backward(self, _: Any) -> None:
         """Make layers that are computed again use the same experts, also after the context has ended."""
@@ -59,13 +62,15 @@ class Choices(Follower):
         decoder: the module that has the list of layers with the routers.
         decoder_layers: the length of this list.
         places: the index of each router's layer in it.
-        watched: the modules whose forwards are seen: the decoder, and the model around it.
+        watched: the modules whose forwards are seen: the decoder, and the model around it. For each, the indices of the
+            routers inside it.
         layers: the index of each module's router in this order.
         calls: the number of calls of each router, where an earlier pass that did not call it counts as a call: one that
             skips its layer, or that has no image for a router of images.
         earlier_passes: the number of passes before the current one.
         pending_passes: the passes of which no output of the model has been seen yet.
         seen_pass: the current pass, once one of its outputs has been seen.
+        hooked: the outputs that have been seen, and the pass that has computed each.
     """
 
     keeps_experts = True
@@ -73,12 +78,13 @@ class Choices(Follower):
     def __init__(self, model: nn.Module) -> None:
         self.routers = routers_of(model)
         self.decoder, self.decoder_layers, self.places = decoder_of(model, self.routers)
-        self.watched = {self.decoder, model}
         self.layers = {module: n for n, modules in enumerate(self.routers.values()) for module in modules}
+        self.watched = {m: {self.layers[x] for x in m.modules() if x in self.layers} for m in (self.decoder, model)}
         self.calls = [0] * len(self.routers)
         self.earlier_passes = 0
         self.pending_passes: dict[int, Pass] = {}
         self.seen_pass: Pass | None = None
+        self.hooked = WeakIdKeyDictionary()
         self.before_forward: dict[nn.Module, dict[str, Any]] = {}  # the `state` before a forward that is under way
 
     def note(self, router: nn.Module, experts: Tensor, counts: Tensor, changed: Tensor | None, replayed: bool) -> None:
@@ -120,12 +126,17 @@ class Choices(Follower):
         passes = max(self.earlier_passes + 1, *self.calls)
         of = self.pending_passes.get(passes - 1)
         for t in tensors_of(output):
-            if of is not None and t.requires_grad:
+            # An output of an earlier pass may be an input of this one, which returns it.
+            if of is not None and t.requires_grad and self.hooked.setdefault(t, of) is of:
                 t.register_hook(of.begin_backward)
                 self.seen_pass = of
         if self.before_forward:  # of a module around this one, whose outputs are hooked too
+            if of is not None and not torch.is_grad_enabled():
+                of.calls_model_without_gradients = True
             return
-        self.earlier_passes, self.calls = passes, [passes] * len(self.calls)  # also of routers that it has not called
+        self.earlier_passes = passes
+        for layer in self.watched[model]:  # also of routers that it has not called
+            self.calls[layer] = passes
         if self.seen_pass is of or not torch.is_grad_enabled() or not any(p.requires_grad for p in model.parameters()):
             self.pending_passes.pop(passes - 1, None)
         self.seen_pass = None
@@ -217,7 +228,7 @@ class Replay(Choices):
 
     def end(self, model: nn.Module, output: Any) -> None:
         super().end(model, output)
-        if not in_backward() and not torch.is_grad_enabled():
+        if not in_backward() and not torch.is_grad_enabled() and not self.before_forward:
             self.has_pass_without_gradients = True
 
     def computes_lost_pass(self) -> bool:

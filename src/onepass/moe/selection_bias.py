@@ -147,8 +147,9 @@ def count_experts(model: nn.Module, *, replayed: bool = True) -> Iterator[Expert
                 counts.update(0.001)
 
     Counts are summed over forward passes of modules in training mode until `ExpertCounts.update` is called. A layer
-    that gradient checkpointing computes again does not count twice. Padding tokens are routed and therefore counted. A
-    forward pass that ends in an error is counted by the layers that it has reached.
+    that gradient checkpointing computes again does not count twice; its backward has to run within the context if the
+    forward did, and outside otherwise. Padding tokens are routed and therefore counted. A forward pass that ends in an
+    error is counted by the layers that it has reached.
 
     Args:
         model: as in `record_routing`.
