@@ -41,6 +41,7 @@ SHAPES = [
     (1250, 7, 384, 72, 0, True),
     (1550, 9, 516, 328, 0, False),
     (2600, 20, 264, 320, 0, True),
+    (10400, 64, 1288, 328, 0, True),  # several tiles for each program
 ]
 
 
@@ -164,6 +165,7 @@ EXPERTS = [  # tokens, experts, experts of a token, sizes of hidden and intermed
     (1500, 10, 1, 320, 520, 0, dict(transposed=True)),
     (1000, 13, 2, 512, 264, 0, dict(activation="swiglu_clamped", transposed=True, interleaved=True)),
     (1000, 13, 2, 512, 264, 16, dict()),
+    (2600, 64, 4, 256, 768, 0, dict()),  # several tiles for each program
 ]
 
 
