@@ -417,6 +417,86 @@ def test_a_module_that_checkpoints_the_model_within_it(after_one_without_gradien
     close(*found)
 
 
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_checkpoint_that_is_not_reentrant_after_a_pass_without_gradients(inner):
+    """No pass is lost, also where a checkpoint of the whole model has others of its layers within it."""
+    (ids,), found = batches(), []
+    for checkpoints in (False, True):
+        model = build("qwen3_moe")
+        model.config.use_cache = False
+        with record_routing(model) as record, torch.no_grad():
+            losses(model, [ids, ids])
+        run = lambda ids: model(input_ids=ids, labels=ids).loss  # noqa: B023, E731
+        if checkpoints and inner:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        with replay_routing(model, drifted(record)):
+            with torch.no_grad():
+                losses(model, [ids])
+            loss = checkpoint(run, ids, use_reentrant=False) if checkpoints else run(ids)
+            loss.backward()
+        found.append(gradients(model))
+    close(*found)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_backward_within_the_forward_of_a_module(reentrant):
+    class Step(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids):
+            (loss,) = losses(self.model, [ids])
+            if loss.requires_grad:
+                loss.backward()
+            return loss.detach()
+
+    (ids,), found = batches(), []
+    for checkpoints in (False, True):
+        step = Step(build("qwen3_moe"))
+        with record_routing(step) as record, torch.no_grad():
+            step(ids)
+            step(ids)
+        if checkpoints:
+            step.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            step.model.enable_input_require_grads()
+        with replay_routing(step, drifted(record)):
+            with torch.no_grad():
+                step(ids)
+            step(ids)
+        found.append(gradients(step))
+    close(*found)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_an_output_that_each_pass_changes(reentrant):
+    """A sum of losses in place: the same tensor, which is of another pass each time."""
+
+    class Sum(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model, self.checkpoints = model, False
+
+        def forward(self, ids, total):
+            run = lambda e: self.model(inputs_embeds=e, labels=ids, use_cache=False).loss  # noqa: E731
+            embedded = self.model.get_input_embeddings()(ids)
+            total += checkpoint(run, embedded, use_reentrant=reentrant) if self.checkpoints else run(embedded)
+            return total
+
+    inputs, found = batches(3), []
+    for checkpoints in (False, True):
+        module = Sum(build("qwen3_moe"))
+        with record_routing(module) as record, torch.no_grad():
+            [module(ids, torch.zeros(())) for ids in inputs]
+        module.checkpoints, total = checkpoints, torch.zeros(())
+        with replay_routing(module, drifted(record)):
+            for ids in inputs:
+                total = module(ids, total)
+        total.backward()
+        found.append(gradients(module))
+    close(*found)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_an_output_that_is_the_input_of_the_next_pass(reentrant):
     """Which returns it as the first of its hidden states, as in latent reasoning."""

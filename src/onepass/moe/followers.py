@@ -5,9 +5,10 @@
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
 from functools import wraps
+from inspect import unwrap
 from itertools import count
 from types import FrameType
 from typing import Any
@@ -15,12 +16,20 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils import checkpoint
 
 from onepass.core.dispatch import operation
 from onepass.moe.router import Routing, route
 
 ATTRIBUTE = "_onepass_followed"
 _CALL = nn.Module._call_impl.__code__  # of a call with its hooks
+_BACKWARD = BackwardCFunction.apply.__code__  # of the backward of a function in Python, as of a reentrant checkpoint
+_CHECKPOINT = unwrap(checkpoint.checkpoint).__code__
+_COMPUTE_AGAIN = (
+    "unpack_hook",
+    checkpoint.__file__,
+)  # a checkpoint that is not reentrant computes again in this function
 
 
 def backward_task() -> int:
@@ -33,14 +42,43 @@ def in_backward() -> bool:
     return backward_task() != -1
 
 
-def under_way(module: nn.Module) -> bool:
-    """Whether this thread is inside a call of the module, by the frames of its stack."""
-    frame: FrameType | None = sys._getframe()
+def frames() -> Iterator[FrameType]:
+    """The frames of this thread's stack, from this call outwards."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _CALL and frame.f_locals.get("self") is module:
-            return True
+        yield frame
         frame = frame.f_back
-    return False
+
+
+def is_call_of(frame: FrameType, module: nn.Module) -> bool:
+    """Whether a frame is that of a call of the module."""
+    return frame.f_code is _CALL and frame.f_locals.get("self") is module
+
+
+def under_way(module: nn.Module) -> bool:
+    """Whether this thread is inside a call of the module."""
+    return any(is_call_of(frame, module) for frame in frames())
+
+
+def frames_of_recomputation() -> list[FrameType]:
+    """The `frames` up to that in which a backward computes something again, by checkpoints of either form."""
+    found: list[FrameType] = []
+    for frame in frames():
+        found.append(frame)
+        if frame.f_code is _BACKWARD or (frame.f_code.co_name, frame.f_code.co_filename) == _COMPUTE_AGAIN:
+            break
+    return found
+
+
+def computes_again_by_function(module: nn.Module) -> bool:
+    """Whether the backward of a function in Python, as of a reentrant checkpoint, calls the module."""
+    found = frames_of_recomputation()
+    return found[-1].f_code is _BACKWARD and any(is_call_of(frame, module) for frame in found)
+
+
+def in_inner_checkpoint() -> bool:
+    """Whether a layer that is computed again is in another checkpoint, which will compute it once more."""
+    return any(frame.f_code is _CHECKPOINT for frame in frames_of_recomputation())
 
 
 class Running:
@@ -134,8 +172,8 @@ class Followed:
             routing = route(logits, experts=ids, count_changed=True, **arguments)
             experts = _noted(routing.experts, routing.counts, routing.changed, self.slot)
             return routing._replace(experts=experts)
-        # Without gradients, a checkpoint within another one computes its layer once more.
-        given = self.choice(shape, logits.device, last=torch.is_grad_enabled())
+        last = torch.is_grad_enabled() and not (in_backward() and in_inner_checkpoint())
+        given = self.choice(shape, logits.device, last=last)
         replayed = given is not None
         selects = given is None and not in_backward() and torch.is_grad_enabled()
         if selects and any([f.keeps_experts for f in self.followers]):

@@ -15,7 +15,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from onepass.core.checks import described
 from onepass.moe.blocks import own_description, own_method
-from onepass.moe.followers import Follower, Running, attribute_of, follow, in_backward, under_way, unfollow
+from onepass.moe.followers import (
+    Follower,
+    Running,
+    attribute_of,
+    computes_again_by_function,
+    follow,
+    in_backward,
+    under_way,
+    unfollow,
+)
 from onepass.moe.probe import method
 from onepass.moe.routing_record import RoutingRecord
 
@@ -70,7 +79,7 @@ class Choices(Follower):
         earlier_passes: the number of passes before the current one.
         pending_passes: the passes of which no output of the model has been seen yet.
         seen_pass: the current pass, once one of its outputs has been seen.
-        hooked: the outputs that have been seen, and the pass that has computed each.
+        hooked: the outputs that have been seen: the pass that has computed each, and the version of its memory.
     """
 
     keeps_experts = True
@@ -126,8 +135,12 @@ class Choices(Follower):
         passes = max(self.earlier_passes + 1, *self.calls)
         of = self.pending_passes.get(passes - 1)
         for t in tensors_of(output):
-            # An output of an earlier pass may be an input of this one, which returns it.
-            if of is not None and t.requires_grad and self.hooked.setdefault(t, of) is of:
+            if of is None or not t.requires_grad:
+                continue
+            by, version = self.hooked.get(t, (of, None))
+            # An output of an earlier pass may be an input of this one, which returns it, unless it has changed it.
+            if by is of or version != t._version:
+                self.hooked[t] = of, t._version
                 t.register_hook(of.begin_backward)
                 self.seen_pass = of
         if self.before_forward:  # of a module around this one, whose outputs are hooked too
@@ -232,8 +245,9 @@ class Replay(Choices):
             self.has_pass_without_gradients = True
 
     def computes_lost_pass(self) -> bool:
-        # A backward that computes only layers again is of another pass: the lost one is computed again as a whole.
-        return self.has_pass_without_gradients and any(under_way(m) for m in self.watched)
+        # A backward that computes only layers again is of another pass: the lost one is computed again as a whole. A
+        # checkpoint that is not reentrant loses none.
+        return self.has_pass_without_gradients and any(computes_again_by_function(m) for m in self.watched)
 
     def note(self, router: nn.Module, experts: Tensor, counts: Tensor, changed: Tensor | None, replayed: bool) -> None:
         super().note(router, experts, counts, changed, replayed)
