@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import gc
+import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -439,6 +441,47 @@ def test_a_checkpoint_that_is_not_reentrant_after_a_pass_without_gradients(inner
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
+def test_activations_that_are_computed_again_are_freed(reentrant):
+    """As soon as the backward has passed their layer, and not when Python collects cycles."""
+    model, (ids,) = build("qwen3_moe"), batches()
+    with record_routing(model) as record, torch.no_grad():
+        losses(model, [ids])
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    seen = []
+    gates = [layer.mlp.gate.register_forward_pre_hook(lambda _, x: seen.append(weakref.ref(x[0])))
+             for layer in model.model.layers]  # fmt: skip
+    gc.disable()
+    try:
+        with replay_routing(model, drifted(record)):
+            losses(model, [ids])[0].backward()
+        assert len(seen) >= 2 * len(gates) and all(x() is None for x in seen)
+    finally:
+        gc.enable()
+
+
+def test_a_compiled_layer_in_two_checkpoints():
+    (ids,), found = batches(), []
+    for checkpoints in (False, True):
+        model = build("qwen3_moe")
+        with record_routing(model) as record, torch.no_grad():
+            losses(model, [ids])
+        model.enable_input_require_grads()
+        for layer in model.model.layers if checkpoints else ():
+            compiled = torch.compile(layer.forward, backend="aot_eager")
+            inner = partial(checkpoint, compiled, use_reentrant=False)
+            layer.forward = lambda x, *a, inner=inner, **k: checkpoint(
+                lambda x: inner(x, *a, **k),
+                x,
+                use_reentrant=True,
+            )
+        with replay_routing(model, drifted(record)):
+            losses(model, [ids])[0].backward()
+        found.append(gradients(model))
+    close(*found)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
 def test_a_backward_within_the_forward_of_a_module(reentrant):
     class Step(torch.nn.Module):
         def __init__(self, model):
@@ -497,8 +540,9 @@ def test_an_output_that_each_pass_changes(reentrant):
     close(*found)
 
 
+@pytest.mark.parametrize("changed", [False, True])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_an_output_that_is_the_input_of_the_next_pass(reentrant):
+def test_an_output_that_is_the_input_of_the_next_pass(reentrant, changed):
     """Which returns it as the first of its hidden states, as in latent reasoning."""
     (ids,), found = batches(), []
     for checkpoints in (False, True):
@@ -510,6 +554,9 @@ def test_an_output_that_is_the_input_of_the_next_pass(reentrant):
             run(run(model.get_input_embeddings()(ids)).last_hidden_state)
         with replay_routing(model, drifted(record)):
             latent = run(model.get_input_embeddings()(ids)).last_hidden_state
+            if changed:
+                with torch.no_grad():
+                    latent.clamp_(-1, 1)
             out = run(latent)
             assert out.hidden_states[0] is latent
             (out.last_hidden_state * torch.linspace(-1, 1, latent.shape[-1])).sum().backward()

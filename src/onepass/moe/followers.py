@@ -60,25 +60,30 @@ def under_way(module: nn.Module) -> bool:
     return any(is_call_of(frame, module) for frame in frames())
 
 
-def frames_of_recomputation() -> list[FrameType]:
-    """The `frames` up to that in which a backward computes something again, by checkpoints of either form."""
-    found: list[FrameType] = []
+def frames_of_recomputation() -> Iterator[FrameType]:
+    """The `frames` up to that in which a backward computes something again, by checkpoints of either form.
+
+    They are not kept: a frame holds activations.
+    """
     for frame in frames():
-        found.append(frame)
+        yield frame
         if frame.f_code is _BACKWARD or (frame.f_code.co_name, frame.f_code.co_filename) == _COMPUTE_AGAIN:
             break
-    return found
 
 
 def computes_again_by_function(module: nn.Module) -> bool:
     """Whether the backward of a function in Python, as of a reentrant checkpoint, calls the module."""
-    found = frames_of_recomputation()
-    return found[-1].f_code is _BACKWARD and any(is_call_of(frame, module) for frame in found)
+    calls = by_function = False
+    for frame in frames_of_recomputation():
+        calls = calls or is_call_of(frame, module)
+        by_function = frame.f_code is _BACKWARD
+    del frame
+    return calls and by_function
 
 
 def in_inner_checkpoint() -> bool:
     """Whether a layer that is computed again is in another checkpoint, which will compute it once more."""
-    return any(frame.f_code is _CHECKPOINT for frame in frames_of_recomputation())
+    return in_backward() and any(frame.f_code is _CHECKPOINT for frame in frames_of_recomputation())
 
 
 class Running:
@@ -172,7 +177,7 @@ class Followed:
             routing = route(logits, experts=ids, count_changed=True, **arguments)
             experts = _noted(routing.experts, routing.counts, routing.changed, self.slot)
             return routing._replace(experts=experts)
-        last = torch.is_grad_enabled() and not (in_backward() and in_inner_checkpoint())
+        last = torch.is_grad_enabled() and not in_inner_checkpoint()
         given = self.choice(shape, logits.device, last=last)
         replayed = given is not None
         selects = given is None and not in_backward() and torch.is_grad_enabled()
@@ -183,7 +188,7 @@ class Followed:
         self.note(routing.experts, routing.counts, routing.changed, replayed)  # type: ignore[arg-type]
         return routing
 
-    def choice(self, shape: tuple[int, ...], device: torch.device, last: bool = True) -> Tensor | None:
+    def choice(self, shape: tuple[int, ...], device: torch.device, last: bool) -> Tensor | None:
         """The experts of this call, of the given shape; None if the router selects them.
 
         ``last`` says whether a layer that is computed again in a backward is computed for the last time in it.
@@ -318,7 +323,7 @@ def unfollow(router: nn.Module, user: Any) -> None:
 def _choice(logits: Tensor, k: int, slot: Tensor) -> Tensor:
     shape = (*logits.shape[:-1], k)
     followed = _followed.get(int(slot))  # None once there are no followers
-    ids = None if followed is None else followed.choice(shape, logits.device)
+    ids = None if followed is None else followed.choice(shape, logits.device, last=not in_inner_checkpoint())
     if ids is None:
         return logits.new_full(shape, -1, dtype=torch.int16)
     return ids.to(torch.int16, copy=True, memory_format=torch.contiguous_format)

@@ -79,7 +79,7 @@ class Choices(Follower):
         earlier_passes: the number of passes before the current one.
         pending_passes: the passes of which no output of the model has been seen yet.
         seen_pass: the current pass, once one of its outputs has been seen.
-        hooked: the outputs that have been seen: the pass that has computed each, and the version of its memory.
+        hooked: the outputs that have been seen: the pass that has computed each, and its node in the graph.
     """
 
     keeps_experts = True
@@ -137,10 +137,10 @@ class Choices(Follower):
         for t in tensors_of(output):
             if of is None or not t.requires_grad:
                 continue
-            by, version = self.hooked.get(t, (of, None))
-            # An output of an earlier pass may be an input of this one, which returns it, unless it has changed it.
-            if by is of or version != t._version:
-                self.hooked[t] = of, t._version
+            by, node = self.hooked.get(t, (of, None))
+            # An output of an earlier pass may be an input of this one, which returns it, changed in place or not.
+            if by is of or node is not t.grad_fn:
+                self.hooked[t] = of, t.grad_fn
                 t.register_hook(of.begin_backward)
                 self.seen_pass = of
         if self.before_forward:  # of a module around this one, whose outputs are hooked too
