@@ -13,17 +13,19 @@ SIZES = [(7, 2, 24, 11, torch.float32), (5, 3, 1040, 15, torch.float16), (0, 2, 
          (4, 2, 8, 0, torch.float32), (3, 1, 2048, 2, torch.bfloat16), (5, 4, 2056, 20, torch.bfloat16)]  # fmt: skip
 
 
+@pytest.mark.parametrize("of_weights", [None, torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("tokens, K, width, sent, dtype", SIZES)
-def test_rows_are_summed(tokens, K, width, sent, dtype):
+def test_rows_are_summed(tokens, K, width, sent, dtype, of_weights):
     generator = torch.Generator().manual_seed(1)
     x, y = (torch.randn(n, width, generator=generator).to(DEVICE, dtype) for n in (tokens, sent))
     order = torch.randperm(tokens * K, generator=generator).to(DEVICE, torch.int32)
     places = order.argsort().int().view(tokens, K)
     places = places.where(places != tokens * K - 1, -2)  # one of no row, which does not count from the end
-    found, expected = kernels.sum_rows(y, places), reference.sum_rows(y, places)
+    weights = None if of_weights is None else torch.randn(tokens, K, generator=generator).to(DEVICE, of_weights)
+    found, expected = kernels.sum_rows(y, places, weights), reference.sum_rows(y, places, weights)
     torch.testing.assert_close(found, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-3, atol=1e-3)
     assert found.dtype == dtype
-    if dtype == torch.float32:  # the sum is the adjoint of the copy
+    if dtype == torch.float32 and weights is None:  # the sum is the adjoint of the copy
         rows = x.index_select(0, order[:sent] // K)
         product = (rows * y).sum()
         torch.testing.assert_close(product, (x * found).sum(), rtol=1e-4, atol=1e-4)

@@ -24,33 +24,31 @@ def has_implementations():
     return Version(transformers.__version__) >= Version("5.23")
 
 
+def of(worker, *names):
+    return [f"{worker}.{name}" for name in names]
+
+
 FUNCTIONS = {
     "": {
         2: [
-            "of_two",
-            "without_rows",
-            "own_exchange",
-            "gradient_on_one_process",
-            "weights_on_one_process",
-            "unsupported",
-            "mixed_precision",
-            "compiled",
-            "sub_config",
+            *of("expert_parallel_worker", "of_two", "mixed_precision", "compiled", "sub_config"),
+            *of("expert_exchange_worker", "without_rows", "own_exchange", "gradient_on_one_process",
+                "weights_on_one_process", "unsupported"),
         ],
-        4: ["of_four"],
-        1: ["of_one"],
+        4: of("expert_parallel_worker", "of_four"),
+        1: of("expert_parallel_worker", "of_one"),
     },
-    "more layouts": {4: ["of_four_more"]},
-}
+    "more layouts": {4: of("expert_parallel_worker", "of_four_more")},
+}  # fmt: skip
 
 
 @forks.GROUP
 @pytest.mark.skipif(not has_implementations(), reason="transformers chooses an EPImplementation from 5.23 on")
-@pytest.mark.parametrize("names", [pytest.param(of, id=key, marks=[pytest.mark.exhaustive] if key else [])
-                                   for key, of in FUNCTIONS.items()])  # fmt: skip
+@pytest.mark.parametrize("names", [pytest.param(each, id=key, marks=[pytest.mark.exhaustive] if key else [])
+                                   for key, each in FUNCTIONS.items()])  # fmt: skip
 def test_as_one_process(tmp_path, names):
     """Losses and gradients of ten steps, and checkpoints; see the worker's layouts."""
-    jobs = [dict(ranks=n, variants=[], functions=[f"expert_parallel_worker.{f}" for f in names[n]]) for n in names]
+    jobs = [dict(ranks=n, variants=[], functions=names[n]) for n in names]
     environment = os.environ | {"TRITON_INTERPRET": "", "OMP_NUM_THREADS": "1"}
     failed, printed = forks.run_file(WORKER, tmp_path, json.dumps(jobs), environment=environment, warnings=("ignore",))
     assert not failed, printed

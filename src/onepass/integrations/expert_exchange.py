@@ -85,10 +85,7 @@ def combine_tokens(self: Any, expert_output: Tensor, state: Any) -> Tensor:
     exchange = Exchange(state.send_sizes, state.recv_sizes, self.ep_mesh.get_group())
     assignments = torch.arange(len(state.order), dtype=torch.int32, device=state.order.device)
     places = torch.empty_like(assignments).scatter_(0, state.order, assignments).view(state.top_k_weights.shape)
-    weights = state.top_k_weights
-    if weights.dtype == torch.float64 != expert_output.dtype:
-        weights = weights.float()  # in which the kernel adds
-    output = _Sum.apply(places, exchange, expert_output, weights)
+    output = _Sum.apply(places, exchange, expert_output, state.top_k_weights)
     return whole_batch(output, state.num_tokens, self.tp_mesh) if self.tp_mesh.size() > 1 else output
 
 
@@ -162,9 +159,10 @@ class _Sum(torch.autograd.Function):
         check_upstream(grad)
         places, weights, received = ctx.saved_tensors
         of_rows, of_weights = backend_of(grad).sum_rows_gradient(grad, places, ctx.count, weights, received)
-        if not ctx.needs_input_grad[2]:  # on other processes likewise, which then exchange nothing
-            return None, None, None, of_weights
-        return None, None, of_rows if ctx.exchange is None else ctx.exchange(of_rows), of_weights
+        # Rows that need no gradient, as of frozen experts, need none on the other processes, which do not exchange it.
+        if ctx.exchange is not None and ctx.needs_input_grad[2]:
+            of_rows = ctx.exchange(of_rows)
+        return None, None, of_rows if ctx.needs_input_grad[2] else None, of_weights
 
 
 def sent_back(rows: Tensor, exchange: Exchange | None) -> Tensor:

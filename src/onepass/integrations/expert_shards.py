@@ -7,7 +7,7 @@ that own them are never called, so that FSDP2 does not gather them. (ZeRO-3 gath
 """
 
 from functools import partial
-from types import CellType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from onepass.core.collectives import Replicated
 from onepass.core.dispatch import constant_in_trace
 from onepass.logits.partitioned import whole
-from onepass.moe.probe import module_of
+from onepass.moe.probe import closed_over, module_of
 
 Factors = tuple[Tensor, Tensor, float]
 
@@ -143,7 +143,7 @@ def implementation_of(experts: nn.Module) -> Any:
                 return f
             continue
         inner = [getattr(f, name, None) for name in ("__wrapped__", "__func__", "func")]
-        inner += [cell.cell_contents for cell in getattr(f, "__closure__", None) or () if cell != CellType()]
-        inner += [*f.args, *f.keywords.values()] if isinstance(f, partial) else []
+        given = [*f.args, *f.keywords.values()] if isinstance(f, partial) else []
+        inner += [*closed_over(f), *given]
         held += [x for x in inner if callable(x) and all(x is not y for y in held)]
     return None

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from inspect import unwrap
-from types import CellType
 from typing import Any, NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
@@ -19,7 +18,7 @@ from onepass.core.quantized import Weight
 from onepass.integrations.expert_shards import Factors, is_sharded, local_factors, local_weight, whole_factors
 from onepass.integrations.patching import original, unsupported
 from onepass.moe.experts import Adapter, expert_mlp
-from onepass.moe.probe import Same, children_of, held_by, key_of, module_of, reached
+from onepass.moe.probe import Same, children_of, closed_over, held_by, key_of, module_of, reached
 from onepass.moe.quantized import QuantizedWeight
 from onepass.moe.quantized_modules import CHECKS, LIMIT
 from onepass.moe.router import Routing
@@ -81,10 +80,14 @@ def experts_forward(
     )  # fmt: skip
 
 
+def is_chosen(experts: Any) -> bool:
+    """Whether ``experts_implementation`` of a module of transformers is that of onepass."""
+    return getattr(getattr(experts, "config", None), "_experts_implementation", None) == NAME
+
+
 def combine_tokens(self: Any, expert_output: Tensor, state: Any) -> Tensor:
     """`AllToAllEP._combine_tokens`; see `expert_exchange.combine_tokens`, which is called for experts of this name."""
-    experts = getattr(self.experts_forward, "__self__", None)
-    ours = getattr(getattr(experts, "config", None), "_experts_implementation", None) == NAME
+    ours = is_chosen(getattr(self.experts_forward, "__self__", None))
     # The module imports DTensor.
     combine = import_module("onepass.integrations.expert_exchange").combine_tokens if ours else original(*COMBINE)
     out: Tensor = combine(self, expert_output, state)
@@ -176,7 +179,7 @@ def gate_settings(experts: nn.Module) -> tuple[Any, ...]:
     held = vars(experts) | experts._modules
     used = [held.get(n, getattr(kind, n, None)) for n in names] + [held.get(n) for n in OF_CLAMPED]
     beside = [f.__globals__.get(n) for f in functions for n in names if n not in held]
-    beside += [cell.cell_contents for f in functions for cell in f.__closure__ or () if cell != CellType()]
+    beside += [value for f in functions for value in closed_over(f)]
     parts = [m for v in (*used, *beside) if isinstance(v, nn.Module) for m in v.modules()]
     tensors = experts._parameters | experts._buffers
     trained = any(isinstance(v, Tensor) and v.requires_grad for v in (*used, *beside))
@@ -293,7 +296,7 @@ def activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
     """Pass the factors of an adapter to the experts; PEFT's own adds their product to the weights of all experts."""
     experts = self.get_base_layer()
     adapters = [name for name in active_adapters if name in self.lora_A]
-    ours = getattr(getattr(experts, "config", None), "_experts_implementation", None) == NAME
+    ours = is_chosen(experts)
     quantized = ours and quantized_of(experts, self.parameter_name) is not None
     base: Any = self.get_param() if ours and not quantized else None
     sharded = base is not None and is_sharded(

@@ -189,7 +189,7 @@ def combine_kernel(
         row = id.to(tl.int64) if PLACED else t * TOPK + k
         part = tl.load(y + row * N + n, mask=(n < N) & valid, other=0.0).to(tl.float32)
         if weights is not None:
-            part *= tl.load(weights + t * TOPK + k, mask=valid, other=0.0)
+            part *= tl.load(weights + t * TOPK + k, mask=valid, other=0.0).to(tl.float32)
         acc += part
     tl.store(out + t * N + n, acc.to(out.dtype.element_ty), mask=n < N)
 
@@ -255,7 +255,7 @@ def sum_rows_gradient(
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of the ``count`` rows and, if the rows ``y`` are given, of the weights of `sum_rows`.
 
-    Each row has one of the places, or its gradient is uninitialized.
+    The gradient of a row without a place is uninitialized.
     """
     N = grad.shape[1]
     of_y = grad.new_empty((count, N))

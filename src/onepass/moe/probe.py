@@ -4,7 +4,7 @@ import ctypes
 import inspect
 from collections.abc import Callable, Iterator
 from functools import cache
-from types import CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -90,6 +90,11 @@ def settings(module: nn.Module, name: str) -> Any:
 
 def plain(held: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple((n, v) for n, v in held.items() if type(v) in PLAIN and n not in OF_MODULES)
+
+
+def closed_over(function: Any) -> list[Any]:
+    """The values of the variables that a function has from those around it. Empty for other callables."""
+    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
 
 
 def module_of(number: int) -> nn.Module:

@@ -76,7 +76,6 @@ class Choices(Follower):
         layers: the index of each module's router in this order.
         calls: the number of calls of each router, where an earlier pass that did not call it counts as a call: one that
             skips its layer, or that has no image for a router of images.
-        earlier_passes: the number of passes before the current one.
         pending_passes: the passes of which no output of the model has been seen yet.
         seen_pass: the current pass, once one of its outputs has been seen.
         hooked: the outputs that have been seen: the pass that has computed each, and its node in the graph.
@@ -90,7 +89,6 @@ class Choices(Follower):
         self.layers = {module: n for n, modules in enumerate(self.routers.values()) for module in modules}
         self.watched = {m: {self.layers[x] for x in m.modules() if x in self.layers} for m in (self.decoder, model)}
         self.calls = [0] * len(self.routers)
-        self.earlier_passes = 0
         self.pending_passes: dict[int, Pass] = {}
         self.seen_pass: Pass | None = None
         self.hooked = WeakIdKeyDictionary()
@@ -131,8 +129,8 @@ class Choices(Follower):
         """The backward through the outputs is that of the last pass."""
         if in_backward():
             return
-        self.before_forward.pop(model, None)
-        passes = max(self.earlier_passes + 1, *self.calls)
+        before = self.before_forward.pop(model, {"calls": [0]})  # which a context within the forward has not seen
+        passes = max(max(before["calls"]) + 1, *self.calls)  # also of a pass that has called no router
         of = self.pending_passes.get(passes - 1)
         for t in tensors_of(output):
             if of is None or not t.requires_grad:
@@ -147,7 +145,6 @@ class Choices(Follower):
             if of is not None and not torch.is_grad_enabled():
                 of.calls_model_without_gradients = True
             return
-        self.earlier_passes = passes
         for layer in self.watched[model]:  # also of routers that it has not called
             self.calls[layer] = passes
         if self.seen_pass is of or not torch.is_grad_enabled() or not any(p.requires_grad for p in model.parameters()):
@@ -186,7 +183,7 @@ class Recorder(Choices):
 
     def end(self, model: nn.Module, output: Any) -> None:
         super().end(model, output)
-        self.lengthen(max(self.calls), torch.empty(0, 0, dtype=torch.int16))  # if the pass has called no router
+        self.lengthen(max(self.calls), torch.empty(0, 0, dtype=torch.int16))
 
     def keep_experts(self, n: int, layer: int, experts: Tensor) -> Tensor:
         ids = super().keep_experts(n, layer, experts)
@@ -194,10 +191,10 @@ class Recorder(Choices):
         self.record.passes[n][layer] = ids
         return ids
 
-    def lengthen(self, passes: int, nobody: Tensor) -> None:
+    def lengthen(self, passes: int, no_experts: Tensor) -> None:
         """Make the record at least so long, by passes in which no layer has experts."""
         while len(self.record.passes) < passes:
-            self.record.passes.append([nobody] * len(self.routers))
+            self.record.passes.append([no_experts] * len(self.routers))
 
 
 class Replay(Choices):
