@@ -47,10 +47,10 @@ test-triton: $(EARLIER_TRITON:%=test-triton-%)
 test-matrix: $(MATRIX:%=test-%)
 
 test-trl-%: ALSO := requests  # which they import
-test-trl-%: TESTS := tests/test_trainers.py tests/test_patching.py tests/test_integrations.py
+test-trl-%: TESTS := $(addprefix tests/test_,trainers.py patching.py integrations.py integrations_trl.py)
 test-transformers-%: ALSO := datasets 'kernels<0.12'  # of versions for the same huggingface-hub
-test-transformers-%: TESTS := $(addprefix tests/test_,patching.py integrations.py moe_families.py moe_coverage.py \
-	experts_transformers.py)
+test-transformers-%: TESTS := $(addprefix tests/test_,patching.py integrations.py integrations_trl.py moe_families.py \
+	moe_coverage.py experts_transformers.py)
 test-peft-%: TESTS := tests/test_patching.py tests/test_moe_families.py tests/test_experts_transformers.py
 test-triton-%: TESTS := tests/test_compile_ahead.py
 
