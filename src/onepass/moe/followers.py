@@ -23,13 +23,13 @@ from onepass.core.dispatch import operation
 from onepass.moe.router import Routing, route
 
 ATTRIBUTE = "_onepass_followed"
-_CALL = nn.Module._call_impl.__code__  # of a call with its hooks
-_BACKWARD = BackwardCFunction.apply.__code__  # of the backward of a function in Python, as of a reentrant checkpoint
+# Functions of torch whose frames tell what calls a router. `_COMPUTE_AGAIN` is that in which a checkpoint that is not
+# reentrant computes its layers again, and `_BACKWARD` that of the backward of a function in Python, such as a reentrant
+# checkpoint.
+_CALL = nn.Module._call_impl.__code__
 _CHECKPOINT = unwrap(checkpoint.checkpoint).__code__
-_COMPUTE_AGAIN = (
-    "unpack_hook",
-    checkpoint.__file__,
-)  # a checkpoint that is not reentrant computes again in this function
+_BACKWARD = BackwardCFunction.apply.__code__
+_COMPUTE_AGAIN = "unpack_hook", checkpoint.__file__
 
 
 def backward_task() -> int:
