@@ -109,9 +109,9 @@ def test_rows_that_are_grouped_already_are_not_sorted(device, rows, outside):
         torch.randn(n, generator=generator).to(device) for n in ((len(experts), 4), (E, 6, 4), (E, 4, 3))
     )
     expected, found = group_by_expert(experts, E, x), group_by_expert(experts, E, x, counts=counts.to(device))
-    used = (expected.tile_expert < E).nonzero().flatten()  # the first rows of unused tiles are not read
+    used = (expected.tile_expert < E).nonzero().flatten()  # the rows of unused tiles are not read
     for name, a, b in zip(expected._fields, expected, found):
-        a, b = (t[used] if name == "tile_row" else t for t in (a, b))
+        a, b = (t.view(-1, 2)[used] if name == "tile_rows" else t for t in (a, b))
         assert a.dtype == b.dtype and torch.equal(a, b), name
     routing = Routing(torch.ones(len(experts), 1, device=device), experts, counts)
     with pytest.MonkeyPatch.context() as m:
@@ -121,9 +121,11 @@ def test_rows_that_are_grouped_already_are_not_sorted(device, rows, outside):
 
 
 @pytest.mark.parametrize("few", [0, 1 << 20])
-@pytest.mark.parametrize("assignments, experts", [(1, 1), (31, 5), (128, 3), (129, 40), (1500, 7), (4096, 130)])
+@pytest.mark.parametrize("assignments, experts", [(1, 1), (31, 5), (128, 3), (129, 40), (1500, 7), (3000, 9), (4096, 130)])
 def test_assignments_are_sorted_by_one_launch_or_by_several(device, monkeypatch, few, assignments, experts):
-    """The order is that of a stable sort, with out-of-range ids last, and each tile lies within one expert."""
+    """The order is that of a stable sort, with out-of-range ids last, and each tile lies within one expert. In the
+    second list, a last tile of half of the rows or less is a part of the one before, and experts with such come first.
+    """
     if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
         pytest.skip("kernels are called")
     module = pytest.importorskip("onepass.kernels.token_sort")
@@ -143,12 +145,18 @@ def test_assignments_are_sorted_by_one_launch_or_by_several(device, monkeypatch,
     assert torch.equal(groups.offsets.long(), offsets)
     lengths = module.lengths_of_lists(assignments, experts)
     assert (lengths[1] > 0) == (module.rows_of_tile(assignments, experts) == module.MOST_ROWS)
-    lists = zip(groups.tile_expert.split(lengths), groups.tile_row.split(lengths))
-    for rows, (tile_expert, tile_row) in zip((module.rows_of_tile(assignments, experts), module.WIDE.value), lists):
-        tiles = [(e, row) for e in range(experts) for row in range(int(offsets[e]), int(offsets[e + 1]), rows)]
-        if not len(tile_row):
+    rows, lists = module.rows_of_tile(assignments, experts), ([], [])
+    for e, (begin, count) in enumerate(zip(offsets.tolist(), counts.tolist())):
+        end, is_longer = begin + count, count > rows and 0 < count % rows <= rows // 2
+        for which, last in enumerate((count, count - rows if is_longer else count)):
+            begins = [*range(begin, begin + last, rows)]
+            lists[which].append((which and not 0 < count % rows <= rows // 2, e, [*zip(begins, [*begins[1:], end])]))
+    found = zip(groups.tile_expert.split(lengths), groups.tile_rows.view(-1, 2).split(lengths))
+    for tiles, (tile_expert, tile_rows) in zip(lists, found):
+        tiles = [(e, *rows) for _, e, of_expert in sorted(tiles) for rows in of_expert]
+        if not len(tile_expert):
             continue
-        assert [*zip(tile_expert.tolist(), tile_row.tolist())][: len(tiles)] == tiles
+        assert [(e, *rows) for e, rows in zip(tile_expert.tolist(), tile_rows.tolist())][: len(tiles)] == tiles
         assert (tile_expert[len(tiles) :] == experts).all()
 
 

@@ -78,14 +78,15 @@ def load_weight(
 def grouped_gemm_kernel(
     x: "Rows", w: "Strided", low: "Flat", lora: "Strided", bias: "Flat", weights: "Flat", h: "Out", out: "Out",
     order: "Flat", offsets: "Flat",
-    tile_expert: "Flat", tile_row: "Flat", scales: "Flat", outer_scales: "Flat", table: "Flat", offset: "Flat",
+    tile_expert: "Flat", tile_rows: "Flat", scales: "Flat", outer_scales: "Flat", table: "Flat", offset: "Flat",
     codes: "Flat",
     tiles: tl.int32, group: tl.int32, first: tl.int32, chunk: tl.int32, scale: tl.float32, alpha: tl.float32,
     limit: tl.float32,
     E: tl.constexpr, BLOCK_E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr, SHARE: tl.constexpr, SCATTER: tl.constexpr, X_ROW: tl.constexpr, W_STRIDES: tl.constexpr,
     LORA_STRIDES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CODE: tl.constexpr,
+    BLOCK_R: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, TMA: tl.constexpr,
+    CODE: tl.constexpr,
 ):  # fmt: skip
     """``y = x @ w[e]ᵀ + low @ lora[e]ᵀ + bias[e]`` for the rows of every expert e, and ``out = scale·y``,
     times the routing weight of each row if there are any.
@@ -137,8 +138,8 @@ def grouped_gemm_kernel(
         tile += tile0
         expert = tl.load(tile_expert + tile)
         if expert < E:
-            row = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
-            there = row < tl.load(offsets + expert + 1)
+            row = tl.load(tile_rows + 2 * tile) + tl.arange(0, BLOCK_M)
+            there = row < tl.load(tile_rows + 2 * tile + 1)
             assignment = tl.load(order + row, mask=there, other=0)
             source = (assignment // SHARE if SHARE > 0 else row).to(tl.int64)
             at_row = row.to(tl.int64)[:, None]
@@ -193,7 +194,7 @@ def grouped_gemm_kernel(
                     gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
                 else:
                     gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
-                y, _, _ = activate(gate, up, alpha, limit, ACTIVATION)
+                y, _, _ = activate(gate, up, alpha, limit, ACTIVATION, PTX)
             if weights is not None:
                 y *= tl.load(weights + assignment, mask=there, other=0.0)[:, None]
             n = (n_tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
@@ -243,7 +244,7 @@ def grouped_gemm(
         assignments, lengths_of_lists(assignments, E)[0], E, N, K, rank, share, scatter, glu, scale, options,
         x.stride(0), lora_strides, x.element_size(), x.device,
     )  # fmt: skip
-    others = low, lora, bias, weights, h, out, groups.order, groups.offsets, groups.tile_expert, groups.tile_row
+    others = low, lora, bias, weights, h, out, groups.order, groups.offsets, groups.tile_expert, groups.tile_rows
     if not isinstance(w, Tensor) and is_decoded_in_loop(w.format, assignments, halves):
         about = product, w.format._replace(max_memory=0)
         launch(decoding_plan, about, (x, w.data, *others, *w.parts, codes_of(w.format.name, w.device)))
@@ -339,6 +340,7 @@ def same_constexprs(p: Product) -> dict[str, Any]:
         SHARE=p.share, SCATTER=p.scatter, X_ROW=p.x_row,
         LORA_STRIDES=WeightStrides(*p.lora_strides) if p.lora_strides else None,
         BLOCK_M=rows_of_tile(p.assignments, p.E), BLOCK_R=max(16, power_of_two(p.R)), PRECISION=layout.precision(),
+        PTX=layout.compute_capability() > 0,
     )  # fmt: skip
 
 

@@ -3,8 +3,8 @@
 The warps of a program have different roles. One warp, or four that also gather rows, load the operands of each step of
 K into a ring of stages in shared memory. Two groups of four warps multiply them, each for a part of 64 rows of a tile,
 and store the result; while they store, the operands of the next tile are loaded. A group that has no rows of a tile
-multiplies nothing, so that the rows of an expert are padded to 64 instead of 128. A tile may have a third part, of
-which each group has half of the columns: where most experts have 129 to 192 rows, weights are then read only once.
+multiplies nothing, so that the rows of an expert are padded to 64 instead of 128. The last tile of an expert may have a
+third part, of which each group has half of the columns, instead of a tile of 64 rows that reads the weight once more.
 
 The kernel is written in Gluon, since Triton assigns all warps the same role. Triton's interpreter does not run Gluon.
 `grouped_gemm_kernel` computes the same products, and those that this kernel does not support.
@@ -28,6 +28,7 @@ from onepass.kernels import layout
 from onepass.kernels.hopper_results import buffers_of, describe_result, store_part, store_third
 from onepass.kernels.hopper_tiles import (
     ELEMENT,
+    HALF,
     PART,
     STEP,
     STORED,
@@ -37,11 +38,12 @@ from onepass.kernels.hopper_tiles import (
     describe_rows,
     describe_weight,
     load,
-    place_of_work,
+    loaded_columns,
+    tile_of_turn,
 )
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided
 from onepass.kernels.layout import power_of_two
-from onepass.kernels.token_sort import MOST_ROWS, WIDE, lengths_of_lists, rows_of_tile
+from onepass.kernels.token_sort import MOST_ROWS, lengths_of_lists, rows_of_tile
 
 OF_STORES = 8192  # bytes of shared memory through which results are stored that no descriptor stores
 Read = tuple[str, int, int]  # of a weight (E, N, K): its contiguous dimension, "K" or "N", and the two other strides
@@ -100,10 +102,10 @@ def accumulate(
 
 @gluon.jit
 def accumulate_with_third(
-    acc, left, right, step, rows, columns, full, empty, which: gl.constexpr, STEPS: gl.constexpr, BY: gl.constexpr,
+    acc, third, step, rows, columns, full, empty, which: gl.constexpr, STEPS: gl.constexpr, BY: gl.constexpr,
     W: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
-    """The same, and the products of the third part with 64 columns of the left and of the right half of a tile."""
+    """The same, and the products of the third part with half of the columns of the tile."""
     STAGES: gl.constexpr = W.STAGES
     DIM: gl.constexpr = 0 if BY == "K" else 1
     for _k in range(STEPS):
@@ -112,20 +114,36 @@ def accumulate_with_third(
         if GATHERED:
             hopper.fence_async_shared()
         b = columns.index(stage)
-        b_left = b.slice(which * PART, PART, DIM)
-        b_right = b.slice(STORED + which * PART, PART, DIM)
+        half = b.slice(which * HALF, HALF, DIM)
         if BY == "K":
             b = b.permute((1, 0))
-            b_left = b_left.permute((1, 0))
-            b_right = b_right.permute((1, 0))
-        third = rows.index(stage * W.PARTS + 2)
+            half = half.permute((1, 0))
         acc = hopper.warpgroup_mma(rows.index(stage * W.PARTS + which), b, acc, is_async=True)
-        left = hopper.warpgroup_mma(third, b_left, left, is_async=True)
-        right = hopper.warpgroup_mma(third, b_right, right, is_async=True)
-        acc, left, right = hopper.warpgroup_mma_wait(0, deps=[acc, left, right])
+        third = hopper.warpgroup_mma(rows.index(stage * W.PARTS + 2), half, third, is_async=True)
+        acc, third = hopper.warpgroup_mma_wait(0, deps=[acc, third])
         mbarrier.arrive(empty.index(stage), count=1)
         step += 1
-    return acc, left, right, step
+    return acc, third, step
+
+
+@gluon.jit
+def columns_of_product(n_tile, first: gl.constexpr, COUNT: gl.constexpr, layout: gl.constexpr, W: gl.constexpr):
+    """Which columns of the weight the products ``first`` to ``first + COUNT`` of a tile are, and which there are."""
+    GLU: gl.constexpr = W.ACTIVATION != ""
+    n = first + gl.arange(0, COUNT, gl.SliceLayout(0, layout))
+    if GLU and not W.INTERLEAVED:  # 64 columns of each half in turns
+        column = n_tile * HALF + n // (2 * PART) * PART + n % PART
+        return n // PART % 2 * W.N + column, column < W.N
+    else:
+        n += n_tile * WIDTH
+        return n, n < (2 * W.N if GLU else W.N)
+
+
+@gluon.jit
+def bias_of_product(of_bias, n_tile, first: gl.constexpr, COUNT: gl.constexpr, layout: gl.constexpr, W: gl.constexpr):
+    """The bias of these products."""
+    n, there = columns_of_product(n_tile, first, COUNT, layout, W)
+    return gl.load(of_bias + n, mask=there, other=0.0).to(gl.float32)[None, :]
 
 
 @gluon.jit
@@ -135,59 +153,38 @@ def multiply(
 ):  # fmt: skip
     """Compute and store the first (0) or the second (1) part of the rows of each tile, and half of the third part."""
     ACTIVATION: gl.constexpr = W.ACTIVATION
-    GLU: gl.constexpr = W.ACTIVATION != ""
-    N: gl.constexpr = W.N
-    COLUMNS: gl.constexpr = 2 * W.N if GLU else W.N
-    BLOCK_N: gl.constexpr = columns_of_tile(ACTIVATION)
-    N_TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    COLUMNS: gl.constexpr = W.N if W.ACTIVATION == "" else 2 * W.N
+    N_TILES: gl.constexpr = (W.N + columns_of_tile(ACTIVATION) - 1) // columns_of_tile(ACTIVATION)
     STEPS: gl.constexpr = (W.K + STEP - 1) // STEP
     LORA_STEPS: gl.constexpr = (W.R + STEP - 1) // STEP
     BY: gl.constexpr = W.BY
     LORA_BY: gl.constexpr = W.LORA_BY
     STAGES: gl.constexpr = W.STAGES
     of_acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    of_third: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
-    order, offsets, tile_expert, tile_row = groups
+    of_third: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    order = groups[0]
     step = 0
-    for work in range(gl.program_id(0), tiles * N_TILES, gl.num_programs(0)):
-        tile, n_tile = place_of_work(work, tiles, N_TILES, group)
-        expert = gl.load(tile_expert + tile)
+    for turn in range(gl.cdiv(tiles * N_TILES, gl.num_programs(0))):
+        n_tile, expert, first, end = tile_of_turn(turn, tiles, group, groups, N_TILES, W)
         if expert < W.E:
-            first = gl.load(tile_row + tile)
             begin = first + which * PART
-            end = gl.load(offsets + expert + 1)
             if begin < end:
-                n0 = n_tile * BLOCK_N
-                of_bias = bias
                 acc = gl.zeros((PART, WIDTH), gl.float32, of_acc)
                 if bias is not None:
                     of_bias = bias + expert.to(gl.int64) * COLUMNS
-                    n = gl.arange(0, WIDTH, gl.SliceLayout(0, of_acc))
-                    if GLU and not W.INTERLEAVED:
-                        inside = n0 + n % BLOCK_N < N
-                        n = n // BLOCK_N * N + n0 + n % BLOCK_N
-                    else:
-                        n += n_tile * WIDTH
-                        inside = n < COLUMNS
-                    acc += gl.load(of_bias + n, mask=inside, other=0.0).to(gl.float32)[None, :]
+                    acc += bias_of_product(of_bias, n_tile, 0, WIDTH, of_acc, W)
                 if LORA_STEPS > 0:
                     acc, step = accumulate(
                         acc, step, rows, lora_columns, full, empty, which, LORA_STEPS, LORA_BY, W, False
                     )
                 if W.PARTS == 3:
-                    n3 = n0 + which * PART  # of the left half; the right one has those of up, or those STORED further
-                    RIGHT: gl.constexpr = N if GLU else STORED
-                    left = gl.zeros((PART, PART), gl.float32, of_third)
-                    right = left
+                    third = gl.zeros((PART, HALF), gl.float32, of_third)
                     if bias is not None:
-                        column = n3 + gl.arange(0, PART, gl.SliceLayout(0, of_third))
-                        left += gl.load(of_bias + column, mask=column < N, other=0.0).to(gl.float32)[None, :]
-                        column += RIGHT
-                        inside = column < N + RIGHT if GLU else column < N
-                        right += gl.load(of_bias + column, mask=inside, other=0.0).to(gl.float32)[None, :]
+                        of_bias = bias + expert.to(gl.int64) * COLUMNS
+                        third += bias_of_product(of_bias, n_tile, which * HALF, HALF, of_third, W)
                     if first + 2 * PART < end:
-                        acc, left, right, step = accumulate_with_third(
-                            acc, left, right, step, rows, columns, full, empty, which, STEPS, BY, W, W.SHARE > 0
+                        acc, third, step = accumulate_with_third(
+                            acc, third, step, rows, columns, full, empty, which, STEPS, BY, W, W.SHARE > 0
                         )
                     else:
                         acc, step = accumulate(
@@ -197,7 +194,7 @@ def multiply(
                     acc, step = accumulate(acc, step, rows, columns, full, empty, which, STEPS, BY, W, W.SHARE > 0)
                 if W.PARTS == 3:  # noqa: SIM102  (known when the kernel is compiled)
                     if first + 2 * PART < end:
-                        store_third(left, right, stores, order, first + 2 * PART, end, n3, numbers, W)
+                        store_third(third, stores, which, order, first + 2 * PART, end, n_tile, numbers, W)
                 store_part(acc, stores, results, which, order, begin, end, n_tile, numbers, W)
             else:
                 for _k in range(LORA_STEPS + STEPS):
@@ -211,7 +208,7 @@ def multiply(
 @gluon.jit(do_not_specialize=["assignments", "first_tile", "tiles", "group"])
 def grouped_gemm_hopper_kernel(
     x: "Rows", w: "Strided", low: "Flat", lora: "Strided", bias: "Flat", weights: "Flat", h: "Out", out: "Out",
-    order: "Flat", offsets: "Flat", tile_expert: "Flat", tile_row: "Flat",
+    order: "Flat", offsets: "Flat", tile_expert: "Flat", tile_rows: "Flat",
     assignments: tl.int32, first_tile: tl.int32, tiles: tl.int32, group: tl.int32, scale: tl.float32,
     alpha: tl.float32, limit: tl.float32,
     WORK: tl.constexpr,
@@ -244,10 +241,13 @@ def grouped_gemm_hopper_kernel(
     of_low = of_weight
     of_lora = of_weight
     lora_columns = columns
+    loaded = loaded_columns(columns, BY, HALVES)
+    loaded_lora = loaded
     if R > 0:
         of_low = describe_rows(low, assignments, R, R)
         of_lora = describe_weight(lora, E, COLUMNS, R, LORA_BY, W.LORA_E_STRIDE, W.LORA_STRIDE, HALVES)
         lora_columns = columns._reinterpret(dtype, by_k if LORA_BY == "K" else by_n, flat)
+        loaded_lora = loaded_columns(lora_columns, LORA_BY, HALVES)
     of_h = of_weight
     of_up = of_weight
     of_out = of_weight
@@ -263,7 +263,7 @@ def grouped_gemm_hopper_kernel(
             else:
                 of_h = describe_result(h, assignments, N, COLUMNS)
                 of_up = describe_result(h + N, assignments, N, COLUMNS)
-    groups = (order, offsets, tile_expert + first_tile, tile_row + first_tile)
+    groups = (order, tile_expert + first_tile, tile_rows + 2 * first_tile)
     stores = (h, out, weights, of_h, of_up, of_out)
     numbers = (scale, alpha, limit)
     full = gl.allocate_shared_memory(gl.int64, [W.STAGES, 1], mbarrier.MBarrierLayout())
@@ -282,7 +282,7 @@ def grouped_gemm_hopper_kernel(
                 1, rows, columns, lora_columns, full, empty, bias, stores, results, groups, tiles, group, numbers, W,
             )),
             (load, (
-                x, of_x, of_weight, of_low, of_lora, rows, columns, lora_columns, full, empty, groups, tiles, group, W,
+                x, of_x, of_weight, of_low, of_lora, rows, loaded, loaded_lora, full, empty, groups, tiles, group, W,
             )),
         ],
         # Warps and registers of the second and the third function; the first has the warps of the launch.
@@ -335,13 +335,13 @@ def is_supported(p: Product) -> bool:
 
 
 def parts_of(p: Product) -> int:
-    """How many parts of 64 rows a tile has.
+    """How many parts of 64 rows a tile may have.
 
-    With 160 rows per expert on average, three were faster by 9 to 17% on an H200, with 512 and 1024 slower. Adapters
-    and other activations leave too few registers.
+    With three, forwards were faster on an H200 by 3 to 4% at 512 rows per expert and by 9 to 17% at 160. Adapters and
+    other activations leave too few registers.
     """
-    supported = not p.R and (not p.glu or (p.options.activation == "silu" and not p.options.interleaved))
-    return 3 if supported and MOST_ROWS * p.E < p.assignments <= WIDE.value * p.E else 2
+    few_registers = p.R or (p.glu and (p.options.activation != "silu" or p.options.interleaved))
+    return 2 if few_registers else 3
 
 
 def hopper_plan(p: Product, weight: Read, lora: Read) -> Plan:
@@ -361,8 +361,8 @@ def hopper_plan(p: Product, weight: Read, lora: Read) -> Plan:
         by_tma, p.share > 0 and p.assignments // p.share * p.x_row >= 2**31,
     )  # fmt: skip
     lists = lengths_of_lists(p.assignments, p.E)
-    first, tiles = (lists[0], lists[1]) if rows == WIDE.value else (0, lists[0])
+    first, tiles = (lists[0], lists[1]) if parts == 3 else (0, lists[0])
     programs = min(tiles * -(-p.N // columns_of_tile(activation)), layout.multiprocessors(p.device))
-    group = min(16, power_of_two(p.assignments // (p.E * rows)))
+    group = min(16, power_of_two(p.assignments // (p.E * MOST_ROWS)))
     given = p.assignments, first, tiles, group, p.scale, o.alpha, o.limit
     return Plan(grouped_gemm_hopper_kernel, programs, given, dict(WORK=work), 4)

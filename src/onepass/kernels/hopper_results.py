@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from onepass.kernels.expert_rows import activate
-from onepass.kernels.hopper_tiles import PART, STORED, WIDTH, columns_of_tile
+from onepass.kernels.hopper_tiles import HALF, PART, STORED, WIDTH, columns_of_tile
 
 activate_tile = gluon.jit(activate.fn)
 
@@ -14,7 +14,7 @@ activate_tile = gluon.jit(activate.fn)
 @gluon.constexpr_function
 def buffers_of(parts):
     """How many results of a group of warps there is room for in shared memory."""
-    return 2 if parts == 2 else 1
+    return 4 if parts == 2 else 3
 
 
 @gluon.constexpr_function
@@ -41,22 +41,35 @@ def store_tile(to, row, there, n0, N: gl.constexpr, ROW: gl.constexpr, tile):
 
 
 @gluon.jit
-def store_rows(
-    to, descriptor, shared, first, whole, row, there, n0, N: gl.constexpr, ROW: gl.constexpr, PENDING: gl.constexpr,
-    tile,
-):  # fmt: skip
-    """`store_tile`, or, for a ``whole`` tile of consecutive rows from the ``first`` on, a copy to ``shared`` memory,
-    which a descriptor stores while the warps go on. It is None if no descriptor can.
+def store_columns(to, descriptor, results, which: gl.constexpr, BEFORE: gl.constexpr, first, n0, columns):
+    """Copy STORED columns of a tile to shared memory, which a descriptor stores while the warps go on.
 
-    This waits until at most PENDING of the earlier stores are not finished, which must be those from other memory.
+    Of the stores of the tile BEFORE this, those may go on that read other buffers of this group of warps.
     """
-    if shared is None:
+    BUFFERS: gl.constexpr = results.shape[0] // 2
+    PENDING: gl.constexpr = BEFORE if BEFORE < BUFFERS else BUFFERS - 1
+    tma.store_wait(PENDING)
+    shared = results.index(which * BUFFERS + BEFORE % BUFFERS)
+    shared.store(columns.to(to.dtype.element_ty))
+    hopper.fence_async_shared()
+    tma.async_copy_shared_to_global(descriptor, [first, n0], shared)
+
+
+@gluon.jit
+def store_rows(
+    to, descriptor, results, which: gl.constexpr, BEFORE: gl.constexpr, first, whole, row, there, n0, N: gl.constexpr,
+    ROW: gl.constexpr, tile,
+):  # fmt: skip
+    """`store_tile`, or `store_columns` for a ``whole`` tile of consecutive rows from the ``first`` on.
+
+    ``results`` is None if no descriptor can store them.
+    """
+    if results is None:
         store_tile(to, row, there, n0, N, ROW, tile)
     elif whole:
-        tma.store_wait(PENDING)
-        shared.store(tile.to(to.dtype.element_ty))
-        hopper.fence_async_shared()
-        tma.async_copy_shared_to_global(descriptor, [first, n0], shared)
+        left, right = gl.split(tile.reshape((PART, 2, STORED)).permute((0, 2, 1)))
+        store_columns(to, descriptor, results, which, BEFORE, first, n0, left)
+        store_columns(to, descriptor, results, which, BEFORE + 1, first, n0 + STORED, right)
     else:
         store_tile(to, row, there, n0, N, ROW, tile)
 
@@ -78,6 +91,14 @@ def times_weights(tile, weights, assignment, there):
 
 
 @gluon.jit
+def halves_of(acc):
+    """The products with the columns of each half of a weight, which alternate, 64 of each."""
+    N: gl.constexpr = acc.shape[1] // 2
+    left, right = gl.split(acc.reshape((PART, N // PART, 2, PART)).permute((0, 1, 3, 2)))
+    return left.reshape((PART, N)), right.reshape((PART, N))
+
+
+@gluon.jit
 def store_part(
     acc, stores, results, which: gl.constexpr, order, begin, end, n_tile, numbers, W: gl.constexpr
 ):  # fmt: skip
@@ -87,14 +108,11 @@ def store_part(
     COLUMNS: gl.constexpr = 2 * N
     ACTIVATION: gl.constexpr = W.ACTIVATION
     BLOCK_N: gl.constexpr = columns_of_tile(ACTIVATION)
-    BUFFERS: gl.constexpr = buffers_of(W.PARTS)
     h, out, weights, of_h, of_up, of_out = stores
     scale, alpha, limit = numbers
-    buffer = None
-    second = None
+    shared = None
     if W.BY_TMA:
-        buffer = results.index(which * BUFFERS)
-        second = results.index(which * BUFFERS + BUFFERS - 1)
+        shared = results
     n0 = n_tile * BLOCK_N
     row = begin + gl.arange(0, PART, gl.SliceLayout(1, acc.type.layout))
     there = row < end
@@ -107,49 +125,53 @@ def store_part(
         first = gl.load(order + begin)
         last = gl.load(order + begin + (PART - 1), mask=whole, other=0)
         is_range, at = whole & (last == first + (PART - 1)), assignment
-    OTHERS: gl.constexpr = BUFFERS - 1  # of the stores before, these last ones may go on: they read the other buffer
-    left, right = gl.split(acc.reshape((PART, 2, STORED)).permute((0, 2, 1)))
+    if GLU and not W.INTERLEAVED:
+        left, right = halves_of(acc)
+    else:
+        left, right = gl.split(acc.reshape((PART, 2, HALF)).permute((0, 2, 1)))
     if GLU:
         if h is not None:
             n_h = n_tile * WIDTH if W.INTERLEAVED else n0
             END: gl.constexpr = COLUMNS if W.INTERLEAVED else N
-            UP: gl.constexpr = STORED if W.INTERLEAVED else 0
+            UP: gl.constexpr = HALF if W.INTERLEAVED else 0
             h_up = h if W.INTERLEAVED else h + N
-            store_rows(h, of_h, buffer, begin, whole, row, there, n_h, END, COLUMNS, 0, left)
-            store_rows(h_up, of_up, second, begin, whole, row, there, n_h + UP, END, COLUMNS, OTHERS, right)
+            store_rows(h, of_h, shared, which, 0, begin, whole, row, there, n_h, END, COLUMNS, left)
+            store_rows(h_up, of_up, shared, which, 2, begin, whole, row, there, n_h + UP, END, COLUMNS, right)
         gate, up = left, right
         if W.INTERLEAVED:
             gate, up = gl.split(acc.reshape((PART, BLOCK_N, 2)))
-        y, _by_gate, _by_up = activate_tile(gate, up, alpha, limit, ACTIVATION)
+        y, _by_gate, _by_up = activate_tile(gate, up, alpha, limit, ACTIVATION, True)
         y = times_weights(y, weights, assignment, there)
-        PENDING: gl.constexpr = OTHERS if h is not None else 0
-        store_rows(out, of_out, buffer, first, is_range, at, there, n0, N, N, PENDING, y)
+        BEFORE: gl.constexpr = 0 if h is None else 4
+        store_rows(out, of_out, shared, which, BEFORE, first, is_range, at, there, n0, N, N, y)
     else:
         left = times_weights(left * scale, weights, assignment, there)
         right = times_weights(right * scale, weights, assignment, there)
-        store_rows(out, of_out, buffer, first, is_range, at, there, n0, N, N, OTHERS, left)
-        store_rows(out, of_out, second, first, is_range, at, there, n0 + STORED, N, N, OTHERS, right)
+        store_rows(out, of_out, shared, which, 0, first, is_range, at, there, n0, N, N, left)
+        store_rows(out, of_out, shared, which, 2, first, is_range, at, there, n0 + HALF, N, N, right)
 
 
 @gluon.jit
-def store_third(left, right, stores, order, begin, end, n0, numbers, W: gl.constexpr):
-    """Store 64 columns of the left and of the right half of the products of the third part, from column ``n0`` on."""
+def store_third(third, stores, which: gl.constexpr, order, begin, end, n_tile, numbers, W: gl.constexpr):
+    """Store half of the columns of the products of the third part."""
     N: gl.constexpr = W.N
     ACTIVATION: gl.constexpr = W.ACTIVATION
     h, out, weights, _of_h, _of_up, _of_out = stores
     scale, alpha, limit = numbers
-    row = begin + gl.arange(0, PART, gl.SliceLayout(1, left.type.layout))
+    row = begin + gl.arange(0, PART, gl.SliceLayout(1, third.type.layout))
     there = row < end
     assignment = row
     if W.SCATTER or weights is not None:
         assignment = gl.load(order + row, mask=there, other=0)
     at = assignment if W.SCATTER else row
     if ACTIVATION != "":
+        n0 = n_tile * HALF + which * PART
+        left, right = halves_of(third)
         if h is not None:
             store_tile(h, row, there, n0, N, 2 * N, left)
             store_tile(h + N, row, there, n0, N, 2 * N, right)
-        y, _by_gate, _by_up = activate_tile(left, right, alpha, limit, ACTIVATION)
+        y, _by_gate, _by_up = activate_tile(left, right, alpha, limit, ACTIVATION, True)
         store_tile(out, at, there, n0, N, N, times_weights(y, weights, assignment, there))
     else:
-        store_tile(out, at, there, n0, N, N, times_weights(left * scale, weights, assignment, there))
-        store_tile(out, at, there, n0 + STORED, N, N, times_weights(right * scale, weights, assignment, there))
+        n0 = n_tile * WIDTH + which * HALF
+        store_tile(out, at, there, n0, N, N, times_weights(third * scale, weights, assignment, there))

@@ -6,9 +6,9 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from onepass.kernels.row_gemm import place_of
 
-# Of a tile: the rows and columns of a group of warps, the columns that are stored at once, and the part of K that is
-# multiplied at once.
-PART, WIDTH, STORED, STEP = (gl.constexpr(n) for n in (64, 256, 128, 64))
+# Of a tile: the rows and columns of a group of warps, half of these columns, those that are stored at once, and the
+# part of K that is multiplied at once.
+PART, WIDTH, HALF, STORED, STEP = (gl.constexpr(n) for n in (64, 256, 128, 64, 64))
 place_of_work = gluon.jit(place_of.fn)
 ELEMENT = gl.constexpr(2)  # bytes
 SUPPORTED = hasattr(tma, "make_tensor_descriptor") and hasattr(async_copy, "mbarrier_arrive")  # from Triton 3.6 on
@@ -18,6 +18,19 @@ SUPPORTED = hasattr(tma, "make_tensor_descriptor") and hasattr(async_copy, "mbar
 def columns_of_tile(activation):
     """How many columns of the result a tile has: with an activation, half of those of the product."""
     return 128 if activation != "" else 256
+
+
+@gluon.jit
+def tile_of_turn(turn, tiles, group, groups, N_TILES: gl.constexpr, W: gl.constexpr):
+    """The tile that a program computes in this turn: its columns; its expert, E if there is none; its rows.
+
+    Programs change places from turn to turn: otherwise, all tiles of three parts might be those of a few programs.
+    """
+    _order, tile_expert, tile_rows = groups
+    work = turn * gl.num_programs(0) + (gl.program_id(0) + turn) % gl.num_programs(0)
+    tile, n_tile = place_of_work(gl.minimum(work, tiles * N_TILES - 1), tiles, N_TILES, group)
+    expert = gl.load(tile_expert + tile, mask=work < tiles * N_TILES, other=W.E)
+    return n_tile, expert, gl.load(tile_rows + 2 * tile), gl.load(tile_rows + 2 * tile + 1)
 
 
 @gluon.jit
@@ -45,28 +58,57 @@ def gathered_rows(order, begin, end, part: gl.constexpr, of_rows: gl.constexpr, 
     return source[:, None] * W.X_ROW + gl.arange(0, STEP, gl.SliceLayout(0, of_rows))[None, :], (row < end)[:, None]
 
 
+@gluon.constexpr_function
+def copied_at_once(steps):
+    """Of how many steps the addresses of gathered rows are computed at once."""
+    return 4 if steps % 4 == 0 else 3 if steps % 3 == 0 else 1
+
+
 @gluon.jit
-def copy_rows(x, places, rows, stage, first, beyond: gl.constexpr, of_rows: gl.constexpr, W: gl.constexpr):
-    """Copy the rows at these places to a stage, from column ``first + beyond`` on."""
+def copy_part(x, places, to, first, beyond: gl.constexpr, of_rows: gl.constexpr, W: gl.constexpr):
+    """Copy a part of the rows of a tile, which are at these places, from column ``first + beyond`` on."""
+    place, mask = places
+    if W.K % STEP != 0:
+        k = gl.arange(0, STEP, gl.SliceLayout(0, of_rows))[None, :]
+        mask = mask & (first + beyond + k < W.K)
+    async_copy.async_copy_global_to_shared(to, x + first + beyond + place, mask=mask)
+
+
+@gluon.jit
+def copy_rows(
+    x, places, rows, stage, first, beyond: gl.constexpr, has_third, of_rows: gl.constexpr, W: gl.constexpr
+):  # fmt: skip
+    """Copy the rows of a tile to a stage, from column ``first + beyond`` on."""
     PARTS: gl.constexpr = W.PARTS
-    for part in gl.static_range(PARTS):
-        place, mask = places[part]
-        if W.K % STEP != 0:
-            k = gl.arange(0, STEP, gl.SliceLayout(0, of_rows))[None, :]
-            mask = mask & (first + beyond + k < W.K)
-        to = rows.index(stage * PARTS + part)
-        async_copy.async_copy_global_to_shared(to, x + first + beyond + place, mask=mask)
+    for part in gl.static_range(2):
+        copy_part(x, places[part], rows.index(stage * PARTS + part), first, beyond, of_rows, W)
+    if PARTS == 3:  # noqa: SIM102  (known when the kernel is compiled)
+        if has_third:
+            copy_part(x, places[2], rows.index(stage * PARTS + 2), first, beyond, of_rows, W)
 
 
 @gluon.jit
-def load_columns(of_columns, ready, columns, expert, n0, k0, BY: gl.constexpr, HALVES: gl.constexpr):
-    """Load the columns of a step."""
+def load_columns(of_columns, ready, columns, stage, expert, n0, k0, BY: gl.constexpr, HALVES: gl.constexpr):
+    """Load the columns of a step. Those of two halves alternate, 64 of each, so that any 128 hold both alike."""
     if BY == "K":
-        to = columns._reinterpret(columns.dtype, [1, HALVES, WIDTH // HALVES, STEP], gl.NVMMASharedLayout(128, 16, 4))
-        tma.async_copy_global_to_shared(of_columns, [expert, 0, n0, k0], ready, to)
+        layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+        for n in gl.static_range(HALVES):
+            to = columns.index(stage * HALVES + n)
+            to = to._reinterpret(columns.dtype, [1, HALVES, WIDTH // (HALVES * HALVES), STEP], layout)
+            tma.async_copy_global_to_shared(of_columns, [expert, 0, n0 + n * PART, k0], ready, to)
     else:
-        to = columns._reinterpret(columns.dtype, [1, STEP, WIDTH], gl.NVMMASharedLayout(128, 16, 3))
+        to = columns.index(stage)._reinterpret(columns.dtype, [1, STEP, WIDTH], gl.NVMMASharedLayout(128, 16, 3))
         tma.async_copy_global_to_shared(of_columns, [expert, k0, n0], ready, to)
+
+
+@gluon.jit
+def loaded_columns(columns, BY: gl.constexpr, HALVES: gl.constexpr):
+    """The memory of all stages' columns, divided into what is loaded at once."""
+    if BY == "K":
+        shape: gl.constexpr = [columns.shape[0] * HALVES, WIDTH // HALVES, STEP]
+        return columns._reinterpret(columns.dtype, shape, gl.NVMMASharedLayout(128, 16, 2))
+    else:
+        return columns
 
 
 @gluon.jit
@@ -80,11 +122,11 @@ def describe_weight(
     w, E: gl.constexpr, COLUMNS: gl.constexpr, K: gl.constexpr, BY: gl.constexpr, E_STRIDE: gl.constexpr,
     STRIDE: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """The descriptor of the columns of a tile of a weight ``(E, COLUMNS, K)``: one range of them, or two HALVES."""
+    """The descriptor of the columns of a tile of a weight ``(E, COLUMNS, K)``: one range, or as many of each half."""
     if BY == "K":
-        PART: gl.constexpr = COLUMNS // HALVES
+        N: gl.constexpr = COLUMNS // HALVES
         return tma.make_tensor_descriptor(
-            w, [E, HALVES, PART, K], [E_STRIDE, PART * STRIDE, STRIDE, 1], [1, HALVES, WIDTH // HALVES, STEP],
+            w, [E, HALVES, N, K], [E_STRIDE, N * STRIDE, STRIDE, 1], [1, HALVES, WIDTH // (HALVES * HALVES), STEP],
             gl.NVMMASharedLayout(128, 16, 4),
         )  # fmt: skip
     else:
@@ -108,23 +150,20 @@ def load(
     GATHERED: gl.constexpr = W.SHARE > 0
     # Rows that other processes have sent are consecutive in most tiles, but not where those of two processes meet.
     MAY_BE_RANGE: gl.constexpr = W.SHARE == 1 and W.X_ROW > 0
-    AT_ONCE: gl.constexpr = 4 if GATHERED and STEPS % 4 == 0 else 1  # whose addresses differ by constants
+    AT_ONCE: gl.constexpr = copied_at_once(STEPS) if GATHERED else 1  # whose addresses differ by constants
     OF_COLUMNS: gl.constexpr = WIDTH * STEP * ELEMENT
     BY: gl.constexpr = W.BY
     LORA_BY: gl.constexpr = W.LORA_BY
     STAGES: gl.constexpr = W.STAGES
     PARTS: gl.constexpr = W.PARTS
-    ROWS: gl.constexpr = W.PARTS * PART
     of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    order, offsets, tile_expert, tile_row = groups
+    order = groups[0]
     step = 0
-    for work in range(gl.program_id(0), tiles * N_TILES, gl.num_programs(0)):
-        tile, n_tile = place_of_work(work, tiles, N_TILES, group)
-        expert = gl.load(tile_expert + tile)
+    for turn in range(gl.cdiv(tiles * N_TILES, gl.num_programs(0))):
+        n_tile, expert, begin, end = tile_of_turn(turn, tiles, group, groups, N_TILES, W)
         if expert < W.E:
-            begin = gl.load(tile_row + tile)
-            end = gl.load(offsets + expert + 1)
             n0 = n_tile * (WIDTH // HALVES)
+            has_third = begin + 2 * PART < end
             if GATHERED:  # the last part is named twice if there are two
                 places = (
                     gathered_rows(order, begin, end, 0, of_rows, W),
@@ -132,16 +171,16 @@ def load(
                     gathered_rows(order, begin, end, PARTS - 1, of_rows, W),
                 )
             if MAY_BE_RANGE:
+                count = end - begin
                 row0 = gl.load(order + begin)
-                last = gl.load(order + begin + (ROWS - 1), mask=begin + ROWS <= end, other=-1)
-                is_range = last - row0 == ROWS - 1  # within an expert, assignments ascend
+                is_range = gl.load(order + end - 1) - row0 == count - 1  # within an expert, assignments ascend
             if LORA_STEPS > 0:
                 for k0 in range(0, LORA_STEPS * STEP, STEP):
                     stage = step % STAGES
                     mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
                     ready = full.index(stage)
                     load_range(of_low, ready, rows, stage, begin, end, k0, OF_COLUMNS, PARTS)
-                    load_columns(of_lora, ready, lora_columns.index(stage), expert, n0, k0, LORA_BY, HALVES)
+                    load_columns(of_lora, ready, lora_columns, stage, expert, n0, k0, LORA_BY, HALVES)
                     if GATHERED:
                         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
                     step += 1
@@ -156,14 +195,14 @@ def load(
                     elif not MAY_BE_RANGE:
                         mbarrier.expect(ready, OF_COLUMNS)
                     elif is_range:
-                        load_range(of_x, ready, rows, stage, row0, row0 + ROWS, k0, OF_COLUMNS, PARTS)
+                        load_range(of_x, ready, rows, stage, row0, row0 + count, k0, OF_COLUMNS, PARTS)
                     else:
                         mbarrier.expect(ready, OF_COLUMNS)
-                    load_columns(of_weight, ready, columns.index(stage), expert, n0, k0, BY, HALVES)
+                    load_columns(of_weight, ready, columns, stage, expert, n0, k0, BY, HALVES)
                     if GATHERED:
                         if not MAY_BE_RANGE:  # noqa: SIM114  (known when the kernel is compiled)
-                            copy_rows(x, places, rows, stage, first, n * STEP, of_rows, W)
+                            copy_rows(x, places, rows, stage, first, n * STEP, has_third, of_rows, W)
                         elif not is_range:
-                            copy_rows(x, places, rows, stage, first, n * STEP, of_rows, W)
+                            copy_rows(x, places, rows, stage, first, n * STEP, has_third, of_rows, W)
                         async_copy.mbarrier_arrive(ready, increment_count=False)
                     step += 1

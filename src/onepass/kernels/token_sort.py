@@ -3,7 +3,7 @@
 `moe.token_sort` calls `sort_by_expert`, a stable counting sort. `order` has the assignments sorted by expert: expert e
 has the sorted rows ``offsets[e]`` to ``offsets[e + 1]``, and assignments to out-of-range ids come last. No row is
 padded. Every expert's rows are divided into tiles of BLOCK_M rows, and a tile with fewer rows masks the rest. If these
-are the largest, there is a second list, of tiles of `WIDE` rows.
+are the largest, there is a second list, in which the last tile of an expert may be longer by half (`tiles_of`).
 
 Bytes moved: the ids are read three times and the order is written once, plus one count per block and expert. Few
 assignments are sorted by one launch, whose programs each read all ids.
@@ -20,7 +20,7 @@ from onepass.core.moe_options import Groups
 from onepass.kernels.launch import Flat, Out, Plan, launch
 from onepass.kernels.layout import power_of_two
 
-MOST_ROWS, WIDE = 128, tl.constexpr(192)  # per tile, and per tile of the second list
+MOST_ROWS = 128  # per tile
 BLOCK = 128  # assignments of a program of the sort; twice as many take 1.3 to 1.9 times as long on an H200
 OTHERS = tl.constexpr(32)  # assignments with which a program that places compares its own at once
 FEW = 2048  # assignments that one launch sorts, in about the time of several on an H200, and a third of their host time
@@ -83,45 +83,66 @@ def place_kernel(
 
 @triton.jit
 def write_tiles(
-    begin, end, first, tile_expert, tile_row, tiles, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """Write the expert and the first sorted row of TILES tiles from ``first`` on, for the rows ``begin`` to ``end`` of
-    every expert."""
-    of_expert = tl.cdiv(end - begin, BLOCK_M)
-    last = tl.cumsum(of_expert, 0)  # 1 plus the last tile of expert e
+    begin, end, of_expert, last, first, tile_expert, tile_rows, tiles, E: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Write the expert and the sorted rows of TILES tiles from ``first`` on. The rows of expert e, from ``begin`` to
+    ``end``, have ``of_expert`` tiles, the ones before ``last``."""
     tile = first + tl.arange(0, TILES)
     mine = (tile[:, None] < last[None, :]) & (tile[:, None] >= (last - of_expert)[None, :])
     e = tl.arange(0, BLOCK_E)
     expert = tl.sum(tl.where(mine, e[None, :], 0), 1) + tl.where(tl.sum(mine.to(tl.int32), 1) == 0, E, 0)
     row = tl.sum(tl.where(mine, (begin - (last - of_expert) * BLOCK_M)[None, :], 0), 1) + tile * BLOCK_M
+    end_of_tile = tl.sum(tl.where(mine & (tile[:, None] == last[None, :] - 1), end[None, :], 0), 1)
     tl.store(tile_expert + tile, expert, mask=tile < tiles)
-    tl.store(tile_row + tile, row, mask=tile < tiles)
+    tl.store(tile_rows + 2 * tile, row, mask=tile < tiles)
+    tl.store(tile_rows + 2 * tile + 1, tl.where(end_of_tile > 0, end_of_tile, row + BLOCK_M), mask=tile < tiles)
+
+
+@triton.jit
+def tiles_of(rows, BLOCK_M: tl.constexpr, LONGER: tl.constexpr):
+    """How many tiles the rows of an expert have. With LONGER last tiles, as in the second list, half of BLOCK_M rows or
+    less at the end belong to the tile before."""
+    if LONGER:
+        halves = tl.cdiv(rows, BLOCK_M // 2)
+        return tl.where(halves > 1, halves // 2, halves)
+    else:
+        return tl.cdiv(rows, BLOCK_M)
 
 
 @triton.jit
 def write_lists(
-    begin, end, n, tile_expert, tile_row, tiles, wide, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
+    begin, end, n, tile_expert, tile_rows, tiles, wide, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Write the n-th TILES tiles of both lists, the second of which follows the first."""
+    """Write the n-th TILES tiles of both lists. In the second, which follows the first, experts whose last tile is
+    longer come first: these tiles then recur at equal distances, so that each program of the GEMM gets as many."""
     of_first = tl.cdiv(tiles, TILES)
     if n < of_first:
-        write_tiles(begin, end, n * TILES, tile_expert, tile_row, tiles, E, BLOCK_E, BLOCK_M)
+        of_expert = tiles_of(end - begin, BLOCK_M, False)
+        last = tl.cumsum(of_expert, 0)
+        write_tiles(begin, end, of_expert, last, n * TILES, tile_expert, tile_rows, tiles, E, BLOCK_E, BLOCK_M)
     else:
         first = (n - of_first) * TILES
-        write_tiles(begin, end, first, tile_expert + tiles, tile_row + tiles, wide, E, BLOCK_E, WIDE)
+        of_expert = tiles_of(end - begin, BLOCK_M, True)
+        odd = tl.cdiv(end - begin, BLOCK_M // 2) % 2 != 0
+        of_odd = tl.where(odd, of_expert, 0)
+        last = tl.where(odd, tl.cumsum(of_odd, 0), tl.sum(of_odd) + tl.cumsum(of_expert - of_odd, 0))
+        write_tiles(
+            begin, end, of_expert, last, first, tile_expert + tiles, tile_rows + 2 * tiles, wide, E, BLOCK_E, BLOCK_M
+        )
 
 
 @triton.jit(do_not_specialize=["blocks", "tiles", "wide"])
 def tile_kernel(
-    ends: "Flat", offsets: "Out", tile_expert: "Out", tile_row: "Out",
+    ends: "Flat", offsets: "Out", tile_expert: "Out", tile_rows: "Out",
     blocks: tl.int32, tiles: tl.int32, wide: tl.int32,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Find where each expert's rows begin, and the expert and first sorted row of each tile.
 
     Input: ``ends`` ``(E + 1, blocks)``, as in `place_kernel`.
-    Outputs: ``offsets`` ``(E + 1,)``; ``tile_expert`` ``(tiles + wide,)``, E for a tile that is not used; ``tile_row``
-    ``(tiles + wide,)``.
+    Outputs: ``offsets`` ``(E + 1,)``; ``tile_expert`` ``(tiles + wide,)``, E for a tile that is not used; ``tile_rows``
+    ``(tiles + wide, 2)``.
     Bytes moved: 2 E elements of ``ends`` per program in, the outputs out.
     """
     e = tl.arange(0, BLOCK_E)
@@ -130,7 +151,7 @@ def tile_kernel(
     if tl.program_id(0) == 0:
         tl.store(offsets + e, begin, mask=e < E)
         tl.store(offsets + e + 1, end, mask=e == E - 1)
-    write_lists(begin, end, tl.program_id(0), tile_expert, tile_row, tiles, wide, E, BLOCK_E, BLOCK_M)
+    write_lists(begin, end, tl.program_id(0), tile_expert, tile_rows, tiles, wide, E, BLOCK_E, BLOCK_M)
 
 
 @triton.jit
@@ -142,7 +163,7 @@ def count_of(counts, assignments, E: tl.constexpr, BLOCK_E: tl.constexpr):
 
 @triton.jit(do_not_specialize=["assignments", "tiles", "wide"])
 def sort_kernel(
-    experts: "Flat", counts: "Flat", order: "Out", offsets: "Out", tile_expert: "Out", tile_row: "Out",
+    experts: "Flat", counts: "Flat", order: "Out", offsets: "Out", tile_expert: "Out", tile_rows: "Out",
     places: "Out",
     assignments: tl.int32, tiles: tl.int32, wide: tl.int32,
     E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -188,7 +209,7 @@ def sort_kernel(
         if tl.program_id(0) == 0:
             tl.store(offsets + e, begin, mask=e <= E)
         for n in range(tl.program_id(0), tl.cdiv(tiles, TILES) + tl.cdiv(wide, TILES), tl.num_programs(0)):
-            write_lists(begin, end, n, tile_expert, tile_row, tiles, wide, E, BLOCK_E, BLOCK_M)
+            write_lists(begin, end, n, tile_expert, tile_rows, tiles, wide, E, BLOCK_E, BLOCK_M)
 
 
 def rows_of_tile(assignments: int, E: int) -> int:
@@ -201,8 +222,9 @@ def rows_of_tile(assignments: int, E: int) -> int:
 
 def lengths_of_lists(assignments: int, num_experts: int) -> tuple[int, int]:
     """The number of tiles that each list has room for: as many as there can be."""
-    rows, more = rows_of_tile(assignments, num_experts), min(num_experts, assignments)
-    return assignments // rows + more, assignments // WIDE.value + more if rows == MOST_ROWS else 0
+    rows = rows_of_tile(assignments, num_experts)
+    tiles = assignments // rows + min(num_experts, assignments)
+    return tiles, tiles if rows == MOST_ROWS else 0
 
 
 def programs_of(tiles: int) -> int:
@@ -223,8 +245,8 @@ def sort_by_expert(experts: Tensor, num_experts: int, counts: Tensor | None = No
     E = num_experts
     assignments, tiles = experts.numel(), count_tiles(experts.numel(), E)
     new = partial(experts.new_empty, dtype=torch.int32)
-    order, offsets, tile_expert, tile_row, places = results = Groups(
-        new(assignments), new(E + 1), new(tiles), new(tiles), new(assignments)
+    order, offsets, tile_expert, tile_rows, places = results = Groups(
+        new(assignments), new(E + 1), new(tiles), new(2 * tiles), new(assignments)
     )
     if not assignments:
         offsets.zero_()
@@ -236,7 +258,7 @@ def sort_by_expert(experts: Tensor, num_experts: int, counts: Tensor | None = No
         launch(count_plan, (assignments, E), (experts, counts))
         ends = counts.cumsum(0, dtype=torch.int32)
         launch(place_plan, (assignments, E), (experts, ends, order, places))
-        launch(tile_plan, (assignments, E), (ends, offsets, tile_expert, tile_row))
+        launch(tile_plan, (assignments, E), (ends, offsets, tile_expert, tile_rows))
     return results
 
 
