@@ -121,10 +121,13 @@ def test_rows_that_are_grouped_already_are_not_sorted(device, rows, outside):
 
 
 @pytest.mark.parametrize("few", [0, 1 << 20])
-@pytest.mark.parametrize("assignments, experts", [(1, 1), (31, 5), (128, 3), (129, 40), (1500, 7), (3000, 9), (4096, 130)])
+@pytest.mark.parametrize(
+    "assignments, experts", [(1, 1), (31, 5), (128, 3), (129, 40), (1500, 7), (3000, 9), (4096, 130)]
+)
 def test_assignments_are_sorted_by_one_launch_or_by_several(device, monkeypatch, few, assignments, experts):
     """The order is that of a stable sort, with out-of-range ids last, and each tile lies within one expert. In the
-    second list, a last tile of half of the rows or less is a part of the one before, and experts with such come first.
+    second list, a last tile of half of the rows or less is a part of the one before, if there is one, and experts with
+    such a tile come first.
     """
     if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
         pytest.skip("kernels are called")
@@ -151,13 +154,14 @@ def test_assignments_are_sorted_by_one_launch_or_by_several(device, monkeypatch,
         for which, last in enumerate((count, count - rows if is_longer else count)):
             begins = [*range(begin, begin + last, rows)]
             lists[which].append((which and not 0 < count % rows <= rows // 2, e, [*zip(begins, [*begins[1:], end])]))
-    found = zip(groups.tile_expert.split(lengths), groups.tile_rows.view(-1, 2).split(lengths))
-    for tiles, (tile_expert, tile_rows) in zip(lists, found):
+    tile_rows, used = groups.tile_rows.split([2 * sum(lengths), 2])
+    found = zip(groups.tile_expert.split(lengths), tile_rows.view(-1, 2).split(lengths), used.tolist())
+    for tiles, (tile_expert, tile_rows, count) in zip(lists, found):
         tiles = [(e, *rows) for _, e, of_expert in sorted(tiles) for rows in of_expert]
         if not len(tile_expert):
             continue
         assert [(e, *rows) for e, rows in zip(tile_expert.tolist(), tile_rows.tolist())][: len(tiles)] == tiles
-        assert (tile_expert[len(tiles) :] == experts).all()
+        assert (tile_expert[len(tiles) :] == experts).all() and count == len(tiles)
 
 
 @pytest.mark.parametrize("counts, message", [

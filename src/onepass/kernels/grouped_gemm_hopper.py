@@ -43,7 +43,7 @@ from onepass.kernels.hopper_tiles import (
 )
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided
 from onepass.kernels.layout import power_of_two
-from onepass.kernels.token_sort import MOST_ROWS, lengths_of_lists, rows_of_tile
+from onepass.kernels.token_sort import MOST_ROWS, rows_of_tile
 
 OF_STORES = 8192  # bytes of shared memory through which results are stored that no descriptor stores
 Read = tuple[str, int, int]  # of a weight (E, N, K): its contiguous dimension, "K" or "N", and the two other strides
@@ -67,10 +67,10 @@ class Work(NamedTuple):
     LORA_BY: str
     LORA_E_STRIDE: int
     LORA_STRIDE: int
-    PARTS: int  # of the rows of a tile, 2 or 3
+    PARTS: int  # of the rows of a tile, at most: 2 or 3
     STAGES: int
     BY_TMA: bool  # whether descriptors store results
-    FAR: bool  # whether gathered rows are so far apart in x that their places take 64 bits
+    FAR: bool  # whether places of gathered rows take 64 bits
 
 
 @gluon.constexpr_function
@@ -205,17 +205,17 @@ def multiply(
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["assignments", "first_tile", "tiles", "group"])
+@gluon.jit(do_not_specialize=["assignments", "room", "group"])
 def grouped_gemm_hopper_kernel(
     x: "Rows", w: "Strided", low: "Flat", lora: "Strided", bias: "Flat", weights: "Flat", h: "Out", out: "Out",
     order: "Flat", offsets: "Flat", tile_expert: "Flat", tile_rows: "Flat",
-    assignments: tl.int32, first_tile: tl.int32, tiles: tl.int32, group: tl.int32, scale: tl.float32,
-    alpha: tl.float32, limit: tl.float32,
+    assignments: tl.int32, room: tl.int32, group: tl.int32, scale: tl.float32, alpha: tl.float32, limit: tl.float32,
     WORK: tl.constexpr,
 ):  # fmt: skip
     """The results of `grouped_gemm_kernel` for all E experts.
 
-    Inputs and outputs: those of `grouped_gemm_kernel`, with a weight that is not quantized.
+    Inputs and outputs: those of `grouped_gemm_kernel`, with a weight that is not quantized. Each list of tiles has
+    ``room`` for so many.
     Bytes moved: see the module docstring.
     """
     W: gl.constexpr = WORK
@@ -263,7 +263,10 @@ def grouped_gemm_hopper_kernel(
             else:
                 of_h = describe_result(h, assignments, N, COLUMNS)
                 of_up = describe_result(h + N, assignments, N, COLUMNS)
-    groups = (order, tile_expert + first_tile, tile_rows + 2 * first_tile)
+    groups = (order, tile_expert, tile_rows)
+    if PARTS == 3:  # the second list
+        groups = (order, tile_expert + room, tile_rows + 2 * room)
+    tiles = gl.load(tile_rows + 4 * room + (PARTS - 2))
     stores = (h, out, weights, of_h, of_up, of_out)
     numbers = (scale, alpha, limit)
     full = gl.allocate_shared_memory(gl.int64, [W.STAGES, 1], mbarrier.MBarrierLayout())
@@ -337,11 +340,16 @@ def is_supported(p: Product) -> bool:
 def parts_of(p: Product) -> int:
     """How many parts of 64 rows a tile may have.
 
-    With three, forwards were faster on an H200 by 3 to 4% at 512 rows per expert and by 9 to 17% at 160. Adapters and
-    other activations leave too few registers.
+    With three, forwards were faster on an H200 by 3 to 4% at 512 rows per expert and by 9 to 17% at 160. Adapters,
+    other activations and places of 64 bits leave too few registers.
     """
-    few_registers = p.R or (p.glu and (p.options.activation != "silu" or p.options.interleaved))
+    few_registers = p.R or is_far(p) or (p.glu and (p.options.activation != "silu" or p.options.interleaved))
     return 2 if few_registers else 3
+
+
+def is_far(p: Product) -> bool:
+    """Whether gathered rows are so far apart in ``x`` that their places take 64 bits."""
+    return p.share > 0 and p.assignments // p.share * p.x_row >= 2**31
 
 
 def hopper_plan(p: Product, weight: Read, lora: Read) -> Plan:
@@ -358,11 +366,9 @@ def hopper_plan(p: Product, weight: Read, lora: Read) -> Plan:
         stages = min(3, stages)
     work = Work(
         p.E, p.N, p.K, p.R, activation, o.interleaved, p.share, p.scatter, p.x_row, *weight, *lora, parts, stages,
-        by_tma, p.share > 0 and p.assignments // p.share * p.x_row >= 2**31,
+        by_tma, is_far(p),
     )  # fmt: skip
-    lists = lengths_of_lists(p.assignments, p.E)
-    first, tiles = (lists[0], lists[1]) if parts == 3 else (0, lists[0])
-    programs = min(tiles * -(-p.N // columns_of_tile(activation)), layout.multiprocessors(p.device))
+    programs = min(p.tiles * -(-p.N // columns_of_tile(activation)), layout.multiprocessors(p.device))
     group = min(16, power_of_two(p.assignments // (p.E * MOST_ROWS)))
-    given = p.assignments, first, tiles, group, p.scale, o.alpha, o.limit
+    given = p.assignments, p.tiles, group, p.scale, o.alpha, o.limit
     return Plan(grouped_gemm_hopper_kernel, programs, given, dict(WORK=work), 4)

@@ -13,7 +13,7 @@ activate_tile = gluon.jit(activate.fn)
 
 @gluon.constexpr_function
 def buffers_of(parts):
-    """How many results of a group of warps there is room for in shared memory."""
+    """For how many STORED columns of a part there is room in shared memory, for each group of warps."""
     return 4 if parts == 2 else 3
 
 
@@ -41,15 +41,16 @@ def store_tile(to, row, there, n0, N: gl.constexpr, ROW: gl.constexpr, tile):
 
 
 @gluon.jit
-def store_columns(to, descriptor, results, which: gl.constexpr, BEFORE: gl.constexpr, first, n0, columns):
+def store_columns(to, descriptor, results, which: gl.constexpr, EARLIER: gl.constexpr, first, n0, columns):
     """Copy STORED columns of a tile to shared memory, which a descriptor stores while the warps go on.
 
-    Of the stores of the tile BEFORE this, those may go on that read other buffers of this group of warps.
+    EARLIER: how many stores of the same tile come before this one. This waits for those that read the same buffer, and
+    for all of earlier tiles.
     """
     BUFFERS: gl.constexpr = results.shape[0] // 2
-    PENDING: gl.constexpr = BEFORE if BEFORE < BUFFERS else BUFFERS - 1
+    PENDING: gl.constexpr = EARLIER if EARLIER < BUFFERS else BUFFERS - 1
     tma.store_wait(PENDING)
-    shared = results.index(which * BUFFERS + BEFORE % BUFFERS)
+    shared = results.index(which * BUFFERS + EARLIER % BUFFERS)
     shared.store(columns.to(to.dtype.element_ty))
     hopper.fence_async_shared()
     tma.async_copy_shared_to_global(descriptor, [first, n0], shared)
@@ -57,19 +58,19 @@ def store_columns(to, descriptor, results, which: gl.constexpr, BEFORE: gl.const
 
 @gluon.jit
 def store_rows(
-    to, descriptor, results, which: gl.constexpr, BEFORE: gl.constexpr, first, whole, row, there, n0, N: gl.constexpr,
+    to, descriptor, results, which: gl.constexpr, EARLIER: gl.constexpr, first, whole, row, there, n0, N: gl.constexpr,
     ROW: gl.constexpr, tile,
 ):  # fmt: skip
     """`store_tile`, or `store_columns` for a ``whole`` tile of consecutive rows from the ``first`` on.
 
-    ``results`` is None if no descriptor can store them.
+    ``results`` is None if no descriptor can store them. EARLIER: of `store_columns`.
     """
     if results is None:
         store_tile(to, row, there, n0, N, ROW, tile)
     elif whole:
         left, right = gl.split(tile.reshape((PART, 2, STORED)).permute((0, 2, 1)))
-        store_columns(to, descriptor, results, which, BEFORE, first, n0, left)
-        store_columns(to, descriptor, results, which, BEFORE + 1, first, n0 + STORED, right)
+        store_columns(to, descriptor, results, which, EARLIER, first, n0, left)
+        store_columns(to, descriptor, results, which, EARLIER + 1, first, n0 + STORED, right)
     else:
         store_tile(to, row, there, n0, N, ROW, tile)
 
@@ -142,8 +143,8 @@ def store_part(
             gate, up = gl.split(acc.reshape((PART, BLOCK_N, 2)))
         y, _by_gate, _by_up = activate_tile(gate, up, alpha, limit, ACTIVATION, True)
         y = times_weights(y, weights, assignment, there)
-        BEFORE: gl.constexpr = 0 if h is None else 4
-        store_rows(out, of_out, shared, which, BEFORE, first, is_range, at, there, n0, N, N, y)
+        EARLIER: gl.constexpr = 0 if h is None else 4
+        store_rows(out, of_out, shared, which, EARLIER, first, is_range, at, there, n0, N, N, y)
     else:
         left = times_weights(left * scale, weights, assignment, there)
         right = times_weights(right * scale, weights, assignment, there)

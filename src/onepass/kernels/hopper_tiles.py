@@ -24,13 +24,26 @@ def columns_of_tile(activation):
 def tile_of_turn(turn, tiles, group, groups, N_TILES: gl.constexpr, W: gl.constexpr):
     """The tile that a program computes in this turn: its columns; its expert, E if there is none; its rows.
 
-    Programs change places from turn to turn: otherwise, all tiles of three parts might be those of a few programs.
+    Programs change places from turn to turn: otherwise, all tiles of three parts might be those of a few programs. In
+    the last turn, several share a tile if there are enough of them.
     """
     _order, tile_expert, tile_rows = groups
-    work = turn * gl.num_programs(0) + (gl.program_id(0) + turn) % gl.num_programs(0)
-    tile, n_tile = place_of_work(gl.minimum(work, tiles * N_TILES - 1), tiles, N_TILES, group)
-    expert = gl.load(tile_expert + tile, mask=work < tiles * N_TILES, other=W.E)
-    return n_tile, expert, gl.load(tile_rows + 2 * tile), gl.load(tile_rows + 2 * tile + 1)
+    programs = gl.num_programs(0)
+    left = tiles * N_TILES - turn * programs
+    sharing = gl.where(left < programs, gl.minimum(programs // left, W.PARTS), 1)
+    place = (gl.program_id(0) + turn) % programs
+    nth = place % sharing
+    place = place // sharing
+    tile, n_tile = place_of_work(turn * programs + gl.minimum(place, left - 1), tiles, N_TILES, group)
+    begin = gl.load(tile_rows + 2 * tile) + nth * PART
+    end = gl.load(tile_rows + 2 * tile + 1)
+    expert = gl.load(tile_expert + tile, mask=place < left, other=W.E)
+    return (
+        n_tile,
+        gl.where(begin < end, expert, W.E),
+        begin,
+        gl.where(nth + 1 < sharing, gl.minimum(begin + PART, end), end),
+    )
 
 
 @gluon.jit
@@ -89,7 +102,8 @@ def copy_rows(
 
 @gluon.jit
 def load_columns(of_columns, ready, columns, stage, expert, n0, k0, BY: gl.constexpr, HALVES: gl.constexpr):
-    """Load the columns of a step. Those of two halves alternate, 64 of each, so that any 128 hold both alike."""
+    """Load the columns of a step. Those of two halves of the weight alternate, 64 of each: so the left and the right
+    half of the tile have as many of both."""
     if BY == "K":
         layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
         for n in gl.static_range(HALVES):

@@ -54,33 +54,6 @@ def count_kernel(
     tl.store(counts + e * blocks + tl.program_id(0), found - tl.where(e == E, beyond, 0), mask=e <= E)
 
 
-@triton.jit(do_not_specialize=["assignments", "blocks"])
-def place_kernel(
-    experts: "Flat", ends: "Flat", order: "Out", places: "Out",
-    assignments: tl.int32, blocks: tl.int32,
-    E: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write the assignments in sorted order, and the place of each in it.
-
-    Inputs: ``experts`` ``(T, K)``; ``ends`` ``(E + 1, blocks)``, the inclusive cumulative sums of `count_kernel`.
-    Outputs: ``order`` and ``places`` ``(T·K,)``.
-    Bytes moved: see the module docstring.
-    """
-    begin = tl.program_id(0) * BLOCK
-    assignment = begin + tl.arange(0, BLOCK)
-    there = assignment < assignments
-    expert = bucket(tl.load(experts + assignment, mask=there, other=0), E)
-    before = expert * blocks + tl.program_id(0) - 1
-    place = tl.load(ends + before, mask=there & (before >= 0), other=0)
-    for part in range(0, BLOCK, OTHERS):  # the earlier assignments of the block to the same expert
-        other = begin + part + tl.arange(0, OTHERS)
-        of_other = bucket(tl.load(experts + other, mask=other < assignments, other=0), E)
-        same = (of_other[None, :] == expert[:, None]) & (other[None, :] < assignment[:, None])
-        place += tl.sum(same.to(tl.int32), 1)
-    tl.store(order + place, assignment, mask=there)
-    tl.store(places + assignment, tl.where(expert < E, place, assignments), mask=there)
-
-
 @triton.jit
 def write_tiles(
     begin, end, of_expert, last, first, tile_expert, tile_rows, tiles, E: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -102,7 +75,7 @@ def write_tiles(
 @triton.jit
 def tiles_of(rows, BLOCK_M: tl.constexpr, LONGER: tl.constexpr):
     """How many tiles the rows of an expert have. With LONGER last tiles, as in the second list, half of BLOCK_M rows or
-    less at the end belong to the tile before."""
+    less at the end belong to the tile before, if there is one."""
     if LONGER:
         halves = tl.cdiv(rows, BLOCK_M // 2)
         return tl.where(halves > 1, halves // 2, halves)
@@ -114,12 +87,15 @@ def tiles_of(rows, BLOCK_M: tl.constexpr, LONGER: tl.constexpr):
 def write_lists(
     begin, end, n, tile_expert, tile_rows, tiles, wide, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Write the n-th TILES tiles of both lists. In the second, which follows the first, experts whose last tile is
-    longer come first: these tiles then recur at equal distances, so that each program of the GEMM gets as many."""
+    """Write the n-th TILES tiles of both lists, and behind them how many each has. In the second, which follows the
+    first, experts whose rows end in half of a tile come first. Longer tiles then recur at nearly equal distances, and
+    `tile_of_turn` gives each program about as many."""
     of_first = tl.cdiv(tiles, TILES)
+    used = tile_rows + 2 * (tiles + wide)
     if n < of_first:
         of_expert = tiles_of(end - begin, BLOCK_M, False)
         last = tl.cumsum(of_expert, 0)
+        tl.store(used, tl.sum(of_expert), mask=n == 0)
         write_tiles(begin, end, of_expert, last, n * TILES, tile_expert, tile_rows, tiles, E, BLOCK_E, BLOCK_M)
     else:
         first = (n - of_first) * TILES
@@ -127,31 +103,48 @@ def write_lists(
         odd = tl.cdiv(end - begin, BLOCK_M // 2) % 2 != 0
         of_odd = tl.where(odd, of_expert, 0)
         last = tl.where(odd, tl.cumsum(of_odd, 0), tl.sum(of_odd) + tl.cumsum(of_expert - of_odd, 0))
+        tl.store(used + 1, tl.sum(of_expert), mask=n == of_first)
         write_tiles(
             begin, end, of_expert, last, first, tile_expert + tiles, tile_rows + 2 * tiles, wide, E, BLOCK_E, BLOCK_M
         )
 
 
-@triton.jit(do_not_specialize=["blocks", "tiles", "wide"])
-def tile_kernel(
-    ends: "Flat", offsets: "Out", tile_expert: "Out", tile_rows: "Out",
-    blocks: tl.int32, tiles: tl.int32, wide: tl.int32,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+@triton.jit(do_not_specialize=["assignments", "blocks", "tiles", "wide"])
+def place_kernel(
+    experts: "Flat", ends: "Flat", order: "Out", offsets: "Out", tile_expert: "Out", tile_rows: "Out", places: "Out",
+    assignments: tl.int32, blocks: tl.int32, tiles: tl.int32, wide: tl.int32,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Find where each expert's rows begin, and the expert and first sorted row of each tile.
+    """Write the assignments in sorted order and the place of each in it; other programs find the tiles of both lists.
 
-    Input: ``ends`` ``(E + 1, blocks)``, as in `place_kernel`.
-    Outputs: ``offsets`` ``(E + 1,)``; ``tile_expert`` ``(tiles + wide,)``, E for a tile that is not used; ``tile_rows``
-    ``(tiles + wide, 2)``.
-    Bytes moved: 2 E elements of ``ends`` per program in, the outputs out.
+    Inputs: ``experts`` ``(T, K)``; ``ends`` ``(E + 1, blocks)``, the inclusive cumulative sums of `count_kernel`.
+    Outputs: ``order`` and ``places`` ``(T·K,)``; ``offsets`` ``(E + 1,)``; ``tile_expert`` ``(tiles + wide,)``, E for a
+    tile that is not used; ``tile_rows`` ``(2·(tiles + wide) + 2,)``.
+    Bytes moved: see the module docstring; 2 E elements of ``ends`` for each TILES tiles.
     """
-    e = tl.arange(0, BLOCK_E)
-    begin = tl.load(ends + e * blocks - 1, mask=(e > 0) & (e < E), other=0)
-    end = tl.load(ends + (e + 1) * blocks - 1, mask=e < E, other=0)
-    if tl.program_id(0) == 0:
-        tl.store(offsets + e, begin, mask=e < E)
-        tl.store(offsets + e + 1, end, mask=e == E - 1)
-    write_lists(begin, end, tl.program_id(0), tile_expert, tile_rows, tiles, wide, E, BLOCK_E, BLOCK_M)
+    n = tl.program_id(0) - blocks
+    if n < 0:
+        begin = tl.program_id(0) * BLOCK
+        assignment = begin + tl.arange(0, BLOCK)
+        there = assignment < assignments
+        expert = bucket(tl.load(experts + assignment, mask=there, other=0), E)
+        before = expert * blocks + tl.program_id(0) - 1
+        place = tl.load(ends + before, mask=there & (before >= 0), other=0)
+        for part in range(0, BLOCK, OTHERS):  # the earlier assignments of the block to the same expert
+            other = begin + part + tl.arange(0, OTHERS)
+            of_other = bucket(tl.load(experts + other, mask=other < assignments, other=0), E)
+            same = (of_other[None, :] == expert[:, None]) & (other[None, :] < assignment[:, None])
+            place += tl.sum(same.to(tl.int32), 1)
+        tl.store(order + place, assignment, mask=there)
+        tl.store(places + assignment, tl.where(expert < E, place, assignments), mask=there)
+    else:
+        e = tl.arange(0, BLOCK_E)
+        first = tl.load(ends + e * blocks - 1, mask=(e > 0) & (e < E), other=0)
+        end = tl.load(ends + (e + 1) * blocks - 1, mask=e < E, other=0)
+        if n == 0:
+            tl.store(offsets + e, first, mask=e < E)
+            tl.store(offsets + e + 1, end, mask=e == E - 1)
+        write_lists(first, end, n, tile_expert, tile_rows, tiles, wide, E, BLOCK_E, BLOCK_M)
 
 
 @triton.jit
@@ -172,7 +165,7 @@ def sort_kernel(
 
     Inputs: ``experts`` ``(T, K)``; None, or ``counts`` ``(E,)``, the assignments to each expert, if they are sorted
     already. Wrong counts do not lead beyond the assignments.
-    Outputs: those of `place_kernel` and of `tile_kernel`.
+    Outputs: those of `place_kernel`.
     Bytes moved: the ids twice or the counts once per program in, the outputs out.
     """
     first = tl.program_id(0) * ROWS
@@ -245,11 +238,9 @@ def sort_by_expert(experts: Tensor, num_experts: int, counts: Tensor | None = No
     E = num_experts
     assignments, tiles = experts.numel(), count_tiles(experts.numel(), E)
     new = partial(experts.new_empty, dtype=torch.int32)
-    order, offsets, tile_expert, tile_rows, places = results = Groups(
-        new(assignments), new(E + 1), new(tiles), new(2 * tiles), new(assignments)
-    )
+    results = Groups(new(assignments), new(E + 1), new(tiles), new(2 * tiles + 2), new(assignments))
     if not assignments:
-        offsets.zero_()
+        results.offsets.zero_()
         return results
     if counts is not None or assignments <= FEW:
         launch(sort_plan, (assignments, E, counts is not None), (experts, counts, *results))
@@ -257,8 +248,7 @@ def sort_by_expert(experts: Tensor, num_experts: int, counts: Tensor | None = No
         counts = new((E + 1) * -(-assignments // BLOCK))
         launch(count_plan, (assignments, E), (experts, counts))
         ends = counts.cumsum(0, dtype=torch.int32)
-        launch(place_plan, (assignments, E), (experts, ends, order, places))
-        launch(tile_plan, (assignments, E), (ends, offsets, tile_expert, tile_rows))
+        launch(place_plan, (assignments, E), (experts, ends, *results))
     return results
 
 
@@ -271,15 +261,10 @@ def count_plan(assignments: int, E: int) -> Plan:
 
 def place_plan(assignments: int, E: int) -> Plan:
     """The launch of `place_kernel`."""
-    blocks = -(-assignments // BLOCK)
-    return Plan(place_kernel, blocks, (assignments, blocks), dict(E=E, BLOCK=BLOCK), 8)
-
-
-def tile_plan(assignments: int, E: int) -> Plan:
-    """The launch of `tile_kernel`."""
     blocks, (tiles, wide) = -(-assignments // BLOCK), lengths_of_lists(assignments, E)
-    constexprs = dict(E=E, BLOCK_E=power_of_two(E), BLOCK_M=rows_of_tile(assignments, E))
-    return Plan(tile_kernel, programs_of(tiles) + programs_of(wide), (blocks, tiles, wide), constexprs, 4)
+    constexprs = dict(E=E, BLOCK_E=power_of_two(E), BLOCK=BLOCK, BLOCK_M=rows_of_tile(assignments, E))
+    programs = blocks + programs_of(tiles) + programs_of(wide)
+    return Plan(place_kernel, programs, (assignments, blocks, tiles, wide), constexprs, 8)
 
 
 def sort_plan(assignments: int, E: int, is_sorted: bool) -> Plan:

@@ -194,7 +194,11 @@ def sort_by_expert(experts: Tensor, num_experts: int, counts: Maybe = None) -> G
         none = ends.new_empty(0)
         order = torch.arange(experts.numel(), dtype=torch.int32, device=experts.device)
         return Groups(
-            order, torch.cat([ends.new_zeros(1), ends]), none, none.clone(), order.where(order < ends[-1], len(order))
+            order,
+            torch.cat([ends.new_zeros(1), ends]),
+            none,
+            ends.new_zeros(2),
+            order.where(order < ends[-1], len(order)),
         )
     ids, order = experts.where((experts >= 0) & (experts < E), E).flatten().sort(stable=True)
     offsets = torch.searchsorted(ids, torch.arange(E + 1, dtype=ids.dtype, device=ids.device), out_int32=True)
@@ -202,7 +206,7 @@ def sort_by_expert(experts: Tensor, num_experts: int, counts: Maybe = None) -> G
         0, order, torch.arange(len(order), device=order.device).where(ids < E, len(order))
     )
     none = offsets.new_empty(0)
-    return Groups(order.to(torch.int32), offsets, none, none.clone(), places.to(torch.int32))
+    return Groups(order.to(torch.int32), offsets, none, offsets.new_zeros(2), places.to(torch.int32))
 
 
 def count_tiles(assignments: int, num_experts: int) -> int:
