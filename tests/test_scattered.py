@@ -1,7 +1,6 @@
 """`moe.scattered_linear` against one product for each token and expert, in every order of rows, and its modules."""
 
 import itertools
-import os
 
 import pytest
 import torch
@@ -118,50 +117,6 @@ def test_rows_that_are_grouped_already_are_not_sorted(device, rows, outside):
         m.setattr("onepass.moe.experts.group_by_expert", pytest.fail)
         out = expert_mlp(x, routing, first, second, groups=found)
     assert torch.equal(out, expert_mlp(x, routing, first, second))
-
-
-@pytest.mark.parametrize("few", [0, 1 << 20])
-@pytest.mark.parametrize(
-    "assignments, experts", [(1, 1), (31, 5), (128, 3), (129, 40), (1500, 7), (3000, 9), (4096, 130)]
-)
-def test_assignments_are_sorted_by_one_launch_or_by_several(device, monkeypatch, few, assignments, experts):
-    """The order is that of a stable sort, with out-of-range ids last, and each tile lies within one expert. In the
-    second list, a last tile of half of the rows or less is a part of the one before, if there is one, and experts with
-    such a tile come first.
-    """
-    if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
-        pytest.skip("kernels are called")
-    module = pytest.importorskip("onepass.kernels.token_sort")
-    monkeypatch.setattr(module, "FEW", few)
-    generator = torch.Generator().manual_seed(assignments)
-    ids = torch.randint(-1, experts + 1, (assignments, 1), generator=generator)
-    if assignments == 1500:
-        ids[:1000] = 2  # more than a tile, of an expert between others
-    groups = module.sort_by_expert(ids.to(device, torch.int32 if experts == 7 else torch.int64), experts)
-    groups = groups._replace(**{name: t.cpu() for name, t in groups._asdict().items()})
-    inside = torch.where((ids >= 0) & (ids < experts), ids, experts).flatten()
-    assert torch.equal(groups.order.long(), inside.argsort(stable=True))
-    places = groups.order.long().argsort()
-    assert torch.equal(groups.places.long(), places.where(inside < experts, assignments))
-    counts = inside.bincount(minlength=experts + 1)[:experts]
-    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    assert torch.equal(groups.offsets.long(), offsets)
-    lengths = module.lengths_of_lists(assignments, experts)
-    assert (lengths[1] > 0) == (module.rows_of_tile(assignments, experts) == module.MOST_ROWS)
-    rows, lists = module.rows_of_tile(assignments, experts), ([], [])
-    for e, (begin, count) in enumerate(zip(offsets.tolist(), counts.tolist())):
-        end, is_longer = begin + count, count > rows and 0 < count % rows <= rows // 2
-        for which, last in enumerate((count, count - rows if is_longer else count)):
-            begins = [*range(begin, begin + last, rows)]
-            lists[which].append((which and not 0 < count % rows <= rows // 2, e, [*zip(begins, [*begins[1:], end])]))
-    tile_rows, used = groups.tile_rows.split([2 * sum(lengths), 2])
-    found = zip(groups.tile_expert.split(lengths), tile_rows.view(-1, 2).split(lengths), used.tolist())
-    for tiles, (tile_expert, tile_rows, count) in zip(lists, found):
-        tiles = [(e, *rows) for _, e, of_expert in sorted(tiles) for rows in of_expert]
-        if not len(tile_expert):
-            continue
-        assert [(e, *rows) for e, rows in zip(tile_expert.tolist(), tile_rows.tolist())][: len(tiles)] == tiles
-        assert (tile_expert[len(tiles) :] == experts).all() and count == len(tiles)
 
 
 @pytest.mark.parametrize("counts, message", [

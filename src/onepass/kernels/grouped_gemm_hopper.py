@@ -148,7 +148,7 @@ def bias_of_product(of_bias, n_tile, first: gl.constexpr, COUNT: gl.constexpr, l
 
 @gluon.jit
 def multiply(
-    which: gl.constexpr, rows, columns, lora_columns, full, empty, bias, stores, results, groups, tiles, group, numbers,
+    which: gl.constexpr, rows, columns, lora_columns, full, empty, bias, stores, results, groups, numbers,
     W: gl.constexpr,
 ):  # fmt: skip
     """Compute and store the first (0) or the second (1) part of the rows of each tile, and half of the third part."""
@@ -162,10 +162,10 @@ def multiply(
     STAGES: gl.constexpr = W.STAGES
     of_acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     of_third: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    order = groups[0]
+    order, _, _, tiles, _ = groups
     step = 0
     for turn in range(gl.cdiv(tiles * N_TILES, gl.num_programs(0))):
-        n_tile, expert, first, end = tile_of_turn(turn, tiles, group, groups, N_TILES, W)
+        n_tile, expert, first, end = tile_of_turn(turn, groups, N_TILES, W)
         if expert < W.E:
             begin = first + which * PART
             if begin < end:
@@ -205,11 +205,12 @@ def multiply(
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["assignments", "room", "group"])
+@gluon.jit(do_not_specialize=["assignments", "room", "group_bits"])
 def grouped_gemm_hopper_kernel(
     x: "Rows", w: "Strided", low: "Flat", lora: "Strided", bias: "Flat", weights: "Flat", h: "Out", out: "Out",
     order: "Flat", offsets: "Flat", tile_expert: "Flat", tile_rows: "Flat",
-    assignments: tl.int32, room: tl.int32, group: tl.int32, scale: tl.float32, alpha: tl.float32, limit: tl.float32,
+    assignments: tl.int32, room: tl.int32, group_bits: tl.int32, scale: tl.float32, alpha: tl.float32,
+    limit: tl.float32,
     WORK: tl.constexpr,
 ):  # fmt: skip
     """The results of `grouped_gemm_kernel` for all E experts.
@@ -263,10 +264,10 @@ def grouped_gemm_hopper_kernel(
             else:
                 of_h = describe_result(h, assignments, N, COLUMNS)
                 of_up = describe_result(h + N, assignments, N, COLUMNS)
-    groups = (order, tile_expert, tile_rows)
-    if PARTS == 3:  # the second list
-        groups = (order, tile_expert + room, tile_rows + 2 * room)
     tiles = gl.load(tile_rows + 4 * room + (PARTS - 2))
+    groups = (order, tile_expert, tile_rows, tiles, group_bits)
+    if PARTS == 3:  # the second list
+        groups = (order, tile_expert + room, tile_rows + 2 * room, tiles, group_bits)
     stores = (h, out, weights, of_h, of_up, of_out)
     numbers = (scale, alpha, limit)
     full = gl.allocate_shared_memory(gl.int64, [W.STAGES, 1], mbarrier.MBarrierLayout())
@@ -279,13 +280,13 @@ def grouped_gemm_hopper_kernel(
     gl.warp_specialize(
         [
             (multiply, (
-                0, rows, columns, lora_columns, full, empty, bias, stores, results, groups, tiles, group, numbers, W,
+                0, rows, columns, lora_columns, full, empty, bias, stores, results, groups, numbers, W,
             )),
             (multiply, (
-                1, rows, columns, lora_columns, full, empty, bias, stores, results, groups, tiles, group, numbers, W,
+                1, rows, columns, lora_columns, full, empty, bias, stores, results, groups, numbers, W,
             )),
             (load, (
-                x, of_x, of_weight, of_low, of_lora, rows, loaded, loaded_lora, full, empty, groups, tiles, group, W,
+                x, of_x, of_weight, of_low, of_lora, rows, loaded, loaded_lora, full, empty, groups, W,
             )),
         ],
         # Warps and registers of the second and the third function; the first has the warps of the launch.
@@ -369,6 +370,6 @@ def hopper_plan(p: Product, weight: Read, lora: Read) -> Plan:
         by_tma, is_far(p),
     )  # fmt: skip
     programs = min(p.tiles * -(-p.N // columns_of_tile(activation)), layout.multiprocessors(p.device))
-    group = min(16, power_of_two(p.assignments // (p.E * MOST_ROWS)))
-    given = p.assignments, p.tiles, group, p.scale, o.alpha, o.limit
+    group_bits = power_of_two(min(16, p.assignments // (p.E * MOST_ROWS))).bit_length() - 1
+    given = p.assignments, p.tiles, group_bits, p.scale, o.alpha, o.limit
     return Plan(grouped_gemm_hopper_kernel, programs, given, dict(WORK=work), 4)

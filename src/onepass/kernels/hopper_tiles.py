@@ -4,12 +4,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
-from onepass.kernels.row_gemm import place_of
+from onepass.kernels.token_sort import place_of_turn
 
 # Of a tile: the rows and columns of a group of warps, half of these columns, those that are stored at once, and the
 # part of K that is multiplied at once.
 PART, WIDTH, HALF, STORED, STEP = (gl.constexpr(n) for n in (64, 256, 128, 64, 64))
-place_of_work = gluon.jit(place_of.fn)
+place_in_tiles = gluon.jit(place_of_turn.fn)
 ELEMENT = gl.constexpr(2)  # bytes
 SUPPORTED = hasattr(tma, "make_tensor_descriptor") and hasattr(async_copy, "mbarrier_arrive")  # from Triton 3.6 on
 
@@ -21,29 +21,15 @@ def columns_of_tile(activation):
 
 
 @gluon.jit
-def tile_of_turn(turn, tiles, group, groups, N_TILES: gl.constexpr, W: gl.constexpr):
-    """The tile that a program computes in this turn: its columns; its expert, E if there is none; its rows.
-
-    Programs change places from turn to turn: otherwise, all tiles of three parts might be those of a few programs. In
-    the last turn, several share a tile if there are enough of them.
-    """
-    _order, tile_expert, tile_rows = groups
-    programs = gl.num_programs(0)
-    left = tiles * N_TILES - turn * programs
-    sharing = gl.where(left < programs, gl.minimum(programs // left, W.PARTS), 1)
-    place = (gl.program_id(0) + turn) % programs
-    nth = place % sharing
-    place = place // sharing
-    tile, n_tile = place_of_work(turn * programs + gl.minimum(place, left - 1), tiles, N_TILES, group)
-    begin = gl.load(tile_rows + 2 * tile) + nth * PART
+def tile_of_turn(turn, groups, N_TILES: gl.constexpr, W: gl.constexpr):
+    """The tile that a program computes in this turn: its columns; its expert, E if there is none; its rows."""
+    _order, tile_expert, tile_rows, tiles, group_bits = groups
+    tile, n_tile, sharing, part, there = place_in_tiles(turn, tiles, group_bits, N_TILES, W.PARTS)
+    begin = gl.load(tile_rows + 2 * tile) + part * PART
     end = gl.load(tile_rows + 2 * tile + 1)
-    expert = gl.load(tile_expert + tile, mask=place < left, other=W.E)
-    return (
-        n_tile,
-        gl.where(begin < end, expert, W.E),
-        begin,
-        gl.where(nth + 1 < sharing, gl.minimum(begin + PART, end), end),
-    )
+    expert = gl.load(tile_expert + tile, mask=there, other=W.E)
+    end = gl.where(part + 1 < sharing, gl.minimum(begin + PART, end), end)
+    return n_tile, gl.where(begin < end, expert, W.E), begin, end
 
 
 @gluon.jit
@@ -151,8 +137,7 @@ def describe_weight(
 
 @gluon.jit
 def load(
-    x, of_x, of_weight, of_low, of_lora, rows, columns, lora_columns, full, empty, groups, tiles, group,
-    W: gl.constexpr,
+    x, of_x, of_weight, of_low, of_lora, rows, columns, lora_columns, full, empty, groups, W: gl.constexpr
 ):  # fmt: skip
     """Load what `multiply` multiplies, in its order."""
     ACTIVATION: gl.constexpr = W.ACTIVATION
@@ -171,10 +156,10 @@ def load(
     STAGES: gl.constexpr = W.STAGES
     PARTS: gl.constexpr = W.PARTS
     of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    order = groups[0]
+    order, _, _, tiles, _ = groups
     step = 0
     for turn in range(gl.cdiv(tiles * N_TILES, gl.num_programs(0))):
-        n_tile, expert, begin, end = tile_of_turn(turn, tiles, group, groups, N_TILES, W)
+        n_tile, expert, begin, end = tile_of_turn(turn, groups, N_TILES, W)
         if expert < W.E:
             n0 = n_tile * (WIDTH // HALVES)
             has_third = begin + 2 * PART < end
