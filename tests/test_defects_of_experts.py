@@ -70,7 +70,7 @@ def test_groups_of_another_path(device):
         pytest.skip("PyTorch multiplies both")
     ids = torch.randint(3, (4, 2), device=device)
     groups = onepass.moe.group_by_expert(ids, 3, x.double())
-    with pytest.raises(ValueError, match=r"groups\.tile_expert: expected shape"):
+    with pytest.raises(ValueError, match=r"groups\.tile_list: expected shape"):
         onepass.moe.scattered_linear(x, weight, ids, groups)
 
 

@@ -46,14 +46,13 @@ def test_assignments_are_sorted_by_one_launch_or_by_several(device, monkeypatch,
         for which, last in enumerate((count, count - rows if is_longer else count)):
             begins = [*range(begin, begin + last, rows)]
             lists[which].append((which and not 0 < count % rows <= rows // 2, e, [*zip(begins, [*begins[1:], end])]))
-    tile_rows, used = groups.tile_rows.split([2 * sum(lengths), 2])
-    found = zip(groups.tile_expert.split(lengths), tile_rows.view(-1, 2).split(lengths), used.tolist())
-    for tiles, (tile_expert, tile_rows, count) in zip(lists, found):
+    both, used = groups.tile_list.split([3 * sum(lengths), 2])
+    for tiles, tile_list, count in zip(lists, both.view(-1, 3).split(lengths), used.tolist()):
         tiles = [(e, *rows) for _, e, of_expert in sorted(tiles) for rows in of_expert]
-        if not len(tile_expert):
+        if not len(tile_list):
             continue
-        assert [(e, *rows) for e, rows in zip(tile_expert.tolist(), tile_rows.tolist())][: len(tiles)] == tiles
-        assert (tile_expert[len(tiles) :] == experts).all() and count == len(tiles)
+        assert [tuple(tile) for tile in tile_list.tolist()][: len(tiles)] == tiles
+        assert (tile_list[len(tiles) :, 0] == experts).all() and count == len(tiles)
 
 
 @triton.jit

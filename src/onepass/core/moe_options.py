@@ -92,16 +92,15 @@ class Groups(NamedTuple):
         order: ``(T·K,)``, int32: the assignments, stably sorted by expert (kernels rely on the ascending order within
             an expert). Those to out-of-range ids come last.
         offsets: ``(E + 1,)``, int32: the assignments to expert e are ``order[offsets[e]:offsets[e + 1]]``.
-        tile_expert, tile_rows: ``(tiles,)`` and ``(2·tiles + 2,)``, int32: the expert of each tile of rows that a
-            grouped GEMM computes, its first sorted row, and the end of its rows. With many rows, a second list follows.
-            At the end is how many tiles of each list are used. There are none where `onepass.reference` sorts.
+        tile_list: ``(3·tiles + 2,)``, int32: the expert of each tile of rows that a grouped GEMM computes, its first
+            sorted row, and the end of its rows. With many rows, a second list follows. At the end is how many tiles of
+            each list are used. There are none where `onepass.reference` sorts.
         places: ``(T·K,)``, int32: the sorted row of each assignment, and T·K for one to an out-of-range id.
     """
 
     order: Tensor
     offsets: Tensor
-    tile_expert: Tensor
-    tile_rows: Tensor
+    tile_list: Tensor
     places: Tensor
 
 

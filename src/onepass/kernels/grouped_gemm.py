@@ -78,7 +78,7 @@ def load_weight(
 def grouped_gemm_kernel(
     x: "Rows", w: "Strided", low: "Flat", lora: "Strided", bias: "Flat", weights: "Flat", h: "Out", out: "Out",
     order: "Flat", offsets: "Flat",
-    tile_expert: "Flat", tile_rows: "Flat", scales: "Flat", outer_scales: "Flat", table: "Flat", offset: "Flat",
+    tile_list: "Flat", scales: "Flat", outer_scales: "Flat", table: "Flat", offset: "Flat",
     codes: "Flat",
     tiles: tl.int32, group: tl.int32, first: tl.int32, chunk: tl.int32, scale: tl.float32, alpha: tl.float32,
     limit: tl.float32,
@@ -137,10 +137,10 @@ def grouped_gemm_kernel(
     for work in tl.range(tl.program_id(0), tiles * N_TILES, tl.num_programs(0), flatten=True):
         tile, n_tile = place_of(work, tiles, N_TILES, group)
         tile += tile0
-        expert = tl.load(tile_expert + tile)
+        expert = tl.load(tile_list + 3 * tile)
         if expert < E:
-            row = tl.load(tile_rows + 2 * tile) + tl.arange(0, BLOCK_M)
-            there = row < tl.load(tile_rows + 2 * tile + 1)
+            row = tl.load(tile_list + 3 * tile + 1) + tl.arange(0, BLOCK_M)
+            there = row < tl.load(tile_list + 3 * tile + 2)
             assignment = tl.load(order + row, mask=there, other=0)
             source = (assignment // SHARE if SHARE > 0 else row).to(tl.int64)
             at_row = row.to(tl.int64)[:, None]
@@ -245,7 +245,7 @@ def grouped_gemm(
         assignments, lengths_of_lists(assignments, E)[0], E, N, K, rank, share, scatter, glu, scale, options,
         x.stride(0), lora_strides, x.element_size(), x.device,
     )  # fmt: skip
-    others = low, lora, bias, weights, h, out, groups.order, groups.offsets, groups.tile_expert, groups.tile_rows
+    others = low, lora, bias, weights, h, out, groups.order, groups.offsets, groups.tile_list
     if not isinstance(w, Tensor) and is_decoded_in_loop(w.format, assignments, halves):
         about = product, w.format._replace(max_memory=0)
         launch(decoding_plan, about, (x, w.data, *others, *w.parts, codes_of(w.format.name, w.device)))

@@ -162,7 +162,7 @@ def multiply(
     STAGES: gl.constexpr = W.STAGES
     of_acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     of_third: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    order, _, _, tiles, _ = groups
+    order, _, tiles, _ = groups
     step = 0
     for turn in range(gl.cdiv(tiles * N_TILES, gl.num_programs(0))):
         n_tile, expert, first, end = tile_of_turn(turn, groups, N_TILES, W)
@@ -208,7 +208,7 @@ def multiply(
 @gluon.jit(do_not_specialize=["assignments", "room", "group_bits"])
 def grouped_gemm_hopper_kernel(
     x: "Rows", w: "Strided", low: "Flat", lora: "Strided", bias: "Flat", weights: "Flat", h: "Out", out: "Out",
-    order: "Flat", offsets: "Flat", tile_expert: "Flat", tile_rows: "Flat",
+    order: "Flat", offsets: "Flat", tile_list: "Flat",
     assignments: tl.int32, room: tl.int32, group_bits: tl.int32, scale: tl.float32, alpha: tl.float32,
     limit: tl.float32,
     WORK: tl.constexpr,
@@ -264,10 +264,8 @@ def grouped_gemm_hopper_kernel(
             else:
                 of_h = describe_result(h, assignments, N, COLUMNS)
                 of_up = describe_result(h + N, assignments, N, COLUMNS)
-    tiles = gl.load(tile_rows + 4 * room + (PARTS - 2))
-    groups = (order, tile_expert, tile_rows, tiles, group_bits)
-    if PARTS == 3:  # the second list
-        groups = (order, tile_expert + room, tile_rows + 2 * room, tiles, group_bits)
+    LIST: gl.constexpr = PARTS - 2  # the second one has tiles of three parts
+    groups = (order, tile_list + LIST * 3 * room, gl.load(tile_list + 6 * room + LIST), group_bits)
     stores = (h, out, weights, of_h, of_up, of_out)
     numbers = (scale, alpha, limit)
     full = gl.allocate_shared_memory(gl.int64, [W.STAGES, 1], mbarrier.MBarrierLayout())

@@ -23,11 +23,11 @@ def columns_of_tile(activation):
 @gluon.jit
 def tile_of_turn(turn, groups, N_TILES: gl.constexpr, W: gl.constexpr):
     """The tile that a program computes in this turn: its columns; its expert, E if there is none; its rows."""
-    _order, tile_expert, tile_rows, tiles, group_bits = groups
+    _order, tile_list, tiles, group_bits = groups
     tile, n_tile, sharing, part, there = place_in_tiles(turn, tiles, group_bits, N_TILES, W.PARTS)
-    begin = gl.load(tile_rows + 2 * tile) + part * PART
-    end = gl.load(tile_rows + 2 * tile + 1)
-    expert = gl.load(tile_expert + tile, mask=there, other=W.E)
+    expert = gl.load(tile_list + 3 * tile, mask=there, other=W.E)
+    begin = gl.load(tile_list + 3 * tile + 1) + part * PART
+    end = gl.load(tile_list + 3 * tile + 2)
     end = gl.where(part + 1 < sharing, gl.minimum(begin + PART, end), end)
     return n_tile, gl.where(begin < end, expert, W.E), begin, end
 
@@ -156,7 +156,7 @@ def load(
     STAGES: gl.constexpr = W.STAGES
     PARTS: gl.constexpr = W.PARTS
     of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    order, _, _, tiles, _ = groups
+    order, _, tiles, _ = groups
     step = 0
     for turn in range(gl.cdiv(tiles * N_TILES, gl.num_programs(0))):
         n_tile, expert, begin, end = tile_of_turn(turn, groups, N_TILES, W)

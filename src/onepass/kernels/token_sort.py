@@ -56,9 +56,8 @@ def count_kernel(
 
 @triton.jit
 def write_tiles(
-    begin, end, of_expert, last, first, tile_expert, tile_rows, tiles, E: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):  # fmt: skip
+    begin, end, of_expert, last, first, tile_list, tiles, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
+):
     """Write the expert and the sorted rows of TILES tiles from ``first`` on. The rows of expert e, from ``begin`` to
     ``end``, have ``of_expert`` tiles, the ones before ``last``."""
     tile = first + tl.arange(0, TILES)
@@ -66,10 +65,11 @@ def write_tiles(
     e = tl.arange(0, BLOCK_E)
     expert = tl.sum(tl.where(mine, e[None, :], 0), 1) + tl.where(tl.sum(mine.to(tl.int32), 1) == 0, E, 0)
     row = tl.sum(tl.where(mine, (begin - (last - of_expert) * BLOCK_M)[None, :], 0), 1) + tile * BLOCK_M
-    end_of_tile = tl.sum(tl.where(mine & (tile[:, None] == last[None, :] - 1), end[None, :], 0), 1)
-    tl.store(tile_expert + tile, expert, mask=tile < tiles)
-    tl.store(tile_rows + 2 * tile, row, mask=tile < tiles)
-    tl.store(tile_rows + 2 * tile + 1, tl.where(end_of_tile > 0, end_of_tile, row + BLOCK_M), mask=tile < tiles)
+    end_of_last = tl.sum(tl.where(mine & (tile[:, None] == last[None, :] - 1), end[None, :], 0), 1)
+    to = tile_list + 3 * tile
+    tl.store(to, expert, mask=tile < tiles)
+    tl.store(to + 1, row, mask=tile < tiles)
+    tl.store(to + 2, tl.where(end_of_last > 0, end_of_last, row + BLOCK_M), mask=tile < tiles)
 
 
 @triton.jit
@@ -112,19 +112,17 @@ def place_of_turn(turn, tiles, group_bits, N_TILES: tl.constexpr, PARTS: tl.cons
 
 
 @triton.jit
-def write_lists(
-    begin, end, n, tile_expert, tile_rows, tiles, wide, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
-):
+def write_lists(begin, end, n, tile_list, tiles, longer, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
     """Write the n-th TILES tiles of both lists, and behind them how many each has. In the second, which follows the
     first, experts whose rows end in half of a tile come first. Longer tiles then recur at nearly equal distances, and
     `tile_of_turn` gives each program about as many."""
     of_first = tl.cdiv(tiles, TILES)
-    used = tile_rows + 2 * (tiles + wide)
+    used = tile_list + 3 * (tiles + longer)
     if n < of_first:
         of_expert = tiles_of(end - begin, BLOCK_M, False)
         last = tl.cumsum(of_expert, 0)
         tl.store(used, tl.sum(of_expert), mask=n == 0)
-        write_tiles(begin, end, of_expert, last, n * TILES, tile_expert, tile_rows, tiles, E, BLOCK_E, BLOCK_M)
+        write_tiles(begin, end, of_expert, last, n * TILES, tile_list, tiles, E, BLOCK_E, BLOCK_M)
     else:
         first = (n - of_first) * TILES
         of_expert = tiles_of(end - begin, BLOCK_M, True)
@@ -132,22 +130,20 @@ def write_lists(
         of_odd = tl.where(odd, of_expert, 0)
         last = tl.where(odd, tl.cumsum(of_odd, 0), tl.sum(of_odd) + tl.cumsum(of_expert - of_odd, 0))
         tl.store(used + 1, tl.sum(of_expert), mask=n == of_first)
-        write_tiles(
-            begin, end, of_expert, last, first, tile_expert + tiles, tile_rows + 2 * tiles, wide, E, BLOCK_E, BLOCK_M
-        )
+        write_tiles(begin, end, of_expert, last, first, tile_list + 3 * tiles, longer, E, BLOCK_E, BLOCK_M)
 
 
-@triton.jit(do_not_specialize=["assignments", "blocks", "tiles", "wide"])
+@triton.jit(do_not_specialize=["assignments", "blocks", "tiles", "longer"])
 def place_kernel(
-    experts: "Flat", ends: "Flat", order: "Out", offsets: "Out", tile_expert: "Out", tile_rows: "Out", places: "Out",
-    assignments: tl.int32, blocks: tl.int32, tiles: tl.int32, wide: tl.int32,
+    experts: "Flat", ends: "Flat", order: "Out", offsets: "Out", tile_list: "Out", places: "Out",
+    assignments: tl.int32, blocks: tl.int32, tiles: tl.int32, longer: tl.int32,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Write the assignments in sorted order and the place of each in it; other programs find the tiles of both lists.
 
     Inputs: ``experts`` ``(T, K)``; ``ends`` ``(E + 1, blocks)``, the inclusive cumulative sums of `count_kernel`.
-    Outputs: ``order`` and ``places`` ``(T·K,)``; ``offsets`` ``(E + 1,)``; ``tile_expert`` ``(tiles + wide,)``, E for a
-    tile that is not used; ``tile_rows`` ``(2·(tiles + wide) + 2,)``.
+    Outputs: ``order`` and ``places`` ``(T·K,)``; ``offsets`` ``(E + 1,)``; ``tile_list``
+    ``(3·(tiles + longer) + 2,)``, where E is the expert of a tile that is not used.
     Bytes moved: see the module docstring; 2 E elements of ``ends`` for each TILES tiles.
     """
     n = tl.program_id(0) - blocks
@@ -172,7 +168,7 @@ def place_kernel(
         if n == 0:
             tl.store(offsets + e, first, mask=e < E)
             tl.store(offsets + e + 1, end, mask=e == E - 1)
-        write_lists(first, end, n, tile_expert, tile_rows, tiles, wide, E, BLOCK_E, BLOCK_M)
+        write_lists(first, end, n, tile_list, tiles, longer, E, BLOCK_E, BLOCK_M)
 
 
 @triton.jit
@@ -182,11 +178,11 @@ def count_of(counts, assignments, E: tl.constexpr, BLOCK_E: tl.constexpr):
     return tl.minimum(tl.maximum(tl.load(counts + e, mask=e < E, other=0).to(tl.int64), 0), assignments)
 
 
-@triton.jit(do_not_specialize=["assignments", "tiles", "wide"])
+@triton.jit(do_not_specialize=["assignments", "tiles", "longer"])
 def sort_kernel(
-    experts: "Flat", counts: "Flat", order: "Out", offsets: "Out", tile_expert: "Out", tile_rows: "Out",
+    experts: "Flat", counts: "Flat", order: "Out", offsets: "Out", tile_list: "Out",
     places: "Out",
-    assignments: tl.int32, tiles: tl.int32, wide: tl.int32,
+    assignments: tl.int32, tiles: tl.int32, longer: tl.int32,
     E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """The results of the other kernels in one launch: a program places ROWS assignments, and finds some of the tiles.
@@ -214,7 +210,7 @@ def sort_kernel(
             inside = place < tl.sum(count_of(counts, assignments, E, BLOCK_E))
         tl.store(order + place, assignment, mask=there)
         tl.store(places + assignment, tl.where(inside, place, assignments), mask=there)
-    if tl.program_id(0) < tl.cdiv(tiles, TILES) + tl.cdiv(wide, TILES):
+    if tl.program_id(0) < tl.cdiv(tiles, TILES) + tl.cdiv(longer, TILES):
         e = tl.arange(0, BLOCK_E)
         if counts is None:
             count = tl.zeros([BLOCK_E], tl.int32)
@@ -229,8 +225,8 @@ def sort_kernel(
         end = tl.minimum(end, assignments).to(tl.int32)
         if tl.program_id(0) == 0:
             tl.store(offsets + e, begin, mask=e <= E)
-        for n in range(tl.program_id(0), tl.cdiv(tiles, TILES) + tl.cdiv(wide, TILES), tl.num_programs(0)):
-            write_lists(begin, end, n, tile_expert, tile_rows, tiles, wide, E, BLOCK_E, BLOCK_M)
+        for n in range(tl.program_id(0), tl.cdiv(tiles, TILES) + tl.cdiv(longer, TILES), tl.num_programs(0)):
+            write_lists(begin, end, n, tile_list, tiles, longer, E, BLOCK_E, BLOCK_M)
 
 
 def rows_of_tile(assignments: int, E: int) -> int:
@@ -266,7 +262,7 @@ def sort_by_expert(experts: Tensor, num_experts: int, counts: Tensor | None = No
     E = num_experts
     assignments, tiles = experts.numel(), count_tiles(experts.numel(), E)
     new = partial(experts.new_empty, dtype=torch.int32)
-    results = Groups(new(assignments), new(E + 1), new(tiles), new(2 * tiles + 2), new(assignments))
+    results = Groups(new(assignments), new(E + 1), new(3 * tiles + 2), new(assignments))
     if not assignments:
         results.offsets.zero_()
         return results
@@ -289,17 +285,17 @@ def count_plan(assignments: int, E: int) -> Plan:
 
 def place_plan(assignments: int, E: int) -> Plan:
     """The launch of `place_kernel`."""
-    blocks, (tiles, wide) = -(-assignments // BLOCK), lengths_of_lists(assignments, E)
+    blocks, (tiles, longer) = -(-assignments // BLOCK), lengths_of_lists(assignments, E)
     constexprs = dict(E=E, BLOCK_E=power_of_two(E), BLOCK=BLOCK, BLOCK_M=rows_of_tile(assignments, E))
-    programs = blocks + programs_of(tiles) + programs_of(wide)
-    return Plan(place_kernel, programs, (assignments, blocks, tiles, wide), constexprs, 8)
+    programs = blocks + programs_of(tiles) + programs_of(longer)
+    return Plan(place_kernel, programs, (assignments, blocks, tiles, longer), constexprs, 8)
 
 
 def sort_plan(assignments: int, E: int, is_sorted: bool) -> Plan:
     """The launch of `sort_kernel`."""
-    (tiles, wide), rows = lengths_of_lists(assignments, E), SORTED_ROWS if is_sorted else ROWS
+    (tiles, longer), rows = lengths_of_lists(assignments, E), SORTED_ROWS if is_sorted else ROWS
     constexprs = dict(
         E=E, BLOCK_E=power_of_two(E + 1), ROWS=rows, PART=PART, BLOCK_M=rows_of_tile(assignments, E)
     )  # fmt: skip
-    programs = max(-(-assignments // rows), programs_of(tiles) + programs_of(wide))
-    return Plan(sort_kernel, programs, (assignments, tiles, wide), constexprs, 4)
+    programs = max(-(-assignments // rows), programs_of(tiles) + programs_of(longer))
+    return Plan(sort_kernel, programs, (assignments, tiles, longer), constexprs, 4)

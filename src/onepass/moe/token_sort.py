@@ -93,7 +93,7 @@ def sizes_of(experts: Tensor, num_experts: int, like: Tensor) -> tuple[int, ...]
     """The sizes of the fields of `Groups`."""
     count = experts.numel()
     tiles = backend_of(like).count_tiles(count, num_experts)
-    return count, num_experts + 1, tiles, 2 * tiles + 2, count
+    return count, num_experts + 1, 3 * tiles + 2, count
 
 
 def _like_sort(experts: Tensor, like: Tensor, num_experts: int, counts: Tensor | None) -> tuple[Tensor, ...]:
@@ -103,6 +103,6 @@ def _like_sort(experts: Tensor, like: Tensor, num_experts: int, counts: Tensor |
 @operation("onepass::group_by_expert", _like_sort)
 def _sort(
     experts: Tensor, like: Tensor, num_experts: int, counts: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     groups: Groups = backend_of(like).sort_by_expert(experts, num_experts, counts)
     return tuple(groups)  # type: ignore[return-value]

@@ -191,22 +191,15 @@ def sort_by_expert(experts: Tensor, num_experts: int, counts: Maybe = None) -> G
     E = num_experts
     if counts is not None:
         ends = counts.cumsum(0, dtype=torch.int32)
-        none = ends.new_empty(0)
         order = torch.arange(experts.numel(), dtype=torch.int32, device=experts.device)
-        return Groups(
-            order,
-            torch.cat([ends.new_zeros(1), ends]),
-            none,
-            ends.new_zeros(2),
-            order.where(order < ends[-1], len(order)),
-        )
+        places = order.where(order < ends[-1], len(order))
+        return Groups(order, torch.cat([ends.new_zeros(1), ends]), ends.new_zeros(2), places)
     ids, order = experts.where((experts >= 0) & (experts < E), E).flatten().sort(stable=True)
     offsets = torch.searchsorted(ids, torch.arange(E + 1, dtype=ids.dtype, device=ids.device), out_int32=True)
     places = torch.empty_like(order).scatter_(
         0, order, torch.arange(len(order), device=order.device).where(ids < E, len(order))
     )
-    none = offsets.new_empty(0)
-    return Groups(order.to(torch.int32), offsets, none, offsets.new_zeros(2), places.to(torch.int32))
+    return Groups(order.to(torch.int32), offsets, offsets.new_zeros(2), places.to(torch.int32))
 
 
 def count_tiles(assignments: int, num_experts: int) -> int:
