@@ -140,10 +140,17 @@ def columns_of_product(n_tile, first: gl.constexpr, COUNT: gl.constexpr, layout:
 
 
 @gluon.jit
-def bias_of_product(of_bias, n_tile, first: gl.constexpr, COUNT: gl.constexpr, layout: gl.constexpr, W: gl.constexpr):
-    """The bias of these products."""
-    n, there = columns_of_product(n_tile, first, COUNT, layout, W)
-    return gl.load(of_bias + n, mask=there, other=0.0).to(gl.float32)[None, :]
+def start(
+    bias, expert, n_tile, first: gl.constexpr, COUNT: gl.constexpr, layout: gl.constexpr, W: gl.constexpr
+):  # fmt: skip
+    """What these products of a part of the rows are added to: the bias, or zeros."""
+    acc = gl.zeros((PART, COUNT), gl.float32, layout)
+    if bias is not None:
+        COLUMNS: gl.constexpr = W.N if W.ACTIVATION == "" else 2 * W.N
+        n, there = columns_of_product(n_tile, first, COUNT, layout, W)
+        of_bias = gl.load(bias + expert.to(gl.int64) * COLUMNS + n, mask=there, other=0.0)
+        acc += of_bias.to(gl.float32)[None, :]
+    return acc
 
 
 @gluon.jit
@@ -153,7 +160,6 @@ def multiply(
 ):  # fmt: skip
     """Compute and store the first (0) or the second (1) part of the rows of each tile, and half of the third part."""
     ACTIVATION: gl.constexpr = W.ACTIVATION
-    COLUMNS: gl.constexpr = W.N if W.ACTIVATION == "" else 2 * W.N
     N_TILES: gl.constexpr = (W.N + columns_of_tile(ACTIVATION) - 1) // columns_of_tile(ACTIVATION)
     STEPS: gl.constexpr = (W.K + STEP - 1) // STEP
     LORA_STEPS: gl.constexpr = (W.R + STEP - 1) // STEP
@@ -169,32 +175,24 @@ def multiply(
         if expert < W.E:
             begin = first + which * PART
             if begin < end:
-                acc = gl.zeros((PART, WIDTH), gl.float32, of_acc)
-                if bias is not None:
-                    of_bias = bias + expert.to(gl.int64) * COLUMNS
-                    acc += bias_of_product(of_bias, n_tile, 0, WIDTH, of_acc, W)
+                acc = start(bias, expert, n_tile, 0, WIDTH, of_acc, W)
                 if LORA_STEPS > 0:
                     acc, step = accumulate(
                         acc, step, rows, lora_columns, full, empty, which, LORA_STEPS, LORA_BY, W, False
                     )
                 if W.PARTS == 3:
-                    third = gl.zeros((PART, HALF), gl.float32, of_third)
-                    if bias is not None:
-                        of_bias = bias + expert.to(gl.int64) * COLUMNS
-                        third += bias_of_product(of_bias, n_tile, which * HALF, HALF, of_third, W)
                     if first + 2 * PART < end:
+                        third = start(bias, expert, n_tile, which * HALF, HALF, of_third, W)
                         acc, third, step = accumulate_with_third(
                             acc, third, step, rows, columns, full, empty, which, STEPS, BY, W, W.SHARE > 0
                         )
+                        store_third(third, stores, which, order, first + 2 * PART, end, n_tile, numbers, W)
                     else:
                         acc, step = accumulate(
                             acc, step, rows, columns, full, empty, which, STEPS, BY, W, W.SHARE > 0
                         )  # fmt: skip
                 else:
                     acc, step = accumulate(acc, step, rows, columns, full, empty, which, STEPS, BY, W, W.SHARE > 0)
-                if W.PARTS == 3:  # noqa: SIM102  (known when the kernel is compiled)
-                    if first + 2 * PART < end:
-                        store_third(third, stores, which, order, first + 2 * PART, end, n_tile, numbers, W)
                 store_part(acc, stores, results, which, order, begin, end, n_tile, numbers, W)
             else:
                 for _k in range(LORA_STEPS + STEPS):
