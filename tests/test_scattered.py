@@ -112,7 +112,7 @@ def test_rows_that_are_grouped_already_are_not_sorted(device, rows, outside):
     used = (tiles[:, 0] < E).nonzero().flatten()  # the rows of unused tiles are not read
     for name, a, b in zip(expected._fields, expected, found):
         if name == "tile_list":
-            a, b = (torch.cat([t[:-2].view(-1, 3)[used].flatten(), t[-2:-1]]) for t in (a, b))
+            a, b = (torch.cat([t[:-2].view(-1, 3)[used].flatten(), t[-2:]]) for t in (a, b))
         assert a.dtype == b.dtype and torch.equal(a, b), name
     routing = Routing(torch.ones(len(experts), 1, device=device), experts, counts)
     with pytest.MonkeyPatch.context() as m:

@@ -50,6 +50,7 @@ def test_assignments_are_sorted_by_one_launch_or_by_several(device, monkeypatch,
     for tiles, tile_list, count in zip(lists, both.view(-1, 3).split(lengths), used.tolist()):
         tiles = [(e, *rows) for _, e, of_expert in sorted(tiles) for rows in of_expert]
         if not len(tile_list):
+            assert count == 0
             continue
         assert [tuple(tile) for tile in tile_list.tolist()][: len(tiles)] == tiles
         assert (tile_list[len(tiles) :, 0] == experts).all() and count == len(tiles)

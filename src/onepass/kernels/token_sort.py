@@ -122,6 +122,7 @@ def write_lists(begin, end, n, tile_list, tiles, longer, E: tl.constexpr, BLOCK_
         of_expert = tiles_of(end - begin, BLOCK_M, False)
         last = tl.cumsum(of_expert, 0)
         tl.store(used, tl.sum(of_expert), mask=n == 0)
+        tl.store(used + 1, 0, mask=(n == 0) & (longer == 0))
         write_tiles(begin, end, of_expert, last, n * TILES, tile_list, tiles, E, BLOCK_E, BLOCK_M)
     else:
         first = (n - of_first) * TILES
@@ -265,6 +266,7 @@ def sort_by_expert(experts: Tensor, num_experts: int, counts: Tensor | None = No
     results = Groups(new(assignments), new(E + 1), new(3 * tiles + 2), new(assignments))
     if not assignments:
         results.offsets.zero_()
+        results.tile_list.zero_()
         return results
     if counts is not None or assignments <= FEW:
         launch(sort_plan, (assignments, E, counts is not None), (experts, counts, *results))
