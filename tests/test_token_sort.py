@@ -10,7 +10,7 @@ import torch
 triton = pytest.importorskip("triton")
 tl = import_module("triton.language")
 module = import_module("onepass.kernels.token_sort")
-place_of_turn = module.place_of_turn
+place_of_turn = import_module("onepass.kernels.row_gemm").place_of_turn
 
 
 @pytest.mark.parametrize("few", [0, 1 << 20])
@@ -57,9 +57,9 @@ def test_assignments_are_sorted_by_one_launch_or_by_several(device, monkeypatch,
 
 
 @triton.jit
-def places_kernel(places, turns, tiles, group_bits, N_TILES: tl.constexpr, PARTS: tl.constexpr):
+def places_kernel(places, turns, tiles, group, N_TILES: tl.constexpr, MOST: tl.constexpr):
     for turn in range(turns):
-        tile, n_tile, sharing, part, there = place_of_turn(turn, tiles, group_bits, N_TILES, PARTS)
+        tile, n_tile, sharing, part, there = place_of_turn(turn, tiles, N_TILES, group, MOST)
         to = places + (turn * tl.num_programs(0) + tl.program_id(0)) * 5
         tl.store(to, tile)
         tl.store(to + 1, n_tile)
@@ -69,15 +69,15 @@ def places_kernel(places, turns, tiles, group_bits, N_TILES: tl.constexpr, PARTS
 
 
 @pytest.mark.parametrize("programs", [1, 3, 15, 40])
-@pytest.mark.parametrize("tiles, n_tiles, group_bits", [(1, 1, 0), (1, 14, 2), (7, 5, 0), (13, 3, 2), (21, 4, 4)])
+@pytest.mark.parametrize("tiles, n_tiles, group", [(1, 1, 1), (1, 14, 4), (7, 5, 1), (13, 3, 4), (21, 4, 16)])
 @pytest.mark.parametrize("parts", [2, 3])
-def test_every_tile_is_computed_once(device, parts, tiles, n_tiles, group_bits, programs):
+def test_every_tile_is_computed_once(device, parts, tiles, n_tiles, group, programs):
     """By one program, or by several in the last turn, of which each has another part of its rows."""
     if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
         pytest.skip("kernels are called")
     turns = -(-tiles * n_tiles // programs)
     places = torch.empty(turns, programs, 5, dtype=torch.int32, device=device)
-    places_kernel[(programs,)](places, turns, tiles, group_bits, n_tiles, parts)
+    places_kernel[(programs,)](places, turns, tiles, group, n_tiles, parts)
     found = defaultdict(list)
     for turn, of_turn in enumerate(places.tolist()):
         for tile, n_tile, sharing, part, there in of_turn:
@@ -96,5 +96,5 @@ def test_programs_have_about_as_many_longer_tiles(device):
     if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
         pytest.skip("kernels are called")
     places = torch.empty(16, 24, 5, dtype=torch.int32, device=device)
-    places_kernel[(24,)](places, 16, 64, 2, 6, 3)
+    places_kernel[(24,)](places, 16, 64, 4, 6, 3)
     assert (places[:, :, 0] % 4 == 3).sum(0).tolist() == [4] * 24

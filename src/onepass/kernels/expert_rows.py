@@ -13,12 +13,11 @@ from torch import Tensor
 from onepass.core.moe_options import ExpertOptions, Groups
 from onepass.kernels.launch import Flat, Out, Plan, Rows, launch
 from onepass.kernels.layout import power_of_two
-from onepass.kernels.router_values import fast_sigmoid
 
 
 @triton.jit
-def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr, PTX: tl.constexpr):
-    """``activated = f(gate)·up`` and its derivatives with respect to gate and up, float32. PTX: of `fast_sigmoid`.
+def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+    """``activated = f(gate)·up`` and its derivatives with respect to gate and up, float32.
 
     "swiglu_clamped" clamps gate and up first, and adds 1 to up.
     """
@@ -27,12 +26,12 @@ def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr, PTX: tl.constexpr
         within = tl.abs(up) <= limit
         gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL) + 1.0
-        s = fast_sigmoid(alpha * gate, PTX)
+        s = tl.sigmoid(alpha * gate)
         f = gate * s
         slope = tl.where(inside, s + alpha * f * (1.0 - s), 0.0)
         return f * up, slope * up, tl.where(within, f, 0.0)
     elif ACTIVATION == "silu":
-        s = fast_sigmoid(gate, PTX)
+        s = tl.sigmoid(gate)
         f = gate * s
         slope = s + f * (1.0 - s)
     elif ACTIVATION == "gelu":
@@ -41,7 +40,7 @@ def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr, PTX: tl.constexpr
         slope = phi + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
     else:
         inner = 0.7978845608028654 * gate * (1.0 + 0.044715 * gate * gate)
-        s = fast_sigmoid(2.0 * inner, PTX)  # (1 + tanh(inner)) / 2
+        s = tl.sigmoid(2.0 * inner)  # (1 + tanh(inner)) / 2
         f = gate * s
         slope = s + f * (1.0 - s) * 2.0 * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * gate * gate)
     return f * up, slope * up, f
@@ -84,7 +83,7 @@ def glu_gradient_kernel(
             gate = tl.load(h + row_h + n, mask=mask, other=0.0).to(tl.float32)
             up = tl.load(h + row_h + N + n, mask=mask, other=0.0).to(tl.float32)
         of_activated = tl.load(at_y + n, mask=mask, other=0.0).to(tl.float32)
-        activated, by_gate, by_up = activate(gate, up, alpha, limit, ACTIVATION, False)
+        activated, by_gate, by_up = activate(gate, up, alpha, limit, ACTIVATION)
         total += tl.sum(tl.where(mask, of_activated * activated, 0.0), 1)
         of_activated *= weight
         by_gate = (of_activated * by_gate).to(out.dtype.element_ty)

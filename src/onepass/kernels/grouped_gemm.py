@@ -85,8 +85,7 @@ def grouped_gemm_kernel(
     E: tl.constexpr, BLOCK_E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr, SHARE: tl.constexpr, SCATTER: tl.constexpr, X_ROW: tl.constexpr, W_STRIDES: tl.constexpr,
     LORA_STRIDES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, TMA: tl.constexpr,
-    CODE: tl.constexpr,
+    BLOCK_R: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
     """``y = x @ w[e]ᵀ + low @ lora[e]ᵀ + bias[e]`` for the rows of every expert e, and ``out = scale·y``,
     times the routing weight of each row if there are any.
@@ -104,8 +103,7 @@ def grouped_gemm_kernel(
     Bytes moved: see the module docstring.
 
     A program may compute several tiles, and loads the operands of the next while it stores a result. TMA names the
-    dimension in which ``w`` is contiguous if its tiles are loaded by descriptors, and is empty otherwise. PTX: of
-    `fast_sigmoid`.
+    dimension in which ``w`` is contiguous if its tiles are loaded by descriptors, and is empty otherwise.
     """
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     COLUMNS: tl.constexpr = N if ACTIVATION == "" else 2 * N
@@ -195,7 +193,7 @@ def grouped_gemm_kernel(
                     gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
                 else:
                     gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
-                y, _, _ = activate(gate, up, alpha, limit, ACTIVATION, PTX)
+                y, _, _ = activate(gate, up, alpha, limit, ACTIVATION)
             if weights is not None:
                 y *= tl.load(weights + assignment, mask=there, other=0.0)[:, None]
             n = (n_tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
@@ -245,18 +243,18 @@ def grouped_gemm(
         assignments, lengths_of_lists(assignments, E)[0], E, N, K, rank, share, scatter, glu, scale, options,
         x.stride(0), lora_strides, x.element_size(), x.device,
     )  # fmt: skip
-    others = low, lora, bias, weights, h, out, groups.order, groups.offsets, groups.tile_list
+    others, tiles = (low, lora, bias, weights, h, out, groups.order), (groups.offsets, groups.tile_list)
     if not isinstance(w, Tensor) and is_decoded_in_loop(w.format, assignments, halves):
         about = product, w.format._replace(max_memory=0)
-        launch(decoding_plan, about, (x, w.data, *others, *w.parts, codes_of(w.format.name, w.device)))
+        launch(decoding_plan, about, (x, w.data, *others, *tiles, *w.parts, codes_of(w.format.name, w.device)))
         return out
     for first, part in [(0, w)] if isinstance(w, Tensor) else decoded_chunks(w, groups):
         # A tile has two ranges of columns, gate and up. One load by a descriptor covers both only if K is contiguous.
         tma = layout.tma_dimension(part, 2, 1, only_k=halves == 2)
         if len(part) == E and (reads := hopper_reads(product, x, part, adapter, tma, halves == 2, (out, h))):
-            launch(hopper_plan, (product, *reads), (x, part, *others))
+            launch(hopper_plan, (product, *reads), (x, part, *others, groups.tile_list))
             continue
-        launch(gemm_plan, (product, part.stride(), tma, (first, len(part))), (x, part, *others, *(None,) * 5))
+        launch(gemm_plan, (product, part.stride(), tma, (first, len(part))), (x, part, *others, *tiles, *(None,) * 5))
     return out
 
 
@@ -341,7 +339,6 @@ def same_constexprs(p: Product) -> dict[str, Any]:
         SHARE=p.share, SCATTER=p.scatter, X_ROW=p.x_row,
         LORA_STRIDES=WeightStrides(*p.lora_strides) if p.lora_strides else None,
         BLOCK_M=rows_of_tile(p.assignments, p.E), BLOCK_R=max(16, power_of_two(p.R)), PRECISION=layout.precision(),
-        PTX=layout.compute_capability() > 0,
     )  # fmt: skip
 
 

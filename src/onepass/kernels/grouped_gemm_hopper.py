@@ -203,12 +203,11 @@ def multiply(
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["assignments", "room", "group_bits"])
+@gluon.jit(do_not_specialize=["assignments", "room", "group"])
 def grouped_gemm_hopper_kernel(
     x: "Rows", w: "Strided", low: "Flat", lora: "Strided", bias: "Flat", weights: "Flat", h: "Out", out: "Out",
-    order: "Flat", offsets: "Flat", tile_list: "Flat",
-    assignments: tl.int32, room: tl.int32, group_bits: tl.int32, scale: tl.float32, alpha: tl.float32,
-    limit: tl.float32,
+    order: "Flat", tile_list: "Flat",
+    assignments: tl.int32, room: tl.int32, group: tl.int32, scale: tl.float32, alpha: tl.float32, limit: tl.float32,
     WORK: tl.constexpr,
 ):  # fmt: skip
     """The results of `grouped_gemm_kernel` for all E experts.
@@ -250,7 +249,7 @@ def grouped_gemm_hopper_kernel(
     of_h = of_weight
     of_up = of_weight
     of_out = of_weight
-    results = rows
+    results = None
     if W.BY_TMA:
         N: gl.constexpr = W.N
         results = gl.allocate_shared_memory(dtype, [2 * buffers_of(PARTS), PART, STORED], flat)
@@ -263,7 +262,7 @@ def grouped_gemm_hopper_kernel(
                 of_h = describe_result(h, assignments, N, COLUMNS)
                 of_up = describe_result(h + N, assignments, N, COLUMNS)
     LIST: gl.constexpr = PARTS - 2  # the second one has tiles of three parts
-    groups = (order, tile_list + LIST * 3 * room, gl.load(tile_list + 6 * room + LIST), group_bits)
+    groups = (order, tile_list + LIST * 3 * room, gl.load(tile_list + 6 * room + LIST), group)
     stores = (h, out, weights, of_h, of_up, of_out)
     numbers = (scale, alpha, limit)
     full = gl.allocate_shared_memory(gl.int64, [W.STAGES, 1], mbarrier.MBarrierLayout())
@@ -366,6 +365,6 @@ def hopper_plan(p: Product, weight: Read, lora: Read) -> Plan:
         by_tma, is_far(p),
     )  # fmt: skip
     programs = min(p.tiles * -(-p.N // columns_of_tile(activation)), layout.multiprocessors(p.device))
-    group_bits = power_of_two(min(16, p.assignments // (p.E * MOST_ROWS))).bit_length() - 1
-    given = p.assignments, p.tiles, group_bits, p.scale, o.alpha, o.limit
+    group = min(16, power_of_two(p.assignments // (p.E * MOST_ROWS)))
+    given = p.assignments, p.tiles, group, p.scale, o.alpha, o.limit
     return Plan(grouped_gemm_hopper_kernel, programs, given, dict(WORK=work), 4)

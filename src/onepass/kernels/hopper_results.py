@@ -82,6 +82,16 @@ def describe_result(x, count, N: gl.constexpr, ROW: gl.constexpr):
 
 
 @gluon.jit
+def rows_of_part(tile, order, begin, end, weights, W: gl.constexpr):
+    """The sorted rows of a tile from ``begin`` on, which are before the ``end``, and their assignments if needed."""
+    row = begin + gl.arange(0, PART, gl.SliceLayout(1, tile.type.layout))
+    assignment = row
+    if W.SCATTER or weights is not None:
+        assignment = gl.load(order + row, mask=row < end, other=0)
+    return row, row < end, assignment
+
+
+@gluon.jit
 def times_weights(tile, weights, assignment, there):
     """The rows of a tile, times their weights if there are any."""
     if weights is None:
@@ -111,16 +121,9 @@ def store_part(
     BLOCK_N: gl.constexpr = columns_of_tile(ACTIVATION)
     h, out, weights, of_h, of_up, of_out = stores
     scale, alpha, limit = numbers
-    shared = None
-    if W.BY_TMA:
-        shared = results
     n0 = n_tile * BLOCK_N
-    row = begin + gl.arange(0, PART, gl.SliceLayout(1, acc.type.layout))
-    there = row < end
+    row, there, assignment = rows_of_part(acc, order, begin, end, weights, W)
     whole = begin + PART <= end
-    assignment = row
-    if W.SCATTER or weights is not None:
-        assignment = gl.load(order + row, mask=there, other=0)
     first, is_range, at = begin, whole, row
     if W.SCATTER:  # within an expert, assignments ascend
         first = gl.load(order + begin)
@@ -136,20 +139,20 @@ def store_part(
             END: gl.constexpr = COLUMNS if W.INTERLEAVED else N
             UP: gl.constexpr = HALF if W.INTERLEAVED else 0
             h_up = h if W.INTERLEAVED else h + N
-            store_rows(h, of_h, shared, which, 0, begin, whole, row, there, n_h, END, COLUMNS, left)
-            store_rows(h_up, of_up, shared, which, 2, begin, whole, row, there, n_h + UP, END, COLUMNS, right)
+            store_rows(h, of_h, results, which, 0, begin, whole, row, there, n_h, END, COLUMNS, left)
+            store_rows(h_up, of_up, results, which, 2, begin, whole, row, there, n_h + UP, END, COLUMNS, right)
         gate, up = left, right
         if W.INTERLEAVED:
             gate, up = gl.split(acc.reshape((PART, BLOCK_N, 2)))
-        y, _by_gate, _by_up = activate_tile(gate, up, alpha, limit, ACTIVATION, True)
+        y, _by_gate, _by_up = activate_tile(gate, up, alpha, limit, ACTIVATION)
         y = times_weights(y, weights, assignment, there)
         EARLIER: gl.constexpr = 0 if h is None else 4
-        store_rows(out, of_out, shared, which, EARLIER, first, is_range, at, there, n0, N, N, y)
+        store_rows(out, of_out, results, which, EARLIER, first, is_range, at, there, n0, N, N, y)
     else:
         left = times_weights(left * scale, weights, assignment, there)
         right = times_weights(right * scale, weights, assignment, there)
-        store_rows(out, of_out, shared, which, 0, first, is_range, at, there, n0, N, N, left)
-        store_rows(out, of_out, shared, which, 2, first, is_range, at, there, n0 + HALF, N, N, right)
+        store_rows(out, of_out, results, which, 0, first, is_range, at, there, n0, N, N, left)
+        store_rows(out, of_out, results, which, 2, first, is_range, at, there, n0 + HALF, N, N, right)
 
 
 @gluon.jit
@@ -159,11 +162,7 @@ def store_third(third, stores, which: gl.constexpr, order, begin, end, n_tile, n
     ACTIVATION: gl.constexpr = W.ACTIVATION
     h, out, weights, _of_h, _of_up, _of_out = stores
     scale, alpha, limit = numbers
-    row = begin + gl.arange(0, PART, gl.SliceLayout(1, third.type.layout))
-    there = row < end
-    assignment = row
-    if W.SCATTER or weights is not None:
-        assignment = gl.load(order + row, mask=there, other=0)
+    row, there, assignment = rows_of_part(third, order, begin, end, weights, W)
     at = assignment if W.SCATTER else row
     if ACTIVATION != "":
         n0 = n_tile * HALF + which * PART
@@ -171,7 +170,7 @@ def store_third(third, stores, which: gl.constexpr, order, begin, end, n_tile, n
         if h is not None:
             store_tile(h, row, there, n0, N, 2 * N, left)
             store_tile(h + N, row, there, n0, N, 2 * N, right)
-        y, _by_gate, _by_up = activate_tile(left, right, alpha, limit, ACTIVATION, True)
+        y, _by_gate, _by_up = activate_tile(left, right, alpha, limit, ACTIVATION)
         store_tile(out, at, there, n0, N, N, times_weights(y, weights, assignment, there))
     else:
         n0 = n_tile * WIDTH + which * HALF

@@ -4,12 +4,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
-from onepass.kernels.token_sort import place_of_turn
+from onepass.kernels.row_gemm import place_of_turn
 
 # Of a tile: the rows and columns of a group of warps, half of these columns, those that are stored at once, and the
 # part of K that is multiplied at once.
 PART, WIDTH, HALF, STORED, STEP = (gl.constexpr(n) for n in (64, 256, 128, 64, 64))
-place_in_tiles = gluon.jit(place_of_turn.fn)
+place_of_work = gluon.jit(place_of_turn.fn)
 ELEMENT = gl.constexpr(2)  # bytes
 SUPPORTED = hasattr(tma, "make_tensor_descriptor") and hasattr(async_copy, "mbarrier_arrive")  # from Triton 3.6 on
 
@@ -20,11 +20,17 @@ def columns_of_tile(activation):
     return 128 if activation != "" else 256
 
 
+@gluon.constexpr_function
+def columns_of_box(halves):
+    """How many columns of each half of a weight are loaded at once; without halves, those of a whole tile."""
+    return 64 if halves == 2 else 256
+
+
 @gluon.jit
 def tile_of_turn(turn, groups, N_TILES: gl.constexpr, W: gl.constexpr):
     """The tile that a program computes in this turn: its columns; its expert, E if there is none; its rows."""
-    _order, tile_list, tiles, group_bits = groups
-    tile, n_tile, sharing, part, there = place_in_tiles(turn, tiles, group_bits, N_TILES, W.PARTS)
+    _order, tile_list, tiles, group = groups
+    tile, n_tile, sharing, part, there = place_of_work(turn, tiles, N_TILES, group, W.PARTS)
     expert = gl.load(tile_list + 3 * tile, mask=there, other=W.E)
     begin = gl.load(tile_list + 3 * tile + 1) + part * PART
     end = gl.load(tile_list + 3 * tile + 2)
@@ -55,12 +61,6 @@ def gathered_rows(order, begin, end, part: gl.constexpr, of_rows: gl.constexpr, 
     if W.FAR:
         source = source.to(gl.int64)
     return source[:, None] * W.X_ROW + gl.arange(0, STEP, gl.SliceLayout(0, of_rows))[None, :], (row < end)[:, None]
-
-
-@gluon.constexpr_function
-def copied_at_once(steps):
-    """Of how many steps the addresses of gathered rows are computed at once."""
-    return 4 if steps % 4 == 0 else 3 if steps % 3 == 0 else 1
 
 
 @gluon.jit
@@ -94,7 +94,7 @@ def load_columns(of_columns, ready, columns, stage, expert, n0, k0, BY: gl.const
         layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
         for n in gl.static_range(HALVES):
             to = columns.index(stage * HALVES + n)
-            to = to._reinterpret(columns.dtype, [1, HALVES, WIDTH // (HALVES * HALVES), STEP], layout)
+            to = to._reinterpret(columns.dtype, [1, HALVES, columns_of_box(HALVES), STEP], layout)
             tma.async_copy_global_to_shared(of_columns, [expert, 0, n0 + n * PART, k0], ready, to)
     else:
         to = columns.index(stage)._reinterpret(columns.dtype, [1, STEP, WIDTH], gl.NVMMASharedLayout(128, 16, 3))
@@ -126,7 +126,7 @@ def describe_weight(
     if BY == "K":
         N: gl.constexpr = COLUMNS // HALVES
         return tma.make_tensor_descriptor(
-            w, [E, HALVES, N, K], [E_STRIDE, N * STRIDE, STRIDE, 1], [1, HALVES, WIDTH // (HALVES * HALVES), STEP],
+            w, [E, HALVES, N, K], [E_STRIDE, N * STRIDE, STRIDE, 1], [1, HALVES, columns_of_box(HALVES), STEP],
             gl.NVMMASharedLayout(128, 16, 4),
         )  # fmt: skip
     else:
@@ -149,7 +149,7 @@ def load(
     GATHERED: gl.constexpr = W.SHARE > 0
     # Rows that other processes have sent are consecutive in most tiles, but not where those of two processes meet.
     MAY_BE_RANGE: gl.constexpr = W.SHARE == 1 and W.X_ROW > 0
-    AT_ONCE: gl.constexpr = copied_at_once(STEPS) if GATHERED else 1  # whose addresses differ by constants
+    AT_ONCE: gl.constexpr = 4 if GATHERED and STEPS % 4 == 0 else 1  # whose addresses differ by constants
     OF_COLUMNS: gl.constexpr = WIDTH * STEP * ELEMENT
     BY: gl.constexpr = W.BY
     LORA_BY: gl.constexpr = W.LORA_BY

@@ -84,38 +84,10 @@ def tiles_of(rows, BLOCK_M: tl.constexpr, LONGER: tl.constexpr):
 
 
 @triton.jit
-def place_of_turn(turn, tiles, group_bits, N_TILES: tl.constexpr, PARTS: tl.constexpr):
-    """The tile of rows and the tile of columns that a program of a grouped GEMM computes in this turn; of how many
-    programs that share them it is which; and whether there is anything to compute.
-
-    The rows of a group of ``2**group_bits`` tiles come before the next columns. They read the same part of the weight
-    at about the same time, so that these stay in the cache. Programs change places from turn to turn: otherwise, all
-    longer tiles might be those of a few programs. In the last turn, up to PARTS of them share a tile if there are
-    enough. Only the last turn and the last group divide by numbers that are not known when the kernel is compiled.
-    """
-    programs = tl.num_programs(0)
-    left = tiles * N_TILES - turn * programs
-    place = tl.program_id(0) + tl.minimum(turn % 16, programs - 1)
-    place = tl.where(place < programs, place, place - programs)
-    sharing, part = 1, 0
-    if left < programs:
-        sharing = tl.minimum(programs // left, PARTS)
-        part = place % sharing
-        place //= sharing
-    work = turn * programs + tl.minimum(place, left - 1)
-    begin = (work >> group_bits) // N_TILES << group_bits
-    work -= begin * N_TILES
-    tile, n_tile = begin + (work & ((1 << group_bits) - 1)), work >> group_bits
-    if tiles - begin < 1 << group_bits:
-        tile, n_tile = begin + work % (tiles - begin), work // (tiles - begin)
-    return tile, n_tile, sharing, part, place < left
-
-
-@triton.jit
 def write_lists(begin, end, n, tile_list, tiles, longer, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
     """Write the n-th TILES tiles of both lists, and behind them how many each has. In the second, which follows the
     first, experts whose rows end in half of a tile come first. Longer tiles then recur at nearly equal distances, and
-    `tile_of_turn` gives each program about as many."""
+    `row_gemm.place_of_turn` gives each program about as many."""
     of_first = tl.cdiv(tiles, TILES)
     used = tile_list + 3 * (tiles + longer)
     if n < of_first:
