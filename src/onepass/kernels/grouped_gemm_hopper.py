@@ -249,7 +249,7 @@ def grouped_gemm_hopper_kernel(
     of_h = of_weight
     of_up = of_weight
     of_out = of_weight
-    results = None
+    results = rows
     if W.BY_TMA:
         N: gl.constexpr = W.N
         results = gl.allocate_shared_memory(dtype, [2 * buffers_of(PARTS), PART, STORED], flat)

@@ -121,6 +121,9 @@ def store_part(
     BLOCK_N: gl.constexpr = columns_of_tile(ACTIVATION)
     h, out, weights, of_h, of_up, of_out = stores
     scale, alpha, limit = numbers
+    shared = None
+    if W.BY_TMA:
+        shared = results
     n0 = n_tile * BLOCK_N
     row, there, assignment = rows_of_part(acc, order, begin, end, weights, W)
     whole = begin + PART <= end
@@ -139,20 +142,20 @@ def store_part(
             END: gl.constexpr = COLUMNS if W.INTERLEAVED else N
             UP: gl.constexpr = HALF if W.INTERLEAVED else 0
             h_up = h if W.INTERLEAVED else h + N
-            store_rows(h, of_h, results, which, 0, begin, whole, row, there, n_h, END, COLUMNS, left)
-            store_rows(h_up, of_up, results, which, 2, begin, whole, row, there, n_h + UP, END, COLUMNS, right)
+            store_rows(h, of_h, shared, which, 0, begin, whole, row, there, n_h, END, COLUMNS, left)
+            store_rows(h_up, of_up, shared, which, 2, begin, whole, row, there, n_h + UP, END, COLUMNS, right)
         gate, up = left, right
         if W.INTERLEAVED:
             gate, up = gl.split(acc.reshape((PART, BLOCK_N, 2)))
         y, _by_gate, _by_up = activate_tile(gate, up, alpha, limit, ACTIVATION)
         y = times_weights(y, weights, assignment, there)
         EARLIER: gl.constexpr = 0 if h is None else 4
-        store_rows(out, of_out, results, which, EARLIER, first, is_range, at, there, n0, N, N, y)
+        store_rows(out, of_out, shared, which, EARLIER, first, is_range, at, there, n0, N, N, y)
     else:
         left = times_weights(left * scale, weights, assignment, there)
         right = times_weights(right * scale, weights, assignment, there)
-        store_rows(out, of_out, results, which, 0, first, is_range, at, there, n0, N, N, left)
-        store_rows(out, of_out, results, which, 2, first, is_range, at, there, n0 + HALF, N, N, right)
+        store_rows(out, of_out, shared, which, 0, first, is_range, at, there, n0, N, N, left)
+        store_rows(out, of_out, shared, which, 2, first, is_range, at, there, n0 + HALF, N, N, right)
 
 
 @gluon.jit
