@@ -212,8 +212,8 @@ def grouped_gemm_hopper_kernel(
 ):  # fmt: skip
     """The results of `grouped_gemm_kernel` for all E experts.
 
-    Inputs and outputs: those of `grouped_gemm_kernel`, with a weight that is not quantized. Each list of tiles has
-    ``room`` for so many.
+    Inputs and outputs: those of `grouped_gemm_kernel`, with a weight that is not quantized. Each of the two lists of
+    ``tile_list`` has room for ``room`` tiles.
     Bytes moved: see the module docstring.
     """
     W: gl.constexpr = WORK
