@@ -108,11 +108,11 @@ def test_rows_that_are_grouped_already_are_not_sorted(device, rows, outside):
         torch.randn(n, generator=generator).to(device) for n in ((len(experts), 4), (E, 6, 4), (E, 4, 3))
     )
     expected, found = group_by_expert(experts, E, x), group_by_expert(experts, E, x, counts=counts.to(device))
-    tiles = expected.tile_list[:-2].view(-1, 3)
+    tiles = expected.tile_list[:-2].view(-1, 5)
     used = (tiles[:, 0] < E).nonzero().flatten()  # the rows of unused tiles are not read
     for name, a, b in zip(expected._fields, expected, found):
         if name == "tile_list":
-            a, b = (torch.cat([t[:-2].view(-1, 3)[used].flatten(), t[-2:]]) for t in (a, b))
+            a, b = (torch.cat([t[:-2].view(-1, 5)[used].flatten(), t[-2:]]) for t in (a, b))
         assert a.dtype == b.dtype and torch.equal(a, b), name
     routing = Routing(torch.ones(len(experts), 1, device=device), experts, counts)
     with pytest.MonkeyPatch.context() as m:

@@ -1,7 +1,6 @@
 """The sort of assignments by expert, the tiles of rows, and which program of a grouped GEMM computes which tile."""
 
 import os
-from collections import defaultdict
 from importlib import import_module
 
 import pytest
@@ -10,7 +9,8 @@ import torch
 triton = pytest.importorskip("triton")
 tl = import_module("triton.language")
 module = import_module("onepass.kernels.token_sort")
-place_of_turn = import_module("onepass.kernels.row_gemm").place_of_turn
+tile_of_turn, FIELDS = module.tile_of_turn, module.FIELDS.value
+PART = module.MOST_ROWS // 2
 
 
 @pytest.mark.parametrize("few", [0, 1 << 20])
@@ -20,7 +20,7 @@ place_of_turn = import_module("onepass.kernels.row_gemm").place_of_turn
 def test_assignments_are_sorted_by_one_launch_or_by_several(device, monkeypatch, few, assignments, experts):
     """The order is that of a stable sort, with out-of-range ids last, and each tile lies within one expert. In the
     second list, a last tile of half of the rows or less is a part of the one before, if there is one, and experts with
-    such a tile come first.
+    such a tile come first. An expert's tiles are in groups of up to 16, of about as many each.
     """
     if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
         pytest.skip("kernels are called")
@@ -29,6 +29,8 @@ def test_assignments_are_sorted_by_one_launch_or_by_several(device, monkeypatch,
     ids = torch.randint(-1, experts + 1, (assignments, 1), generator=generator)
     if assignments == 1500:
         ids[:1000] = 2  # more than a tile, of an expert between others
+    if assignments == 3000:
+        ids[100:2600] = 4  # more than a group
     groups = module.sort_by_expert(ids.to(device, torch.int32 if experts == 7 else torch.int64), experts)
     groups = groups._replace(**{name: t.cpu() for name, t in groups._asdict().items()})
     inside = torch.where((ids >= 0) & (ids < experts), ids, experts).flatten()
@@ -46,9 +48,14 @@ def test_assignments_are_sorted_by_one_launch_or_by_several(device, monkeypatch,
         for which, last in enumerate((count, count - rows if is_longer else count)):
             begins = [*range(begin, begin + last, rows)]
             lists[which].append((which and not 0 < count % rows <= rows // 2, e, [*zip(begins, [*begins[1:], end])]))
-    both, used = groups.tile_list.split([3 * sum(lengths), 2])
-    for tiles, tile_list, count in zip(lists, both.view(-1, 3).split(lengths), used.tolist()):
-        tiles = [(e, *rows) for _, e, of_expert in sorted(tiles) for rows in of_expert]
+    both, used = groups.tile_list.split([FIELDS * sum(lengths), 2])
+    for of_experts, tile_list, count in zip(lists, both.view(-1, FIELDS).split(lengths), used.tolist()):
+        tiles = []
+        for _, e, of_expert in sorted(of_experts):
+            most = -(-len(of_expert) // -(-len(of_expert) // 16)) if of_expert else 1
+            for first in range(0, len(of_expert), most):
+                group, before = of_expert[first : first + most], len(tiles)
+                tiles += [(e, *rows, before, len(group)) for rows in group]
         if not len(tile_list):
             assert count == 0
             continue
@@ -57,44 +64,54 @@ def test_assignments_are_sorted_by_one_launch_or_by_several(device, monkeypatch,
 
 
 @triton.jit
-def places_kernel(places, turns, tiles, group, N_TILES: tl.constexpr, MOST: tl.constexpr):
+def tiles_kernel(found, tile_list, turns, tiles, shift, N_TILES: tl.constexpr, PART: tl.constexpr, MOST: tl.constexpr):
     for turn in range(turns):
-        tile, n_tile, sharing, part, there = place_of_turn(turn, tiles, N_TILES, group, MOST)
-        to = places + (turn * tl.num_programs(0) + tl.program_id(0)) * 5
-        tl.store(to, tile)
-        tl.store(to + 1, n_tile)
-        tl.store(to + 2, sharing)
-        tl.store(to + 3, part)
-        tl.store(to + 4, there.to(tl.int32))
+        n_tile, expert, begin, end = tile_of_turn(turn, tile_list, tiles, shift, N_TILES, PART, MOST)
+        to = found + (turn * tl.num_programs(0) + tl.program_id(0)) * 4
+        tl.store(to, n_tile)
+        tl.store(to + 1, expert)
+        tl.store(to + 2, begin)
+        tl.store(to + 3, end)
+
+
+def tiles_of_programs(device, counts, which, n_tiles, programs):
+    """The columns, expert, first row and end of what each program computes in each turn, of the list ``which``, and how
+    many tiles are left for the last turn."""
+    if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
+        pytest.skip("kernels are called")
+    experts = torch.arange(len(counts), device=device).repeat_interleave(torch.tensor(counts, device=device))
+    groups = module.sort_by_expert(experts.unsqueeze(1), len(counts))
+    lengths = module.lengths_of_lists(len(experts), len(counts))
+    assert lengths[1], "expected tiles of the most rows, of which there are two lists"
+    tiles = groups.tile_list[-2:].tolist()[which]
+    turns = -(-tiles * n_tiles // programs)
+    found = torch.empty(turns, programs, 4, dtype=torch.int32, device=device)
+    tile_list = groups.tile_list[which * FIELDS * lengths[0] :]
+    tiles_kernel[(programs,)](found, tile_list, turns, tiles, module.shift_of(programs), n_tiles, PART, 2 + which)
+    return found.cpu(), tiles * n_tiles - (turns - 1) * programs
 
 
 @pytest.mark.parametrize("programs", [1, 3, 15, 40])
-@pytest.mark.parametrize("tiles, n_tiles, group", [(1, 1, 1), (1, 14, 4), (7, 5, 1), (13, 3, 4), (21, 4, 16)])
-@pytest.mark.parametrize("parts", [2, 3])
-def test_every_tile_is_computed_once(device, parts, tiles, n_tiles, group, programs):
-    """By one program, or by several in the last turn, of which each has another part of its rows."""
-    if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
-        pytest.skip("kernels are called")
-    turns = -(-tiles * n_tiles // programs)
-    places = torch.empty(turns, programs, 5, dtype=torch.int32, device=device)
-    places_kernel[(programs,)](places, turns, tiles, group, n_tiles, parts)
-    found = defaultdict(list)
-    for turn, of_turn in enumerate(places.tolist()):
-        for tile, n_tile, sharing, part, there in of_turn:
-            assert 0 <= tile < tiles and 0 <= n_tile < n_tiles and (sharing == 1 or turn == turns - 1)
-            if there:
-                found[tile, n_tile].append((part, sharing))
-    left = tiles * n_tiles - (turns - 1) * programs
-    most = min(parts, programs // left)
-    assert len(found) == tiles * n_tiles
-    assert all(sorted(of_tile) == [(n, len(of_tile)) for n in range(len(of_tile))] for of_tile in found.values())
-    assert sum(len(of_tile) == most for of_tile in found.values()) >= left
+@pytest.mark.parametrize("n_tiles", [1, 3, 5])
+@pytest.mark.parametrize("counts", [(200,), (130, 0, 700, 65, 1), (448, 448, 449, 0), (2500, 300)])
+@pytest.mark.parametrize("which", [0, 1])
+def test_every_row_is_computed_once(device, which, counts, n_tiles, programs):
+    """With all columns, by one program, or by several in the last turn, each of which has another part of a tile."""
+    tiles, left = tiles_of_programs(device, counts, which, n_tiles, programs)
+    computed = torch.zeros(n_tiles, sum(counts), dtype=torch.int32)
+    ends = torch.tensor(counts).cumsum(0)
+    for n_tile, expert, begin, end in tiles.flatten(0, 1).tolist():
+        computed[n_tile, begin:end] += 1
+        assert begin >= end or ends[expert] - counts[expert] <= begin < end <= ends[expert]
+    assert (computed == 1).all()
+    sharing = min(programs // left, 2 + which)
+    rows = (tiles[-1, :, 3] - tiles[-1, :, 2]).max()
+    assert rows <= (2 + which - (sharing - 1)) * PART
 
 
-def test_programs_have_about_as_many_longer_tiles(device):
-    """Every fourth tile is longer, as where all experts have as many rows."""
-    if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
-        pytest.skip("kernels are called")
-    places = torch.empty(16, 24, 5, dtype=torch.int32, device=device)
-    places_kernel[(24,)](places, 16, 64, 4, 6, 3)
-    assert (places[:, :, 0] % 4 == 3).sum(0).tolist() == [4] * 24
+@pytest.mark.parametrize("of_expert", [3, 4, 5, 7])  # tiles, the last of which is longer
+@pytest.mark.parametrize("programs", [24, 32])
+def test_programs_have_about_as_many_longer_tiles(device, programs, of_expert):
+    tiles, _ = tiles_of_programs(device, ((2 * of_expert + 1) * PART,) * 16, 1, 12, programs)
+    longer = (tiles[:, :, 3] - tiles[:, :, 2] > 2 * PART).sum(0)
+    assert longer.sum() == 16 * 12 and longer.max() <= 16 * 12 / programs + 2

@@ -92,9 +92,10 @@ class Groups(NamedTuple):
         order: ``(T·K,)``, int32: the assignments, stably sorted by expert (kernels rely on the ascending order within
             an expert). Those to out-of-range ids come last.
         offsets: ``(E + 1,)``, int32: the assignments to expert e are ``order[offsets[e]:offsets[e + 1]]``.
-        tile_list: ``(3·tiles + 2,)``, int32: the expert of each tile of rows that a grouped GEMM computes, its first
-            sorted row, and the end of its rows. With many rows, a second list follows. At the end is how many tiles of
-            each list are used. There are none where `onepass.reference` sorts.
+        tile_list: ``(5·tiles + 2,)``, int32: the expert of each tile of rows that a grouped GEMM computes, its first
+            sorted row, the end of its rows, and the first and the number of the tiles that read the same columns of a
+            weight at about the same time. With many rows, a second list follows. At the end is how many tiles of each
+            list are used. There are none where `onepass.reference` sorts.
         places: ``(T·K,)``, int32: the sorted row of each assignment, and T·K for one to an out-of-range id.
     """
 

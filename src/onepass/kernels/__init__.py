@@ -23,11 +23,10 @@ from onepass.kernels.softmax_gradient import softmax_gradient, supports_early_gr
 from onepass.kernels.softmax_loss import reads_once, softmax_average, softmax_loss, supports_fused_loss
 from onepass.kernels.softmax_statistics import shard_statistics, softmax_statistics
 from onepass.kernels.teacher_tokens import teacher_tokens
-from onepass.kernels.token_sort import count_tiles, sort_by_expert
+from onepass.kernels.token_sort import size_of_tile_list, sort_by_expert
 
 __all__ = [
     "compute_row_weight",
-    "count_tiles",
     "decode",
     "divergence",
     "divergence_gradient",
@@ -50,6 +49,7 @@ __all__ = [
     "selected_logits",
     "selected_logits_gradient",
     "shard_statistics",
+    "size_of_tile_list",
     "softmax_average",
     "softmax_gradient",
     "softmax_loss",

@@ -13,25 +13,26 @@ from torch import Tensor
 from onepass.core.moe_options import ExpertOptions, Groups
 from onepass.kernels.launch import Flat, Out, Plan, Rows, launch
 from onepass.kernels.layout import power_of_two
+from onepass.kernels.router_values import fast_sigmoid
 
 
 @triton.jit
-def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr, PTX: tl.constexpr):
     """``activated = f(gate)·up`` and its derivatives with respect to gate and up, float32.
 
-    "swiglu_clamped" clamps gate and up first, and adds 1 to up.
+    "swiglu_clamped" clamps gate and up first, and adds 1 to up. PTX: of `fast_sigmoid`.
     """
     if ACTIVATION == "swiglu_clamped":
         inside = gate <= limit
         within = tl.abs(up) <= limit
         gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL) + 1.0
-        s = tl.sigmoid(alpha * gate)
+        s = fast_sigmoid(alpha * gate, PTX)
         f = gate * s
         slope = tl.where(inside, s + alpha * f * (1.0 - s), 0.0)
         return f * up, slope * up, tl.where(within, f, 0.0)
     elif ACTIVATION == "silu":
-        s = tl.sigmoid(gate)
+        s = fast_sigmoid(gate, PTX)
         f = gate * s
         slope = s + f * (1.0 - s)
     elif ACTIVATION == "gelu":
@@ -40,7 +41,7 @@ def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
         slope = phi + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
     else:
         inner = 0.7978845608028654 * gate * (1.0 + 0.044715 * gate * gate)
-        s = tl.sigmoid(2.0 * inner)  # (1 + tanh(inner)) / 2
+        s = fast_sigmoid(2.0 * inner, PTX)  # (1 + tanh(inner)) / 2
         f = gate * s
         slope = s + f * (1.0 - s) * 2.0 * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * gate * gate)
     return f * up, slope * up, f
@@ -83,7 +84,7 @@ def glu_gradient_kernel(
             gate = tl.load(h + row_h + n, mask=mask, other=0.0).to(tl.float32)
             up = tl.load(h + row_h + N + n, mask=mask, other=0.0).to(tl.float32)
         of_activated = tl.load(at_y + n, mask=mask, other=0.0).to(tl.float32)
-        activated, by_gate, by_up = activate(gate, up, alpha, limit, ACTIVATION)
+        activated, by_gate, by_up = activate(gate, up, alpha, limit, ACTIVATION, False)
         total += tl.sum(tl.where(mask, of_activated * activated, 0.0), 1)
         of_activated *= weight
         by_gate = (of_activated * by_gate).to(out.dtype.element_ty)
@@ -187,7 +188,7 @@ def combine_kernel(
         id = tl.load(ids + t * TOPK + k)
         valid = (id >= 0) & (id < count)
         row = id.to(tl.int64) if PLACED else t * TOPK + k
-        part = tl.load(y + row * N + n, mask=(n < N) & valid, other=0.0).to(tl.float32)
+        part = tl.load(y + row * N + n, mask=(n < N) & valid, other=0.0, eviction_policy="evict_first").to(tl.float32)
         if weights is not None:
             part *= tl.load(weights + t * TOPK + k, mask=valid, other=0.0).to(tl.float32)
         acc += part

@@ -26,7 +26,7 @@ from onepass.kernels.expert_rows import activate
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import power_of_two
 from onepass.kernels.row_gemm import place_of
-from onepass.kernels.token_sort import lengths_of_lists, rows_of_tile
+from onepass.kernels.token_sort import FIELDS, lengths_of_lists, rows_of_tile
 
 try:
     from onepass.kernels.grouped_gemm_hopper import hopper_plan, hopper_reads
@@ -135,10 +135,10 @@ def grouped_gemm_kernel(
     for work in tl.range(tl.program_id(0), tiles * N_TILES, tl.num_programs(0), flatten=True):
         tile, n_tile = place_of(work, tiles, N_TILES, group)
         tile += tile0
-        expert = tl.load(tile_list + 3 * tile)
+        expert = tl.load(tile_list + FIELDS * tile)
         if expert < E:
-            row = tl.load(tile_list + 3 * tile + 1) + tl.arange(0, BLOCK_M)
-            there = row < tl.load(tile_list + 3 * tile + 2)
+            row = tl.load(tile_list + FIELDS * tile + 1) + tl.arange(0, BLOCK_M)
+            there = row < tl.load(tile_list + FIELDS * tile + 2)
             assignment = tl.load(order + row, mask=there, other=0)
             source = (assignment // SHARE if SHARE > 0 else row).to(tl.int64)
             at_row = row.to(tl.int64)[:, None]
@@ -193,7 +193,7 @@ def grouped_gemm_kernel(
                     gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
                 else:
                     gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
-                y, _, _ = activate(gate, up, alpha, limit, ACTIVATION)
+                y, _, _ = activate(gate, up, alpha, limit, ACTIVATION, False)
             if weights is not None:
                 y *= tl.load(weights + assignment, mask=there, other=0.0)[:, None]
             n = (n_tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]

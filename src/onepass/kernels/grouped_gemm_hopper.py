@@ -5,6 +5,7 @@ K into a ring of stages in shared memory. Two groups of four warps multiply them
 and store the result; while they store, the operands of the next tile are loaded. A group that has no rows of a tile
 multiplies nothing, so that the rows of an expert are padded to 64 instead of 128. The last tile of an expert may have a
 third part, of which each group has half of the columns, instead of a tile of 64 rows that reads the weight once more.
+Only the warps that load look up which tile is next, and tell the others, which would multiply nothing meanwhile.
 
 The kernel is written in Gluon, since Triton assigns all warps the same role. Triton's interpreter does not run Gluon.
 `grouped_gemm_kernel` computes the same products, and those that this kernel does not support.
@@ -25,25 +26,24 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from onepass.core.memo import memo
 from onepass.core.moe_options import Product
 from onepass.kernels import layout
-from onepass.kernels.hopper_results import buffers_of, describe_result, store_part, store_third
+from onepass.kernels.hopper_results import buffers_of, describe_result, store_part, store_third, stored_at_once
 from onepass.kernels.hopper_tiles import (
     ELEMENT,
     HALF,
     PART,
     STEP,
-    STORED,
     SUPPORTED,
     WIDTH,
+    announced,
     columns_of_tile,
     describe_rows,
     describe_weight,
     load,
     loaded_columns,
-    tile_of_turn,
 )
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided
 from onepass.kernels.layout import power_of_two
-from onepass.kernels.token_sort import MOST_ROWS, rows_of_tile
+from onepass.kernels.token_sort import FIELDS, MOST_ROWS, rows_of_tile, shift_of
 
 OF_STORES = 8192  # bytes of shared memory through which results are stored that no descriptor stores
 Read = tuple[str, int, int]  # of a weight (E, N, K): its contiguous dimension, "K" or "N", and the two other strides
@@ -59,6 +59,7 @@ class Work(NamedTuple):
     ACTIVATION: str
     INTERLEAVED: bool
     SHARE: int
+    SCALED: bool
     SCATTER: bool
     X_ROW: int
     BY: str
@@ -74,19 +75,23 @@ class Work(NamedTuple):
 
 
 @gluon.constexpr_function
-def registers_of(work):
+def registers_of(work, keeps_h):
     """The registers of a thread that multiplies, and of one that loads."""
-    return [232, 24] if work.SHARE == 0 else [216, 72] if work.PARTS == 2 else [232, 40]
+    if work.SHARE == 0 or work.PARTS == 2:
+        return [232, 24] if work.SHARE == 0 else [216, 72]
+    return [232, 40] if keeps_h else [224, 56]
 
 
 @gluon.jit
 def accumulate(
-    acc, step, rows, columns, full, empty, which: gl.constexpr, STEPS: gl.constexpr, BY: gl.constexpr, W: gl.constexpr,
-    GATHERED: gl.constexpr,
+    acc, step, ring, columns, which: gl.constexpr, STEPS: gl.constexpr, BY: gl.constexpr, W: gl.constexpr,
+    GATHERED: gl.constexpr, FRESH: gl.constexpr,
 ):  # fmt: skip
-    """Add the products of a part of the rows and of STEPS steps, and give their stages back."""
+    """Add the products of a part of the rows and of STEPS steps, and give their stages back. If FRESH, the first
+    product replaces what ``acc`` was."""
+    rows, _, full, empty = ring
     STAGES: gl.constexpr = W.STAGES
-    for _k in range(STEPS):
+    for k in range(STEPS):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
         if GATHERED:  # the tensor cores read through another proxy than the copies of rows write through
@@ -94,7 +99,7 @@ def accumulate(
         b = columns.index(stage)
         if BY == "K":
             b = b.permute((1, 0))
-        acc = hopper.warpgroup_mma(rows.index(stage * W.PARTS + which), b, acc)
+        acc = hopper.warpgroup_mma(rows.index(stage * W.PARTS + which), b, acc, use_acc=not FRESH or k > 0)
         mbarrier.arrive(empty.index(stage), count=1)
         step += 1
     return acc, step
@@ -102,13 +107,14 @@ def accumulate(
 
 @gluon.jit
 def accumulate_with_third(
-    acc, third, step, rows, columns, full, empty, which: gl.constexpr, STEPS: gl.constexpr, BY: gl.constexpr,
-    W: gl.constexpr, GATHERED: gl.constexpr,
+    acc, third, step, ring, columns, which: gl.constexpr, STEPS: gl.constexpr, BY: gl.constexpr, W: gl.constexpr,
+    GATHERED: gl.constexpr, FRESH: gl.constexpr,
 ):  # fmt: skip
     """The same, and the products of the third part with half of the columns of the tile."""
+    rows, _, full, empty = ring
     STAGES: gl.constexpr = W.STAGES
     DIM: gl.constexpr = 0 if BY == "K" else 1
-    for _k in range(STEPS):
+    for k in range(STEPS):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
         if GATHERED:
@@ -118,8 +124,9 @@ def accumulate_with_third(
         if BY == "K":
             b = b.permute((1, 0))
             half = half.permute((1, 0))
-        acc = hopper.warpgroup_mma(rows.index(stage * W.PARTS + which), b, acc, is_async=True)
-        third = hopper.warpgroup_mma(rows.index(stage * W.PARTS + 2), half, third, is_async=True)
+        use_acc = not FRESH or k > 0
+        acc = hopper.warpgroup_mma(rows.index(stage * W.PARTS + which), b, acc, use_acc=use_acc, is_async=True)
+        third = hopper.warpgroup_mma(rows.index(stage * W.PARTS + 2), half, third, use_acc=use_acc, is_async=True)
         acc, third = hopper.warpgroup_mma_wait(0, deps=[acc, third])
         mbarrier.arrive(empty.index(stage), count=1)
         step += 1
@@ -155,10 +162,10 @@ def start(
 
 @gluon.jit
 def multiply(
-    which: gl.constexpr, rows, columns, lora_columns, full, empty, bias, stores, results, groups, numbers,
-    W: gl.constexpr,
+    which: gl.constexpr, ring, columns, lora_columns, bias, stores, results, groups, numbers, W: gl.constexpr
 ):  # fmt: skip
     """Compute and store the first (0) or the second (1) part of the rows of each tile, and half of the third part."""
+    _, tile_of_stage, full, empty = ring
     ACTIVATION: gl.constexpr = W.ACTIVATION
     N_TILES: gl.constexpr = (W.N + columns_of_tile(ACTIVATION) - 1) // columns_of_tile(ACTIVATION)
     STEPS: gl.constexpr = (W.K + STEP - 1) // STEP
@@ -169,45 +176,47 @@ def multiply(
     of_acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     of_third: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     order, _, tiles, _ = groups
+    GATHERED: gl.constexpr = W.SHARE > 0
+    FRESH: gl.constexpr = bias is None and LORA_STEPS == 0
+    acc = gl.zeros((PART, WIDTH), gl.float32, of_acc)
     step = 0
-    for turn in range(gl.cdiv(tiles * N_TILES, gl.num_programs(0))):
-        n_tile, expert, first, end = tile_of_turn(turn, groups, N_TILES, W)
-        if expert < W.E:
-            begin = first + which * PART
-            if begin < end:
+    for _turn in range(gl.cdiv(tiles * N_TILES, gl.num_programs(0))):
+        mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
+        n_tile, expert, first, end = announced(tile_of_stage.index(step % STAGES))
+        begin = first + which * PART
+        if begin < end:
+            if bias is not None:
                 acc = start(bias, expert, n_tile, 0, WIDTH, of_acc, W)
-                if LORA_STEPS > 0:
-                    acc, step = accumulate(
-                        acc, step, rows, lora_columns, full, empty, which, LORA_STEPS, LORA_BY, W, False
+            if LORA_STEPS > 0:
+                acc, step = accumulate(
+                    acc, step, ring, lora_columns, which, LORA_STEPS, LORA_BY, W, False, bias is None
+                )  # fmt: skip
+            if W.PARTS == 3:
+                if first + 2 * PART < end:
+                    third = start(bias, expert, n_tile, which * HALF, HALF, of_third, W)
+                    acc, third, step = accumulate_with_third(
+                        acc, third, step, ring, columns, which, STEPS, BY, W, GATHERED, FRESH
                     )
-                if W.PARTS == 3:
-                    if first + 2 * PART < end:
-                        third = start(bias, expert, n_tile, which * HALF, HALF, of_third, W)
-                        acc, third, step = accumulate_with_third(
-                            acc, third, step, rows, columns, full, empty, which, STEPS, BY, W, W.SHARE > 0
-                        )
-                        store_third(third, stores, which, order, first + 2 * PART, end, n_tile, numbers, W)
-                    else:
-                        acc, step = accumulate(
-                            acc, step, rows, columns, full, empty, which, STEPS, BY, W, W.SHARE > 0
-                        )  # fmt: skip
+                    store_third(third, stores, which, order, first + 2 * PART, end, n_tile, numbers, W)
                 else:
-                    acc, step = accumulate(acc, step, rows, columns, full, empty, which, STEPS, BY, W, W.SHARE > 0)
-                store_part(acc, stores, results, which, order, begin, end, n_tile, numbers, W)
+                    acc, step = accumulate(acc, step, ring, columns, which, STEPS, BY, W, GATHERED, FRESH)
             else:
-                for _k in range(LORA_STEPS + STEPS):
-                    mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
-                    mbarrier.arrive(empty.index(step % STAGES), count=1)
-                    step += 1
+                acc, step = accumulate(acc, step, ring, columns, which, STEPS, BY, W, GATHERED, FRESH)
+            store_part(acc, stores, results, which, order, begin, end, n_tile, numbers, W)
+        else:
+            for _k in range(gl.where(first < end, LORA_STEPS + STEPS, 1)):
+                mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
+                mbarrier.arrive(empty.index(step % STAGES), count=1)
+                step += 1
     if W.BY_TMA:
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["assignments", "room", "group"])
+@gluon.jit(do_not_specialize=["assignments", "room", "shift"])
 def grouped_gemm_hopper_kernel(
     x: "Rows", w: "Strided", low: "Flat", lora: "Strided", bias: "Flat", weights: "Flat", h: "Out", out: "Out",
     order: "Flat", tile_list: "Flat",
-    assignments: tl.int32, room: tl.int32, group: tl.int32, scale: tl.float32, alpha: tl.float32, limit: tl.float32,
+    assignments: tl.int32, room: tl.int32, shift: tl.int32, scale: tl.float32, alpha: tl.float32, limit: tl.float32,
     WORK: tl.constexpr,
 ):  # fmt: skip
     """The results of `grouped_gemm_kernel` for all E experts.
@@ -252,37 +261,33 @@ def grouped_gemm_hopper_kernel(
     results = rows
     if W.BY_TMA:
         N: gl.constexpr = W.N
-        results = gl.allocate_shared_memory(dtype, [2 * buffers_of(PARTS), PART, STORED], flat)
-        of_out = describe_result(out, assignments, N, N)
+        results = gl.allocate_shared_memory(dtype, [2 * buffers_of(PARTS), PART, stored_at_once(PARTS)], flat)
+        of_out = describe_result(out, assignments, N, N, PARTS)
         if h is not None:
             if W.INTERLEAVED:
-                of_h = describe_result(h, assignments, COLUMNS, COLUMNS)
+                of_h = describe_result(h, assignments, COLUMNS, COLUMNS, PARTS)
                 of_up = of_h
             else:
-                of_h = describe_result(h, assignments, N, COLUMNS)
-                of_up = describe_result(h + N, assignments, N, COLUMNS)
+                of_h = describe_result(h, assignments, N, COLUMNS, PARTS)
+                of_up = describe_result(h + N, assignments, N, COLUMNS, PARTS)
     LIST: gl.constexpr = PARTS - 2  # the second one has tiles of three parts
-    groups = (order, tile_list + LIST * 3 * room, gl.load(tile_list + 6 * room + LIST), group)
+    groups = (order, tile_list + LIST * FIELDS * room, gl.load(tile_list + 2 * FIELDS * room + LIST), shift)
     stores = (h, out, weights, of_h, of_up, of_out)
     numbers = (scale, alpha, limit)
+    tile_of_stage = gl.allocate_shared_memory(gl.int32, [W.STAGES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [W.STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [W.STAGES, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(STAGES):
         mbarrier.init(full.index(n), count=129 if W.SHARE > 0 else 1)  # the descriptors, and threads that gather
         mbarrier.init(empty.index(n), count=2)
     hopper.fence_async_shared()
-    REGISTERS: gl.constexpr = registers_of(W)
+    ring = (rows, tile_of_stage, full, empty)
+    REGISTERS: gl.constexpr = registers_of(W, h is not None)
     gl.warp_specialize(
         [
-            (multiply, (
-                0, rows, columns, lora_columns, full, empty, bias, stores, results, groups, numbers, W,
-            )),
-            (multiply, (
-                1, rows, columns, lora_columns, full, empty, bias, stores, results, groups, numbers, W,
-            )),
-            (load, (
-                x, of_x, of_weight, of_low, of_lora, rows, loaded, loaded_lora, full, empty, groups, W,
-            )),
+            (multiply, (0, ring, columns, lora_columns, bias, stores, results, groups, numbers, W)),
+            (multiply, (1, ring, columns, lora_columns, bias, stores, results, groups, numbers, W)),
+            (load, (x, of_x, of_weight, of_low, of_lora, ring, loaded, loaded_lora, groups, W)),
         ],
         # Warps and registers of the second and the third function; the first has the warps of the launch.
         [4, 4 if W.SHARE > 0 else 1], REGISTERS,
@@ -316,12 +321,11 @@ def others_of(w: Tensor, contiguous: str) -> tuple[int, int]:
 def is_for_hopper(p: Product) -> bool:
     """Whether `grouped_gemm_hopper_kernel` computes a product, as far as weights do not matter.
 
-    It does from a number of rows per expert on, which was measured on an H200. Gathered rows take the loading warps
-    more time. With a larger K, programs drift apart and no longer share a weight through the L2 cache: the general
-    kernel was faster by up to 25% with 256 rows per expert, and by 2 to 3% in the benchmark with 1024.
+    On an H200 it was faster than the general kernel by 2 to 30% for 72 to 1024 rows per expert and K up to 4096. With
+    K = 7168, its programs drift apart: for 256 to 448 rows per expert, which read much of the weight from memory, it
+    was slower by up to 13%.
     """
-    rows = 65 if p.share == 0 else 160 if p.glu else 384
-    return p.assignments >= rows * p.E and p.K <= 2048 and is_supported(p)
+    return is_supported(p) and (p.K <= 4096 or not 192 * p.E < p.assignments < 512 * p.E)
 
 
 def is_supported(p: Product) -> bool:
@@ -355,16 +359,15 @@ def hopper_plan(p: Product, weight: Read, lora: Read) -> Plan:
     rows, by_tma = parts * PART.value, p.N % 8 == 0
     of_stage, of_results = (
         n * ELEMENT.value
-        for n in ((rows + WIDTH.value) * STEP.value, 2 * buffers_of(parts) * PART.value * STORED.value)
+        for n in ((rows + WIDTH.value) * STEP.value, 2 * buffers_of(parts) * PART.value * stored_at_once(parts))
     )
     stages = (layout.shared_memory() - (of_results if by_tma else OF_STORES)) // of_stage
     if p.share:  # so that programs that read the same weight are at nearly the same step, and it stays in L2
         stages = min(3, stages)
     work = Work(
-        p.E, p.N, p.K, p.R, activation, o.interleaved, p.share, p.scatter, p.x_row, *weight, *lora, parts, stages,
-        by_tma, is_far(p),
+        p.E, p.N, p.K, p.R, activation, o.interleaved, p.share, p.scale != 1, p.scatter, p.x_row, *weight, *lora, parts,
+        stages, by_tma, is_far(p),
     )  # fmt: skip
     programs = min(p.tiles * -(-p.N // columns_of_tile(activation)), layout.multiprocessors(p.device))
-    group = min(16, power_of_two(p.assignments // (p.E * MOST_ROWS)))
-    given = p.assignments, p.tiles, group, p.scale, o.alpha, o.limit
+    given = p.assignments, p.tiles, shift_of(programs), p.scale, o.alpha, o.limit
     return Plan(grouped_gemm_hopper_kernel, programs, given, dict(WORK=work), 4)

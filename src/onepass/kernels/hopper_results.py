@@ -6,15 +6,22 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from onepass.kernels.expert_rows import activate
-from onepass.kernels.hopper_tiles import HALF, PART, STORED, WIDTH, columns_of_tile
+from onepass.kernels.hopper_tiles import HALF, PART, WIDTH, columns_of_tile
 
 activate_tile = gluon.jit(activate.fn)
 
 
 @gluon.constexpr_function
 def buffers_of(parts):
-    """For how many STORED columns of a part there is room in shared memory, for each group of warps."""
-    return 4 if parts == 2 else 3
+    """How many results of `stored_at_once` columns of a part there is room for in shared memory, for each group of
+    warps."""
+    return 2 if parts == 2 else 3
+
+
+@gluon.constexpr_function
+def stored_at_once(parts):
+    """The columns that a descriptor stores at once. More take less time, and room that tiles of three parts need."""
+    return 128 if parts == 2 else 64
 
 
 @gluon.constexpr_function
@@ -42,7 +49,7 @@ def store_tile(to, row, there, n0, N: gl.constexpr, ROW: gl.constexpr, tile):
 
 @gluon.jit
 def store_columns(to, descriptor, results, which: gl.constexpr, EARLIER: gl.constexpr, first, n0, columns):
-    """Copy STORED columns of a tile to shared memory, which a descriptor stores while the warps go on.
+    """Copy columns of a tile to shared memory, which a descriptor stores while the warps go on.
 
     EARLIER: how many stores of the same tile come before this one. This waits for those that read the same buffer, and
     for all of earlier tiles.
@@ -61,23 +68,29 @@ def store_rows(
     to, descriptor, results, which: gl.constexpr, EARLIER: gl.constexpr, first, whole, row, there, n0, N: gl.constexpr,
     ROW: gl.constexpr, tile,
 ):  # fmt: skip
-    """`store_tile`, or `store_columns` for a ``whole`` tile of consecutive rows from the ``first`` on.
+    """`store_tile`, or `store_columns` for HALF columns of a ``whole`` tile of consecutive rows from the ``first`` on.
 
-    ``results`` is None if no descriptor can store them. EARLIER: of `store_columns`.
+    ``results`` is None if no descriptor can store them. EARLIER: how many of the same tile come before this one.
     """
     if results is None:
         store_tile(to, row, there, n0, N, ROW, tile)
     elif whole:
-        left, right = gl.split(tile.reshape((PART, 2, STORED)).permute((0, 2, 1)))
-        store_columns(to, descriptor, results, which, EARLIER, first, n0, left)
-        store_columns(to, descriptor, results, which, EARLIER + 1, first, n0 + STORED, right)
+        STORED: gl.constexpr = results.shape[2]
+        if STORED == HALF:
+            store_columns(to, descriptor, results, which, EARLIER, first, n0, tile)
+        else:
+            left, right = gl.split(tile.reshape((PART, 2, STORED)).permute((0, 2, 1)))
+            store_columns(to, descriptor, results, which, 2 * EARLIER, first, n0, left)
+            store_columns(to, descriptor, results, which, 2 * EARLIER + 1, first, n0 + STORED, right)
     else:
         store_tile(to, row, there, n0, N, ROW, tile)
 
 
 @gluon.jit
-def describe_result(x, count, N: gl.constexpr, ROW: gl.constexpr):
-    """The descriptor of STORED columns of a part of the rows of a result ``(count, N)``, of ROW elements a row."""
+def describe_result(x, count, N: gl.constexpr, ROW: gl.constexpr, PARTS: gl.constexpr):
+    """The descriptor of a part of the rows of a result ``(count, N)``, of ROW elements a row, and of those columns that
+    are stored at once."""
+    STORED: gl.constexpr = stored_at_once(PARTS)
     return tma.make_tensor_descriptor(x, [count, N], [ROW, 1], [PART, STORED], gl.NVMMASharedLayout(128, 16, 2))
 
 
@@ -143,19 +156,22 @@ def store_part(
             UP: gl.constexpr = HALF if W.INTERLEAVED else 0
             h_up = h if W.INTERLEAVED else h + N
             store_rows(h, of_h, shared, which, 0, begin, whole, row, there, n_h, END, COLUMNS, left)
-            store_rows(h_up, of_up, shared, which, 2, begin, whole, row, there, n_h + UP, END, COLUMNS, right)
+            store_rows(h_up, of_up, shared, which, 1, begin, whole, row, there, n_h + UP, END, COLUMNS, right)
         gate, up = left, right
         if W.INTERLEAVED:
             gate, up = gl.split(acc.reshape((PART, BLOCK_N, 2)))
-        y, _by_gate, _by_up = activate_tile(gate, up, alpha, limit, ACTIVATION)
+        y, _by_gate, _by_up = activate_tile(gate, up, alpha, limit, ACTIVATION, True)
         y = times_weights(y, weights, assignment, there)
-        EARLIER: gl.constexpr = 0 if h is None else 4
+        EARLIER: gl.constexpr = 0 if h is None else 2
         store_rows(out, of_out, shared, which, EARLIER, first, is_range, at, there, n0, N, N, y)
     else:
-        left = times_weights(left * scale, weights, assignment, there)
-        right = times_weights(right * scale, weights, assignment, there)
+        if W.SCALED:
+            left *= scale
+            right *= scale
+        left = times_weights(left, weights, assignment, there)
+        right = times_weights(right, weights, assignment, there)
         store_rows(out, of_out, shared, which, 0, first, is_range, at, there, n0, N, N, left)
-        store_rows(out, of_out, shared, which, 2, first, is_range, at, there, n0 + HALF, N, N, right)
+        store_rows(out, of_out, shared, which, 1, first, is_range, at, there, n0 + HALF, N, N, right)
 
 
 @gluon.jit
@@ -173,8 +189,10 @@ def store_third(third, stores, which: gl.constexpr, order, begin, end, n_tile, n
         if h is not None:
             store_tile(h, row, there, n0, N, 2 * N, left)
             store_tile(h + N, row, there, n0, N, 2 * N, right)
-        y, _by_gate, _by_up = activate_tile(left, right, alpha, limit, ACTIVATION)
+        y, _by_gate, _by_up = activate_tile(left, right, alpha, limit, ACTIVATION, True)
         store_tile(out, at, there, n0, N, N, times_weights(y, weights, assignment, there))
     else:
         n0 = n_tile * WIDTH + which * HALF
-        store_tile(out, at, there, n0, N, N, times_weights(third * scale, weights, assignment, there))
+        if W.SCALED:
+            third *= scale
+        store_tile(out, at, there, n0, N, N, times_weights(third, weights, assignment, there))

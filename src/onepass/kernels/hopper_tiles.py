@@ -4,12 +4,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
-from onepass.kernels.row_gemm import place_of_turn
+from onepass.kernels.token_sort import tile_of_turn
 
-# Of a tile: the rows and columns of a group of warps, half of these columns, those that are stored at once, and the
-# part of K that is multiplied at once.
-PART, WIDTH, HALF, STORED, STEP = (gl.constexpr(n) for n in (64, 256, 128, 64, 64))
-place_of_work = gluon.jit(place_of_turn.fn)
+# Of a tile: the rows and columns of a group of warps, half of these columns, and the part of K that is multiplied at
+# once.
+PART, WIDTH, HALF, STEP = (gl.constexpr(n) for n in (64, 256, 128, 64))
+find_tile = gluon.jit(tile_of_turn.fn)
 ELEMENT = gl.constexpr(2)  # bytes
 SUPPORTED = hasattr(tma, "make_tensor_descriptor") and hasattr(async_copy, "mbarrier_arrive")  # from Triton 3.6 on
 
@@ -27,15 +27,23 @@ def columns_of_box(halves):
 
 
 @gluon.jit
-def tile_of_turn(turn, groups, N_TILES: gl.constexpr, W: gl.constexpr):
-    """The tile that a program computes in this turn: its columns; its expert, E if there is none; its rows."""
-    _order, tile_list, tiles, group = groups
-    tile, n_tile, sharing, part, there = place_of_work(turn, tiles, N_TILES, group, W.PARTS)
-    expert = gl.load(tile_list + 3 * tile, mask=there, other=W.E)
-    begin = gl.load(tile_list + 3 * tile + 1) + part * PART
-    end = gl.load(tile_list + 3 * tile + 2)
-    end = gl.where(part + 1 < sharing, gl.minimum(begin + PART, end), end)
-    return n_tile, gl.where(begin < end, expert, W.E), begin, end
+def announce(to, tile, WARPS: gl.constexpr):
+    """Write a tile, as `tile_of_turn` returns it, to shared memory."""
+    n_tile, expert, begin, end = tile
+    n = gl.arange(0, 4, gl.BlockedLayout([4], [32], [WARPS], [0]))
+    to.store(gl.where(n == 0, n_tile, gl.where(n == 1, expert, gl.where(n == 2, begin, end))))
+
+
+@gluon.jit
+def announced(tile):
+    """What `announce` wrote."""
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    n = gl.arange(0, 4, layout)
+    values = tile.load(layout)
+    return (
+        gl.sum(gl.where(n == 0, values, 0), 0), gl.sum(gl.where(n == 1, values, 0), 0),
+        gl.sum(gl.where(n == 2, values, 0), 0), gl.sum(gl.where(n == 3, values, 0), 0),
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -137,9 +145,10 @@ def describe_weight(
 
 @gluon.jit
 def load(
-    x, of_x, of_weight, of_low, of_lora, rows, columns, lora_columns, full, empty, groups, W: gl.constexpr
+    x, of_x, of_weight, of_low, of_lora, ring, columns, lora_columns, groups, W: gl.constexpr
 ):  # fmt: skip
-    """Load what `multiply` multiplies, in its order."""
+    """Load what `multiply` multiplies, in its order, and announce each tile with the first step of it."""
+    rows, tile_of_stage, full, empty = ring
     ACTIVATION: gl.constexpr = W.ACTIVATION
     HALVES: gl.constexpr = 2 if W.ACTIVATION != "" and not W.INTERLEAVED else 1
     BLOCK_N: gl.constexpr = columns_of_tile(ACTIVATION)
@@ -156,11 +165,14 @@ def load(
     STAGES: gl.constexpr = W.STAGES
     PARTS: gl.constexpr = W.PARTS
     of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    order, _, tiles, _ = groups
+    order, tile_list, tiles, shift = groups
     step = 0
     for turn in range(gl.cdiv(tiles * N_TILES, gl.num_programs(0))):
-        n_tile, expert, begin, end = tile_of_turn(turn, groups, N_TILES, W)
-        if expert < W.E:
+        tile = find_tile(turn, tile_list, tiles, shift, N_TILES, PART, PARTS)
+        n_tile, expert, begin, end = tile
+        mbarrier.wait(empty.index(step % STAGES), step // STAGES & 1 ^ 1)
+        announce(tile_of_stage.index(step % STAGES), tile, 4 if GATHERED else 1)
+        if begin < end:
             n0 = n_tile * (WIDTH // HALVES)
             has_third = begin + 2 * PART < end
             if GATHERED:  # the last part is named twice if there are two
@@ -205,3 +217,8 @@ def load(
                             copy_rows(x, places, rows, stage, first, n * STEP, has_third, of_rows, W)
                         async_copy.mbarrier_arrive(ready, increment_count=False)
                     step += 1
+        else:
+            mbarrier.expect(full.index(step % STAGES), 0)
+            if GATHERED:
+                async_copy.mbarrier_arrive(full.index(step % STAGES), increment_count=False)
+            step += 1

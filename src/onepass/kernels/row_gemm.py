@@ -62,27 +62,6 @@ def place_of(work, m_tiles, N_TILES: tl.constexpr, group):
 
 
 @triton.jit
-def place_of_turn(turn, m_tiles, N_TILES: tl.constexpr, group, MOST: tl.constexpr):
-    """The tiles of rows and columns of a program's unit of work in this turn; how many programs share this unit, from 1
-    to MOST; the number of this program among them; and whether there is such a unit at all.
-
-    Programs change places from turn to turn: otherwise, longer tiles, which recur at equal distances, might all be
-    those of a few programs. In the last turn, programs share units if there are fewer units than programs.
-    """
-    programs = tl.num_programs(0)
-    left = m_tiles * N_TILES - turn * programs
-    place = tl.program_id(0) + tl.minimum(turn % 16, programs - 1)
-    place = tl.where(place < programs, place, place - programs)
-    sharing, number = 1, 0
-    if left < programs:
-        sharing = tl.minimum(programs // left, MOST)
-        number = place % sharing
-        place //= sharing
-    m_tile, n_tile = place_of(turn * programs + tl.minimum(place, left - 1), m_tiles, N_TILES, group)
-    return m_tile, n_tile, sharing, number, place < left
-
-
-@triton.jit
 def product(of_a, of_b, rows, m0, n0, GEMM: tl.constexpr):
     """The tile ``[BLOCK_M, BLOCK_N]`` of the product from row ``m0`` and column ``n0`` on, in float32."""
     N: tl.constexpr = GEMM.N

@@ -10,6 +10,7 @@ assignments are sorted by one launch, whose programs each read all ids.
 """
 
 from functools import partial
+from math import gcd
 
 import torch
 import triton
@@ -27,6 +28,8 @@ FEW = 2048  # assignments that one launch sorts, in about the time of several on
 ROWS, PART = 16, 256  # assignments of a program of that launch, and those that it compares them with at once
 SORTED_ROWS = 1024  # assignments of a program of that launch if they are sorted already
 TILES = tl.constexpr(16)  # tiles that a program finds at once
+FIELDS = tl.constexpr(5)  # numbers of a tile: expert, first row and end; first tile and size of its group
+GROUP = tl.constexpr(16)  # tiles of a group, at most
 
 
 @triton.jit
@@ -58,18 +61,26 @@ def count_kernel(
 def write_tiles(
     begin, end, of_expert, last, first, tile_list, tiles, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Write the expert and the sorted rows of TILES tiles from ``first`` on. The rows of expert e, from ``begin`` to
-    ``end``, have ``of_expert`` tiles, the ones before ``last``."""
+    """Write the FIELDS of TILES tiles from ``first`` on. The rows of expert e, from ``begin`` to ``end``, have
+    ``of_expert`` tiles, the ones before ``last``, in groups of up to GROUP."""
     tile = first + tl.arange(0, TILES)
     mine = (tile[:, None] < last[None, :]) & (tile[:, None] >= (last - of_expert)[None, :])
     e = tl.arange(0, BLOCK_E)
     expert = tl.sum(tl.where(mine, e[None, :], 0), 1) + tl.where(tl.sum(mine.to(tl.int32), 1) == 0, E, 0)
     row = tl.sum(tl.where(mine, (begin - (last - of_expert) * BLOCK_M)[None, :], 0), 1) + tile * BLOCK_M
-    end_of_last = tl.sum(tl.where(mine & (tile[:, None] == last[None, :] - 1), end[None, :], 0), 1)
-    to = tile_list + 3 * tile
-    tl.store(to, expert, mask=tile < tiles)
-    tl.store(to + 1, row, mask=tile < tiles)
-    tl.store(to + 2, tl.where(end_of_last > 0, end_of_last, row + BLOCK_M), mask=tile < tiles)
+    last_of_expert = tl.sum(tl.where(mine, last[None, :], 0), 1)
+    end_of_expert = tl.sum(tl.where(mine, end[None, :], 0), 1)
+    count = tl.sum(tl.where(mine, of_expert[None, :], 0), 1)
+    most = tl.cdiv(count, tl.maximum(tl.cdiv(count, GROUP), 1))
+    within = tile - (last_of_expert - count)
+    group = tile - within % tl.maximum(most, 1)
+    to = tile_list + FIELDS * tile
+    there = tile < tiles
+    tl.store(to, expert, mask=there)
+    tl.store(to + 1, row, mask=there)
+    tl.store(to + 2, tl.where(tile == last_of_expert - 1, end_of_expert, row + BLOCK_M), mask=there)
+    tl.store(to + 3, group, mask=there)
+    tl.store(to + 4, tl.minimum(most, last_of_expert - group), mask=there)
 
 
 @triton.jit
@@ -87,9 +98,9 @@ def tiles_of(rows, BLOCK_M: tl.constexpr, LONGER: tl.constexpr):
 def write_lists(begin, end, n, tile_list, tiles, longer, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
     """Write the n-th TILES tiles of both lists, and behind them how many each has. In the second, which follows the
     first, experts whose rows end in half of a tile come first. Longer tiles then recur at nearly equal distances, and
-    `row_gemm.place_of_turn` gives each program about as many."""
+    `tile_of_turn` gives each program about as many."""
     of_first = tl.cdiv(tiles, TILES)
-    used = tile_list + 3 * (tiles + longer)
+    used = tile_list + FIELDS * (tiles + longer)
     if n < of_first:
         of_expert = tiles_of(end - begin, BLOCK_M, False)
         last = tl.cumsum(of_expert, 0)
@@ -103,7 +114,7 @@ def write_lists(begin, end, n, tile_list, tiles, longer, E: tl.constexpr, BLOCK_
         of_odd = tl.where(odd, of_expert, 0)
         last = tl.where(odd, tl.cumsum(of_odd, 0), tl.sum(of_odd) + tl.cumsum(of_expert - of_odd, 0))
         tl.store(used + 1, tl.sum(of_expert), mask=n == of_first)
-        write_tiles(begin, end, of_expert, last, first, tile_list + 3 * tiles, longer, E, BLOCK_E, BLOCK_M)
+        write_tiles(begin, end, of_expert, last, first, tile_list + FIELDS * tiles, longer, E, BLOCK_E, BLOCK_M)
 
 
 @triton.jit(do_not_specialize=["assignments", "blocks", "tiles", "longer"])
@@ -116,7 +127,7 @@ def place_kernel(
 
     Inputs: ``experts`` ``(T, K)``; ``ends`` ``(E + 1, blocks)``, the inclusive cumulative sums of `count_kernel`.
     Outputs: ``order`` and ``places`` ``(T·K,)``; ``offsets`` ``(E + 1,)``; ``tile_list``
-    ``(3·(tiles + longer) + 2,)``, where E is the expert of a tile that is not used.
+    ``(FIELDS·(tiles + longer) + 2,)``, where E is the expert of a tile that is not used.
     Bytes moved: see the module docstring; 2 E elements of ``ends`` for each TILES tiles.
     """
     n = tl.program_id(0) - blocks
@@ -142,6 +153,37 @@ def place_kernel(
             tl.store(offsets + e, first, mask=e < E)
             tl.store(offsets + e + 1, end, mask=e == E - 1)
         write_lists(first, end, n, tile_list, tiles, longer, E, BLOCK_E, BLOCK_M)
+
+
+@triton.jit
+def tile_of_turn(turn, tile_list, tiles, shift, N_TILES: tl.constexpr, PART: tl.constexpr, MOST: tl.constexpr):
+    """What a program of a grouped GEMM computes in this turn: a tile of columns, of N_TILES, and the expert, the first
+    row and the end of a tile of rows of this list, of which ``tiles`` are used. There may be no rows in the last turn.
+
+    The tiles of a group of rows come before the next columns. They read the same columns of a weight at about the same
+    time, so that these stay in the cache. A group has tiles of one expert.
+
+    Programs change places by a ``shift`` from turn to turn: otherwise, longer tiles, which recur at equal distances,
+    might all be those of a few programs. In the last turn, if there are fewer tiles than programs, up to MOST of these
+    share a tile, PART of its rows each.
+    """
+    programs = tl.num_programs(0)
+    left = tiles * N_TILES - turn * programs
+    place = tl.program_id(0) + turn * shift % programs
+    place = tl.where(place < programs, place, place - programs)
+    sharing, part = 1, 0
+    if left < programs:
+        sharing = tl.minimum(programs // left, MOST)
+        part = place % sharing
+        place //= sharing
+    work = turn * programs + tl.minimum(place, left - 1)
+    of_group = tile_list + FIELDS * (work // N_TILES)  # a tile of this group
+    group, size = tl.load(of_group + 3), tl.load(of_group + 4)
+    within = work - group * N_TILES
+    tile = tile_list + FIELDS * (group + within % size)
+    begin, end = tl.load(tile + 1) + part * PART, tl.load(tile + 2)
+    end = tl.where(part + 1 < sharing, tl.minimum(begin + PART, end), end)
+    return within // size, tl.load(tile), begin, tl.where(place < left, end, begin)
 
 
 @triton.jit
@@ -222,9 +264,18 @@ def programs_of(tiles: int) -> int:
     return -(-tiles // TILES.value)
 
 
-def count_tiles(assignments: int, num_experts: int) -> int:
-    """The number of tiles that `Groups` has room for."""
-    return sum(lengths_of_lists(assignments, num_experts))
+def shift_of(programs: int) -> int:
+    """The ``shift`` of `tile_of_turn`: with it, a program has every tile of a group as often as the others, since it
+    moves on by a number of tiles that has no divisor in common with the size of any group."""
+    shift = 1
+    while any(gcd(programs + shift, size) > 1 for size in range(2, GROUP.value + 1)):
+        shift += 1
+    return shift
+
+
+def size_of_tile_list(assignments: int, num_experts: int) -> int:
+    """The size of the `tile_list` of `Groups`."""
+    return FIELDS.value * sum(lengths_of_lists(assignments, num_experts)) + 2
 
 
 def sort_by_expert(experts: Tensor, num_experts: int, counts: Tensor | None = None) -> Groups:
@@ -233,9 +284,9 @@ def sort_by_expert(experts: Tensor, num_experts: int, counts: Tensor | None = No
     With ``counts`` ``(E,)`` they are sorted already, and only the offsets and tiles are computed.
     """
     E = num_experts
-    assignments, tiles = experts.numel(), count_tiles(experts.numel(), E)
+    assignments = experts.numel()
     new = partial(experts.new_empty, dtype=torch.int32)
-    results = Groups(new(assignments), new(E + 1), new(3 * tiles + 2), new(assignments))
+    results = Groups(new(assignments), new(E + 1), new(size_of_tile_list(assignments, E)), new(assignments))
     if not assignments:
         results.offsets.zero_()
         results.tile_list.zero_()

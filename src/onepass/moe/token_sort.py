@@ -92,8 +92,7 @@ def check_groups(groups: Groups, experts: Tensor, num_experts: int, like: Tensor
 def sizes_of(experts: Tensor, num_experts: int, like: Tensor) -> tuple[int, ...]:
     """The sizes of the fields of `Groups`."""
     count = experts.numel()
-    tiles = backend_of(like).count_tiles(count, num_experts)
-    return count, num_experts + 1, 3 * tiles + 2, count
+    return count, num_experts + 1, backend_of(like).size_of_tile_list(count, num_experts), count
 
 
 def _like_sort(experts: Tensor, like: Tensor, num_experts: int, counts: Tensor | None) -> tuple[Tensor, ...]:

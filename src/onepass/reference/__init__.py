@@ -8,11 +8,11 @@ import torch
 from onepass.reference.decode import decode
 from onepass.reference.divergence import divergence, divergence_gradient, divergence_states, write_means
 from onepass.reference.experts import (
-    count_tiles,
     expert_mlp,
     expert_mlp_gradient,
     scattered_linear,
     scattered_linear_gradient,
+    size_of_tile_list,
     sort_by_expert,
     sum_rows,
     sum_rows_gradient,
@@ -46,7 +46,6 @@ torch.zeros(1, dtype=torch.float32, device="cpu").exp()
 
 __all__ = [
     "compute_row_weight",
-    "count_tiles",
     "decode",
     "divergence",
     "divergence_gradient",
@@ -69,6 +68,7 @@ __all__ = [
     "selected_logits",
     "selected_logits_gradient",
     "shard_statistics",
+    "size_of_tile_list",
     "softmax_average",
     "softmax_gradient",
     "softmax_loss",
