@@ -42,6 +42,8 @@ SHAPES = [
     (1550, 9, 516, 328, 0, False),
     (2600, 20, 264, 320, 0, True),
     (10400, 64, 1288, 328, 0, True),  # several tiles for each program
+    (9000, 3, 520, 264, 0, False),  # more than 16 tiles of an expert
+    (1500, 4, 256, 4160, 0, False),  # long rows
 ]
 
 
@@ -114,8 +116,11 @@ def test_equals_its_definition(
 @pytest.mark.gpu
 @ON_HOPPER
 @pytest.mark.parametrize("share", [0, 1])
-def test_rows_that_are_not_finite_stay_alone(planned: list[Any], share: int) -> None:
-    x, w, _, bias, _, groups = tensors((2000, 4, 512, 520, 0, False), torch.bfloat16, "K", "K")
+@pytest.mark.parametrize("biased", [True, False])  # without a bias, a tile does not begin with zeros
+@pytest.mark.parametrize("assignments", [2000, 40000])  # the second has several tiles for each program
+def test_rows_that_are_not_finite_stay_alone(planned: list[Any], assignments: int, biased: bool, share: int) -> None:
+    x, w, _, bias, _, groups = tensors((assignments, 4, 512, 520, 0, False), torch.bfloat16, "K", "K")
+    bias = bias if biased else None
     expected = module.grouped_gemm(x, w, groups, bias=bias, share=share)
     x[::7] = torch.inf
     x[3::7] = torch.nan
@@ -255,12 +260,13 @@ def test_is_used(monkeypatch: pytest.MonkeyPatch, share: int) -> None:
 
 
 # Whether it takes a product.
-PRODUCTS = {
-    "few gathered rows": (dict(share=2), False),
-    "few gathered rows of an activation": (dict(share=2, glu=True, assignments=636), False),
-    "rows that are too long": (dict(K=2056, assignments=8192), False),
+PRODUCTS = {  # of four experts
+    "long rows, and neither few nor many of an expert": (dict(K=4104, assignments=1024), False),
+    "few long rows of an expert": (dict(K=4104, assignments=768), True),
+    "many long rows of an expert": (dict(K=4104, assignments=2048), True),
     "gathered rows that are not aligned": (dict(share=2, glu=True, K=252), False),
     "few rows of an expert": (dict(assignments=256), False),
+    "few gathered rows of an expert": (dict(share=2, glu=True, assignments=256), False),
     "enough rows of an expert": (dict(assignments=260), True),
     "float32": (dict(element=4), False),
     "few columns": (dict(N=128), False),
@@ -269,8 +275,8 @@ PRODUCTS = {
     "a rank that is not aligned": (dict(R=4), False),
     "sorted rows": (dict(), True),
     "many sorted rows": (dict(assignments=8192), True),
-    "sorted rows that are long": (dict(K=2048), True),
-    "gathered rows": (dict(share=2, assignments=1536), True),
+    "sorted rows that are long": (dict(K=4096, assignments=1024), True),
+    "gathered rows": (dict(share=2, assignments=260), True),
     "gathered rows of an activation": (dict(share=2, glu=True), True),
     "half the columns of an activation": (dict(N=128, glu=True), True),
 }

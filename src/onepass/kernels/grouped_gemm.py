@@ -86,6 +86,7 @@ def grouped_gemm_kernel(
     INTERLEAVED: tl.constexpr, SHARE: tl.constexpr, SCATTER: tl.constexpr, X_ROW: tl.constexpr, W_STRIDES: tl.constexpr,
     LORA_STRIDES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CODE: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """``y = x @ w[e]ᵀ + low @ lora[e]ᵀ + bias[e]`` for the rows of every expert e, and ``out = scale·y``,
     times the routing weight of each row if there are any.
@@ -193,7 +194,7 @@ def grouped_gemm_kernel(
                     gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
                 else:
                     gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
-                y, _, _ = activate(gate, up, alpha, limit, ACTIVATION, False)
+                y, _, _ = activate(gate, up, alpha, limit, ACTIVATION, PTX)
             if weights is not None:
                 y *= tl.load(weights + assignment, mask=there, other=0.0)[:, None]
             n = (n_tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
@@ -339,6 +340,7 @@ def same_constexprs(p: Product) -> dict[str, Any]:
         SHARE=p.share, SCATTER=p.scatter, X_ROW=p.x_row,
         LORA_STRIDES=WeightStrides(*p.lora_strides) if p.lora_strides else None,
         BLOCK_M=rows_of_tile(p.assignments, p.E), BLOCK_R=max(16, power_of_two(p.R)), PRECISION=layout.precision(),
+        PTX=p.element == 2 and layout.compute_capability() > 0,
     )  # fmt: skip
 
 
