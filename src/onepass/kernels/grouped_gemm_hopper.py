@@ -177,7 +177,10 @@ def multiply(
     of_third: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     order, _, tiles, _ = groups
     GATHERED: gl.constexpr = W.SHARE > 0
-    FRESH: gl.constexpr = bias is None and LORA_STEPS == 0
+    # The first product of a tile replaces those of the last one. Results that are multiplied by a number are other
+    # registers than the products, which then must not be kept beside them.
+    FRESH: gl.constexpr = bias is None and stores[2] is None and not W.SCALED
+    FIRST: gl.constexpr = FRESH and LORA_STEPS == 0
     acc = gl.zeros((PART, WIDTH), gl.float32, of_acc)
     step = 0
     for _turn in range(gl.cdiv(tiles * N_TILES, gl.num_programs(0))):
@@ -185,23 +188,23 @@ def multiply(
         n_tile, expert, first, end = announced(tile_of_stage.index(step % STAGES))
         begin = first + which * PART
         if begin < end:
-            if bias is not None:
+            if not FRESH:
                 acc = start(bias, expert, n_tile, 0, WIDTH, of_acc, W)
             if LORA_STEPS > 0:
                 acc, step = accumulate(
-                    acc, step, ring, lora_columns, which, LORA_STEPS, LORA_BY, W, False, bias is None
+                    acc, step, ring, lora_columns, which, LORA_STEPS, LORA_BY, W, False, FRESH
                 )  # fmt: skip
             if W.PARTS == 3:
                 if first + 2 * PART < end:
                     third = start(bias, expert, n_tile, which * HALF, HALF, of_third, W)
                     acc, third, step = accumulate_with_third(
-                        acc, third, step, ring, columns, which, STEPS, BY, W, GATHERED, FRESH
+                        acc, third, step, ring, columns, which, STEPS, BY, W, GATHERED, FIRST
                     )
                     store_third(third, stores, which, order, first + 2 * PART, end, n_tile, numbers, W)
                 else:
-                    acc, step = accumulate(acc, step, ring, columns, which, STEPS, BY, W, GATHERED, FRESH)
+                    acc, step = accumulate(acc, step, ring, columns, which, STEPS, BY, W, GATHERED, FIRST)
             else:
-                acc, step = accumulate(acc, step, ring, columns, which, STEPS, BY, W, GATHERED, FRESH)
+                acc, step = accumulate(acc, step, ring, columns, which, STEPS, BY, W, GATHERED, FIRST)
             store_part(acc, stores, results, which, order, begin, end, n_tile, numbers, W)
         else:
             for _k in range(gl.where(first < end, LORA_STEPS + STEPS, 1)):

@@ -265,8 +265,9 @@ def programs_of(tiles: int) -> int:
 
 
 def shift_of(programs: int) -> int:
-    """The ``shift`` of `tile_of_turn`. Except where its place wraps, a program moves on by a number of tiles that has no
-    divisor in common with the size of any group, so that it has every tile of a group about as often as the others."""
+    """The ``shift`` of `tile_of_turn`. Except where its place wraps, a program moves on by a number of tiles that has
+    no divisor in common with the size of any group, so that it has every tile of a group about as often as the others.
+    """
     shift = 1
     while any(gcd(programs + shift, size) > 1 for size in range(2, GROUP.value + 1)):
         shift += 1
