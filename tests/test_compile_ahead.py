@@ -78,7 +78,7 @@ OF_HOPPER = {*IN_GLUON, "linear_statistics_kernel", "merge_tiles_kernel"}
 FIXED = {"TILES", "BLOCK", "ROWS", "PART", "GROUP", "NESTED", "maxnreg"}
 SPILLS = 3  # instructions of a kernel with a limit of registers, or of an earlier Triton
 EARLIER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
-MAY_SPILL = {"grouped_gemm_hopper_kernel": 30 if EARLIER else 16}  # docs/versions.md
+MAY_SPILL = {"grouped_gemm_hopper_kernel": 36 if EARLIER else 17}  # docs/versions.md
 OF_ONE_WIDTH = {
     "scale_kernel",
     "row_weight_kernel",

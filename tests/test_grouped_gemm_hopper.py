@@ -170,6 +170,7 @@ EXPERTS = [  # tokens, experts, experts of a token, sizes of hidden and intermed
     (1300, 16, 2, 520, 392, 0, dict(activation="gelu")),
     (1500, 10, 1, 320, 520, 0, dict(transposed=True)),
     (1000, 13, 2, 512, 264, 0, dict(activation="swiglu_clamped", transposed=True, interleaved=True)),
+    (1000, 13, 2, 512, 264, 0, dict(activation="gelu_tanh", interleaved=True)),
     (1000, 13, 2, 512, 264, 16, dict()),
     (2600, 64, 4, 256, 768, 0, dict()),  # several tiles for each program
 ]
@@ -297,7 +298,7 @@ def test_products_that_it_takes(monkeypatch: pytest.MonkeyPatch, name: str) -> N
 
 @pytest.mark.parametrize("changed, parts", [
     (dict(), 3), (dict(R=8), 2), (dict(glu=True), 3), (dict(share=1, x_row=2**22), 2), (dict(x_row=2**22), 3),
-    (dict(glu=True, options=module.PLAIN._replace(interleaved=True)), 2),
+    (dict(glu=True, options=module.PLAIN._replace(activation="swiglu_clamped", interleaved=True)), 3),
     (dict(glu=True, options=module.PLAIN._replace(activation="gelu")), 2),
 ])  # fmt: skip
 def test_parts_of_a_tile(changed: dict[str, Any], parts: int) -> None:

@@ -343,11 +343,10 @@ def is_supported(p: Product) -> bool:
 def parts_of(p: Product) -> int:
     """How many parts of 64 rows a tile may have.
 
-    With three, forwards were faster on an H200 by 3 to 4% at 512 rows per expert and by 9 to 17% at 160. Adapters,
-    other activations and places of 64 bits leave too few registers.
+    With three, forwards were faster on an H200 by 3 to 4% at 512 rows per expert and by 9 to 17% at 160. Adapters, the
+    error function of GELU and places of 64 bits leave too few registers.
     """
-    few_registers = p.R or is_far(p) or (p.glu and (p.options.activation != "silu" or p.options.interleaved))
-    return 2 if few_registers else 3
+    return 2 if p.R or is_far(p) or (p.glu and p.options.activation == "gelu") else 3
 
 
 def is_far(p: Product) -> bool:

@@ -185,11 +185,18 @@ def store_third(third, stores, which: gl.constexpr, order, begin, end, n_tile, n
     at = assignment if W.SCATTER else row
     if ACTIVATION != "":
         n0 = n_tile * HALF + which * PART
-        left, right = halves_of(third)
-        if h is not None:
-            store_tile(h, row, there, n0, N, 2 * N, left)
-            store_tile(h + N, row, there, n0, N, 2 * N, right)
-        y, _by_gate, _by_up = activate_tile(left, right, alpha, limit, ACTIVATION, True)
+        if W.INTERLEAVED:
+            gate, up = gl.split(third.reshape((PART, PART, 2)))
+            if h is not None:
+                left, right = gl.split(third.reshape((PART, 2, PART)).permute((0, 2, 1)))
+                store_tile(h, row, there, 2 * n0, 2 * N, 2 * N, left)
+                store_tile(h, row, there, 2 * n0 + PART, 2 * N, 2 * N, right)
+        else:
+            gate, up = halves_of(third)
+            if h is not None:
+                store_tile(h, row, there, n0, N, 2 * N, gate)
+                store_tile(h + N, row, there, n0, N, 2 * N, up)
+        y, _by_gate, _by_up = activate_tile(gate, up, alpha, limit, ACTIVATION, True)
         store_tile(out, at, there, n0, N, N, times_weights(y, weights, assignment, there))
     else:
         n0 = n_tile * WIDTH + which * HALF
