@@ -144,7 +144,18 @@ def resources(kernel: Any) -> dict[str, Any]:
             r"arith\.(?:min|max)numf|tt\.clampf .*propagateNan = none", kernel.asm.get("ttir", kernel.asm["ttgir"])
         )
     )
-    return {"registers": int(registers[0]), "spills": spills, "ignoring_nan": ignored}
+    found = {"registers": int(registers[0]), "spills": spills, "ignoring_nan": ignored}
+    return found | {"unfenced": unfenced(kernel.asm.get("ptx", ""))}
+
+
+def unfenced(ptx: str) -> int:
+    """How many numbers that a product of Hopper's tensor cores adds to are written after the fence before it, for which
+    it does not wait."""
+    count = 0
+    for between, result in re.findall(r"wgmma\.fence\S*;(.*?)wgmma\.mma_async\S*\s+\{(.*?)\}", ptx, re.S):
+        written = re.findall(r"^\s*(?:@%p\d+\s+)?[a-z]\S*\s+(%\w+),", between, re.M)
+        count += len({*written} & {*re.findall(r"%\w+", result)})
+    return count
 
 
 class Driver:
@@ -240,8 +251,18 @@ def test_compiles_without_spills(reports: dict[str, Any], target: str, kernel: s
         assert "error" not in report, report["error"]
         few = MAY_SPILL.get(kernel, SPILLS if EARLIER or report["constants"].get("maxnreg") else 0)
         assert max(report["spills"].values()) <= few, report
+        assert not report["unfenced"], "a product may be added to something else: see `row_gemm.separate`"
         if kernel in EXPERTS:
             assert not report["ignoring_nan"], "a NaN in a row would become a number"
+
+
+def test_unfenced_numbers_are_seen() -> None:
+    """Those written before the fence, and others, are not counted."""
+    product = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r1,%r2,%r3,%r4}, %rd1, %rd2, 1, 1, 1, 0, 0;\n"
+    fence, others = "\twgmma.fence.sync.aligned;\n", "\tmov.b32 \t%r5, %r1;\n\tadd.s64 \t%rd1, %rd2, 2;\n"
+    moves = "\tmov.b32 \t%r3, %r1;\n\t@%p1 mov.f32 %r4, %r2;\n"
+    assert unfenced(moves + fence + others + product) == 0
+    assert unfenced(fence + others + moves + product + moves + fence + product) == 2
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -25,7 +25,7 @@ from onepass.kernels.decoded_experts import decoded_chunks
 from onepass.kernels.expert_rows import activate
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.layout import power_of_two
-from onepass.kernels.row_gemm import place_of
+from onepass.kernels.row_gemm import place_of, separate
 from onepass.kernels.token_sort import FIELDS, lengths_of_lists, rows_of_tile
 
 try:
@@ -151,7 +151,7 @@ def grouped_gemm_kernel(
             acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
             if bias is not None:
                 of_columns = tl.load(bias + expert.to(tl.int64) * COLUMNS + column, mask=inside, other=0.0)
-                acc += of_columns[None, :].to(tl.float32)
+                acc = separate(acc + of_columns[None, :].to(tl.float32), PTX)
             if R > 0:
                 r = tl.arange(0, BLOCK_R)[None, :]
                 adapted = tl.load(low + at_row * R + r, mask=there[:, None] & (r < R), other=0.0)
@@ -340,7 +340,7 @@ def same_constexprs(p: Product) -> dict[str, Any]:
         SHARE=p.share, SCATTER=p.scatter, X_ROW=p.x_row,
         LORA_STRIDES=WeightStrides(*p.lora_strides) if p.lora_strides else None,
         BLOCK_M=rows_of_tile(p.assignments, p.E), BLOCK_R=max(16, power_of_two(p.R)), PRECISION=layout.precision(),
-        PTX=p.element == 2 and layout.compute_capability() > 0,
+        PTX=layout.compute_capability() > 0,
     )  # fmt: skip
 
 

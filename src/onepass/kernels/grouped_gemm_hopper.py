@@ -43,8 +43,10 @@ from onepass.kernels.hopper_tiles import (
 )
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided
 from onepass.kernels.layout import power_of_two
+from onepass.kernels.row_gemm import separate
 from onepass.kernels.token_sort import FIELDS, MOST_ROWS, rows_of_tile, shift_of
 
+separate_tile = gluon.jit(separate.fn)
 OF_STORES = 8192  # bytes of shared memory through which results are stored that no descriptor stores
 Read = tuple[str, int, int]  # of a weight (E, N, K): its contiguous dimension, "K" or "N", and the two other strides
 
@@ -156,7 +158,7 @@ def start(
         COLUMNS: gl.constexpr = W.N if W.ACTIVATION == "" else 2 * W.N
         n, there = columns_of_product(n_tile, first, COUNT, layout, W)
         of_bias = gl.load(bias + expert.to(gl.int64) * COLUMNS + n, mask=there, other=0.0)
-        acc += of_bias.to(gl.float32)[None, :]
+        acc = separate_tile(acc + of_bias.to(gl.float32)[None, :], True)
     return acc
 
 
@@ -177,9 +179,9 @@ def multiply(
     of_third: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     order, _, tiles, _ = groups
     GATHERED: gl.constexpr = W.SHARE > 0
-    # The first product of a tile replaces those of the last one. Results that are multiplied by a number are other
-    # registers than the products, which then must not be kept beside them.
-    FRESH: gl.constexpr = bias is None and stores[2] is None and not W.SCALED
+    FRESH: gl.constexpr = bias is None  # the first product of a tile replaces those of the tile before
+    # Results that are multiplied by a number are other registers than the products, which must not be kept beside them.
+    KEPT: gl.constexpr = FRESH and stores[2] is None and not W.SCALED
     FIRST: gl.constexpr = FRESH and LORA_STEPS == 0
     acc = gl.zeros((PART, WIDTH), gl.float32, of_acc)
     step = 0
@@ -188,7 +190,7 @@ def multiply(
         n_tile, expert, first, end = announced(tile_of_stage.index(step % STAGES))
         begin = first + which * PART
         if begin < end:
-            if not FRESH:
+            if not KEPT:
                 acc = start(bias, expert, n_tile, 0, WIDTH, of_acc, W)
             if LORA_STEPS > 0:
                 acc, step = accumulate(

@@ -62,6 +62,19 @@ def place_of(work, m_tiles, N_TILES: tl.constexpr, group):
 
 
 @triton.jit
+def separate(acc, PTX: tl.constexpr):
+    """``acc``, to which a product will be added, with each number in a register of its own.
+
+    The rows of a bias are equal, and Triton keeps those of a thread in one register. On Hopper it then copies it to the
+    others between the fence before a product of tensor cores and the product, which does not wait for that (Triton 3.6
+    and 3.7).
+    """
+    if PTX:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], tl.float32, is_pure=False, pack=1)
+    return acc
+
+
+@triton.jit
 def product(of_a, of_b, rows, m0, n0, GEMM: tl.constexpr):
     """The tile ``[BLOCK_M, BLOCK_N]`` of the product from row ``m0`` and column ``n0`` on, in float32."""
     N: tl.constexpr = GEMM.N
