@@ -78,7 +78,10 @@ OF_HOPPER = {*IN_GLUON, "linear_statistics_kernel", "merge_tiles_kernel"}
 FIXED = {"TILES", "BLOCK", "ROWS", "PART", "GROUP", "NESTED", "maxnreg"}
 SPILLS = 3  # instructions of a kernel with a limit of registers, or of an earlier Triton
 EARLIER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
-MAY_SPILL = {"grouped_gemm_hopper_kernel": 36 if EARLIER else 17}  # docs/versions.md
+MAY_SPILL = {  # docs/versions.md
+    "grouped_gemm_hopper_kernel": 36 if EARLIER else 20,
+    "grouped_gemm_kernel": SPILLS if EARLIER else 1,
+}
 OF_ONE_WIDTH = {
     "scale_kernel",
     "row_weight_kernel",
@@ -149,8 +152,7 @@ def resources(kernel: Any) -> dict[str, Any]:
 
 
 def unfenced(ptx: str) -> int:
-    """How many numbers that a product of Hopper's tensor cores adds to are written after the fence before it, for which
-    it does not wait."""
+    """How many numbers that a product of Hopper's tensor cores adds to are written after the fence before it."""
     count = 0
     for between, result in re.findall(r"wgmma\.fence\S*;(.*?)wgmma\.mma_async\S*\s+\{(.*?)\}", ptx, re.S):
         written = re.findall(r"^\s*(?:@%p\d+\s+)?[a-z]\S*\s+(%\w+),", between, re.M)
@@ -251,7 +253,7 @@ def test_compiles_without_spills(reports: dict[str, Any], target: str, kernel: s
         assert "error" not in report, report["error"]
         few = MAY_SPILL.get(kernel, SPILLS if EARLIER or report["constants"].get("maxnreg") else 0)
         assert max(report["spills"].values()) <= few, report
-        assert not report["unfenced"], "a product may be added to something else: see `row_gemm.separate`"
+        assert not report["unfenced"], "what a product adds to is written after its fence: see `row_gemm.separate`"
         if kernel in EXPERTS:
             assert not report["ignoring_nan"], "a NaN in a row would become a number"
 

@@ -28,11 +28,11 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 # Assignments, experts, columns and K; the rank of an adapter; whether the rows are weighted and scattered.
 SHAPES = [
-    (1024, 4, 256, 64, 0, False),
+    (1024, 4, 256, 128, 0, False),
     (4096, 8, 2048, 512, 16, False),
     (3001, 5, 520, 1000, 0, True),
     (2500, 7, 384, 72, 72, True),
-    (700, 6, 1288, 8, 64, False),
+    (700, 6, 1288, 136, 64, False),
     (20000, 16, 264, 320, 128, True),
     (2000, 5, 516, 328, 0, False),  # rows of a result that do not start on 16 bytes
     (2000, 5, 516, 328, 16, True),
@@ -272,6 +272,7 @@ PRODUCTS = {  # of four experts
     "few gathered rows of an expert": (dict(share=2, glu=True, assignments=256), False),
     "enough rows of an expert": (dict(assignments=260), True),
     "float32": (dict(element=4), False),
+    "rows of one step": (dict(K=64, x_row=64), False),
     "few columns": (dict(N=128), False),
     "rows that do not start on 16 bytes": (dict(x_row=260), False),
     "one row for all": (dict(x_row=0), False),

@@ -334,12 +334,16 @@ def is_for_hopper(p: Product) -> bool:
 
 
 def is_supported(p: Product) -> bool:
-    """Whether `grouped_gemm_hopper_kernel` supports a product, as far as weights do not matter."""
+    """Whether `grouped_gemm_hopper_kernel` supports a product, as far as weights do not matter.
+
+    A sum of one step is left to the general kernel. If there is a bias, the ptxas of Triton 3.6 compiles it wrongly: of
+    two branches, it sets the address of some columns in one only.
+    """
     if not SUPPORTED or p.element != 2 or layout.compute_capability(p.device.index or 0) != 90:
         return False
     wide = power_of_two(p.N) * (2 if p.glu else 1) >= WIDTH.value
     aligned = not (p.x_row % 8 or p.R % 8 or (p.share and p.K % 8)) and (p.share > 0 or p.x_row > 0)
-    return wide and aligned and rows_of_tile(p.assignments, p.E) == MOST_ROWS
+    return wide and aligned and p.K > STEP.value and rows_of_tile(p.assignments, p.E) == MOST_ROWS
 
 
 def parts_of(p: Product) -> int:

@@ -66,8 +66,8 @@ def separate(acc, PTX: tl.constexpr):
     """``acc``, to which a product will be added, with each number in a register of its own.
 
     The rows of a bias are equal, and Triton keeps those of a thread in one register. On Hopper it then copies it to the
-    others between the fence before a product of tensor cores and the product, which does not wait for that (Triton 3.6
-    and 3.7).
+    others after the fence before a product of tensor cores (``wgmma.fence``), for which PTX does not define the result
+    (Triton 3.6 and 3.7).
     """
     if PTX:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], tl.float32, is_pure=False, pack=1)
