@@ -343,7 +343,7 @@ def is_supported(p: Product) -> bool:
         return False
     wide = power_of_two(p.N) * (2 if p.glu else 1) >= WIDTH.value
     aligned = not (p.x_row % 8 or p.R % 8 or (p.share and p.K % 8)) and (p.share > 0 or p.x_row > 0)
-    return wide and aligned and p.K > STEP.value and rows_of_tile(p.assignments, p.E) == MOST_ROWS
+    return wide and aligned and STEP.value < p.K and rows_of_tile(p.assignments, p.E) == MOST_ROWS
 
 
 def parts_of(p: Product) -> int:
