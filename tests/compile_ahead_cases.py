@@ -302,7 +302,7 @@ def launch_few_rows(empty: Any, options: ExpertOptions) -> None:
         grouped_gemm(x, gate_up, groups, options._replace(activation=activation), share=2, glu=True, h=h)
     weights = empty(200 * E, dtype=torch.float32)
     grouped_gemm(rows, down, groups, scatter=True, weights=weights, adapter=(low[:, :16].contiguous(), empty(E, K, 16)))
-    grouped_gemm(h, gate_up.mT, groups, bias=empty(E, K))
+    grouped_gemm(h, gate_up.mT, groups, bias=empty(E, K), scale=0.5)
     if not options.transposed:
         grouped_gemm(rows, empty(E, 260, N), groups)  # rows that do not start on 16 bytes, which no descriptor stores
     far = empty(100 * E, 2**22)[:, :K]  # rows whose places take 64 bits
