@@ -77,7 +77,9 @@ def definition(x: Any, w: Any, adapter: Any, bias: Any, routing: Any, groups: An
     bounds = groups.offsets.tolist()
     for e in range(len(w)):
         rows = slice(bounds[e], bounds[e + 1])
-        y = x[rows].double() @ w[e].double().T + bias[e].double()
+        y = x[rows].double() @ w[e].double().T
+        if bias is not None:
+            y += bias[e].double()
         if adapter is not None:
             y += adapter[0][rows].double() @ adapter[1][e].double().T
         out[rows] = scale * y * (1 if routing is None else routing[groups.order[rows].long()].double()[:, None])
@@ -100,6 +102,7 @@ def test_equals_its_definition(
     x, w, adapter, bias, routing, groups = tensors(shape, dtype, by, lora_by)
     weighted = shape[-1]
     scale = 0.5 if weighted else 1.0
+    bias = bias if weighted or adapter is not None else None
     given = dict(adapter=adapter, bias=bias, scale=scale, scatter=weighted, weights=routing if weighted else None)
     untouched = torch.full((len(x), shape[2]), 7.0, device="cuda", dtype=dtype)
     found = module.grouped_gemm(x, w, groups, **given, out=untouched)

@@ -20,7 +20,8 @@ from onepass.kernels.router_values import fast_sigmoid
 def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr, PTX: tl.constexpr):
     """``activated = f(gate)·up`` and its derivatives with respect to gate and up, float32.
 
-    "swiglu_clamped" clamps gate and up first, and adds 1 to up. PTX: of `fast_sigmoid`.
+    "swiglu_clamped" clamps gate and up first, and adds 1 to up. PTX: whether the sigmoid may be computed by
+    instructions of NVIDIA GPUs, see `fast_sigmoid`.
     """
     if ACTIVATION == "swiglu_clamped":
         inside = gate <= limit

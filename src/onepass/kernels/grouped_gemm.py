@@ -104,7 +104,8 @@ def grouped_gemm_kernel(
     Bytes moved: see the module docstring.
 
     A program may compute several tiles, and loads the operands of the next while it stores a result. TMA names the
-    dimension in which ``w`` is contiguous if its tiles are loaded by descriptors, and is empty otherwise.
+    dimension in which ``w`` is contiguous if its tiles are loaded by descriptors, and is empty otherwise. PTX says
+    whether instructions of NVIDIA GPUs may be used.
     """
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     COLUMNS: tl.constexpr = N if ACTIVATION == "" else 2 * N

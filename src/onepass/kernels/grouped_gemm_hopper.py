@@ -5,7 +5,8 @@ K into a ring of stages in shared memory. Two groups of four warps multiply them
 and store the result; while they store, the operands of the next tile are loaded. A group that has no rows of a tile
 multiplies nothing, so that the rows of an expert are padded to 64 instead of 128. The last tile of an expert may have a
 third part, of which each group has half of the columns, instead of a tile of 64 rows that reads the weight once more.
-Only the warps that load look up which tile is next, and tell the others, which would multiply nothing meanwhile.
+Only the warps that load look up the next tile. They write it to shared memory for the others, so that these need not
+interrupt their products for it.
 
 The kernel is written in Gluon, since Triton assigns all warps the same role. Triton's interpreter does not run Gluon.
 `grouped_gemm_kernel` computes the same products, and those that this kernel does not support.
@@ -78,7 +79,11 @@ class Work(NamedTuple):
 
 @gluon.constexpr_function
 def registers_of(work, keeps_h):
-    """The registers of a thread that multiplies, and of one that loads."""
+    """The registers of a thread that multiplies, and of one that loads.
+
+    Threads that gather rows hold their addresses, more of them for a third part; those that multiply need more
+    registers if they also store the products before the activation (``keeps_h``).
+    """
     if work.SHARE == 0 or work.PARTS == 2:
         return [232, 24] if work.SHARE == 0 else [216, 72]
     return [232, 40] if keeps_h else [224, 56]
@@ -180,7 +185,8 @@ def multiply(
     order, _, tiles, _ = groups
     GATHERED: gl.constexpr = W.SHARE > 0
     FRESH: gl.constexpr = bias is None  # the first product of a tile replaces those of the tile before
-    # Results that are multiplied by a number are other registers than the products, which must not be kept beside them.
+    # With a scale or routing weights, the results take registers of their own. The accumulator is then cleared for each
+    # tile: otherwise the products would stay in registers beside the results until the next tile replaces them.
     KEPT: gl.constexpr = FRESH and stores[2] is None and not W.SCALED
     FIRST: gl.constexpr = FRESH and LORA_STEPS == 0
     acc = gl.zeros((PART, WIDTH), gl.float32, of_acc)
@@ -286,7 +292,7 @@ def grouped_gemm_hopper_kernel(
         mbarrier.init(full.index(n), count=129 if W.SHARE > 0 else 1)  # the descriptors, and threads that gather
         mbarrier.init(empty.index(n), count=2)
     hopper.fence_async_shared()
-    ring = (rows, tile_of_stage, full, empty)
+    ring = (rows, tile_of_stage, full, empty)  # of stages: memory, and barriers that say whether it is full or empty
     REGISTERS: gl.constexpr = registers_of(W, h is not None)
     gl.warp_specialize(
         [
@@ -326,9 +332,10 @@ def others_of(w: Tensor, contiguous: str) -> tuple[int, int]:
 def is_for_hopper(p: Product) -> bool:
     """Whether `grouped_gemm_hopper_kernel` computes a product, as far as weights do not matter.
 
-    On an H200 it was faster than the general kernel by 2 to 30% for 72 to 1024 rows per expert and K up to 4096. With
-    K = 7168, its programs drift apart: for 256 to 448 rows per expert, which read much of the weight from memory, it
-    was slower by up to 13%.
+    On an H200, with 72 to 1024 rows per expert, it took 0.75 to 1.02 of the time of the general kernel for K up to
+    2880. With K = 4096 it was 0.69 to 0.98, but 1.0 to 1.17 with 384 rows, before the tiles of a group had one expert
+    (`tile_of_turn`), which took 12% off with other K; that was not measured again. With K = 7168, its programs drift
+    apart: for 256 to 448 rows per expert, which read much of the weight from memory, it took up to 1.13.
     """
     return is_supported(p) and (p.K <= 4096 or not 192 * p.E < p.assignments < 512 * p.E)
 

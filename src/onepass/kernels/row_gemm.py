@@ -63,7 +63,7 @@ def place_of(work, m_tiles, N_TILES: tl.constexpr, group):
 
 @triton.jit
 def separate(acc, PTX: tl.constexpr):
-    """``acc``, to which a product will be added, with each number in a register of its own.
+    """``acc``, to which a product will be added, with each number in a register of its own, for NVIDIA GPUs (PTX).
 
     The rows of a bias are equal, and Triton keeps those of a thread in one register. On Hopper it then copies it to the
     others after the fence before a product of tensor cores (``wgmma.fence``), for which PTX does not define the result
