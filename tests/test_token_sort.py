@@ -2,6 +2,7 @@
 
 import os
 from importlib import import_module
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ PART = module.MOST_ROWS // 2
 )
 def test_assignments_are_sorted_by_one_launch_or_by_several(device, monkeypatch, few, assignments, experts):
     """The order is that of a stable sort, with out-of-range ids last, and each tile lies within one expert. In the
-    second list, a last tile of half of the rows or less is a part of the one before, if there is one, and experts with
-    such a tile come first. An expert's tiles are in groups of up to 16, of about as many each.
+    second list, there are as few tiles as possible of up to half as many more rows, the longer ones of an expert first,
+    and experts whose rows have an odd number of halves of tiles come first. An expert's tiles are in groups of up to
+    16, of about as many each.
     """
     if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
         pytest.skip("kernels are called")
@@ -44,10 +46,12 @@ def test_assignments_are_sorted_by_one_launch_or_by_several(device, monkeypatch,
     assert (lengths[1] > 0) == (module.rows_of_tile(assignments, experts) == module.MOST_ROWS)
     rows, lists = module.rows_of_tile(assignments, experts), ([], [])
     for e, (begin, count) in enumerate(zip(offsets.tolist(), counts.tolist())):
-        end, is_longer = begin + count, count > rows and 0 < count % rows <= rows // 2
-        for which, last in enumerate((count, count - rows if is_longer else count)):
-            begins = [*range(begin, begin + last, rows)]
-            lists[which].append((which and not 0 < count % rows <= rows // 2, e, [*zip(begins, [*begins[1:], end])]))
+        halves = -(-count // (rows // 2))
+        few = -(-halves // 3)
+        longer = max(halves - 2 * few, 0)
+        for which, sizes in enumerate(([2] * -(-halves // 2), [3] * longer + [2] * (few - longer))):
+            ends = torch.tensor([0, *sizes]).cumsum(0).mul(rows // 2).clamp(max=count).add(begin).tolist()
+            lists[which].append((which and halves % 2 == 0, e, [*pairwise(ends)]))
     both, used = groups.tile_list.split([FIELDS * sum(lengths), 2])
     for of_experts, tile_list, count in zip(lists, both.view(-1, FIELDS).split(lengths), used.tolist()):
         tiles = []
@@ -109,9 +113,10 @@ def test_every_row_is_computed_once(device, which, counts, n_tiles, programs):
     assert rows <= (2 + which - (sharing - 1)) * PART
 
 
-@pytest.mark.parametrize("of_expert", [3, 4, 5, 7])  # tiles, the last of which is longer
+@pytest.mark.parametrize("halves", [7, 10, 11, 16])
 @pytest.mark.parametrize("programs", [24, 32])
-def test_programs_have_about_as_many_longer_tiles(device, programs, of_expert):
-    tiles, _ = tiles_of_programs(device, ((2 * of_expert + 1) * PART,) * 16, 1, 12, programs)
+def test_programs_have_about_as_many_longer_tiles(device, programs, halves):
+    tiles, _ = tiles_of_programs(device, (halves * PART,) * 16, 1, 12, programs)
     longer = (tiles[:, :, 3] - tiles[:, :, 2] > 2 * PART).sum(0)
-    assert longer.sum() == 16 * 12 and longer.max() <= 16 * 12 / programs + 2
+    expected = halves - 2 * -(-halves // 3)
+    assert longer.sum() == 16 * 12 * expected and longer.max() <= longer.sum() / programs + 3

@@ -2,11 +2,10 @@
 
 The warps of a program have different roles. One warp, or four that also gather rows, load the operands of each step of
 K into a ring of stages in shared memory. Two groups of four warps multiply them, each for a part of 64 rows of a tile,
-and store the result; while they store, the operands of the next tile are loaded. A group that has no rows of a tile
-multiplies nothing, so that the rows of an expert are padded to 64 instead of 128. The last tile of an expert may have a
-third part, of which each group has half of the columns, instead of a tile of 64 rows that reads the weight once more.
-Only the warps that load look up the next tile. They write it to shared memory for the others, so that these need not
-interrupt their products for it.
+and store the result; while they store, the operands of the next tile are loaded. A tile has up to three parts, and each
+group has half of the columns of the third one: a tile of more rows reads fewer bytes for each product. A group that has
+no rows of a tile multiplies nothing, so that the rows of an expert are padded to 64. Only the warps that load look up
+the next tile. They write it to shared memory for the others, so that these need not interrupt their products for it.
 
 The kernel is written in Gluon, since Triton assigns all warps the same role. Triton's interpreter does not run Gluon.
 `grouped_gemm_kernel` computes the same products, and those that this kernel does not support.
@@ -27,11 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from onepass.core.memo import memo
 from onepass.core.moe_options import Product
 from onepass.kernels import layout
-from onepass.kernels.hopper_results import buffers_of, describe_result, store_part, store_third, stored_at_once
+from onepass.kernels.hopper_results import BUFFERS, STORED, describe_result, store_part, stores_of_third
 from onepass.kernels.hopper_tiles import (
     ELEMENT,
     HALF,
     PART,
+    PARTS,
     STEP,
     SUPPORTED,
     WIDTH,
@@ -71,7 +71,6 @@ class Work(NamedTuple):
     LORA_BY: str
     LORA_E_STRIDE: int
     LORA_STRIDE: int
-    PARTS: int  # of the rows of a tile, at most: 2 or 3
     STAGES: int
     BY_TMA: bool  # whether descriptors store results
     FAR: bool  # whether places of gathered rows take 64 bits
@@ -81,12 +80,10 @@ class Work(NamedTuple):
 def registers_of(work, keeps_h):
     """The registers of a thread that multiplies, and of one that loads.
 
-    Threads that gather rows hold their addresses, more of them for a third part; those that multiply need more
-    registers if they also store the products before the activation (``keeps_h``).
+    Threads that gather rows hold their addresses; those that multiply need more registers if they also store the
+    products before the activation (``keeps_h``).
     """
-    if work.SHARE == 0 or work.PARTS == 2:
-        return [232, 24] if work.SHARE == 0 else [216, 72]
-    return [232, 40] if keeps_h else [224, 56]
+    return [232, 24] if work.SHARE == 0 else [232, 40] if keeps_h else [224, 56]
 
 
 @gluon.jit
@@ -106,7 +103,7 @@ def accumulate(
         b = columns.index(stage)
         if BY == "K":
             b = b.permute((1, 0))
-        acc = hopper.warpgroup_mma(rows.index(stage * W.PARTS + which), b, acc, use_acc=not FRESH or k > 0)
+        acc = hopper.warpgroup_mma(rows.index(stage * PARTS + which), b, acc, use_acc=not FRESH or k > 0)
         mbarrier.arrive(empty.index(stage), count=1)
         step += 1
     return acc, step
@@ -132,8 +129,8 @@ def accumulate_with_third(
             b = b.permute((1, 0))
             half = half.permute((1, 0))
         use_acc = not FRESH or k > 0
-        acc = hopper.warpgroup_mma(rows.index(stage * W.PARTS + which), b, acc, use_acc=use_acc, is_async=True)
-        third = hopper.warpgroup_mma(rows.index(stage * W.PARTS + 2), half, third, use_acc=use_acc, is_async=True)
+        acc = hopper.warpgroup_mma(rows.index(stage * PARTS + which), b, acc, use_acc=use_acc, is_async=True)
+        third = hopper.warpgroup_mma(rows.index(stage * PARTS + 2), half, third, use_acc=use_acc, is_async=True)
         acc, third = hopper.warpgroup_mma_wait(0, deps=[acc, third])
         mbarrier.arrive(empty.index(stage), count=1)
         step += 1
@@ -189,6 +186,7 @@ def multiply(
     # tile: otherwise the products would stay in registers beside the results until the next tile replaces them.
     KEPT: gl.constexpr = FRESH and stores[2] is None and not W.SCALED
     FIRST: gl.constexpr = FRESH and LORA_STEPS == 0
+    OF_THIRD: gl.constexpr = stores_of_third(ACTIVATION, stores[0] is not None)
     acc = gl.zeros((PART, WIDTH), gl.float32, of_acc)
     step = 0
     for _turn in range(gl.cdiv(tiles * N_TILES, gl.num_programs(0))):
@@ -198,22 +196,23 @@ def multiply(
         if begin < end:
             if not KEPT:
                 acc = start(bias, expert, n_tile, 0, WIDTH, of_acc, W)
-            if LORA_STEPS > 0:
-                acc, step = accumulate(
-                    acc, step, ring, lora_columns, which, LORA_STEPS, LORA_BY, W, False, FRESH
-                )  # fmt: skip
-            if W.PARTS == 3:
-                if first + 2 * PART < end:
-                    third = start(bias, expert, n_tile, which * HALF, HALF, of_third, W)
+            if first + 2 * PART < end:
+                third = start(bias, expert, n_tile, which * HALF, HALF, of_third, W)
+                if LORA_STEPS > 0:
                     acc, third, step = accumulate_with_third(
-                        acc, third, step, ring, columns, which, STEPS, BY, W, GATHERED, FIRST
+                        acc, third, step, ring, lora_columns, which, LORA_STEPS, LORA_BY, W, False, FRESH
                     )
-                    store_third(third, stores, which, order, first + 2 * PART, end, n_tile, numbers, W)
-                else:
-                    acc, step = accumulate(acc, step, ring, columns, which, STEPS, BY, W, GATHERED, FIRST)
+                acc, third, step = accumulate_with_third(
+                    acc, third, step, ring, columns, which, STEPS, BY, W, GATHERED, FIRST
+                )
+                store_part(
+                    third, stores, results, which, which * HALF, 0, order, first + 2 * PART, end, n_tile, numbers, W
+                )
             else:
+                if LORA_STEPS > 0:
+                    acc, step = accumulate(acc, step, ring, lora_columns, which, LORA_STEPS, LORA_BY, W, False, FRESH)
                 acc, step = accumulate(acc, step, ring, columns, which, STEPS, BY, W, GATHERED, FIRST)
-            store_part(acc, stores, results, which, order, begin, end, n_tile, numbers, W)
+            store_part(acc, stores, results, which, 0, OF_THIRD, order, begin, end, n_tile, numbers, W)
         else:
             for _k in range(gl.where(first < end, LORA_STEPS + STEPS, 1)):
                 mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
@@ -249,7 +248,6 @@ def grouped_gemm_hopper_kernel(
     dtype: gl.constexpr = x.dtype.element_ty
     by_k: gl.constexpr = [W.STAGES, WIDTH, STEP]
     by_n: gl.constexpr = [W.STAGES, STEP, WIDTH]
-    PARTS: gl.constexpr = W.PARTS
     rows = gl.allocate_shared_memory(dtype, [STAGES * PARTS, PART, STEP], flat)
     columns = gl.allocate_shared_memory(dtype, by_k if BY == "K" else by_n, flat)
     of_weight = describe_weight(w, E, COLUMNS, K, BY, W.E_STRIDE, W.STRIDE, HALVES)
@@ -272,17 +270,17 @@ def grouped_gemm_hopper_kernel(
     results = rows
     if W.BY_TMA:
         N: gl.constexpr = W.N
-        results = gl.allocate_shared_memory(dtype, [2 * buffers_of(PARTS), PART, stored_at_once(PARTS)], flat)
-        of_out = describe_result(out, assignments, N, N, PARTS)
+        results = gl.allocate_shared_memory(dtype, [2 * BUFFERS, PART, STORED], flat)
+        of_out = describe_result(out, assignments, N, N)
         if h is not None:
             if W.INTERLEAVED:
-                of_h = describe_result(h, assignments, COLUMNS, COLUMNS, PARTS)
+                of_h = describe_result(h, assignments, COLUMNS, COLUMNS)
                 of_up = of_h
             else:
-                of_h = describe_result(h, assignments, N, COLUMNS, PARTS)
-                of_up = describe_result(h + N, assignments, N, COLUMNS, PARTS)
-    LIST: gl.constexpr = PARTS - 2  # the second one has tiles of three parts
-    groups = (order, tile_list + LIST * FIELDS * room, gl.load(tile_list + 2 * FIELDS * room + LIST), shift)
+                of_h = describe_result(h, assignments, N, COLUMNS)
+                of_up = describe_result(h + N, assignments, N, COLUMNS)
+    # The second list, which has tiles of three parts, and the number of its tiles.
+    groups = (order, tile_list + FIELDS * room, gl.load(tile_list + 2 * FIELDS * room + 1), shift)
     stores = (h, out, weights, of_h, of_up, of_out)
     numbers = (scale, alpha, limit)
     tile_of_stage = gl.allocate_shared_memory(gl.int32, [W.STAGES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -332,34 +330,15 @@ def others_of(w: Tensor, contiguous: str) -> tuple[int, int]:
 def is_for_hopper(p: Product) -> bool:
     """Whether `grouped_gemm_hopper_kernel` computes a product, as far as weights do not matter.
 
-    On an H200, with 72 to 1024 rows per expert, it took 0.75 to 1.02 of the time of the general kernel for K up to
-    2880. With K = 4096 it was 0.69 to 0.98, but 1.0 to 1.17 with 384 rows, before the tiles of a group had one expert
-    (`tile_of_turn`), which took 12% off with other K; that was not measured again. With K = 7168, its programs drift
-    apart: for 256 to 448 rows per expert, which read much of the weight from memory, it took up to 1.13.
-    """
-    return is_supported(p) and (p.K <= 4096 or not 192 * p.E < p.assignments < 512 * p.E)
-
-
-def is_supported(p: Product) -> bool:
-    """Whether `grouped_gemm_hopper_kernel` supports a product, as far as weights do not matter.
-
-    A sum of one step is left to the general kernel. If there is a bias, the ptxas of Triton 3.6 compiles it wrongly: of
-    two branches, it sets the address of some columns in one only.
+    On an H200, with 72 to 1024 rows per expert, it took 0.76 to 1.01 of the time of the general kernel for K up to
+    4096, and 0.84 to 1.05 for K = 7168. A sum of one step is left to the general kernel. If there is a bias, the ptxas
+    of Triton 3.6 compiles it wrongly: of two branches, it sets the address of some columns in one only.
     """
     if not SUPPORTED or p.element != 2 or layout.compute_capability(p.device.index or 0) != 90:
         return False
     wide = power_of_two(p.N) * (2 if p.glu else 1) >= WIDTH.value
     aligned = not (p.x_row % 8 or p.R % 8 or (p.share and p.K % 8)) and (p.share > 0 or p.x_row > 0)
     return wide and aligned and STEP.value < p.K and rows_of_tile(p.assignments, p.E) == MOST_ROWS
-
-
-def parts_of(p: Product) -> int:
-    """How many parts of 64 rows a tile may have.
-
-    With three, forwards were faster on an H200 by 3 to 4% at 512 rows per expert and by 9 to 17% at 160. Adapters, the
-    error function of GELU and places of 64 bits leave too few registers.
-    """
-    return 2 if p.R or is_far(p) or (p.glu and p.options.activation == "gelu") else 3
 
 
 def is_far(p: Product) -> bool:
@@ -370,17 +349,14 @@ def is_far(p: Product) -> bool:
 def hopper_plan(p: Product, weight: Read, lora: Read) -> Plan:
     """The launch of `grouped_gemm_hopper_kernel`."""
     o, activation = p.options, p.options.activation if p.glu else ""
-    parts = parts_of(p)
-    rows, by_tma = parts * PART.value, p.N % 8 == 0
-    of_stage, of_results = (
-        n * ELEMENT.value
-        for n in ((rows + WIDTH.value) * STEP.value, 2 * buffers_of(parts) * PART.value * stored_at_once(parts))
-    )
-    stages = (layout.shared_memory() - (of_results if by_tma else OF_STORES)) // of_stage
+    by_tma = p.N % 8 == 0
+    of_stage = (PARTS.value * PART.value + WIDTH.value) * STEP.value * ELEMENT.value
+    of_results = 2 * BUFFERS.value * PART.value * STORED.value * ELEMENT.value if by_tma else OF_STORES
+    stages = (layout.shared_memory() - of_results) // of_stage
     if p.share:  # so that programs that read the same weight are at nearly the same step, and it stays in L2
         stages = min(3, stages)
     work = Work(
-        p.E, p.N, p.K, p.R, activation, o.interleaved, p.share, p.scale != 1, p.scatter, p.x_row, *weight, *lora, parts,
+        p.E, p.N, p.K, p.R, activation, o.interleaved, p.share, p.scale != 1, p.scatter, p.x_row, *weight, *lora,
         stages, by_tma, is_far(p),
     )  # fmt: skip
     programs = min(p.tiles * -(-p.N // columns_of_tile(activation)), layout.multiprocessors(p.device))

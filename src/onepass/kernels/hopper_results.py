@@ -6,22 +6,12 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from onepass.kernels.expert_rows import activate
-from onepass.kernels.hopper_tiles import HALF, PART, WIDTH, columns_of_tile
+from onepass.kernels.hopper_tiles import PART, WIDTH, columns_of_tile
 
 activate_tile = gluon.jit(activate.fn)
-
-
-@gluon.constexpr_function
-def buffers_of(parts):
-    """How many results of `stored_at_once` columns of a part there is room for in shared memory, for each group of
-    warps."""
-    return 2 if parts == 2 else 3
-
-
-@gluon.constexpr_function
-def stored_at_once(parts):
-    """The columns that a descriptor stores at once. More take less time, and room that tiles of three parts need."""
-    return 128 if parts == 2 else 64
+# The columns of a part that a descriptor stores at once, and how many of these there is room for in shared memory, for
+# each group of warps.
+STORED, BUFFERS = gl.constexpr(64), gl.constexpr(3)
 
 
 @gluon.constexpr_function
@@ -48,16 +38,17 @@ def store_tile(to, row, there, n0, N: gl.constexpr, ROW: gl.constexpr, tile):
 
 
 @gluon.jit
-def store_columns(to, descriptor, results, which: gl.constexpr, EARLIER: gl.constexpr, first, n0, columns):
-    """Copy columns of a tile to shared memory, which a descriptor stores while the warps go on.
+def store_columns(
+    to, descriptor, results, which: gl.constexpr, EARLIER: gl.constexpr, BEFORE: gl.constexpr, first, n0, columns
+):  # fmt: skip
+    """Copy STORED columns of a part to shared memory, which a descriptor stores while the warps go on.
 
-    EARLIER: how many stores of the same tile come before this one. This waits for those that read the same buffer, and
-    for all of earlier tiles.
+    EARLIER: how many stores of the same part come before this one. BEFORE: how many of the third part do, if it was
+    stored like this. This waits for those that read the same buffer, and for all of earlier parts and tiles.
     """
-    BUFFERS: gl.constexpr = results.shape[0] // 2
     PENDING: gl.constexpr = EARLIER if EARLIER < BUFFERS else BUFFERS - 1
     tma.store_wait(PENDING)
-    shared = results.index(which * BUFFERS + EARLIER % BUFFERS)
+    shared = results.index(which * BUFFERS + (BEFORE + EARLIER) % BUFFERS)
     shared.store(columns.to(to.dtype.element_ty))
     hopper.fence_async_shared()
     tma.async_copy_shared_to_global(descriptor, [first, n0], shared)
@@ -65,32 +56,31 @@ def store_columns(to, descriptor, results, which: gl.constexpr, EARLIER: gl.cons
 
 @gluon.jit
 def store_rows(
-    to, descriptor, results, which: gl.constexpr, EARLIER: gl.constexpr, first, whole, row, there, n0, N: gl.constexpr,
-    ROW: gl.constexpr, tile,
+    to, descriptor, results, which: gl.constexpr, EARLIER: gl.constexpr, BEFORE: gl.constexpr, first, whole, row, there,
+    n0, N: gl.constexpr, ROW: gl.constexpr, tile,
 ):  # fmt: skip
-    """`store_tile`, or `store_columns` for HALF columns of a ``whole`` tile of consecutive rows from the ``first`` on.
+    """`store_tile`, or `store_columns` for a tile of ``whole`` consecutive rows, from the ``first`` on.
 
-    ``results`` is None if no descriptor can store them. EARLIER: how many of the same tile come before this one.
+    ``results`` is None if no descriptor can store them. EARLIER and BEFORE: as in `store_columns`, but EARLIER counts
+    calls of this function.
     """
     if results is None:
         store_tile(to, row, there, n0, N, ROW, tile)
     elif whole:
-        STORED: gl.constexpr = results.shape[2]
-        if STORED == HALF:
-            store_columns(to, descriptor, results, which, EARLIER, first, n0, tile)
+        if tile.shape[1] == STORED:
+            store_columns(to, descriptor, results, which, EARLIER, BEFORE, first, n0, tile)
         else:
             left, right = gl.split(tile.reshape((PART, 2, STORED)).permute((0, 2, 1)))
-            store_columns(to, descriptor, results, which, 2 * EARLIER, first, n0, left)
-            store_columns(to, descriptor, results, which, 2 * EARLIER + 1, first, n0 + STORED, right)
+            store_columns(to, descriptor, results, which, 2 * EARLIER, BEFORE, first, n0, left)
+            store_columns(to, descriptor, results, which, 2 * EARLIER + 1, BEFORE, first, n0 + STORED, right)
     else:
         store_tile(to, row, there, n0, N, ROW, tile)
 
 
 @gluon.jit
-def describe_result(x, count, N: gl.constexpr, ROW: gl.constexpr, PARTS: gl.constexpr):
+def describe_result(x, count, N: gl.constexpr, ROW: gl.constexpr):
     """The descriptor of a part of the rows of a result ``(count, N)``, of ROW elements a row, and of those columns that
     are stored at once."""
-    STORED: gl.constexpr = stored_at_once(PARTS)
     return tma.make_tensor_descriptor(x, [count, N], [ROW, 1], [PART, STORED], gl.NVMMASharedLayout(128, 16, 2))
 
 
@@ -122,84 +112,62 @@ def halves_of(acc):
     return left.reshape((PART, N)), right.reshape((PART, N))
 
 
+@gluon.constexpr_function
+def stores_of_third(activation, has_h):
+    """How many stores of a descriptor the third part takes, for each group of warps."""
+    return 2 if activation == "" else 3 if has_h else 1
+
+
 @gluon.jit
 def store_part(
-    acc, stores, results, which: gl.constexpr, order, begin, end, n_tile, numbers, W: gl.constexpr
+    products, stores, results, which: gl.constexpr, FIRST: gl.constexpr, BEFORE: gl.constexpr, order, begin, end,
+    n_tile, numbers, W: gl.constexpr,
 ):  # fmt: skip
-    """Store the products of the part of a tile whose sorted rows begin at ``begin``, as `multiply` has them."""
-    GLU: gl.constexpr = W.ACTIVATION != ""
+    """Store the products of a part of the rows with the columns of a tile from FIRST on, as `multiply` has them.
+
+    Its sorted rows begin at ``begin``. BEFORE: as in `store_columns`.
+    """
     N: gl.constexpr = W.N
-    COLUMNS: gl.constexpr = 2 * N
     ACTIVATION: gl.constexpr = W.ACTIVATION
-    BLOCK_N: gl.constexpr = columns_of_tile(ACTIVATION)
+    COUNT: gl.constexpr = products.shape[1]
     h, out, weights, of_h, of_up, of_out = stores
     scale, alpha, limit = numbers
     shared = None
     if W.BY_TMA:
         shared = results
-    n0 = n_tile * BLOCK_N
-    row, there, assignment = rows_of_part(acc, order, begin, end, weights, W)
+    row, there, assignment = rows_of_part(products, order, begin, end, weights, W)
     whole = begin + PART <= end
     first, is_range, at = begin, whole, row
     if W.SCATTER:  # within an expert, assignments ascend
         first = gl.load(order + begin)
         last = gl.load(order + begin + (PART - 1), mask=whole, other=0)
         is_range, at = whole & (last == first + (PART - 1)), assignment
-    if GLU and not W.INTERLEAVED:
-        left, right = halves_of(acc)
+    if ACTIVATION != "" and not W.INTERLEAVED:
+        left, right = halves_of(products)
     else:
-        left, right = gl.split(acc.reshape((PART, 2, HALF)).permute((0, 2, 1)))
-    if GLU:
+        left, right = gl.split(products.reshape((PART, 2, COUNT // 2)).permute((0, 2, 1)))
+    if ACTIVATION != "":
+        n0 = n_tile * columns_of_tile(ACTIVATION) + FIRST // 2
         if h is not None:
-            n_h = n_tile * WIDTH if W.INTERLEAVED else n0
-            END: gl.constexpr = COLUMNS if W.INTERLEAVED else N
-            UP: gl.constexpr = HALF if W.INTERLEAVED else 0
+            n_h = 2 * n0 if W.INTERLEAVED else n0
+            END: gl.constexpr = 2 * N if W.INTERLEAVED else N
+            UP: gl.constexpr = COUNT // 2 if W.INTERLEAVED else 0
             h_up = h if W.INTERLEAVED else h + N
-            store_rows(h, of_h, shared, which, 0, begin, whole, row, there, n_h, END, COLUMNS, left)
-            store_rows(h_up, of_up, shared, which, 1, begin, whole, row, there, n_h + UP, END, COLUMNS, right)
+            store_rows(h, of_h, shared, which, 0, BEFORE, begin, whole, row, there, n_h, END, 2 * N, left)
+            store_rows(h_up, of_up, shared, which, 1, BEFORE, begin, whole, row, there, n_h + UP, END, 2 * N, right)
         gate, up = left, right
         if W.INTERLEAVED:
-            gate, up = gl.split(acc.reshape((PART, BLOCK_N, 2)))
+            gate, up = gl.split(products.reshape((PART, COUNT // 2, 2)))
         y, _by_gate, _by_up = activate_tile(gate, up, alpha, limit, ACTIVATION, True)
         y = times_weights(y, weights, assignment, there)
         EARLIER: gl.constexpr = 0 if h is None else 2
-        store_rows(out, of_out, shared, which, EARLIER, first, is_range, at, there, n0, N, N, y)
+        store_rows(out, of_out, shared, which, EARLIER, BEFORE, first, is_range, at, there, n0, N, N, y)
     else:
+        n0 = n_tile * WIDTH + FIRST
         if W.SCALED:
             left *= scale
             right *= scale
         left = times_weights(left, weights, assignment, there)
         right = times_weights(right, weights, assignment, there)
-        store_rows(out, of_out, shared, which, 0, first, is_range, at, there, n0, N, N, left)
-        store_rows(out, of_out, shared, which, 1, first, is_range, at, there, n0 + HALF, N, N, right)
-
-
-@gluon.jit
-def store_third(third, stores, which: gl.constexpr, order, begin, end, n_tile, numbers, W: gl.constexpr):
-    """Store half of the columns of the products of the third part."""
-    N: gl.constexpr = W.N
-    ACTIVATION: gl.constexpr = W.ACTIVATION
-    h, out, weights, _of_h, _of_up, _of_out = stores
-    scale, alpha, limit = numbers
-    row, there, assignment = rows_of_part(third, order, begin, end, weights, W)
-    at = assignment if W.SCATTER else row
-    if ACTIVATION != "":
-        n0 = n_tile * HALF + which * PART
-        if W.INTERLEAVED:
-            gate, up = gl.split(third.reshape((PART, PART, 2)))
-            if h is not None:
-                left, right = gl.split(third.reshape((PART, 2, PART)).permute((0, 2, 1)))
-                store_tile(h, row, there, 2 * n0, 2 * N, 2 * N, left)
-                store_tile(h, row, there, 2 * n0 + PART, 2 * N, 2 * N, right)
-        else:
-            gate, up = halves_of(third)
-            if h is not None:
-                store_tile(h, row, there, n0, N, 2 * N, gate)
-                store_tile(h + N, row, there, n0, N, 2 * N, up)
-        y, _by_gate, _by_up = activate_tile(gate, up, alpha, limit, ACTIVATION, True)
-        store_tile(out, at, there, n0, N, N, times_weights(y, weights, assignment, there))
-    else:
-        n0 = n_tile * WIDTH + which * HALF
-        if W.SCALED:
-            third *= scale
-        store_tile(out, at, there, n0, N, N, times_weights(third, weights, assignment, there))
+        store_rows(out, of_out, shared, which, 0, BEFORE, first, is_range, at, there, n0, N, N, left)
+        store_rows(out, of_out, shared, which, 1, BEFORE, first, is_range, at, there, n0 + COUNT // 2, N, N, right)

@@ -6,9 +6,9 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from onepass.kernels.token_sort import tile_of_turn
 
-# Of a tile: the rows and columns of a group of warps, half of these columns, and the part of K that is multiplied at
-# once.
-PART, WIDTH, HALF, STEP = (gl.constexpr(n) for n in (64, 256, 128, 64))
+# Of a tile: the rows of a part and how many there are at most, the columns and half of them, and the part of K that is
+# multiplied at once.
+PART, PARTS, WIDTH, HALF, STEP = (gl.constexpr(n) for n in (64, 3, 256, 128, 64))
 find_tile = gluon.jit(tile_of_turn.fn)
 ELEMENT = gl.constexpr(2)  # bytes
 SUPPORTED = hasattr(tma, "make_tensor_descriptor") and hasattr(async_copy, "mbarrier_arrive")  # from Triton 3.6 on
@@ -24,6 +24,12 @@ def columns_of_tile(activation):
 def columns_of_box(halves):
     """How many columns of each half of a weight are loaded at once; without halves, those of a whole tile."""
     return 64 if halves == 2 else 256
+
+
+@gluon.constexpr_function
+def steps_at_once(steps, gathered):
+    """How many steps are loaded in an iteration: more save the warps that gather rows instructions."""
+    return next(n for n in (4, 3, 5, 2, 1) if steps % n == 0) if gathered else 1
 
 
 @gluon.jit
@@ -47,9 +53,7 @@ def announced(tile):
 
 
 @gluon.jit
-def load_range(
-    of_rows, ready, rows, stage, begin, end, k0, OTHERS: gl.constexpr, PARTS: gl.constexpr
-):  # fmt: skip
+def load_range(of_rows, ready, rows, stage, begin, end, k0, OTHERS: gl.constexpr):
     """Load those parts of a step's rows that begin before the ``end``. OTHERS: bytes that are loaded, too."""
     for n in gl.static_range(PARTS):
         is_last = begin + n * PART < end
@@ -86,12 +90,10 @@ def copy_rows(
     x, places, rows, stage, first, beyond: gl.constexpr, has_third, of_rows: gl.constexpr, W: gl.constexpr
 ):  # fmt: skip
     """Copy the rows of a tile to a stage, from column ``first + beyond`` on."""
-    PARTS: gl.constexpr = W.PARTS
     for part in gl.static_range(2):
         copy_part(x, places[part], rows.index(stage * PARTS + part), first, beyond, of_rows, W)
-    if PARTS == 3:  # noqa: SIM102  (known when the kernel is compiled)
-        if has_third:
-            copy_part(x, places[2], rows.index(stage * PARTS + 2), first, beyond, of_rows, W)
+    if has_third:
+        copy_part(x, places[2], rows.index(stage * PARTS + 2), first, beyond, of_rows, W)
 
 
 @gluon.jit
@@ -158,12 +160,11 @@ def load(
     GATHERED: gl.constexpr = W.SHARE > 0
     # Rows that other processes have sent are consecutive in most tiles, but not where those of two processes meet.
     MAY_BE_RANGE: gl.constexpr = W.SHARE == 1 and W.X_ROW > 0
-    AT_ONCE: gl.constexpr = 4 if GATHERED and STEPS % 4 == 0 else 1  # whose addresses differ by constants
+    AT_ONCE: gl.constexpr = steps_at_once(STEPS, GATHERED)  # whose addresses differ by constants
     OF_COLUMNS: gl.constexpr = WIDTH * STEP * ELEMENT
     BY: gl.constexpr = W.BY
     LORA_BY: gl.constexpr = W.LORA_BY
     STAGES: gl.constexpr = W.STAGES
-    PARTS: gl.constexpr = W.PARTS
     of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     order, tile_list, tiles, shift = groups
     step = 0
@@ -175,11 +176,11 @@ def load(
         if begin < end:
             n0 = n_tile * (WIDTH // HALVES)
             has_third = begin + 2 * PART < end
-            if GATHERED:  # the last part is named twice if there are two
+            if GATHERED:
                 places = (
                     gathered_rows(order, begin, end, 0, of_rows, W),
                     gathered_rows(order, begin, end, 1, of_rows, W),
-                    gathered_rows(order, begin, end, PARTS - 1, of_rows, W),
+                    gathered_rows(order, begin, end, 2, of_rows, W),
                 )
             if MAY_BE_RANGE:
                 count = end - begin
@@ -190,7 +191,7 @@ def load(
                     stage = step % STAGES
                     mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
                     ready = full.index(stage)
-                    load_range(of_low, ready, rows, stage, begin, end, k0, OF_COLUMNS, PARTS)
+                    load_range(of_low, ready, rows, stage, begin, end, k0, OF_COLUMNS)
                     load_columns(of_lora, ready, lora_columns, stage, expert, n0, k0, LORA_BY, HALVES)
                     if GATHERED:
                         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
@@ -202,11 +203,11 @@ def load(
                     mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
                     ready = full.index(stage)
                     if not GATHERED:
-                        load_range(of_x, ready, rows, stage, begin, end, k0, OF_COLUMNS, PARTS)
+                        load_range(of_x, ready, rows, stage, begin, end, k0, OF_COLUMNS)
                     elif not MAY_BE_RANGE:
                         mbarrier.expect(ready, OF_COLUMNS)
                     elif is_range:
-                        load_range(of_x, ready, rows, stage, row0, row0 + count, k0, OF_COLUMNS, PARTS)
+                        load_range(of_x, ready, rows, stage, row0, row0 + count, k0, OF_COLUMNS)
                     else:
                         mbarrier.expect(ready, OF_COLUMNS)
                     load_columns(of_weight, ready, columns, stage, expert, n0, k0, BY, HALVES)

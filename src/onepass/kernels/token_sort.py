@@ -3,7 +3,7 @@
 `moe.token_sort` calls `sort_by_expert`, a stable counting sort. `order` has the assignments sorted by expert: expert e
 has the sorted rows ``offsets[e]`` to ``offsets[e + 1]``, and assignments to out-of-range ids come last. No row is
 padded. Every expert's rows are divided into tiles of BLOCK_M rows, and a tile with fewer rows masks the rest. If these
-are the largest, there is a second list, in which the last tile of an expert may be longer by half (`tiles_of`).
+are the largest, there is a second list, of as few tiles as possible of BLOCK_M rows or half as many more (`tiles_of`).
 
 Bytes moved: the ids are read three times and the order is written once, plus one count per block and expert. Few
 assignments are sorted by one launch, whose programs each read all ids.
@@ -62,43 +62,44 @@ def write_tiles(
     begin, end, of_expert, last, first, tile_list, tiles, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
 ):
     """Write the FIELDS of TILES tiles from ``first`` on. The rows of expert e, from ``begin`` to ``end``, have
-    ``of_expert`` tiles, the ones before ``last``, in groups of up to GROUP."""
+    ``of_expert`` tiles, the ones before ``last``, in groups of up to GROUP. If tiles of BLOCK_M rows are too few for
+    them, the first ones are longer by half."""
     tile = first + tl.arange(0, TILES)
     mine = (tile[:, None] < last[None, :]) & (tile[:, None] >= (last - of_expert)[None, :])
     e = tl.arange(0, BLOCK_E)
     expert = tl.sum(tl.where(mine, e[None, :], 0), 1) + tl.where(tl.sum(mine.to(tl.int32), 1) == 0, E, 0)
-    row = tl.sum(tl.where(mine, (begin - (last - of_expert) * BLOCK_M)[None, :], 0), 1) + tile * BLOCK_M
     last_of_expert = tl.sum(tl.where(mine, last[None, :], 0), 1)
+    begin_of_expert = tl.sum(tl.where(mine, begin[None, :], 0), 1)
     end_of_expert = tl.sum(tl.where(mine, end[None, :], 0), 1)
     count = tl.sum(tl.where(mine, of_expert[None, :], 0), 1)
     most = tl.cdiv(count, tl.maximum(tl.cdiv(count, GROUP), 1))
     within = tile - (last_of_expert - count)
     group = tile - within % tl.maximum(most, 1)
+    HALF: tl.constexpr = BLOCK_M // 2
+    longer = tl.maximum(tl.cdiv(end_of_expert - begin_of_expert, HALF) - 2 * count, 0)
+    row = begin_of_expert + within * BLOCK_M + tl.minimum(within, longer) * HALF
+    rows = tl.where(within < longer, BLOCK_M + HALF, BLOCK_M)
     to = tile_list + FIELDS * tile
     there = tile < tiles
     tl.store(to, expert, mask=there)
     tl.store(to + 1, row, mask=there)
-    tl.store(to + 2, tl.where(tile == last_of_expert - 1, end_of_expert, row + BLOCK_M), mask=there)
+    tl.store(to + 2, tl.minimum(row + rows, end_of_expert), mask=there)
     tl.store(to + 3, group, mask=there)
     tl.store(to + 4, tl.minimum(most, last_of_expert - group), mask=there)
 
 
 @triton.jit
 def tiles_of(rows, BLOCK_M: tl.constexpr, LONGER: tl.constexpr):
-    """How many tiles the rows of an expert have. With LONGER last tiles, as in the second list, half of BLOCK_M rows or
-    less at the end belong to the tile before, if there is one."""
-    if LONGER:
-        halves = tl.cdiv(rows, BLOCK_M // 2)
-        return tl.where(halves > 1, halves // 2, halves)
-    else:
-        return tl.cdiv(rows, BLOCK_M)
+    """How many tiles the rows of an expert have: as few as possible, of BLOCK_M rows, or with LONGER tiles, as in the
+    second list, also of half as many more."""
+    return tl.cdiv(rows, BLOCK_M + BLOCK_M // 2 if LONGER else BLOCK_M)
 
 
 @triton.jit
 def write_lists(begin, end, n, tile_list, tiles, longer, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
     """Write the n-th TILES tiles of both lists, and behind them how many each has. In the second, which follows the
-    first, experts whose rows end in half of a tile come first. Longer tiles then recur at nearly equal distances, and
-    `tile_of_turn` gives each program about as many."""
+    first, experts with an odd number of halves of tiles come first. Experts with as many longer tiles are then next to
+    each other in most cases, and `tile_of_turn` gives each program about as many of them."""
     of_first = tl.cdiv(tiles, TILES)
     used = tile_list + FIELDS * (tiles + longer)
     if n < of_first:
