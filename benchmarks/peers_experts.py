@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -85,10 +86,37 @@ def liger() -> Function:
     return call
 
 
+def sonicmoe() -> Function:
+    """SonicMoE's function of a routing that is given, which transformers calls."""
+    function = importlib.import_module("sonicmoe.functional").moe_general_routing_inputs
+    kind = importlib.import_module("sonicmoe.enums").ActivationType.SWIGLU
+    kept: dict[str, Any] = {"of": None}
+
+    def call(batch: ExpertsBatch) -> Tensor:
+        gate_up, down = merged(batch)
+        if kept["of"] is not batch:  # its rows of gate and up alternate, which takes a copy of the weight
+            E, rows, H = gate_up.shape
+            alternating = gate_up.detach().view(E, 2, rows // 2, H).transpose(1, 2).reshape(E, rows, H)
+            kept.update(of=batch, gate_up=alternating.requires_grad_(gate_up.requires_grad))
+        gate_up = kept["gate_up"]
+        gate_up.grad = None
+        routing = batch.routing
+        tokens = torch.arange(len(batch.hidden), device=gate_up.device, dtype=torch.int32)
+        out: Tensor = function(
+            batch.hidden, routing.weights.flatten(), tokens.repeat_interleave(routing.experts.shape[1]),
+            routing.experts.flatten().int(), gate_up.permute(1, 2, 0), None, down.permute(1, 2, 0), None, len(down),
+            torch.cuda.current_stream().cuda_stream, kind, is_inference_mode_enabled=not torch.is_grad_enabled(),
+        )[0]  # fmt: skip
+        return out
+
+    return call
+
+
 PEERS: dict[str, tuple[str, Callable[[], Function]]] = {
     "transformers grouped_mm": ("transformers", partial(transformers, "grouped_mm")),
     "ScatterMoE": ("scattermoe", scattermoe),
     "Liger": ("liger-kernel", liger),
+    "SonicMoE": ("sonicmoe", sonicmoe),
 }
 
 

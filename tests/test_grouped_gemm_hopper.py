@@ -35,12 +35,13 @@ SHAPES = [
     (20000, 16, 264, 320, 128, True),
     (2000, 5, 516, 328, 0, False),  # rows of a result that do not start on 16 bytes
     (2000, 5, 516, 328, 16, True),
-    (1500, 10, 2048, 512, 0, False),  # experts of 129 to 192 rows, from here on
-    (1300, 8, 520, 1000, 0, True),
-    (1250, 7, 384, 72, 0, True),
-    (1550, 9, 516, 328, 0, False),
-    (2600, 20, 264, 320, 0, True),
-    (10400, 64, 1288, 328, 0, True),  # several tiles for each program
+    (3200, 10, 2048, 512, 0, False),  # experts of 129 to 192 rows, from here on
+    (2600, 8, 520, 1000, 0, True),
+    (2250, 7, 384, 72, 0, True),
+    (2900, 9, 516, 328, 0, False),
+    (2900, 9, 516, 328, 24, True),
+    (6400, 20, 264, 320, 0, True),
+    (20800, 64, 1288, 328, 0, True),  # several tiles for each program
     (9000, 3, 520, 264, 0, False),  # more than 16 tiles of an expert
     (1500, 4, 256, 4160, 0, False),  # long rows
 ]
@@ -170,7 +171,7 @@ EXPERTS = [  # tokens, experts, experts of a token, sizes of hidden and intermed
     (4096, 64, 4, 256, 768, 16, dict()),
     (1000, 13, 2, 512, 264, 0, dict()),  # experts of 129 to 192 rows, from here on
     (1300, 16, 2, 520, 392, 0, dict(activation="gelu")),
-    (1500, 10, 1, 320, 520, 0, dict(transposed=True)),
+    (3000, 10, 1, 320, 520, 0, dict(transposed=True)),
     (1000, 13, 2, 512, 264, 0, dict(activation="swiglu_clamped", transposed=True, interleaved=True)),
     (1000, 13, 2, 512, 264, 0, dict(activation="gelu_tanh", interleaved=True)),
     (1000, 13, 2, 512, 264, 16, dict()),

@@ -43,8 +43,9 @@ def store_columns(
 ):  # fmt: skip
     """Copy STORED columns of a part to shared memory, which a descriptor stores while the warps go on.
 
-    EARLIER: how many stores of the same part come before this one. BEFORE: how many of the third part do, if it was
-    stored like this. This waits for those that read the same buffer, and for all of earlier parts and tiles.
+    EARLIER: how many stores of the same part come before this one. BEFORE: how many of the third part, if they came
+    before and descriptors made them, else 0. This waits for those that read the same buffer, and for all of earlier
+    parts and tiles.
     """
     PENDING: gl.constexpr = EARLIER if EARLIER < BUFFERS else BUFFERS - 1
     tma.store_wait(PENDING)

@@ -6,8 +6,8 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from onepass.kernels.token_sort import tile_of_turn
 
-# Of a tile: the rows of a part and how many there are at most, the columns and half of them, and the part of K that is
-# multiplied at once.
+# Of a tile: the rows of a part, how many parts there are at most, the columns and half of them, and the numbers of K
+# that are multiplied at once.
 PART, PARTS, WIDTH, HALF, STEP = (gl.constexpr(n) for n in (64, 3, 256, 128, 64))
 find_tile = gluon.jit(tile_of_turn.fn)
 ELEMENT = gl.constexpr(2)  # bytes

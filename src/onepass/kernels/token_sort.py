@@ -62,8 +62,8 @@ def write_tiles(
     begin, end, of_expert, last, first, tile_list, tiles, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
 ):
     """Write the FIELDS of TILES tiles from ``first`` on. The rows of expert e, from ``begin`` to ``end``, have
-    ``of_expert`` tiles, the ones before ``last``, in groups of up to GROUP. If tiles of BLOCK_M rows are too few for
-    them, the first ones are longer by half."""
+    ``of_expert`` tiles, the ones before ``last``, in groups of up to GROUP. Where so many tiles of BLOCK_M rows do not
+    hold all rows, as many of the first as needed are longer by half."""
     tile = first + tl.arange(0, TILES)
     mine = (tile[:, None] < last[None, :]) & (tile[:, None] >= (last - of_expert)[None, :])
     e = tl.arange(0, BLOCK_E)
