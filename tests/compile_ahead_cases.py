@@ -306,7 +306,7 @@ def launch_few_rows(empty: Any, options: ExpertOptions) -> None:
     if not options.transposed:
         grouped_gemm(rows, empty(E, 260, N), groups)  # rows that do not start on 16 bytes, which no descriptor stores
     far = empty(100 * E, 2**22)[:, :K]  # rows whose places take 64 bits
-    grouped_gemm(far, gate_up, groups, options, share=2, glu=True)
+    grouped_gemm(far, gate_up, groups, options, share=2, glu=True, h=h)
     thin = kernels.sort_by_expert(empty(80 * E, 2, dtype=torch.int64), E)  # few rows of an expert, with biases
     grouped_gemm(x[: 80 * E], gate_up, thin, options, share=2, glu=True, bias=empty(E, 2 * 264), h=h[: 160 * E])
     grouped_gemm(rows[: 160 * E], down, thin, scatter=True, weights=weights[: 160 * E])
