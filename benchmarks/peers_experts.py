@@ -87,18 +87,23 @@ def liger() -> Function:
 
 
 def sonicmoe() -> Function:
-    """SonicMoE's function of a routing that is given, which transformers calls."""
+    """SonicMoE's function of a routing that is given, which transformers calls.
+
+    Its rows of gate and up alternate. They are a copy of the weight, made in the first call of a batch, which has the
+    gradient of the weight.
+    """
     function = importlib.import_module("sonicmoe.functional").moe_general_routing_inputs
     kind = importlib.import_module("sonicmoe.enums").ActivationType.SWIGLU
     kept: dict[str, Any] = {"of": None}
 
     def call(batch: ExpertsBatch) -> Tensor:
-        gate_up, down = merged(batch)
-        if kept["of"] is not batch:  # its rows of gate and up alternate, which takes a copy of the weight
-            E, rows, H = gate_up.shape
-            alternating = gate_up.detach().view(E, 2, rows // 2, H).transpose(1, 2).reshape(E, rows, H)
-            kept.update(of=batch, gate_up=alternating.requires_grad_(gate_up.requires_grad))
-        gate_up = kept["gate_up"]
+        if batch.lora or batch.quantized or batch.options:
+            raise NotImplementedError("adapters and decoded weights would be merged and copied in every call")
+        if kept["of"] is not batch:
+            E, rows, H = batch.gate_up.shape
+            alternating = batch.gate_up.detach().view(E, 2, rows // 2, H).transpose(1, 2).reshape(E, rows, H)
+            kept.update(of=batch, gate_up=alternating.requires_grad_(batch.gate_up.requires_grad))
+        gate_up, down = kept["gate_up"], batch.down
         gate_up.grad = None
         routing = batch.routing
         tokens = torch.arange(len(batch.hidden), device=gate_up.device, dtype=torch.int32)

@@ -21,7 +21,7 @@ from onepass.core.moe_options import Groups
 from onepass.kernels.launch import Flat, Out, Plan, launch
 from onepass.kernels.layout import power_of_two
 
-MOST_ROWS = 128  # per tile
+MOST_ROWS = 128  # per tile of the first list
 BLOCK = 128  # assignments of a program of the sort; twice as many take 1.3 to 1.9 times as long on an H200
 OTHERS = tl.constexpr(32)  # assignments with which a program that places compares its own at once
 FEW = 2048  # assignments that one launch sorts, in about the time of several on an H200, and a third of their host time
