@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from onepass.core.memo import memo
 from onepass.core.moe_options import Product
 from onepass.kernels import layout
-from onepass.kernels.hopper_results import BUFFERS, STORED, describe_result, store_part, stores_of_third
+from onepass.kernels.hopper_results import BUFFERS, STORED, describe_result, store_part
 from onepass.kernels.hopper_tiles import (
     ELEMENT,
     HALF,
@@ -186,7 +186,6 @@ def multiply(
     # tile: otherwise the products would stay in registers beside the results until the next tile replaces them.
     KEPT: gl.constexpr = FRESH and stores[2] is None and not W.SCALED
     FIRST: gl.constexpr = FRESH and LORA_STEPS == 0
-    OF_THIRD: gl.constexpr = stores_of_third(ACTIVATION, stores[0] is not None)
     acc = gl.zeros((PART, WIDTH), gl.float32, of_acc)
     step = 0
     for _turn in range(gl.cdiv(tiles * N_TILES, gl.num_programs(0))):
@@ -206,13 +205,13 @@ def multiply(
                     acc, third, step, ring, columns, which, STEPS, BY, W, GATHERED, FIRST
                 )
                 store_part(
-                    third, stores, results, which, which * HALF, 0, order, first + 2 * PART, end, n_tile, numbers, W
+                    third, stores, results, which, which * HALF, order, first + 2 * PART, end, n_tile, numbers, W
                 )
             else:
                 if LORA_STEPS > 0:
                     acc, step = accumulate(acc, step, ring, lora_columns, which, LORA_STEPS, LORA_BY, W, False, FRESH)
                 acc, step = accumulate(acc, step, ring, columns, which, STEPS, BY, W, GATHERED, FIRST)
-            store_part(acc, stores, results, which, 0, OF_THIRD, order, begin, end, n_tile, numbers, W)
+            store_part(acc, stores, results, which, 0, order, begin, end, n_tile, numbers, W)
         else:
             for _k in range(gl.where(first < end, LORA_STEPS + STEPS, 1)):
                 mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
@@ -353,8 +352,6 @@ def hopper_plan(p: Product, weight: Read, lora: Read) -> Plan:
     of_stage = (PARTS.value * PART.value + WIDTH.value) * STEP.value * ELEMENT.value
     of_results = 2 * BUFFERS.value * PART.value * STORED.value * ELEMENT.value if by_tma else OF_STORES
     stages = (layout.shared_memory() - of_results) // of_stage
-    if p.share:  # so that programs that read the same weight are at nearly the same step, and it stays in L2
-        stages = min(3, stages)
     work = Work(
         p.E, p.N, p.K, p.R, activation, o.interleaved, p.share, p.scale != 1, p.scatter, p.x_row, *weight, *lora,
         stages, by_tma, is_far(p),

@@ -39,17 +39,16 @@ def store_tile(to, row, there, n0, N: gl.constexpr, ROW: gl.constexpr, tile):
 
 @gluon.jit
 def store_columns(
-    to, descriptor, results, which: gl.constexpr, EARLIER: gl.constexpr, BEFORE: gl.constexpr, first, n0, columns
+    to, descriptor, results, which: gl.constexpr, EARLIER: gl.constexpr, first, n0, columns
 ):  # fmt: skip
     """Copy STORED columns of a part to shared memory, which a descriptor stores while the warps go on.
 
-    EARLIER: how many stores of the same part come before this one. BEFORE: how many of the third part, if they came
-    before and descriptors made them, else 0. This waits for those that read the same buffer, and for all of earlier
-    parts and tiles.
+    EARLIER: how many stores of the same part come before this one. This waits for those that read the same buffer, and
+    for all of earlier parts and tiles.
     """
     PENDING: gl.constexpr = EARLIER if EARLIER < BUFFERS else BUFFERS - 1
     tma.store_wait(PENDING)
-    shared = results.index(which * BUFFERS + (BEFORE + EARLIER) % BUFFERS)
+    shared = results.index(which * BUFFERS + EARLIER % BUFFERS)
     shared.store(columns.to(to.dtype.element_ty))
     hopper.fence_async_shared()
     tma.async_copy_shared_to_global(descriptor, [first, n0], shared)
@@ -57,23 +56,22 @@ def store_columns(
 
 @gluon.jit
 def store_rows(
-    to, descriptor, results, which: gl.constexpr, EARLIER: gl.constexpr, BEFORE: gl.constexpr, first, whole, row, there,
-    n0, N: gl.constexpr, ROW: gl.constexpr, tile,
+    to, descriptor, results, which: gl.constexpr, EARLIER: gl.constexpr, first, whole, row, there, n0,
+    N: gl.constexpr, ROW: gl.constexpr, tile,
 ):  # fmt: skip
     """`store_tile`, or `store_columns` for a tile of ``whole`` consecutive rows, from the ``first`` on.
 
-    ``results`` is None if no descriptor can store them. EARLIER and BEFORE: as in `store_columns`, but EARLIER counts
-    calls of this function.
+    ``results`` is None if no descriptor can store them. EARLIER: as in `store_columns`, but of calls of this function.
     """
     if results is None:
         store_tile(to, row, there, n0, N, ROW, tile)
     elif whole:
         if tile.shape[1] == STORED:
-            store_columns(to, descriptor, results, which, EARLIER, BEFORE, first, n0, tile)
+            store_columns(to, descriptor, results, which, EARLIER, first, n0, tile)
         else:
             left, right = gl.split(tile.reshape((PART, 2, STORED)).permute((0, 2, 1)))
-            store_columns(to, descriptor, results, which, 2 * EARLIER, BEFORE, first, n0, left)
-            store_columns(to, descriptor, results, which, 2 * EARLIER + 1, BEFORE, first, n0 + STORED, right)
+            store_columns(to, descriptor, results, which, 2 * EARLIER, first, n0, left)
+            store_columns(to, descriptor, results, which, 2 * EARLIER + 1, first, n0 + STORED, right)
     else:
         store_tile(to, row, there, n0, N, ROW, tile)
 
@@ -113,20 +111,14 @@ def halves_of(acc):
     return left.reshape((PART, N)), right.reshape((PART, N))
 
 
-@gluon.constexpr_function
-def stores_of_third(activation, has_h):
-    """How many stores of a descriptor the third part takes, for each group of warps."""
-    return 2 if activation == "" else 3 if has_h else 1
-
-
 @gluon.jit
 def store_part(
-    products, stores, results, which: gl.constexpr, FIRST: gl.constexpr, BEFORE: gl.constexpr, order, begin, end,
-    n_tile, numbers, W: gl.constexpr,
+    products, stores, results, which: gl.constexpr, FIRST: gl.constexpr, order, begin, end, n_tile, numbers,
+    W: gl.constexpr,
 ):  # fmt: skip
     """Store the products of a part of the rows with the columns of a tile from FIRST on, as `multiply` has them.
 
-    Its sorted rows begin at ``begin``. BEFORE: as in `store_columns`.
+    Its sorted rows begin at ``begin``.
     """
     N: gl.constexpr = W.N
     ACTIVATION: gl.constexpr = W.ACTIVATION
@@ -154,15 +146,15 @@ def store_part(
             END: gl.constexpr = 2 * N if W.INTERLEAVED else N
             UP: gl.constexpr = COUNT // 2 if W.INTERLEAVED else 0
             h_up = h if W.INTERLEAVED else h + N
-            store_rows(h, of_h, shared, which, 0, BEFORE, begin, whole, row, there, n_h, END, 2 * N, left)
-            store_rows(h_up, of_up, shared, which, 1, BEFORE, begin, whole, row, there, n_h + UP, END, 2 * N, right)
+            store_rows(h, of_h, shared, which, 0, begin, whole, row, there, n_h, END, 2 * N, left)
+            store_rows(h_up, of_up, shared, which, 1, begin, whole, row, there, n_h + UP, END, 2 * N, right)
         gate, up = left, right
         if W.INTERLEAVED:
             gate, up = gl.split(products.reshape((PART, COUNT // 2, 2)))
         y, _by_gate, _by_up = activate_tile(gate, up, alpha, limit, ACTIVATION, True)
         y = times_weights(y, weights, assignment, there)
         EARLIER: gl.constexpr = 0 if h is None else 2
-        store_rows(out, of_out, shared, which, EARLIER, BEFORE, first, is_range, at, there, n0, N, N, y)
+        store_rows(out, of_out, shared, which, EARLIER, first, is_range, at, there, n0, N, N, y)
     else:
         n0 = n_tile * WIDTH + FIRST
         if W.SCALED:
@@ -170,5 +162,5 @@ def store_part(
             right *= scale
         left = times_weights(left, weights, assignment, there)
         right = times_weights(right, weights, assignment, there)
-        store_rows(out, of_out, shared, which, 0, BEFORE, first, is_range, at, there, n0, N, N, left)
-        store_rows(out, of_out, shared, which, 1, BEFORE, first, is_range, at, there, n0 + COUNT // 2, N, N, right)
+        store_rows(out, of_out, shared, which, 0, first, is_range, at, there, n0, N, N, left)
+        store_rows(out, of_out, shared, which, 1, first, is_range, at, there, n0 + COUNT // 2, N, N, right)
