@@ -14,6 +14,7 @@ from onepass.backend import backend_of
 from onepass.core.options import PACKED, Average, Options
 from onepass.logits import source
 from onepass.softmax import statistics as primitive
+from onepass.softmax.prepared_average import addresses_of
 from paths import interpreted
 
 cross_entropy = sys.modules["onepass.losses.cross_entropy"]
@@ -144,6 +145,10 @@ def few_rows_of(device, name):
         target = target.repeat_interleave(2)[::2]
     elif name == "not aligned":
         x = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    elif name == "target not aligned":
+        target = torch.cat([target.new_zeros(1), target])[1:]
+    elif name == "negated target":
+        target = torch._neg_view(-target)
     elif name == "float64":
         x = x.double()
     elif name in ("bfloat16", "float16"):
@@ -164,7 +169,8 @@ def few_rows_of(device, name):
 FEW = "", "sum", "transformed", "0", "bfloat16", "float16", "int32", "few dimensions", "more dimensions", "many rows"
 OTHERS = (
     "rows", "softcap", "z-loss", "smoothed", "in place", "items", "late", "mask", "huge", "temperatures", "weights",
-    "no rows", "every other row", "every other target", "not aligned", "float64", "too many rows",
+    "no rows", "every other row", "every other target", "not aligned", "target not aligned", "negated target",
+    "float64", "too many rows",
 )  # fmt: skip
 
 
@@ -342,16 +348,17 @@ def test_a_repeated_launch_is_given_what_the_checked_one_is(device, monkeypatch,
         [None if t is None else t.data_ptr() for t in given]))  # fmt: skip
     monkeypatch.setattr(module, "start", lambda known, index, pointers: seen.append([*pointers]))
     monkeypatch.setattr(module, "zeros", zeros)
+    monkeypatch.setattr(module, "empty", lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype))
     found = []
     for known in (None, SimpleNamespace(workspace=64)):
-        monkeypatch.setattr(module, "repeat", lambda *_, known=known: ("its key", known))
         monkeypatch.setattr(module, "repeated", lambda key, known=known: known)
         total, gradient, numbers = launches.average(logits, index, last)
         if few:
             spaces.clear()  # it is the numbers
         assert gradient.shape == logits.shape and gradient.stride() == logits.stride() and total.shape == ()
         forward = names(numbers, gradient, total)
-        launches.correct(logits, index, numbers, upstream, gradient)
+        at = addresses_of(logits, index, numbers, gradient)
+        launches.correct(logits, index, numbers, upstream, gradient, at)
         found.append((forward, names(numbers, gradient), numbers.shape, numbers.dtype))
     (checked, *rest), (again, *same) = found
     of_loss = 0 if few else 1
@@ -368,6 +375,37 @@ def test_a_repeated_launch_is_given_what_the_checked_one_is(device, monkeypatch,
         assert checked[0] == [0, 4, given, None, None if first else "last"] and checked[1][12] == 4
         assert checked[2] == [log_probs, "index", None, 0, "total"] and workspace == "space"
         assert log_probs + 5 <= numbers.numel()
+
+
+@pytest.mark.parametrize("what", ["the same", "moved", "upstream not aligned", "upstream negated"])
+def test_a_correction_is_repeated_for_tensors_of_the_same_layout_only(device, monkeypatch, what):
+    """Hooks may have moved what was saved, and the upstream gradient is the caller's."""
+    if not interpreted(device):
+        pytest.skip("only the choice between two launches is looked at")
+    module = sys.modules[backend_of(torch.zeros(1, device=device)).prepare_average.__module__]
+    monkeypatch.setattr(sys.modules["onepass.kernels.softmax_loss"], "LEAST_LOGITS", 0)
+    logits, index = torch.randn(5, 96, device=device), torch.arange(5, device=device)
+    launches = module.prepare_average(logits, index, Average(-1.0, True, None, -100), Options("log_probs", masked=-100))
+    _, gradient, numbers = launches.average(logits, index, None)
+    how = []
+    monkeypatch.setattr(module, "repeated", lambda key: "a launch")
+    monkeypatch.setattr(module, "launch", lambda *_: how.append("checked"))
+    monkeypatch.setattr(module, "start", lambda *_: how.append("repeated"))
+    upstream = torch.ones(2, device=device)[1] if what == "upstream not aligned" else torch.ones((), device=device)
+    upstream = torch._neg_view(upstream) if what == "upstream negated" else upstream
+    at = None if what == "moved" else addresses_of(logits, index, numbers, gradient)
+    launches.correct(logits, index, numbers, upstream, gradient, at)
+    assert how == ["repeated" if what == "the same" else "checked"]
+
+
+@pytest.mark.parametrize("at", [1.0, 3.0])
+def test_upstream_gradients_anywhere_in_memory(batch, early, at):
+    """Not aligned, expanded, negated."""
+    x, target = batch
+    (expected,) = torch.autograd.grad(onepass.cross_entropy(x, target) * at, x)
+    number = torch.tensor([0.0, at], device=x.device)
+    for upstream in (number[1], number[1:].expand(3)[2], torch._neg_view(-number[1])):
+        assert torch.equal(torch.autograd.grad(onepass.cross_entropy(x, target), x, upstream)[0], expected)
 
 
 def test_one_row_has_the_launches_of_its_stride(device, monkeypatch):

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from onepass.core.options import PACKED, Average, Inputs, Options
-from onepass.kernels.launch import launch, repeat, repeated, start
+from onepass.kernels.launch import launch, repeated, start
 from onepass.kernels.layout import layout_of, power_of_two
 from onepass.kernels.row_average import plan_of_average, plan_of_weight
 from onepass.kernels.softmax_gradient import plan_for as plan_for_gradient
 from onepass.kernels.softmax_loss import FEW_ROWS, NO_STRIDES, NONE, reads_once
 from onepass.kernels.softmax_loss import plan_for as plan_for_loss
-from onepass.kernels.zeros import zeros
+from onepass.kernels.zeros import empty, zeros
 
 OF_FIELDS = False, False, False, False, True  # which fields have an upstream gradient: the log-probs
 # Bytes of a float32; where the guessed upstream gradient of a row begins, and where the statistics do.
@@ -57,64 +57,69 @@ class PreparedAverage:
     def average(self, logits: Tensor, index: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """The average, its gradient for the upstream gradient of the ``last`` one (None: 1), and the numbers.
 
-        See `softmax_average`. The logits are contiguous and aligned to 16 bytes.
+        See `softmax_average`. Logits and index are contiguous, aligned to 16 bytes and on the current device.
         """
-        new = logits.new_empty_strided
-        gradient, total = new(logits.shape, logits.stride()), new((), (), dtype=torch.float32)
-        inputs = (logits, index) if last is None else (logits, index, last)
-        key, known = repeat((self, "average"), inputs)
-        if not self.at_once:
-            launches = known, repeated((key, "loss")), repeated((key, "mean"))
-            return total, gradient, self.several(logits, index, last, gradient, total, key, launches)
+        key = self, last is None
+        known = repeated(key)
         if known is None:
-            numbers = new((self.size,), (1,), dtype=torch.float32)
-            of_average = None, last, numbers, total
-            given = logits, gradient, None, index, index, None, *self.results(numbers), *NONE, *of_average
-            launch(plan_for_loss, self.of_loss, given, key)
+            return self.first_average(logits, index, last, key)
+        at, of_index, last_at = logits.data_ptr(), index.data_ptr(), None if last is None else last.data_ptr()
+        gradient, total = empty(logits.shape, logits.stride(), logits.dtype), empty((), (), torch.float32)
+        inputs = at, gradient.data_ptr(), None, of_index, of_index, None
+        if self.at_once:
+            numbers = zeros(self.size, logits.device, torch.float32)
+            to = numbers.data_ptr()
+            of_average = None, last_at, to, total.data_ptr(), to + WORD * self.workspace
+            start(known, logits.get_device(), (*inputs, *self.results_at(to), *NONE, *of_average))
             return total, gradient, numbers
-        numbers = zeros(self.size, logits.device, torch.float32)
-        at, of_index = numbers.data_ptr(), index.data_ptr()
-        of_average_at = None, None if last is None else last.data_ptr(), at, total.data_ptr()
-        given_at = logits.data_ptr(), gradient.data_ptr(), None, of_index, of_index, None
-        workspace = at + WORD * self.workspace
-        start(known, logits.get_device(), (*given_at, *self.results_at(at), *NONE, *of_average_at, workspace))
+        of_weight, of_mean, device = repeated((key, "weight")), repeated((key, "mean")), logits.get_device()
+        if of_weight is None or of_mean is None:
+            return self.first_average(logits, index, last, key)
+        numbers = empty((self.size,), (1,), torch.float32)
+        to = numbers.data_ptr()
+        guess_at = to + WORD * GUESS
+        start(of_weight, device, (to, guess_at, of_index if self.counted else None, None, last_at))
+        space = zeros(known.workspace, logits.device).data_ptr() if known.workspace else None
+        start(known, device, (*inputs, *self.results_at(to), *NONE[:3], guess_at, *NONE, space))
+        start(of_mean, device, (to + WORD * self.log_probs, of_index, None, to, total.data_ptr()))
         return total, gradient, numbers
 
-    def several(
-        self, logits: Tensor, index: Tensor, last: Tensor | None, gradient: Tensor, total: Tensor, key: Any,
-        launches: tuple[Any, ...],
-    ) -> Tensor:  # fmt: skip
-        """The numbers, by three launches: the weight of a row, the statistics and the gradient, and the average."""
-        numbers = logits.new_empty_strided((self.size,), (1,), dtype=torch.float32)
-        if None in launches:
-            guess = numbers[GUESS : GUESS + 1]
-            launch(plan_of_weight, self.of_rows, (numbers, guess, index if self.counted else None, None, last), key)
-            given = logits, gradient, None, index, index, None, *self.results(numbers), *NONE[:3], guess, *NONE
-            launch(plan_for_loss, self.of_loss, given, (key, "loss"))
-            log_probs = self.results(numbers)[1]
-            launch(plan_of_average, self.of_rows, (log_probs, index, None, numbers, total), (key, "mean"))
-            return numbers
-        of_weight, of_loss, of_mean = launches
-        device, at, of_index = logits.get_device(), numbers.data_ptr(), index.data_ptr()
-        guess_at, last_at = at + WORD * GUESS, None if last is None else last.data_ptr()
-        start(of_weight, device, (at, guess_at, of_index if self.counted else None, None, last_at))
-        space = zeros(of_loss.workspace, logits.device) if of_loss.workspace else None
-        given_at = logits.data_ptr(), gradient.data_ptr(), None, of_index, of_index, None, *self.results_at(at)
-        space_at = None if space is None else space.data_ptr()
-        start(of_loss, device, (*given_at, *NONE[:3], guess_at, *NONE, space_at))
-        start(of_mean, device, (at + WORD * self.log_probs, of_index, None, at, total.data_ptr()))
-        return numbers
+    def first_average(
+        self, logits: Tensor, index: Tensor, last: Tensor | None, key: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The `average` by launches that are not prepared yet, which are kept by the ``key``."""
+        new = logits.new_empty_strided
+        gradient, total = new(logits.shape, logits.stride()), new((), (), dtype=torch.float32)
+        numbers = new((self.size,), (1,), dtype=torch.float32)
+        given = logits, gradient, None, index, index, None, *self.results(numbers)
+        if self.at_once:
+            launch(plan_for_loss, self.of_loss, (*given, *NONE, None, last, numbers, total), key)
+            return total, gradient, numbers
+        guess, log_probs = numbers[GUESS : GUESS + 1], self.results(numbers)[1]
+        mask = index if self.counted else None
+        launch(plan_of_weight, self.of_rows, (numbers, guess, mask, None, last), (key, "weight"))
+        launch(plan_for_loss, self.of_loss, (*given, *NONE[:3], guess, *NONE), key)
+        launch(plan_of_average, self.of_rows, (log_probs, index, None, numbers, total), (key, "mean"))
+        return total, gradient, numbers
 
-    def correct(self, logits: Tensor, index: Tensor, numbers: Tensor, upstream: Tensor, gradient: Tensor) -> None:
-        """Write the gradient again if it was computed for another upstream gradient: see `softmax_gradient`."""
-        key, known = repeat((self, "correct"), (logits, index, numbers, upstream, gradient))
-        if known is None:
+    def correct(
+        self, logits: Tensor, index: Tensor, numbers: Tensor, upstream: Tensor, gradient: Tensor,
+        at: tuple[int, ...] | None,
+    ) -> None:  # fmt: skip
+        """Write the gradient again if it was computed for another upstream gradient: see `softmax_gradient`.
+
+        Args:
+            at: the addresses of logits, index, numbers and gradient, if these are still the tensors of `average`; None
+                if they may have another layout.
+        """
+        known, of_upstream = repeated(self), upstream.data_ptr()
+        if at is None or known is None or of_upstream & 15 or not of_upstream or upstream.is_neg():
             of_rows = numbers, gradient, index, index, None, self.packed(numbers)
-            launch(plan_for_gradient, self.of_gradient, (logits, None, *of_rows, *NONE, upstream), key)
+            launch(plan_for_gradient, self.of_gradient, (logits, None, *of_rows, *NONE, upstream), self)
             return
-        at, of_index = numbers.data_ptr(), index.data_ptr()
-        of_rows_at = at, gradient.data_ptr(), of_index, of_index, None, at + WORD * FIRST
-        start(known, logits.get_device(), (logits.data_ptr(), None, *of_rows_at, *NONE, upstream.data_ptr()))
+        of_logits, of_index, of_numbers, to = at
+        of_rows_at = of_numbers, to, of_index, of_index, None, of_numbers + WORD * FIRST
+        start(known, logits.get_device(), (of_logits, None, *of_rows_at, *NONE, of_upstream))
 
     def packed(self, numbers: Tensor) -> Tensor:
         """The statistics of the rows."""

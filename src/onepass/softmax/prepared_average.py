@@ -26,7 +26,10 @@ def prepared_average(logits: Any, index: Any, average: Average, options: Options
     """
     if not are_ordinary(logits, index) or not (logits.requires_grad and torch.is_grad_enabled()):
         return None
-    if not (logits.is_contiguous() and index.is_contiguous()) or logits.data_ptr() & 15 or is_debugging():
+    if not (logits.is_contiguous() and index.is_contiguous()) or logits.is_neg() or index.is_neg() or is_debugging():
+        return None
+    at, of_index = logits.data_ptr(), index.data_ptr()
+    if (at | of_index) & 15 or not (at and of_index):  # 0: torch's lazy zeros
         return None
     backend = backend_of(logits)
     of_index = index.shape, index.dtype, index.device
@@ -37,7 +40,7 @@ def prepared_average(logits: Any, index: Any, average: Average, options: Options
     except KeyError:
         launches = backend.prepare_average(logits, index, average, options) if are_valid(logits, index) else None
         keep(_known, key, launches)
-    if launches is None:
+    if launches is None or (logits.is_cuda and logits.get_device() != torch.cuda.current_device()):
         return None
     return _apply(logits, index, launches, options)
 
@@ -49,11 +52,17 @@ def are_valid(logits: Tensor, index: Tensor) -> bool:
     return logits.dim() > 0 and index.shape == logits.shape[:-1] and logits.numel() > 0
 
 
+def addresses_of(*tensors: Tensor) -> tuple[int, ...]:
+    """Where the values of the tensors begin."""
+    return tuple([t.data_ptr() for t in tensors])
+
+
 class _Average(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, index: Tensor, launches: Any, options: Options) -> Tensor:
         total, gradient, numbers = launches.average(logits, index, last_row_weight(logits))
         ctx.save_for_backward(logits, index, numbers, gradient)
+        ctx.at = addresses_of(logits, index, numbers, gradient)
         ctx.launches, ctx.options, ctx.given = launches, options, False
         return total
 
@@ -69,7 +78,8 @@ class _Average(torch.autograd.Function):
             return gradient, None, None, None
         ctx.given = True
         gradient = early.data  # a second backward unpacks the saved tensor again, which must not seem to be modified
-        ctx.launches.correct(logits, index, numbers, upstream, gradient)
+        at = addresses_of(logits, index, numbers, gradient)
+        ctx.launches.correct(logits, index, numbers, upstream, gradient, at if at == ctx.at else None)
         keep_row_weight(logits, numbers)
         return gradient, None, None, None
 
