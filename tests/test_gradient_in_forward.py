@@ -347,8 +347,13 @@ def test_a_repeated_launch_is_given_what_the_checked_one_is(device, monkeypatch,
     monkeypatch.setattr(module, "launch", lambda plan, about, given, key: seen.append(
         [None if t is None else t.data_ptr() for t in given]))  # fmt: skip
     monkeypatch.setattr(module, "start", lambda known, index, pointers: seen.append([*pointers]))
+
+    def empty(size, stride, dtype):
+        assert type(size) is type(stride) is tuple  # torch's own function takes no subclass
+        return torch.empty_strided(size, stride, dtype=dtype)
+
     monkeypatch.setattr(module, "zeros", zeros)
-    monkeypatch.setattr(module, "empty", lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype))
+    monkeypatch.setattr(module, "empty", empty)
     found = []
     for known in (None, SimpleNamespace(workspace=64)):
         monkeypatch.setattr(module, "repeated", lambda key, known=known: known)

@@ -43,6 +43,7 @@ class PreparedAverage:
 
     def __init__(self, logits: Tensor, rows: int, average: Average, options: Options) -> None:
         self.rows, self.counted, self.at_once = rows, average.counted, rows <= FEW_ROWS
+        self.like = tuple(logits.shape), logits.stride(), logits.dtype  # the arguments of `empty`
         flat = layout_of(logits.view(-1, logits.shape[-1]))
         how = (average.factor, average.counted) if self.at_once else None
         self.of_loss = flat, flat[1][0], False, NO_STRIDES, options, how  # the arguments of `softmax_loss.plan_for`
@@ -64,7 +65,7 @@ class PreparedAverage:
         if known is None:
             return self.first_average(logits, index, last, key)
         at, of_index, last_at = logits.data_ptr(), index.data_ptr(), None if last is None else last.data_ptr()
-        gradient, total = empty(logits.shape, logits.stride(), logits.dtype), empty((), (), torch.float32)
+        gradient, total = empty(*self.like), empty((), (), torch.float32)
         inputs = at, gradient.data_ptr(), None, of_index, of_index, None
         if self.at_once:
             numbers = zeros(self.size, logits.device, torch.float32)

@@ -16,7 +16,7 @@ _rows: dict[tuple[Any, ...], list[torch.Tensor]] = {}  # by device, stream, size
 
 
 def empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialized memory on the current device."""
+    """Uninitialized memory on the current device. Size and stride are tuples, and no subclass such as `torch.Size`."""
     return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
 
 
