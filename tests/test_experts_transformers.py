@@ -223,6 +223,26 @@ def to_compile(monkeypatch):
 ARGUMENTS = torch.randn(5, 24), torch.tensor([[0, 1]] * 5), torch.rand(5, 2)
 
 
+@pytest.mark.parametrize("unloads", [False, True])
+def test_adapters_are_not_merged_into_a_part_of_the_experts(unloads):
+    """PEFT would add the product for all experts to those of this process."""
+    peft = pytest.importorskip("peft", "0.21")
+    block = torch.nn.ModuleDict({"experts": experts_of("qwen3_moe")})
+    config = peft.LoraConfig(r=3, init_lora_weights=False, target_modules=[],
+                             target_parameters=["experts.gate_up_proj"])  # fmt: skip
+    model = peft.PeftModel(block, config)
+    experts = next(m for m in model.modules() if type(m).__name__ == "Qwen3MoeExperts")
+    before = experts.gate_up_proj.detach().clone()
+    with onepass.patch("transformers"):
+        experts._is_expert_parallel = True  # as transformers' expert parallelism says
+        with pytest.raises(NotImplementedError, match="gate_up_proj: expected a weight that is whole on every process"):
+            model.merge_and_unload() if unloads else model.merge_adapter()
+        assert torch.equal(experts.gate_up_proj, before)
+        del experts._is_expert_parallel
+        model.merge_adapter()
+        assert not torch.equal(experts.gate_up_proj, before)
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_a_limit_that_changes(before, to_compile):
     """Before experts that have run are compiled, and after that."""

@@ -287,11 +287,14 @@ def test_what_is_no_plain_tensor_has_the_error_of_others(batch):
 
 
 @pytest.mark.parametrize("upstream", (1.0, 3.0))
-def test_what_hooks_unpack_may_have_another_layout(batch, early, upstream):
-    """As if it had been saved in memory with longer rows."""
+@pytest.mark.parametrize("layout", ("longer rows", "columns"))
+def test_what_hooks_unpack_may_have_another_layout(batch, early, upstream, layout):
+    """As if it had been saved in memory with longer rows, or column by column."""
     x, target = batch
 
     def unpack(t):
+        if layout == "columns":
+            return t.mT.contiguous().mT if t.dim() > 1 else t
         wide = torch.full((*t.shape[:-1], t.shape[-1] + 8), 5, dtype=t.dtype, device=t.device) if t.dim() else t
         return wide[..., : t.shape[-1]].copy_(t) if t.dim() else t
 

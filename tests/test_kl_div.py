@@ -234,6 +234,18 @@ def test_bitwise_the_same_from_run_to_run(device, monkeypatch, splits):
         assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0]))
 
 
+@pytest.mark.parametrize("direction", ["forward", "jsd"])
+def test_what_hooks_unpack_may_be_stored_by_columns(device, direction):
+    def unpack(t):
+        return t.mT.contiguous().mT if t.dim() > 1 else t
+
+    student, teacher = torch.randn(2, 6, 9, device=device).requires_grad_().unbind()
+    expected = torch.autograd.grad(onepass.kl_div(student, teacher, direction=direction), student)[0]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        loss = onepass.kl_div(student, teacher, direction=direction)
+    assert torch.equal(torch.autograd.grad(loss, student)[0], expected)
+
+
 def test_no_second_derivative(device):
     x, y = torch.randn(2, 9, device=device, requires_grad=True), torch.randn(2, 9, device=device)
     with pytest.raises(RuntimeError, match="second derivatives"):

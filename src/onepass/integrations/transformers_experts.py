@@ -324,8 +324,18 @@ def activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
 
 
 def merge_lora(self: Any, *args: Any, **kwargs: Any) -> None:
-    """`ParamWrapper.merge`, with an error where PEFT would add the adapter to a decoded copy, and lose it."""
+    """`ParamWrapper.merge`, with an error where PEFT would add the adapter to a decoded copy, and lose it.
+
+    It is also an error where PEFT would add the product for all experts to a part of the weight.
+    """
     check_not_quantized(self, "merge an adapter into it")
+    factors = [module.weight for of_all in (self.lora_A, self.lora_B) for module in of_all.values()]
+    is_part = hasattr(self.get_param(), "device_mesh") and not all([hasattr(f, "device_mesh") for f in factors])
+    if is_part or getattr(self.get_base_layer(), "_is_expert_parallel", False):
+        raise NotImplementedError(
+            f"{self.parameter_name}: expected a weight that is whole on every process, to merge an adapter into it, "
+            "got one that is sharded over processes; save the adapter, and merge it where the model is not sharded"
+        )
     original(*PEFT_MERGE)(self, *args, **kwargs)
 
 

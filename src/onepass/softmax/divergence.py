@@ -16,6 +16,7 @@ from onepass.core.dispatch import check_upstream, empty_gradient, operation
 from onepass.core.options import DIVERGENCE, PAIR_NUMBERS, PairOptions, PairRows, empty_pair_numbers, normalizers
 from onepass.core.shard import NOT_SHARDED, PAIR_STATE, Shard
 from onepass.softmax.shards import merge_states, state_of_rows
+from onepass.softmax.statistics import with_contiguous_rows
 
 MEANS = [n for n, name in enumerate(PAIR_NUMBERS) if name.endswith("mean") or n == DIVERGENCE]
 
@@ -27,7 +28,7 @@ def divergence_of(
 
     Arguments must be checked already. If the vocabulary is sharded, ``options.columns`` counts columns of this process.
     """
-    student, teacher = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (student, teacher))
+    student, teacher = map(with_contiguous_rows, (student, teacher))
     if torch.is_grad_enabled() and (student.requires_grad or teacher.requires_grad):
         return _Divergence.apply(student, teacher, *read, shard, options)
     return pair_numbers(student, teacher, read, shard, options)[DIVERGENCE]
@@ -109,6 +110,7 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         check_upstream(grad)
         student, teacher, *read, packed = ctx.saved_tensors
+        student, teacher = map(with_contiguous_rows, (student, teacher))
         found = _gradient(student, teacher, PairRows(*read), packed, grad, list(ctx.needs_input_grad[:2]), ctx.options)
         return *found, *[None] * 5
 

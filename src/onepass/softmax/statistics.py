@@ -114,8 +114,8 @@ def statistics_of(
             index is relative to the first column, and the class weights are those of these columns. The fields are the
             same on all ranks.
     """
-    if logits.stride()[-1] != 1 and logits.shape[-1] > 1 and not inplace_backward:
-        logits = logits.contiguous()
+    if not inplace_backward:
+        logits = with_contiguous_rows(logits)
     if inplace_backward and not torch.compiler.is_compiling():
         check_inplace(logits)
     if torch.is_grad_enabled() and logits.requires_grad:
@@ -309,7 +309,8 @@ class _Statistics(torch.autograd.Function):
         upstream = upstream_of(grads, row_weight, ctx.options)
         if early is not None and upstream.row_weight is not None and not ctx.written:
             ctx.written = True  # and given away: a second backward computes another gradient
-            grad = early.data  # a second backward unpacks the saved tensor again, which must not seem to be modified
+            # A second backward unpacks the saved tensor again, which must not seem to be modified.
+            grad = with_contiguous_rows(early.data)
             write_gradient(logits, inputs, packed, upstream, ctx.size, ctx.options, grad, again=True)
             if ctx.size:  # else nothing was launched
                 keep_row_weight(logits, row_weight)
@@ -349,11 +350,16 @@ def _gradient(
     return out
 
 
+def with_contiguous_rows(x: Tensor) -> Tensor:
+    """The tensor, or a contiguous copy: the caller, or a hook of saved tensors, may have any layout."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
 def write_gradient(
     logits: Tensor, inputs: Inputs, packed: Tensor, grads: FieldGradients, size: int, options: Options, out: Tensor,
     again: bool = False,
 ) -> None:  # fmt: skip
     """Write the gradient of the columns that are not padding. For ``again``, see `kernels.softmax_gradient`."""
     if size:
-        x, to = leading_columns(logits, size), leading_columns(out, size)
+        x, to = leading_columns(with_contiguous_rows(logits), size), leading_columns(out, size)
         backend_of(logits).softmax_gradient(x, inputs, packed, grads, options, to, again)
