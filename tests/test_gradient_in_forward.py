@@ -179,7 +179,8 @@ WITHOUT = OTHERS[:1] + OTHERS[2:11]  # calls that are known by their options to 
 
 @pytest.mark.parametrize("name", (*FEW, *OTHERS))
 def test_few_rows_are_computed_as_others(device, monkeypatch, name):
-    """The result and the gradients, bitwise, for right and wrong guesses, and in two backwards of a call."""
+    """The result and the gradients, bitwise, for right and wrong guesses, and in two backwards of a call; the result
+    without a gradient, too."""
     x, target, options = few_rows_of(device, name)
     if name == "many rows":
         for module in ("softmax_loss", "prepared_average"):
@@ -209,9 +210,11 @@ def test_few_rows_are_computed_as_others(device, monkeypatch, name):
             twice = 1 if name == "in place" else 2
             grads = [torch.autograd.grad(loss, leaf, n * grad, retain_graph=n < twice)[0] for n in range(1, 1 + twice)]
             found[-1] += [loss.detach(), *[g.clone() for g in grads]]
+        found[-1].append(onepass.cross_entropy(x.detach(), target, **options))
     assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(*found))
     on_kernels = backend_of(x).__name__ == "onepass.kernels"
-    assert [t is not None for t in taken] == ([on_kernels and name in FEW] * 3 if name not in WITHOUT else [])
+    expected = [on_kernels and name in FEW] * 3 + [on_kernels and name in (*FEW, "softcap")]
+    assert [t is not None for t in taken] == ([] if name in WITHOUT else expected)
 
 
 def test_every_backward_of_a_mean_has_a_gradient_of_its_own(batch, early):
@@ -330,7 +333,7 @@ def test_a_repeated_launch_is_given_what_the_checked_one_is(device, monkeypatch,
     monkeypatch.setattr(sys.modules["onepass.kernels.softmax_loss"], "LEAST_LOGITS", 0)
     logits, index = torch.randn(5, 96, device=device), torch.arange(5, device=device)
     average = Average(-1.0, counted, None, -100)
-    launches = module.prepare_average(logits, index, average, Options("log_probs", masked=-100))
+    launches = module.prepare_average(logits, index, average, Options("log_probs", masked=-100), True)
     last, upstream = None if first else torch.zeros(8, device=device), torch.ones((), device=device)
     seen, spaces = [], []
 
@@ -385,6 +388,40 @@ def test_a_repeated_launch_is_given_what_the_checked_one_is(device, monkeypatch,
         assert log_probs + 5 <= numbers.numel()
 
 
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_repeated_launch_without_a_gradient_is_given_what_the_checked_one_is(device, monkeypatch, counted):
+    if not interpreted(device):
+        pytest.skip("only the pointers are compared, not what a kernel does with them")
+    module = sys.modules[backend_of(torch.zeros(1, device=device)).prepare_average.__module__]
+    logits, index = torch.randn(5, 96, device=device), torch.arange(5, device=device)
+    how = Average(-1.0, counted, None, -100), Options("log_probs", masked=-100)
+    launches, seen, made = module.prepare_average(logits, index, *how, False), [], []
+
+    def empty(size, stride, dtype):
+        assert type(size) is type(stride) is tuple
+        made.append(torch.empty_strided(size, stride, dtype=dtype))
+        return made[-1]
+
+    monkeypatch.setattr(module, "launch", lambda plan, about, given, key: seen.append(
+        [None if t is None else t.data_ptr() for t in given]))  # fmt: skip
+    monkeypatch.setattr(module, "start", lambda known, index, pointers: seen.append([*pointers]))
+    monkeypatch.setattr(module, "zeros", lambda n, device: torch.zeros(n, dtype=torch.int32))
+    monkeypatch.setattr(module, "empty", empty)
+    found = []
+    for known in (None, SimpleNamespace(workspace=64)):
+        monkeypatch.setattr(module, "repeated", lambda key, known=known: known)
+        seen.clear()
+        total = launches.average(logits, index)
+        numbers, words = seen[1][3], {logits.data_ptr(): "logits", index.data_ptr(): "index", total.data_ptr(): "total"}
+        if known is not None:
+            assert seen[0].pop() is not None  # the workspace
+            assert made[1].data_ptr() == numbers and total is made[0] and made[1].numel() == launches.size
+        found.append([[p if p is None else words.get(p, (p - numbers) // 4) for p in each] for each in seen])
+    log_probs = 8 + 4 * -(-len(PACKED) * 5 // 4)
+    of_statistics = ["logits", None, "index", "index", None, 8, log_probs, None]
+    assert found == [[of_statistics, [log_probs, "index", None, 0, "total"]]] * 2 and launches.size >= log_probs + 5
+
+
 @pytest.mark.parametrize("what", ["the same", "moved", "upstream not aligned", "upstream negated"])
 def test_a_correction_is_repeated_for_tensors_of_the_same_layout_only(device, monkeypatch, what):
     """Hooks may have moved what was saved, and the upstream gradient is the caller's."""
@@ -393,7 +430,8 @@ def test_a_correction_is_repeated_for_tensors_of_the_same_layout_only(device, mo
     module = sys.modules[backend_of(torch.zeros(1, device=device)).prepare_average.__module__]
     monkeypatch.setattr(sys.modules["onepass.kernels.softmax_loss"], "LEAST_LOGITS", 0)
     logits, index = torch.randn(5, 96, device=device), torch.arange(5, device=device)
-    launches = module.prepare_average(logits, index, Average(-1.0, True, None, -100), Options("log_probs", masked=-100))
+    how = Average(-1.0, True, None, -100), Options("log_probs", masked=-100)
+    launches = module.prepare_average(logits, index, *how, True)
     _, gradient, numbers = launches.average(logits, index, None)
     how = []
     monkeypatch.setattr(module, "repeated", lambda key: "a launch")

@@ -1,8 +1,8 @@
 """The average of the log-probs of logits, and its gradient, by launches that are prepared once for each shape.
 
 These are the launches of `softmax_average` and of `softmax_gradient`, for contiguous logits and one index per row: one
-in each direction for few rows, whose time is that of the host, and three and one for many. All small results are in one
-tensor.
+in each direction for few rows, whose time is that of the host, and three and one for many. Without a gradient they are
+those of `softmax_statistics` and `row_average`. All small results are in one tensor.
 """
 
 from typing import Any
@@ -17,6 +17,7 @@ from onepass.kernels.row_average import plan_of_average, plan_of_weight
 from onepass.kernels.softmax_gradient import plan_for as plan_for_gradient
 from onepass.kernels.softmax_loss import FEW_ROWS, NO_STRIDES, NONE, reads_once
 from onepass.kernels.softmax_loss import plan_for as plan_for_loss
+from onepass.kernels.softmax_statistics import plan_for as plan_for_statistics
 from onepass.kernels.zeros import empty, zeros
 
 OF_FIELDS = False, False, False, False, True  # which fields have an upstream gradient: the log-probs
@@ -135,20 +136,56 @@ class PreparedAverage:
         return at + WORD * FIRST, at + WORD * self.log_probs, None
 
 
+class PreparedValue:
+    """The launches for the average of logits of one shape, dtype and device without its gradient.
+
+    The ``numbers`` are one float32 tensor: the weight of a row, the statistics of the rows and their log-probs.
+
+    Args: those of `PreparedAverage`.
+    """
+
+    def __init__(self, logits: Tensor, rows: int, average: Average, options: Options) -> None:
+        self.rows, self.of_rows = rows, (rows, average.factor, average.counted, average.masked)
+        flat = layout_of(logits.view(-1, logits.shape[-1]))
+        self.of_statistics = flat, logits.device, rows, 1, options, False, False
+        self.log_probs = FIRST + aligned(len(PACKED) * rows)
+        self.size = self.log_probs + aligned(rows)
+
+    def average(self, logits: Tensor, index: Tensor) -> Tensor:
+        """The average. Logits and index are contiguous, aligned to 16 bytes and on the current device."""
+        known, of_mean = repeated(self), repeated((self, "mean"))
+        if known is None or of_mean is None:
+            total, numbers = (logits.new_empty(n, dtype=torch.float32) for n in ((), self.size))
+            packed, log_probs = numbers[FIRST:], numbers[self.log_probs : self.log_probs + self.rows]
+            given = logits, None, index, index, None, packed, log_probs, None
+            launch(plan_for_statistics, self.of_statistics, given, self)
+            launch(plan_of_average, self.of_rows, (log_probs, index, None, numbers, total), (self, "mean"))
+            return total
+        total, numbers = empty((), (), torch.float32), empty((self.size,), (1,), torch.float32)
+        device, of_index, to = logits.get_device(), index.data_ptr(), numbers.data_ptr()
+        packed_at, log_probs_at = to + WORD * FIRST, to + WORD * self.log_probs
+        space = zeros(known.workspace, logits.device).data_ptr() if known.workspace else None
+        given_at = logits.data_ptr(), None, of_index, of_index, None, packed_at, log_probs_at, None
+        start(known, device, (*given_at, space))
+        start(of_mean, device, (log_probs_at, of_index, None, to, total.data_ptr()))
+        return total
+
+
 def aligned(words: int) -> int:
     """The next multiple of 16 bytes."""
     return -(-words // 4) * 4
 
 
-def prepare_average(logits: Tensor, index: Tensor, average: Average, options: Options) -> Any:
+def prepare_average(logits: Tensor, index: Tensor, average: Average, options: Options, gradient: bool) -> Any:
     """`PreparedAverage` for tensors of these shapes, dtypes and devices; None if they need `softmax_statistics`.
 
     Args:
         logits: contiguous, aligned to 16 bytes.
         index: contiguous. It is the row mask, too.
         average: without a divisor.
+        gradient: whether the gradient is computed, too; otherwise this returns a `PreparedValue`.
     """
     rows = index.numel()
-    if rows > MOST_ROWS or not reads_once(logits, Inputs(index), options):
+    if rows > MOST_ROWS or (gradient and not reads_once(logits, Inputs(index), options)):
         return None
-    return PreparedAverage(logits, rows, average, options)
+    return (PreparedAverage if gradient else PreparedValue)(logits, rows, average, options)

@@ -14,7 +14,7 @@ def supports_early_gradient(logits: Tensor, inputs: Inputs) -> bool:
     return False
 
 
-def prepare_average(logits: Tensor, index: Tensor, average: Average, options: Options) -> Any:
+def prepare_average(logits: Tensor, index: Tensor, average: Average, options: Options, gradient: bool) -> Any:
     """Return None: there are no launches to prepare."""
     return None
 

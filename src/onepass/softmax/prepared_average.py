@@ -24,25 +24,27 @@ def prepared_average(logits: Any, index: Any, average: Average, options: Options
 
     Nothing is checked: None for tensors that are not valid, and for all others that `statistics_of` is needed for.
     """
-    if not are_ordinary(logits, index) or not (logits.requires_grad and torch.is_grad_enabled()):
+    if not are_ordinary(logits, index):
         return None
     if not (logits.is_contiguous() and index.is_contiguous()) or logits.is_neg() or index.is_neg() or is_debugging():
         return None
-    at, of_index = logits.data_ptr(), index.data_ptr()
-    if (at | of_index) & 15 or not (at and of_index):  # 0: torch's lazy zeros
+    at, index_at = logits.data_ptr(), index.data_ptr()
+    if (at | index_at) & 15 or not (at and index_at):  # 0: torch's lazy zeros
         return None
-    backend = backend_of(logits)
+    backend, gradient = backend_of(logits), logits.requires_grad and torch.is_grad_enabled()
     of_index = index.shape, index.dtype, index.device
     # A single row is contiguous with any stride, which determines its launches, as that of more rows does.
-    key = backend, logits.shape, logits.stride(), logits.dtype, logits.device, *of_index, average, options
+    key = backend, gradient, logits.shape, logits.stride(), logits.dtype, logits.device, *of_index, average, options
     try:
         launches = _known[key]
     except KeyError:
-        launches = backend.prepare_average(logits, index, average, options) if are_valid(logits, index) else None
+        launches = None
+        if are_valid(logits, index):
+            launches = backend.prepare_average(logits, index, average, options, gradient)
         keep(_known, key, launches)
     if launches is None or (logits.is_cuda and logits.get_device() != torch.cuda.current_device()):
         return None
-    return _apply(logits, index, launches, options)
+    return _apply(logits, index, launches, options) if gradient else launches.average(logits, index)
 
 
 def are_valid(logits: Tensor, index: Tensor) -> bool:
