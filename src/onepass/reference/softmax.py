@@ -72,6 +72,17 @@ def less(z: Tensor, shift: Tensor, x: Tensor, room: Tensor | None) -> Tensor:
     return z - shift if z is x else z.sub_(shift)
 
 
+def softmax(z: Tensor, x: Tensor, room: Tensor | None) -> Tensor:
+    """The softmax of ``z``, in ``room`` if there is one. Else ``z`` is overwritten, unless it is ``x``, the logits.
+
+    This takes torch less time than exponentials alone. The results add up to 1 only roughly, since torch divides them
+    by a sum of many numbers, one after the other. Whatever it divides by, the sum of ``exp(z - max(z))`` is that of the
+    results, divided by the largest of them.
+    """
+    room = room if room is not None or z is x else z
+    return torch.softmax(z, -1) if room is None else torch.softmax(z, -1, out=room)
+
+
 def temperature_of(temperature: Tensor | None, rows: slice) -> Tensor | None:
     """The temperatures ``(n,)`` of some rows."""
     return None if temperature is None else temperature.reshape(-1)[rows]
@@ -177,29 +188,32 @@ def read_rows(
             bad = shift.new_zeros(rows, 1, dtype=torch.bool) if bad is None else bad
             bad[group] |= none.unsqueeze(-1)
         shift[group] = top = z.amax(-1, keepdim=True)
-        to = rest[0] if rest else x
-        if w is not None and to.dtype == z.dtype:
-            z = less(z, top, x, to)
-        else:
-            is_logits = z is x
-            z = less(z, top, x, None if room is None else room[: len(z)])
-            room = z if room is None and is_logits else room
         if index is not None and per_index is not None:
             place = index[group]
-            per_index[group] = z.gather(-1, place)
+            per_index[group] = z.gather(-1, place).sub_(top)
             if is_top1 is not None:
                 is_top1[group] = place == z.argmax(-1, keepdim=True)
-        e = z.exp_() if of_sums else z.exp()
-        total[group] = sums = e.sum(-1, keepdim=True)
+        to = rest[0] if rest else x
+        written = w is not None and to.dtype == z.dtype
+        if of_sums:
+            p = softmax(z, x, to if written else None if room is None else room[: len(z)])
+            room = p if room is None and z is x and not written else room
+        else:
+            p = torch.softmax(z, -1)
+        largest = p.amax(-1, keepdim=True)
+        total[group] = sums = p.sum(-1, keepdim=True).div_(largest)
         if w is not None:
             sums = sums if bad is None else sums.masked_fill(bad[group], torch.nan)
-            e.mul_(sums.log().neg_().exp_().mul_(minus[group]))  # in the order of `softmax_gradient`
-            e.scatter_add_(-1, place, w[group])
-            finish(e, slope, None if idle is None else idle[group], to)
+            p.mul_(sums.log().neg_().exp_().div_(largest).mul_(minus[group]))  # in the order of `softmax_gradient`
+            p.scatter_add_(-1, place, w[group])
+            finish(p, slope, None if idle is None else idle[group], to)
         if of_sums:
             continue
+        is_logits = z is x
+        z = less(z, top, x, None if room is None else room[: len(z)])
+        room = z if room is None and is_logits else room
         if options.wants("expected_logit") or options.wants("entropy"):
-            field["expected_logit"][group] = e.mul_(z.clamp(min=FLOOR)).sum(-1, keepdim=True)
+            field["expected_logit"][group] = p.mul_(z.clamp(min=FLOOR)).sum(-1, keepdim=True).div_(largest)
         if options.wants("weighted_logit"):
             c = weights_of(class_weights, options, z)
             c = c if allowed is None else allowed * c
@@ -288,19 +302,21 @@ def softmax_gradient(
         index, w = index.masked_fill(outside, 0), w.masked_fill(outside, 0.0)
     idle = idle_rows(zero, active_rows(row_mask, options.masked))
     factor = field["log_normalizer"].neg().exp_()  # the probability of the largest logit
-    a, b = a * factor, b * factor
+    needs_z = grads.expected_logit is not None or grads.tempered_log_normalizer is not None
     for group, (x, to) in row_blocks(logits, out, alone=options.invariant):
         z, slope = transformed(x, options.transform, packed.dtype, temperature_of(temperature, group))
         allowed, _ = support_of(inputs, group, z)
         z = z if allowed is None else z.masked_fill(~allowed, -torch.inf)
         room = to if to.dtype == z.dtype else None
-        needs_z = grads.expected_logit is not None or grads.tempered_log_normalizer is not None
-        z = less(z, field["shift"][group], x, None if needs_z else room)
-        g = torch.exp(z, out=room) if needs_z and room is not None else z.exp() if needs_z else z.exp_()
-        if grads.expected_logit is not None:
-            g.mul_(z.clamp(min=FLOOR).mul_(b[group]).add_(a[group]))
+        if not needs_z:
+            g = scaled_softmax(z, x, room, field["shift"][group], factor[group], a[group])
         else:
-            g.mul_(a[group])
+            z = less(z, field["shift"][group], x, None)
+            g = z.exp() if room is None else torch.exp(z, out=room)
+            scale = a[group] * factor[group]
+            if grads.expected_logit is not None:
+                scale = z.clamp(min=FLOOR).mul_(b[group] * factor[group]).add_(scale)
+            g.mul_(scale)
         if grads.tempered_log_normalizer is not None:
             tempered = field["tempered_log_normalizer"][group]
             g += (z * options.sharpness - tempered).exp_() * (h[group] * options.sharpness)
@@ -312,6 +328,20 @@ def softmax_gradient(
         if index is not None and w is not None:
             g.scatter_add_(-1, index[group], w[group])
         finish(g, slope, of_row, to)
+
+
+def scaled_softmax(
+    z: Tensor, x: Tensor, room: Tensor | None, shift: Tensor, factor: Tensor, scale: Tensor
+) -> Tensor:  # fmt: skip
+    """``exp(z - shift) * factor * scale`` of rows ``(n, V)``; ``shift`` is at least their largest number."""
+    top = z.amax(-1, keepdim=True)
+    p = softmax(z, x, room)
+    largest = p.amax(-1, keepdim=True)
+    empty = top == -torch.inf  # as of columns that a mask excludes, where others of the row are not among these
+    if not empty.is_cpu or empty.any():
+        p.masked_fill_(empty, 0.0)
+        largest.masked_fill_(empty, 1.0)
+    return p.mul_((factor / largest).mul_(scale).mul_((top - shift).exp_()))
 
 
 def selected_logits(logits: Tensor, index: Tensor, transform: Transform) -> Tensor:
