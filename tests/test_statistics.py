@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 import onepass
 from definition import assert_close, assert_gradient_close, statistics
 from inputs import HARD, INF, moved, split_rows
+from onepass.backend import backend_of
+from onepass.core.options import FieldGradients, Inputs, Options
 from paths import interpreted
 
 METRICS = ("is_top1", "log_sum_sq_probs", "mean_logit")
@@ -255,6 +257,26 @@ def test_more_than_2_to_the_31_elements():
         assert_close(entropy[row : row + 1], expected["entropy"].detach())
         (exact,) = torch.autograd.grad(expected["log_probs"].sum() + expected["entropy"].sum(), one)
         assert_gradient_close(gradient[row : row + 1], exact, upstream=20)
+
+
+@pytest.mark.parametrize("field", ["log_probs", "entropy"])
+def test_the_gradient_of_some_columns(device, field):
+    """As of slices of a head. The others may have the largest logit of a row, or all that are not -inf."""
+    x = torch.randn(4, 24, generator=torch.Generator().manual_seed(1)).to(device)
+    x[0, :16], x[1, 16:], x[2] = 200.0, -torch.inf, -torch.inf
+    index, backend = torch.tensor([1, 2, 3, 20], device=device), backend_of(x)
+    options = Options(field)
+    packed = backend.softmax_statistics(x, Inputs(index), options)[0]
+    upstream = torch.tensor([1.0, -2.0, 3.0, 0.5], device=device)
+    grads = FieldGradients(**{"selected" if field == "log_probs" else "expected_logit": upstream})
+    whole, parts = torch.empty_like(x), [torch.empty(4, n, device=device) for n in (16, 8)]
+    backend.softmax_gradient(x, Inputs(index), packed, grads, options, whole)
+    for first, part in zip((0, 16), parts):
+        columns = x[:, first : first + part.shape[1]].contiguous()
+        inputs = Inputs(index).columns(first, first + part.shape[1])
+        backend.softmax_gradient(columns, inputs, packed, grads, options, part)
+    assert_close(torch.cat(parts, 1), whole)
+    assert whole[[0, 1, 3]].isfinite().all() and whole[2].isnan().all()
 
 
 def test_only_what_was_asked_for(device):
