@@ -254,7 +254,8 @@ class Exponentials(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten.exp, torch.ops.aten.exp_, torch.ops.aten._softmax):
+        aten = torch.ops.aten
+        if func.overloadpacket in (aten.exp, aten.exp_, aten._softmax, aten.softmax):
             self.count += args[0].numel()
         return func(*args, **(kwargs or {}))
 
