@@ -2,6 +2,7 @@
 
 import math
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -335,7 +336,12 @@ def test_a_repeated_launch_is_given_what_the_checked_one_is(device, monkeypatch,
     average = Average(-1.0, counted, None, -100)
     launches = module.prepare_average(logits, index, average, Options("log_probs", masked=-100), True)
     last, upstream = None if first else torch.zeros(8, device=device), torch.ones((), device=device)
-    seen, spaces = [], []
+    seen, spaces, alive = [], [], []
+
+    def start(known, index, pointers):
+        used = [space() is not None for space, ref in zip(alive, spaces) if ref.data_ptr() in pointers]
+        assert all(used), "the workspace is freed before the launch"
+        seen.append([*pointers])
 
     def names(numbers, gradient, total=None):
         """Each pointer as what it points to; into the numbers, with its offset."""
@@ -347,12 +353,14 @@ def test_a_repeated_launch_is_given_what_the_checked_one_is(device, monkeypatch,
         return given
 
     def zeros(n, device, dtype=torch.int32):
-        spaces.append(torch.zeros(n, dtype=dtype, device=device))
-        return spaces[-1]
+        space = torch.zeros(n, dtype=dtype, device=device)
+        alive.append(weakref.ref(space))
+        spaces.append(space.detach())  # whose memory stays
+        return space
 
     monkeypatch.setattr(module, "launch", lambda plan, about, given, key: seen.append(
         [None if t is None else t.data_ptr() for t in given]))  # fmt: skip
-    monkeypatch.setattr(module, "start", lambda known, index, pointers: seen.append([*pointers]))
+    monkeypatch.setattr(module, "start", start)
 
     def empty(size, stride, dtype):
         assert type(size) is type(stride) is tuple  # torch's own function takes no subclass
@@ -395,7 +403,16 @@ def test_a_repeated_launch_without_a_gradient_is_given_what_the_checked_one_is(d
     module = sys.modules[backend_of(torch.zeros(1, device=device)).prepare_average.__module__]
     logits, index = torch.randn(5, 96, device=device), torch.arange(5, device=device)
     how = Average(-1.0, counted, None, -100), Options("log_probs", masked=-100)
-    launches, seen, made = module.prepare_average(logits, index, *how, False), [], []
+    launches, seen, made, alive = module.prepare_average(logits, index, *how, False), [], [], []
+
+    def zeros(n, device):
+        space = torch.zeros(n, dtype=torch.int32)
+        alive.append(weakref.ref(space))
+        return space
+
+    def start(known, index, pointers):
+        assert seen or alive[-1]() is not None, "the workspace is freed before the launch that has it"
+        seen.append([*pointers])
 
     def empty(size, stride, dtype):
         assert type(size) is type(stride) is tuple
@@ -404,8 +421,8 @@ def test_a_repeated_launch_without_a_gradient_is_given_what_the_checked_one_is(d
 
     monkeypatch.setattr(module, "launch", lambda plan, about, given, key: seen.append(
         [None if t is None else t.data_ptr() for t in given]))  # fmt: skip
-    monkeypatch.setattr(module, "start", lambda known, index, pointers: seen.append([*pointers]))
-    monkeypatch.setattr(module, "zeros", lambda n, device: torch.zeros(n, dtype=torch.int32))
+    monkeypatch.setattr(module, "start", start)
+    monkeypatch.setattr(module, "zeros", zeros)
     monkeypatch.setattr(module, "empty", empty)
     found = []
     for known in (None, SimpleNamespace(workspace=64)):
@@ -452,6 +469,21 @@ def test_upstream_gradients_anywhere_in_memory(batch, early, at):
     number = torch.tensor([0.0, at], device=x.device)
     for upstream in (number[1], number[1:].expand(3)[2], torch._neg_view(-number[1])):
         assert torch.equal(torch.autograd.grad(onepass.cross_entropy(x, target), x, upstream)[0], expected)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda t: t[1:].view(-1), lambda t: t.double(), lambda t: t.repeat_interleave(2)[::2]]
+)
+def test_a_row_weight_of_another_layout_is_not_kept(batch, change):
+    """Hooks may have changed it, and the next forward reads it by its address."""
+    x, _ = batch
+    primitive._last.clear()
+    row_weight = torch.ones(8, device=x.device)
+    primitive.keep_row_weight(x, change(row_weight))
+    assert primitive.last_row_weight(x) is None
+    primitive.keep_row_weight(x, row_weight)
+    assert primitive.last_row_weight(x) is row_weight
+    primitive._last.clear()
 
 
 def test_one_row_has_the_launches_of_its_stride(device, monkeypatch):

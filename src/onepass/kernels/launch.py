@@ -77,7 +77,7 @@ class Launch(NamedTuple):
 
 Copied = tuple[bool, ...]  # for each tensor, whether the kernel takes a contiguous copy of it
 _launches: dict[tuple[Any, ...], Launch | Copied] = {}
-_repeated: dict[Any, Launch] = {}  # those that `repeat` finds
+_repeated: dict[Any, Launch] = {}  # those that `repeat` and `repeated` find
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -90,8 +90,8 @@ def launch(
         plan_for: returns the `Plan`. Its result is kept for each ``about`` and kind of tensors.
         about: everything that the plan depends on, and the strides of tensors that are `Rows` or `Strided`; hashable.
         tensors: in the order of the kernel's signature, with None for optional ones. The first determines the device.
-        repeated: the key by which `repeat` finds this launch. It is kept only if all tensors are aligned, contiguous
-            and as they are in memory.
+        repeated: the key by which `repeat` and `repeated` find this launch. It is kept only if all tensors are aligned,
+            contiguous and as they are in memory.
     """
     index = tensors[0].get_device()  # type: ignore[union-attr]
     if index >= 0 and index != torch.cuda.current_device():
@@ -183,7 +183,7 @@ def repeat(name: Any, inputs: Sequence[torch.Tensor]) -> tuple[Any, Launch | Non
 
 
 def repeated(key: Any) -> Launch | None:
-    """Another launch that was kept for the inputs which `repeat` has checked, if any."""
+    """A launch that was kept, if any, for inputs that `repeat` has checked, or the caller in the same way."""
     return _repeated.get(key)
 
 

@@ -81,8 +81,9 @@ class PreparedAverage:
         to = numbers.data_ptr()
         guess_at = to + WORD * GUESS
         start(of_weight, device, (to, guess_at, of_index if self.counted else None, None, last_at))
-        space = zeros(known.workspace, logits.device).data_ptr() if known.workspace else None
-        start(known, device, (*inputs, *self.results_at(to), *NONE[:3], guess_at, *NONE, space))
+        space = zeros(known.workspace, logits.device) if known.workspace else None  # alive until the launch
+        space_at = None if space is None else space.data_ptr()
+        start(known, device, (*inputs, *self.results_at(to), *NONE[:3], guess_at, *NONE, space_at))
         start(of_mean, device, (to + WORD * self.log_probs, of_index, None, to, total.data_ptr()))
         return total, gradient, numbers
 
@@ -164,9 +165,9 @@ class PreparedValue:
         total, numbers = empty((), (), torch.float32), empty((self.size,), (1,), torch.float32)
         device, of_index, to = logits.get_device(), index.data_ptr(), numbers.data_ptr()
         packed_at, log_probs_at = to + WORD * FIRST, to + WORD * self.log_probs
-        space = zeros(known.workspace, logits.device).data_ptr() if known.workspace else None
+        space = zeros(known.workspace, logits.device) if known.workspace else None  # alive until the launch
         given_at = logits.data_ptr(), None, of_index, of_index, None, packed_at, log_probs_at, None
-        start(known, device, (*given_at, space))
+        start(known, device, (*given_at, None if space is None else space.data_ptr()))
         start(of_mean, device, (log_probs_at, of_index, None, to, total.data_ptr()))
         return total
 
@@ -181,7 +182,7 @@ def prepare_average(logits: Tensor, index: Tensor, average: Average, options: Op
 
     Args:
         logits: contiguous, aligned to 16 bytes.
-        index: contiguous. It is the row mask, too.
+        index: contiguous, aligned to 16 bytes. It is the row mask, too.
         average: without a divisor.
         gradient: whether the gradient is computed, too; otherwise this returns a `PreparedValue`.
     """

@@ -337,7 +337,7 @@ def scaled_softmax(
     top = z.amax(-1, keepdim=True)
     p = softmax(z, x, room)
     largest = p.amax(-1, keepdim=True)
-    empty = top == -torch.inf  # as of columns that a mask excludes, where others of the row are not among these
+    empty = top == -torch.inf  # the largest logit of such a row may be in another slice of the vocabulary
     if not empty.is_cpu or empty.any():
         p.masked_fill_(empty, 0.0)
         largest.masked_fill_(empty, 1.0)

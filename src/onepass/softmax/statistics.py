@@ -225,8 +225,14 @@ def last_row_weight(logits: Tensor) -> Tensor | None:
 
 
 def keep_row_weight(logits: Tensor, row_weight: Tensor) -> None:
-    """Make this the `last_row_weight`, after its backward has been launched."""
-    if type(row_weight) is Tensor and not is_capturing(logits):  # of a subclass, it would come back in other losses
+    """Make this the `last_row_weight`, after its backward has been launched.
+
+    A tensor of a subclass would come back in other losses, and one that a hook has unpacked may have another layout.
+    """
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    if type(row_weight) is not Tensor or row_weight.dtype != dtype or row_weight.get_device() != logits.get_device():
+        return
+    if row_weight.is_contiguous() and not row_weight.data_ptr() & 15 and not is_capturing(logits):
         _last[key_of_row_weight(logits)] = row_weight
 
 
