@@ -2,8 +2,6 @@
 
 import math
 import sys
-import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +10,9 @@ from torch.utils.checkpoint import checkpoint
 import onepass
 from definition import assert_close
 from onepass.backend import backend_of
-from onepass.core.options import PACKED, Average, Options
+from onepass.core.options import Average
 from onepass.logits import source
 from onepass.softmax import statistics as primitive
-from onepass.softmax.prepared_average import addresses_of
-from paths import interpreted
 
 cross_entropy = sys.modules["onepass.losses.cross_entropy"]
 
@@ -321,146 +317,6 @@ def test_the_mean_of_more_rows_than_one_program_reduces(device, monkeypatch):
     losses[0] /= 2  # a loss may be written to
 
 
-@pytest.mark.parametrize("counted", [True, False])
-@pytest.mark.parametrize("few", [512, 0], ids=("few rows", "many rows"))
-@pytest.mark.parametrize("first", [True, False], ids=("the first average", "a later one"))
-def test_a_repeated_launch_is_given_what_the_checked_one_is(device, monkeypatch, few, counted, first):
-    """It passes pointers without looking at tensors again, so each must be in its place, and memory must be enough."""
-    if not interpreted(device):
-        pytest.skip("only the pointers are compared, not what a kernel does with them")
-    module = sys.modules[backend_of(torch.zeros(1, device=device)).prepare_average.__module__]
-    for name in ("softmax_loss", "prepared_average"):
-        monkeypatch.setattr(sys.modules[f"onepass.kernels.{name}"], "FEW_ROWS", few)
-    monkeypatch.setattr(sys.modules["onepass.kernels.softmax_loss"], "LEAST_LOGITS", 0)
-    logits, index = torch.randn(5, 96, device=device), torch.arange(5, device=device)
-    average = Average(-1.0, counted, None, -100)
-    launches = module.prepare_average(logits, index, average, Options("log_probs", masked=-100), True)
-    last, upstream = None if first else torch.zeros(8, device=device), torch.ones((), device=device)
-    seen, spaces, alive = [], [], []
-
-    def start(known, index, pointers):
-        used = [space() is not None for space, ref in zip(alive, spaces) if ref.data_ptr() in pointers]
-        assert all(used), "the workspace is freed before the launch"
-        seen.append([*pointers])
-
-    def names(numbers, gradient, total=None):
-        """Each pointer as what it points to; into the numbers, with its offset."""
-        tensors = logits, index, last, upstream, gradient, total, *spaces
-        words = "logits", "index", "last", "of", "gradient", "total", *["space"] * len(spaces)
-        known = {t.data_ptr(): n for t, n in zip(tensors, words) if t is not None}
-        given = [[p if p is None else known.get(p, (p - numbers.data_ptr()) // 4) for p in each] for each in seen]
-        seen.clear()
-        return given
-
-    def zeros(n, device, dtype=torch.int32):
-        space = torch.zeros(n, dtype=dtype, device=device)
-        alive.append(weakref.ref(space))
-        spaces.append(space.detach())  # whose memory stays
-        return space
-
-    monkeypatch.setattr(module, "launch", lambda plan, about, given, key: seen.append(
-        [None if t is None else t.data_ptr() for t in given]))  # fmt: skip
-    monkeypatch.setattr(module, "start", start)
-
-    def empty(size, stride, dtype):
-        assert type(size) is type(stride) is tuple  # torch's own function takes no subclass
-        return torch.empty_strided(size, stride, dtype=dtype)
-
-    monkeypatch.setattr(module, "zeros", zeros)
-    monkeypatch.setattr(module, "empty", empty)
-    found = []
-    for known in (None, SimpleNamespace(workspace=64)):
-        monkeypatch.setattr(module, "repeated", lambda key, known=known: known)
-        total, gradient, numbers = launches.average(logits, index, last)
-        if few:
-            spaces.clear()  # it is the numbers
-        assert gradient.shape == logits.shape and gradient.stride() == logits.stride() and total.shape == ()
-        forward = names(numbers, gradient, total)
-        at = addresses_of(logits, index, numbers, gradient)
-        launches.correct(logits, index, numbers, upstream, gradient, at)
-        found.append((forward, names(numbers, gradient), numbers.shape, numbers.dtype))
-    (checked, *rest), (again, *same) = found
-    of_loss = 0 if few else 1
-    workspace = again[of_loss].pop()
-    assert again == checked and rest == same and len(checked) == (1 if few else 3)
-    log_probs = 8 + 4 * -(-len(PACKED) * 5 // 4)  # after the weight of a row, what is guessed, and the statistics
-    assert checked[of_loss][6:8] == [8, log_probs]
-    given = "index" if counted else None
-    if few:
-        assert checked[0][14] == (None if first else "last") and checked[0][15] == 0
-        words = module.plan_for_loss(*launches.of_loss).workspace
-        assert workspace == log_probs + 8 and workspace % 4 == 0 and 0 < words <= numbers.numel() - workspace
-    else:
-        assert checked[0] == [0, 4, given, None, None if first else "last"] and checked[1][12] == 4
-        assert checked[2] == [log_probs, "index", None, 0, "total"] and workspace == "space"
-        assert log_probs + 5 <= numbers.numel()
-
-
-@pytest.mark.parametrize("counted", [True, False])
-def test_a_repeated_launch_without_a_gradient_is_given_what_the_checked_one_is(device, monkeypatch, counted):
-    if not interpreted(device):
-        pytest.skip("only the pointers are compared, not what a kernel does with them")
-    module = sys.modules[backend_of(torch.zeros(1, device=device)).prepare_average.__module__]
-    logits, index = torch.randn(5, 96, device=device), torch.arange(5, device=device)
-    how = Average(-1.0, counted, None, -100), Options("log_probs", masked=-100)
-    launches, seen, made, alive = module.prepare_average(logits, index, *how, False), [], [], []
-
-    def zeros(n, device):
-        space = torch.zeros(n, dtype=torch.int32)
-        alive.append(weakref.ref(space))
-        return space
-
-    def start(known, index, pointers):
-        assert seen or alive[-1]() is not None, "the workspace is freed before the launch that has it"
-        seen.append([*pointers])
-
-    def empty(size, stride, dtype):
-        assert type(size) is type(stride) is tuple
-        made.append(torch.empty_strided(size, stride, dtype=dtype))
-        return made[-1]
-
-    monkeypatch.setattr(module, "launch", lambda plan, about, given, key: seen.append(
-        [None if t is None else t.data_ptr() for t in given]))  # fmt: skip
-    monkeypatch.setattr(module, "start", start)
-    monkeypatch.setattr(module, "zeros", zeros)
-    monkeypatch.setattr(module, "empty", empty)
-    found = []
-    for known in (None, SimpleNamespace(workspace=64)):
-        monkeypatch.setattr(module, "repeated", lambda key, known=known: known)
-        seen.clear()
-        total = launches.average(logits, index)
-        numbers, words = seen[1][3], {logits.data_ptr(): "logits", index.data_ptr(): "index", total.data_ptr(): "total"}
-        if known is not None:
-            assert seen[0].pop() is not None  # the workspace
-            assert made[1].data_ptr() == numbers and total is made[0] and made[1].numel() == launches.size
-        found.append([[p if p is None else words.get(p, (p - numbers) // 4) for p in each] for each in seen])
-    log_probs = 8 + 4 * -(-len(PACKED) * 5 // 4)
-    of_statistics = ["logits", None, "index", "index", None, 8, log_probs, None]
-    assert found == [[of_statistics, [log_probs, "index", None, 0, "total"]]] * 2 and launches.size >= log_probs + 5
-
-
-@pytest.mark.parametrize("what", ["the same", "moved", "upstream not aligned", "upstream negated"])
-def test_a_correction_is_repeated_for_tensors_of_the_same_layout_only(device, monkeypatch, what):
-    """Hooks may have moved what was saved, and the upstream gradient is the caller's."""
-    if not interpreted(device):
-        pytest.skip("only the choice between two launches is looked at")
-    module = sys.modules[backend_of(torch.zeros(1, device=device)).prepare_average.__module__]
-    monkeypatch.setattr(sys.modules["onepass.kernels.softmax_loss"], "LEAST_LOGITS", 0)
-    logits, index = torch.randn(5, 96, device=device), torch.arange(5, device=device)
-    how = Average(-1.0, True, None, -100), Options("log_probs", masked=-100)
-    launches = module.prepare_average(logits, index, *how, True)
-    _, gradient, numbers = launches.average(logits, index, None)
-    how = []
-    monkeypatch.setattr(module, "repeated", lambda key: "a launch")
-    monkeypatch.setattr(module, "launch", lambda *_: how.append("checked"))
-    monkeypatch.setattr(module, "start", lambda *_: how.append("repeated"))
-    upstream = torch.ones(2, device=device)[1] if what == "upstream not aligned" else torch.ones((), device=device)
-    upstream = torch._neg_view(upstream) if what == "upstream negated" else upstream
-    at = None if what == "moved" else addresses_of(logits, index, numbers, gradient)
-    launches.correct(logits, index, numbers, upstream, gradient, at)
-    assert how == ["repeated" if what == "the same" else "checked"]
-
-
 @pytest.mark.parametrize("at", [1.0, 3.0])
 def test_upstream_gradients_anywhere_in_memory(batch, early, at):
     """Not aligned, expanded, negated."""
@@ -484,38 +340,3 @@ def test_a_row_weight_of_another_layout_is_not_kept(batch, change):
     primitive.keep_row_weight(x, row_weight)
     assert primitive.last_row_weight(x) is row_weight
     primitive._last.clear()
-
-
-def test_one_row_has_the_launches_of_its_stride(device, monkeypatch):
-    """It is contiguous with any stride, with which the rows of most batches would not start on 16 bytes."""
-    if not interpreted(device):
-        pytest.skip("only the choice of the launches is looked at")
-    known: dict = {}
-    monkeypatch.setattr(sys.modules["onepass.softmax.prepared_average"], "_known", known)
-    monkeypatch.setattr(sys.modules["onepass.kernels.softmax_loss"], "LEAST_LOGITS", 0)
-    target = torch.zeros(1, dtype=torch.long, device=device)
-    for stride in (98, 96):
-        logits = torch.randn(1, stride, device=device)[:, :96].requires_grad_()
-        assert logits.is_contiguous()
-        onepass.cross_entropy(logits, target).backward()
-    assert [launches is None for launches in known.values()] == [True, False]
-
-
-def test_a_launch_is_repeated_for_the_same_kind_of_inputs_only(monkeypatch):
-    """Hooks may give what was saved another layout, dtype or device."""
-    launching = pytest.importorskip("onepass.kernels.launch")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # as a tensor on the CPU says
-    monkeypatch.setattr(launching, "_repeated", {})
-    x, i = torch.randn(4, 8), torch.arange(8)
-    key, known = launching.repeat("name", (x, i))
-    assert known is None
-    launching._repeated[key] = "a launch"
-    assert launching.repeat("name", (x, i)) == (key, "a launch")
-    assert launching.repeat("name", (x.clone(), i.clone())) == (key, "a launch")
-    others = (x.bfloat16(), i), (x, i.int()), (x,), (x, i, i)
-    assert len({launching.repeat("name", other)[0] for other in others} | {key}) == 5  # another launch is kept for each
-    not_usual = x.t(), torch.randn(33)[1:], torch._neg_view(x), torch.empty(0), torch.empty(4, 8, device="meta")
-    for other in not_usual:
-        assert launching.repeat("name", (other, i)) == (key, None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert launching.repeat("name", (x, i)) == (key, None)
