@@ -187,6 +187,14 @@ def launch(case: Case, dtype: torch.dtype) -> None:
         of_rows = read_once._replace(index=None)
         narrow = hidden[:, :256] if case.padding else empty(case.rows, 256, dtype=dtype)
         kernels.linear_statistics(narrow, other, None, of_rows, unweighted, True, False, found)
+    fields = [n for n in options.names() if n in ("entropy", "is_top1")]
+    of_exponentials = Options(" ".join(["log_probs", *fields]), masked=options.masked)
+    exponentials = empty(case.rows, -(-case.vocab // 8) * 8 + case.padding, dtype=dtype)[:, : case.vocab]
+    for a, w in ((hidden, weight), (hidden[:, :256], weight[:, :256]), (hidden[:, :256], weight[:, :256].contiguous())):
+        read_once = Inputs(one, row_mask)
+        if kernels.supports_linear_exponentials(dtype, 2**12, w.t(), read_once, of_exponentials):
+            found = empty_results(exponentials, one, of_exponentials)
+            kernels.linear_exponentials(a, w.t(), read_once, of_exponentials, found, exponentials)
     number, mean = empty((), dtype=torch.float32), Options("log_probs", options.transform)
     values, of_average, mask = (
         empty((64,), dtype=torch.float32),

@@ -72,15 +72,17 @@ MODULES = (
 OF_EXPERTS = [import_module(f"onepass.kernels.{name}") for name in MODULES]
 SUPPORTED = import_module("onepass.kernels.grouped_gemm_hopper").SUPPORTED
 EXPERTS = {name for name in KERNELS if any(name in vars(module) for module in OF_EXPERTS)}
-IN_GLUON = {"grouped_gemm_hopper_kernel", "grouped_weight_gradient_hopper_kernel"}
-OF_HOPPER = {*IN_GLUON, "linear_statistics_kernel", "merge_tiles_kernel"}
+IN_GLUON = {"grouped_gemm_hopper_kernel", "grouped_weight_gradient_hopper_kernel", "linear_exponentials_kernel"}
+OF_EXPONENTIALS = {"linear_exponentials_kernel", "merge_exponentials_kernel", "reference_kernel"}
+OF_HOPPER = {*IN_GLUON, *OF_EXPONENTIALS, "linear_statistics_kernel", "merge_tiles_kernel"}
 # Constants that a launcher passes but does not choose by its arguments.
-FIXED = {"TILES", "BLOCK", "ROWS", "PART", "GROUP", "NESTED", "maxnreg"}
+FIXED = {"TILES", "BLOCK", "ROWS", "PART", "TALL", "WIDTH", "MERGED", "GROUP", "NESTED", "maxnreg"}
 SPILLS = 3  # instructions of a kernel with a limit of registers, or of an earlier Triton
 EARLIER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 MAY_SPILL = {  # docs/versions.md
     "grouped_gemm_hopper_kernel": 71 if EARLIER else 72,
     "grouped_gemm_kernel": SPILLS if EARLIER else 1,
+    "linear_exponentials_kernel": 16,
 }
 OF_ONE_WIDTH = {
     "scale_kernel",
@@ -235,7 +237,7 @@ VARIANTS = [
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("target, dtype, case", VARIANTS)
 def test_compiles_without_spills(reports: dict[str, Any], target: str, kernel: str, dtype: str, case: str) -> None:
-    if kernel in IN_GLUON and not SUPPORTED:
+    if kernel in IN_GLUON | OF_EXPONENTIALS and not SUPPORTED:
         pytest.skip("takes Triton 3.6 or later")
     if kernel in OF_HOPPER and (target, dtype) != ("sm_90", "bfloat16"):
         pytest.skip("is launched on Hopper, for half precision")
@@ -281,7 +283,7 @@ def flat(constants: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_cases_cover_the_launcher(reports: dict[str, Any], kernel: str) -> None:
-    if kernel in IN_GLUON and not SUPPORTED:
+    if kernel in IN_GLUON | OF_EXPONENTIALS and not SUPPORTED:
         pytest.skip("takes Triton 3.6 or later")
     variants = [
         flat(report["constants"])

@@ -9,6 +9,11 @@ from onepass.kernels.divergence import divergence, divergence_states, write_mean
 from onepass.kernels.divergence_gradient import divergence_gradient
 from onepass.kernels.expert_mlp import expert_mlp, expert_mlp_gradient
 from onepass.kernels.expert_rows import sum_rows, sum_rows_gradient
+from onepass.kernels.linear_exponentials import (
+    exponentials_bytes,
+    linear_exponentials,
+    supports_linear_exponentials,
+)
 from onepass.kernels.linear_statistics import linear_statistics, state_bytes, supports_linear_statistics
 from onepass.kernels.merge_shards import merge_divergences, merge_shards
 from onepass.kernels.prepared_average import prepare_average
@@ -33,6 +38,8 @@ __all__ = [
     "divergence_states",
     "expert_mlp",
     "expert_mlp_gradient",
+    "exponentials_bytes",
+    "linear_exponentials",
     "linear_statistics",
     "merge_divergences",
     "merge_shards",
@@ -60,6 +67,7 @@ __all__ = [
     "sum_rows_gradient",
     "supports_early_gradient",
     "supports_fused_loss",
+    "supports_linear_exponentials",
     "supports_linear_statistics",
     "teacher_tokens",
     "write_means",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onepass.backend import backend_of
-from onepass.core.options import Inputs, Options, Results
+from onepass.core.options import Inputs, Options, Results, empty_results
 from onepass.core.shard import NOT_SHARDED, Shard
 
 ON_CPU = 1 << 25  # bytes of a copy or of a tile on a CPU, which has no use for larger ones
@@ -133,6 +133,34 @@ class Head:
             self.dtype, self.weight.t(), inputs, options
         )
         return supports and not self.is_exact and self.adapter is None
+
+    def writes_exponentials(self, inputs: Inputs, options: Options) -> bool:
+        """Whether one kernel computes the statistics and the gradient of the logits, but for a factor of each row.
+
+        It does not with ``max_memory``, nor if rows need the statistics of other processes.
+        """
+        settings = self.settings
+        if settings.max_memory is not None or settings.shard.sizes or settings.invariant_gemms:
+            return False
+        if self.logits_dtype != self.dtype or self.bias is not None or self.adapter is not None:
+            return False
+        of_head = self.dtype, len(self.hidden), self.weight.t()
+        supports: bool = backend_of(self.hidden).supports_linear_exponentials(*of_head, inputs, options)
+        return supports
+
+    def exponentials_bytes(self, options: Options) -> int:
+        """Bytes of workspace per row if this head `writes_exponentials`."""
+        return backend_of(self.hidden).exponentials_bytes(self.vocab, self.hidden.shape[1], options)
+
+    def write_exponentials(
+        self, hidden: Tensor, inputs: Inputs, options: Options, out: Tensor
+    ) -> tuple[Results, Tensor]:
+        """The `softmax_statistics` of the product with ``hidden``, and the factors of the rows of ``out``."""
+        results = empty_results(out, inputs.index, options)
+        factors = backend_of(hidden).linear_exponentials(
+            hidden, self.factors(ALL)[0].t(), inputs, options, results, out
+        )
+        return results, factors
 
     def state_bytes(self, options: Options) -> int:
         """Bytes of workspace per row if this head `reads_its_product`; 0 if it is sharded, see `tile_shape`."""

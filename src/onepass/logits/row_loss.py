@@ -90,6 +90,7 @@ class StatisticsLoss:
         linear: whether the loss is linear in the fields. Its gradient is then known before the tile is read, and
             the tile is read once.
         groups: see `RowLoss`; ``loss_fn`` is then also called with the slice ``groups`` of those in the tile.
+        shown: fields that ``loss_fn`` only shows to an observer.
 
     If the vocabulary is sharded, all processes compute the same loss.
     """
@@ -106,8 +107,10 @@ class StatisticsLoss:
         row_inputs: Sequence[Tensor] = (),
         linear: bool = False,
         groups: Sequence[int] | None = None,
+        shown: Sequence[str] = (),
     ) -> None:
         self.loss_fn, self.options, self.linear, self.groups = loss_fn, options, linear, groups
+        self.differentiable = [n for n in options.names() if n not in NOT_DIFFERENTIABLE and n not in shown]
         self.inputs, self.row_inputs = inputs, row_inputs
         self.may_draw = loss_fn is not None and not linear
         self.dtype = torch.promote_types(dtype, torch.float32)
@@ -126,9 +129,15 @@ class StatisticsLoss:
 
     def use(self, head: Head, gradient: bool) -> Use:
         """See `RowLoss.use`."""
+        if gradient and self.takes_exponentials(head):
+            return Use(self.row_bytes + head.exponentials_bytes(self.options), gradient=True, exponentials=True)
         if gradient or not head.reads_its_product(self.inputs, self.options):
             return Use(self.row_bytes, gradient=gradient)
         return Use(self.row_bytes + head.state_bytes(self.options), logits=False)
+
+    def takes_exponentials(self, head: Head) -> bool:
+        """Whether the log-probs have the only gradient, and are computed with it, but for a factor of each row."""
+        return self.differentiable == ["log_probs"] and head.writes_exponentials(self.inputs, self.options)
 
     def __call__(
         self,
@@ -141,11 +150,16 @@ class StatisticsLoss:
         """See `RowLoss.__call__`."""
         rows, options, backend = tile.rows, self.options, backend_of(tile.hidden[0])
         read = self.inputs.rows(rows.take)._replace(row_mask=row_mask)
-        fused = out is not None and self.linear and not tile.heads[0].settings.shard.sizes
+        exponentials = out is not None and self.takes_exponentials(tile.heads[0])
+        fused = out is not None and self.linear and not exponentials and not tile.heads[0].settings.shard.sizes
         fused = fused and not any(i.requires_grad for i in self.row_inputs)
         fused = fused and read.support is None and backend.supports_fused_loss(tile.logits[0], read.index, options)
         # Launched before all that it does not need: the device may be waiting for the host.
-        results = None if fused else tile.statistics(read, options)
+        results = None
+        if exponentials:
+            results = tile.exponentials(read, options, out)  # type: ignore[arg-type]  # mypy forgets that it is there
+        elif not fused:
+            results = tile.statistics(read, options)
         inputs = [rows.take(i).detach() for i in self.row_inputs]
         of_rows = None if scale is None else scale(rows)
         if results is None:
@@ -161,6 +175,11 @@ class StatisticsLoss:
         if out is None:
             return self.differentiated(fields, inputs, rows, None)[0], ()
         loss, upstream, of_inputs = self.differentiated(fields, inputs, rows, of_rows)
+        if tile.factors is not None:
+            tile.factors *= 0.0 if upstream.selected is None else upstream.selected
+            if row_mask is not None:  # the upstream gradient may be infinite
+                tile.factors = tile.factors.where(row_mask, 0.0)
+            return loss, of_inputs
         for part in parts:
             x, to, packed, of_part, grads = tile.logits[0], out, results[0], read, upstream
             if part != ALL:

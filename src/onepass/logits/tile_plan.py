@@ -81,6 +81,7 @@ class Use(NamedTuple):
     known: bool = False  # whether the statistics of the rows are known, so that the vocabulary may be sliced
     final: bool = False  # whether no backward follows
     logits: bool = True  # whether the logits are computed; else `row_bytes` has what takes their place
+    exponentials: bool = False  # whether exponentials take the place of the logits, see `Head.writes_exponentials`
 
 
 class TilePlan(NamedTuple):

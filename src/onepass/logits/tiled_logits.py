@@ -109,14 +109,16 @@ class TiledLogits(TensorLike):
         index, row_mask = inputs[:2]
         rows = self.shape[:-1]
         flat = [i.reshape(math.prod(rows), *i.shape[len(rows) :]) for i in row_inputs]
+        shown: tuple[str, ...] = ()
         if self.observer is not None and index is not None and index.dim() == 1:
             field = options.fields
             loss_fn, linear = loss_fn or (lambda fields: fields[field]), False
             loss_fn = observed(loss_fn, self.observer, options.names())
-            options = options._replace(fields=" ".join(dict.fromkeys((*options.names(), "entropy", "is_top1"))))
+            shown = tuple(n for n in ("entropy", "is_top1") if not options.wants(n))
+            options = options._replace(fields=" ".join((*options.names(), *shown)))
             self.observer.begin(math.prod(rows) if row_mask is None else row_mask.bool().sum())
         row_loss = StatisticsLoss(
-            loss_fn, options, self.gemm_dtype, inputs._replace(row_mask=None), flat, linear, groups
+            loss_fn, options, self.gemm_dtype, inputs._replace(row_mask=None), flat, linear, groups, shown
         )
         try:
             return self.tiled(row_loss, row_mask, divisor)

@@ -69,7 +69,8 @@ def walk(
         following = tiles(heads, tile_plan, use.logits)
         first = [*islice(following, 1)]
         for tile in first:
-            tile.start()
+            if not use.exponentials:
+                tile.start()
         row_mask = row_mask if defers(row_mask) else None
         count = hidden.shape[0] if row_loss.groups is None else len(row_loss.groups)
         losses = hidden.new_zeros(count, dtype=row_loss.dtype)
@@ -85,7 +86,7 @@ def walk(
                 if out is not None and value is not None:
                     tile.rows.put(out, value)
             if gradients is not None and place is not None:
-                gradients.add(tile, place)
+                gradients.add(tile, place, tile.factors)
     return losses, gradients
 
 

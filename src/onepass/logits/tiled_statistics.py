@@ -170,7 +170,9 @@ def read_tiles(
         logits = field is not None or not head.reads_its_product(inputs, options)
         bytes_of_row = row_bytes(inputs.index) + (0 if logits else head.state_bytes(options))
         later = None if final else gradient_use(inputs, weight.requires_grad)
-        use = Use(bytes_of_row, gradient=field is not None, final=final, logits=logits)
+        exponentials = field is not None and field[0] == "log_probs" and head.writes_exponentials(inputs, options)
+        bytes_of_row += head.exponentials_bytes(options) if exponentials else 0
+        use = Use(bytes_of_row, gradient=field is not None, final=final, logits=logits, exponentials=exponentials)
         tile_plan = plan([head], inputs.row_mask, use, later)
         gradients = None if field is None else Gradients(head, tile_plan, field[1], wide=True)
         row_mask = inputs.row_mask if defers(inputs.row_mask) else None
@@ -183,8 +185,11 @@ def read_tiles(
                 parts = tile.statistics(read, options) if exchange else (tile.states(read, options),)
             else:
                 place = gradients.place(tile)
-                parts = statistics_and_derivative(tile, read, options, field[0], place)
-                gradients.add(tile, place)
+                if exponentials:
+                    parts = tile.exponentials(read, options, place)
+                else:
+                    parts = statistics_and_derivative(tile, read, options, field[0], place)
+                gradients.add(tile, place, tile.factors)
             for (tensor, dim), part in zip(whole, [p for p in parts if p is not None]):
                 tile.rows.put(tensor, part, dim)
         return () if gradients is None else gradients.derivatives()

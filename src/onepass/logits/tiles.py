@@ -22,7 +22,10 @@ class Tile:
     Attributes:
         rows, columns: those of the tile.
         hidden: the hidden states of every head, in the dtype of its GEMMs.
+        factors: of the rows, float32: the gradient of the logits is what was written, times these; None for 1.
     """
+
+    factors: Tensor | None = None
 
     def __init__(self, heads: Sequence[Head], rows: Rows, columns: slice, hidden: list[Tensor], buffers: list[Tensor]):
         self.heads, self.rows, self.columns, self.hidden, self.buffers = heads, rows, columns, hidden, buffers
@@ -57,6 +60,14 @@ class Tile:
             return merged_states(self.states(inputs, options), self.like(), inputs, shard, options)
         results = empty_results(self.like(), inputs.index, options)
         head.read_product(self.hidden[0], inputs, options, results, False)
+        return results
+
+    def exponentials(self, inputs: Inputs, options: Options, out: Tensor) -> Results:
+        """The `statistics`, and the gradient of the log-probs but for the ``factors`` of the rows, written to ``out``.
+
+        The first head `writes_exponentials`.
+        """
+        results, self.factors = self.heads[0].write_exponentials(self.hidden[0], inputs, options, out)
         return results
 
     def states(self, inputs: Inputs, options: Options) -> Tensor:

@@ -17,6 +17,11 @@ from onepass.reference.experts import (
     sum_rows,
     sum_rows_gradient,
 )
+from onepass.reference.linear_exponentials import (
+    exponentials_bytes,
+    linear_exponentials,
+    supports_linear_exponentials,
+)
 from onepass.reference.linear_statistics import linear_statistics, state_bytes, supports_linear_statistics
 from onepass.reference.router import route, route_again, route_gradient
 from onepass.reference.shards import merge_divergences, merge_shards, shard_statistics
@@ -52,6 +57,8 @@ __all__ = [
     "divergence_states",
     "expert_mlp",
     "expert_mlp_gradient",
+    "exponentials_bytes",
+    "linear_exponentials",
     "linear_statistics",
     "merge_divergences",
     "merge_shards",
@@ -79,6 +86,7 @@ __all__ = [
     "sum_rows_gradient",
     "supports_early_gradient",
     "supports_fused_loss",
+    "supports_linear_exponentials",
     "supports_linear_statistics",
     "teacher_tokens",
     "write_means",

@@ -1,0 +1,291 @@
+"""The exponentials of the logits of a linear head, from which its gradients are computed without another pass.
+
+The gradient of the log-prob of a class y with respect to the logits of a row is ``onehot(y) - exp(z) / Σ exp(z)``. The
+usual way writes the logits, reads them and writes their gradient, since the normalizer of a row is known only when all
+of its logits are. Here a GEMM writes exponentials instead, relative to a reference, which is the logit of the class
+itself, computed before. Only one of them, that of the class, is written again when the normalizer is known. The rest of
+the gradient is a factor for each row, by which `logits.gradients` multiplies the rows of the smaller matrices that the
+exponentials are multiplied with. `logits.tiles` calls this.
+
+If a row has a logit that is far larger than that of its class, its exponentials could overflow. The maxima of the rows
+show it. A second launch then computes the tiles of these rows again, relative to the maxima, and does nothing
+otherwise, so that the CPU does not wait.
+
+Bytes moved: those of the GEMM, see `linear_exponentials_hopper`, and for the references once more a row of the hidden
+states and one of the weight for each row.
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onepass.core.options import Inputs, Options, Results
+from onepass.kernels import layout
+from onepass.kernels.launch import Flat, Out, Plan, Rows, launch
+from onepass.kernels.online_softmax import LOG2E, LOWEST, wanted
+from onepass.kernels.row_gemm import with_aligned_rows
+from onepass.kernels.row_programs import unmasked
+from onepass.kernels.softmax_fields import ENTROPY, EXPECTED_LOGIT, LOG_NORMALIZER, SHIFT, write_number
+
+try:
+    from onepass.kernels.linear_exponentials_hopper import SUPPORTED, Work, linear_exponentials_kernel, stages_in
+except ImportError:  # Gluon is an experimental part of Triton
+    SUPPORTED = False
+
+FIELDS = {"log_probs", "shift", "log_normalizer", "expected_logit", "entropy", "is_top1"}  # that are computed
+PART, PARTS, WIDTH = 64, 3, 256  # as in `hopper_tiles`
+TALL = PART * PARTS  # rows of a tile
+# The largest logit of a row and its reference differ by at most so many powers of two. The sum of a row is then finite,
+# and so is its inverse.
+FARTHEST = tl.constexpr(80.0)
+ROWS, BLOCK_K = 8, 256  # of `reference_kernel`
+MERGED, TILES, BLOCK = (
+    32,
+    32,
+    256,
+)  # rows of `merge_exponentials_kernel`, tiles and logits of these that it reads at once
+LEAST_ROWS = 256  # of a GEMM that is faster than torch's
+
+
+@triton.jit(do_not_specialize=["rows", "masked"])
+def reference_kernel(
+    a: "Rows", w: "Rows", index: "Flat", row_mask: "Flat", reference: "Out", marks: "Out", due: "Out",
+    rows: tl.int32, masked: tl.int64, factor: tl.float32,
+    V: tl.constexpr, K: tl.constexpr, A_ROW: tl.constexpr, W_ROW: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr, PART: tl.constexpr, TALL: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The logit of the index of every row, times ``factor``, to which exponentials are relative.
+
+    Inputs: ``a`` ``(rows, K)``; ``w`` ``(V, K)``; ``index`` and ``row_mask`` ``(rows,)``, the second or None.
+    Outputs: ``reference`` ``(rows,)``, infinite for masked rows, NaN if the index is outside of the vocabulary;
+    ``marks``, which holds zeros, see `linear_exponentials_kernel`; zeros in ``due``.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    active = unmasked(row_mask, row, rows, masked)
+    label = tl.load(index + row, mask=active, other=-1).to(tl.int64)
+    inside = (label >= 0) & (label < V)
+    total = tl.zeros([ROWS], tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        k = k0 + tl.arange(0, BLOCK_K)
+        mask = inside[:, None] & (k < K)[None, :]
+        x = tl.load(a + row[:, None].to(tl.int64) * A_ROW + k[None, :], mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(w + label[:, None] * W_ROW + k[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += tl.sum(x * y, axis=1)
+    found = tl.where(inside, total.to(a.dtype.element_ty).to(tl.float32) * factor, float("nan"))
+    tl.store(reference + row, tl.where(active, found, float("inf")), mask=row < rows)
+    tl.store(marks + row // PART * tl.cdiv(V, WIDTH) + label // WIDTH, tl.full([ROWS], 1, tl.int8), mask=inside)
+    tl.store(due, 0)
+    tl.store(due + 1 + row // TALL, tl.zeros([ROWS], tl.int32), mask=row < rows)
+
+
+@triton.jit
+def load_sums(states, number, tile, slot, slots, inside, other, N_TILES: tl.constexpr):
+    """A number of the states of some tiles and rows, ``[tiles, rows]``."""
+    place = (number * N_TILES + tile[:, None]).to(tl.int64) * slots + slot[None, :]
+    return tl.load(states + place, mask=inside, other=other)
+
+
+@triton.jit(do_not_specialize=["rows", "masked"])
+def merge_exponentials_kernel(
+    states: "Flat", index: "Flat", row_mask: "Flat", selected: "Flat", ties: "Flat", reference: "Out", due: "Out",
+    out: "Rows", packed: "Out", log_probs: "Out", is_top1: "Out", factors: "Out",
+    rows: tl.int32, masked: tl.int64, factor: tl.float32,
+    V: tl.constexpr, OUT_ROW: tl.constexpr, LAST: tl.constexpr, EXPECTED: tl.constexpr, PART: tl.constexpr,
+    TALL: tl.constexpr, WIDTH: tl.constexpr, MERGED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Merge the sums of the tiles of a row. If LAST, write the results of the row, else which tiles of rows are to be
+    computed again.
+
+    Inputs: ``states``, ``selected`` and ``ties`` of `linear_exponentials_kernel`, and its inputs; ``row_mask``
+    ``(rows,)`` or None.
+    Outputs: if not LAST, ``due``, and the maxima of the rows that are far from their reference, which replace it. If
+    LAST, ``packed``, ``log_probs`` and ``is_top1`` as of `softmax_statistics`; ``factors`` ``(rows,)`` and the
+    exponential of the index in ``out``, see `linear_exponentials`; and zeros in masked rows of ``out``.
+    Bytes moved: the states in, a few numbers for each row out.
+    """
+    N_TILES: tl.constexpr = (V + WIDTH - 1) // WIDTH
+    first = tl.program_id(0) * MERGED
+    m_tile = first // TALL
+    row = first + tl.arange(0, MERGED)
+    present = row < rows
+    active = unmasked(row_mask, row, rows, masked)
+    slots = rows + tl.cdiv(rows, TALL) * PART
+    beyond = first % TALL - (TALL - PART)  # of the first row of the last part of the tile
+    m = tl.full([TILES, MERGED], LOWEST, tl.float32)
+    s = tl.zeros([TILES, MERGED], tl.float32)
+    t = tl.zeros([TILES, MERGED], tl.float32)
+    for half in range(tl.where(beyond >= 0, 2, 1)):
+        slot = tl.where(half == 0, row, rows + m_tile * PART + beyond + row - first)
+        for tile0 in range(0, N_TILES, TILES):
+            tile = tile0 + tl.arange(0, TILES)
+            inside = (tile < N_TILES)[:, None] & present[None, :]
+            m = tl.maximum(m, load_sums(states, 0, tile, slot, slots, inside, LOWEST, N_TILES))
+            if LAST:
+                s += load_sums(states, 1, tile, slot, slots, inside, 0.0, N_TILES)
+                if EXPECTED:
+                    t += load_sums(states, 2, tile, slot, slots, inside, 0.0, N_TILES)
+    m = tl.max(m, axis=0)  # which ignores NaN: the sums do not
+    base = tl.load(reference + row, mask=present, other=0.0)
+    highest = tl.fma(m, factor, -base)
+    if LAST:
+        s, t = tl.sum(s, axis=0), tl.sum(t, axis=0)
+        label = tl.load(index + row, mask=active, other=-1).to(tl.int64)
+        inside = active & (label >= 0) & (label < V)
+        z = tl.load(selected + row, mask=inside, other=float("nan"))
+        relative = tl.fma(z, factor, -base)
+        unclean = present & ~active & ~(s == 0)  # a NaN, or an infinity, in a masked row
+        s = tl.where(s > 0, s, float("nan"))
+        logarithm = tl.log2(s)
+        rows64 = rows.to(tl.int64)
+        write_number(packed + SHIFT * rows64 + row, m * factor / LOG2E, active, present)
+        write_number(packed + LOG_NORMALIZER * rows64 + row, (logarithm - highest) / LOG2E, active, present)
+        if EXPECTED:
+            mean = t / s
+            write_number(packed + EXPECTED_LOGIT * rows64 + row, (mean - highest) / LOG2E, active, present)
+            write_number(packed + ENTROPY * rows64 + row, (logarithm - mean) / LOG2E, active, present)
+        write_number(log_probs + row, (relative - logarithm) / LOG2E, active, present)
+        if is_top1 is not None:
+            # The slots of the columns before the label's, in which no logit may be as large.
+            own = (label % WIDTH >= WIDTH // 2) & (beyond >= 0)
+            before = tl.zeros([TILES, MERGED], tl.int32)
+            for half in range(tl.where(beyond >= 0, 2, 1)):
+                slot = tl.where(half == 0, row, rows + m_tile * PART + beyond + row - first)
+                for tile0 in range(0, N_TILES, TILES):
+                    tile = (tile0 + tl.arange(0, TILES))[:, None]
+                    earlier = (tile < (label // WIDTH)[None, :]) | (
+                        (tile == (label // WIDTH)[None, :]) & (half < own.to(tl.int32))[None, :]
+                    )
+                    earlier = earlier & (tile < N_TILES) & inside[None, :]
+                    found = load_sums(states, 0, tile0 + tl.arange(0, TILES), slot, slots, earlier, LOWEST, N_TILES)
+                    before += (earlier & (found == m[None, :])).to(tl.int32)
+            top1 = inside & (z == m) & (tl.load(ties + row, mask=inside, other=1) == 0) & (s > 0)
+            tl.store(is_top1 + row, top1 & (tl.sum(before, axis=0) == 0), mask=present)
+        write_number(factors + row, -(factor / LOG2E) / s, active, present)
+        at = row.to(tl.int64) * OUT_ROW
+        tl.store(out + at + label, (tl.exp2(relative) - s).to(out.dtype.element_ty), mask=inside)
+        if tl.max(unclean.to(tl.int32), axis=0) != 0:
+            for n0 in range(0, V, BLOCK):
+                n = n0 + tl.arange(0, BLOCK)
+                nothing = tl.zeros([MERGED, BLOCK], out.dtype.element_ty)
+                tl.store(out + at[:, None] + n[None, :], nothing, mask=unclean[:, None] & (n < V)[None, :])
+    else:
+        far = active & ((highest > FARTHEST) | (highest < -FARTHEST))
+        tl.store(reference + row, m * factor, mask=far)
+        if tl.max(far.to(tl.int32), axis=0) != 0:
+            tl.store(due, 1)
+            tl.store(due + 1 + m_tile, 1)
+
+
+def supports_linear_exponentials(dtype: torch.dtype, rows: int, b: Tensor, inputs: Inputs, options: Options) -> bool:
+    """Whether `linear_exponentials` computes this, on a device where that is faster than a GEMM and another kernel.
+
+    It has been measured on Hopper. There is one index per row, the operands are bfloat16, whose exponents are those of
+    float32, and no field needs more than the sum of the exponentials and their mean logit.
+
+    Args:
+        dtype: of the operands.
+        rows: of the first operand.
+        b: the second operand, ``(K, V)``, which is still to be cast if it has another dtype.
+    """
+    index, transform = inputs.index, options.transform
+    plain = index is not None and index.dim() == 1 and inputs.class_weights is None and inputs.temperature is None
+    plain = plain and inputs.support is None and not options.invariant and FIELDS.issuperset(options.names())
+    positive = transform.softcap is None and 0 < transform.factors()[0] < math.inf
+    fits = dtype == torch.bfloat16 and rows >= LEAST_ROWS and b.numel() > 0 and b.shape[0] % 8 == 0
+    is_hopper = SUPPORTED and not layout.one_at_a_time() and layout.compute_capability() == 90
+    aligned = b.dtype != dtype or b.data_ptr() % 16 == 0
+    by_rows = aligned and layout.aligned_dimension(b.stride(), dtype.itemsize, 0, 1, False) == "K"
+    return plain and positive and fits and is_hopper and by_rows
+
+
+def exponentials_bytes(vocab: int, width: int, options: Options) -> int:
+    """Bytes of workspace per row, for hidden states of this width: of the sums of tiles, or of the float32 product that
+    `logits.gradients` then multiplies by the factors."""
+    return max(4 * numbers_of(options) * -(-vocab // WIDTH) * (TALL + PART) // TALL, 4 * width)
+
+
+def numbers_of(options: Options) -> int:
+    """How many numbers are stored for every row of a tile."""
+    return 3 if wanted(options).EXPECTED else 2
+
+
+def plan_of_reference(
+    rows: int, V: int, K: int, strides: tuple[int, int], options: Options
+) -> Plan:  # fmt: skip
+    """The launch of `reference_kernel`."""
+    numbers = rows, options.masked, options.transform.factors()[0] * LOG2E.value
+    constexprs = dict(
+        V=V, K=K, A_ROW=strides[0], W_ROW=strides[1], ROWS=ROWS, BLOCK_K=BLOCK_K, PART=PART, TALL=TALL, WIDTH=WIDTH
+    )
+    return Plan(reference_kernel, -(-rows // ROWS), numbers, constexprs, 4)
+
+
+def plan_for(
+    rows: int, V: int, K: int, strides: tuple[int, int, int], device: torch.device, options: Options
+) -> Plan:  # fmt: skip
+    """The launch of `linear_exponentials_kernel`."""
+    tiles = -(-rows // TALL) * -(-V // WIDTH)
+    work = Work(V, K, *strides, wanted(options).EXPECTED, options.wants("is_top1"), stages_in(layout.shared_memory()))
+    programs = min(tiles, layout.multiprocessors(device))
+    numbers = rows, options.transform.factors()[0] * LOG2E.value
+    return Plan(linear_exponentials_kernel, programs, numbers, dict(WORK=work), 4)
+
+
+def plan_of_merge(rows: int, V: int, out_row: int, last: bool, options: Options) -> Plan:
+    """The launch of `merge_exponentials_kernel`."""
+    constexprs = dict(
+        V=V, OUT_ROW=out_row, LAST=last, EXPECTED=last and wanted(options).EXPECTED, PART=PART, TALL=TALL,
+        WIDTH=WIDTH, MERGED=MERGED, TILES=TILES, BLOCK=BLOCK,
+    )  # fmt: skip
+    numbers = rows, options.masked, options.transform.factors()[0] * LOG2E.value
+    return Plan(merge_exponentials_kernel, -(-rows // MERGED), numbers, constexprs, 4)
+
+
+def linear_exponentials(
+    a: Tensor, b: Tensor, inputs: Inputs, options: Options, results: Results, out: Tensor
+) -> Tensor:  # fmt: skip
+    """Write the `softmax_statistics` of the logits ``a @ b``, and their gradient but for a factor of each row.
+
+    Args:
+        a: ``(rows, K)``, bfloat16.
+        b: ``(K, V)``, contiguous in its first dimension.
+        inputs: with an index of each row.
+        results: as of `softmax_statistics`.
+        out: ``(rows, V)``, in the dtype of ``a``, with rows that begin at multiples of 16 bytes.
+
+    Returns:
+        ``factors``, float32 ``(rows,)``: the gradient of the log-prob of the index with respect to the logits is
+        ``factors[:, None] * out``. A masked row has zeros in both.
+    """
+    a, w = with_aligned_rows(a), b.t()
+    (rows, K), V = a.shape, len(w)
+    index, row_mask = inputs[:2]
+    packed, log_probs, is_top1 = results
+    m_tiles, n_tiles = -(-rows // TALL), -(-V // WIDTH)
+    states = a.new_empty((numbers_of(options), n_tiles, rows + m_tiles * PART), dtype=torch.float32)
+    reference, selected, factors = a.new_empty((3, rows), dtype=torch.float32)
+    ties = None if is_top1 is None else a.new_empty(rows, dtype=torch.int32)
+    marks = a.new_zeros((m_tiles * PARTS, n_tiles), dtype=torch.int8)
+    due = a.new_empty(1 + m_tiles, dtype=torch.int32)
+    strides = a.stride(0), w.stride(0)
+    given = a, w, index, row_mask, reference, marks, due
+    launch(plan_of_reference, (rows, V, K, strides, options), given)
+
+    def multiply(due: Any) -> None:
+        about = rows, V, K, (*strides, out.stride(0)), a.device, options
+        launch(plan_for, about, (a, w, reference, index, marks, due, out, states, selected, ties))
+
+    def merge(last: bool) -> None:
+        found = (packed, log_probs, is_top1, factors) if last else (None,) * 4
+        given = states, index, row_mask, selected, ties, reference, due, out, *found
+        launch(plan_of_merge, (rows, V, out.stride(0), last, options), given)
+
+    multiply(None)
+    merge(False)
+    multiply(due)
+    merge(True)
+    return factors

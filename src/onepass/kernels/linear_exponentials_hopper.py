@@ -1,0 +1,257 @@
+"""The GEMM of `linear_exponentials` on Hopper GPUs, which writes exponentials of logits and no logits.
+
+Its warps have the roles of those of `grouped_gemm_hopper`: one loads the operands into a ring of stages in shared
+memory, and two groups of four multiply them, each for a part of 64 rows and half of a third part. Each group then takes
+the exponentials of its products, adds up those of a row, and stores them, while the operands of the next tile are
+loaded.
+
+Bytes moved: a row of the hidden states once for each tile of columns, the weight once for each tile of rows, the
+exponentials once, and two or three numbers for every row of a tile.
+"""
+
+from typing import NamedTuple
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from onepass.kernels.grouped_gemm_hopper import accumulate, accumulate_with_third
+from onepass.kernels.hopper_results import BUFFERS, STORED, describe_result, store_columns
+from onepass.kernels.hopper_tiles import ELEMENT, HALF, PART, PARTS, STEP, SUPPORTED, WIDTH, describe_rows, load_range
+from onepass.kernels.launch import Flat, Out, Rows
+from onepass.kernels.linear_statistics import rounded
+from onepass.kernels.online_softmax import FLOOR
+from onepass.kernels.row_gemm import GROUP, place_of
+
+__all__ = ["SUPPORTED", "Work", "linear_exponentials_kernel", "stages_in"]
+
+place_of_tile = gluon.jit(place_of.fn)
+round_logits = gluon.jit(rounded.fn)
+LEAST = gl.constexpr(FLOOR.value)
+GROUP_OF_ROWS = gl.constexpr(GROUP)  # 8 and 32 are up to 3% slower (H200)
+
+
+class Work(NamedTuple):
+    """The constants of the kernel: its sizes, the strides of rows, and what it computes."""
+
+    V: int
+    K: int
+    A_ROW: int
+    W_ROW: int
+    OUT_ROW: int
+    EXPECTED: bool  # whether the sums of ``e·y`` are stored, too
+    TOP1: bool  # whether ``ties`` are
+    STAGES: int
+
+
+def stages_in(shared_memory: int) -> int:
+    """How many stages fit into this many bytes of shared memory."""
+    of_stage = (PARTS.value * PART.value + WIDTH.value) * STEP.value * ELEMENT.value
+    return (shared_memory - 2 * BUFFERS.value * PART.value * STORED.value * ELEMENT.value) // of_stage
+
+
+@gluon.jit
+def read_columns(
+    z, sums, reference, factor, out, descriptor, results, which: gl.constexpr, EARLIER: gl.constexpr, row0, n0,
+    W: gl.constexpr,
+):  # fmt: skip
+    """Store the exponentials of STORED columns of a part, and add these columns to the sums of its rows.
+
+    See `store_columns` for ``results`` and EARLIER.
+    """
+    m, s, t = sums
+    z = round_logits(z, out.dtype.element_ty, True)
+    y = gl.fma(z, factor, -gl.convert_layout(reference, gl.SliceLayout(1, z.type.layout))[:, None])
+    e = gl.exp2(y)
+    store_columns(out, descriptor, results, which, EARLIER, row0, n0, e)
+    m = gl.maximum(m, gl.convert_layout(gl.max(z, 1), m.type.layout))
+    s += gl.convert_layout(gl.sum(e, 1), s.type.layout)
+    if W.EXPECTED:
+        t += gl.convert_layout(gl.sum(e * gl.maximum(y, LEAST), 1), t.type.layout)
+    return m, s, t
+
+
+@gluon.jit
+def read_part(
+    z, inputs, outputs, results, which: gl.constexpr, row0, n0, n_tile, slot0, rows, factor, W: gl.constexpr
+):  # fmt: skip
+    """Read the products ``z`` of a part of the rows, from row ``row0`` and column ``n0`` on.
+
+    The sums of its rows are stored from ``slot0`` on, of those of the tile of columns.
+    """
+    COUNT: gl.constexpr = z.shape[1]
+    N_TILES: gl.constexpr = (W.V + WIDTH - 1) // WIDTH
+    of_rows: gl.constexpr = gl.SliceLayout(1, z.type.layout)
+    reference, index, marks, _due = inputs
+    out, descriptor, states, selected, ties = outputs
+    r = gl.arange(0, PART, of_rows)
+    n = n0 + gl.arange(0, COUNT, gl.SliceLayout(0, z.type.layout))
+    present = row0 + r < rows
+    if gl.load(marks + row0 // PART * N_TILES + n_tile) != 0:
+        label = gl.load(index + row0 + r, mask=present, other=-1).to(gl.int64)
+        is_here = present & (label >= n0) & (label < gl.minimum(n0 + COUNT, W.V))
+        label = gl.where(is_here, label, -1).to(gl.int32)[:, None]
+        chosen = round_logits(gl.sum(gl.where(n[None, :] == label, z, 0.0), 1), out.dtype.element_ty, True)
+        gl.store(selected + row0 + r, chosen, mask=is_here)
+        if W.TOP1:
+            equal = (n[None, :] < label) & (round_logits(z, out.dtype.element_ty, True) == chosen[:, None])
+            gl.store(ties + row0 + r, gl.max(equal.to(gl.int32), 1), mask=is_here)
+    if n0 + COUNT > W.V:  # no exponential is left of the columns beyond the last, of which descriptors may store some
+        z = gl.where((n < W.V)[None, :], z, -float("inf"))
+    base = gl.load(reference + row0 + r, mask=present, other=0.0)
+    zeros = gl.zeros((PART,), gl.float32, of_rows)
+    sums = (zeros - float("inf"), zeros, zeros)
+    left, right = gl.split(z.reshape((PART, 2, COUNT // 2)).permute((0, 2, 1)))
+    if COUNT == 2 * STORED:
+        sums = read_columns(left, sums, base, factor, out, descriptor, results, which, 0, row0, n0, W)
+        sums = read_columns(right, sums, base, factor, out, descriptor, results, which, 1, row0, n0 + STORED, W)
+    else:
+        for half in gl.static_range(2):
+            part = left if half == 0 else right
+            a, b = gl.split(part.reshape((PART, 2, STORED)).permute((0, 2, 1)))
+            n1 = n0 + 2 * half * STORED
+            sums = read_columns(a, sums, base, factor, out, descriptor, results, which, 2 * half, row0, n1, W)
+            n1 += STORED
+            sums = read_columns(b, sums, base, factor, out, descriptor, results, which, 2 * half + 1, row0, n1, W)
+    m, s, t = sums
+    slots = rows + gl.cdiv(rows, PARTS * PART) * PART
+    to = states + n_tile.to(gl.int64) * slots + slot0 + r
+    gl.store(to, m, mask=present)
+    gl.store(to + N_TILES * slots.to(gl.int64), s, mask=present)
+    if W.EXPECTED:
+        gl.store(to + 2 * N_TILES * slots.to(gl.int64), t, mask=present)
+
+
+@gluon.jit
+def number_of_tiles(m_tiles, due, W: gl.constexpr):
+    """How many tiles there are, or 0 if ``due`` says that no row is to be computed again."""
+    N_TILES: gl.constexpr = (W.V + WIDTH - 1) // WIDTH
+    tiles = m_tiles * N_TILES
+    if due is not None:
+        tiles = gl.where(gl.load(due) != 0, tiles, 0)
+    return tiles
+
+
+@gluon.jit
+def is_due(m_tile, due):
+    """Whether a tile of rows is to be computed."""
+    if due is None:
+        return True
+    else:
+        return gl.load(due + 1 + m_tile) != 0
+
+
+@gluon.jit
+def multiply(
+    which: gl.constexpr, ring, columns, inputs, outputs, results, rows, factor, W: gl.constexpr
+):  # fmt: skip
+    """Compute the first (0) or the second (1) part of the rows of each tile, and half of the third part."""
+    _, _, full, empty = ring
+    due = inputs[3]
+    STAGES: gl.constexpr = W.STAGES
+    STEPS: gl.constexpr = (W.K + STEP - 1) // STEP
+    N_TILES: gl.constexpr = (W.V + WIDTH - 1) // WIDTH
+    of_acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    of_third: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    m_tiles = gl.cdiv(rows, PARTS * PART)
+    step = 0
+    for work in range(gl.program_id(0), number_of_tiles(m_tiles, due, W), gl.num_programs(0)):
+        m_tile, n_tile = place_of_tile(work, m_tiles, N_TILES, GROUP_OF_ROWS)
+        if is_due(m_tile, due):
+            row0 = m_tile * (PARTS * PART)
+            n0 = n_tile * WIDTH
+            begin = row0 + which * PART
+            if begin < rows:
+                acc = gl.zeros((PART, WIDTH), gl.float32, of_acc)  # not kept from the tile before, beside what is read
+                if row0 + 2 * PART < rows:
+                    third = gl.zeros((PART, HALF), gl.float32, of_third)
+                    acc, third, step = accumulate_with_third(
+                        acc, third, step, ring, columns, which, STEPS, "K", W, False, True
+                    )
+                    slot0 = row0 + 2 * PART
+                    if which == 1:
+                        slot0 = rows + m_tile * PART
+                    read_part(
+                        third, inputs, outputs, results, which, row0 + 2 * PART, n0 + which * HALF, n_tile, slot0, rows,
+                        factor, W,
+                    )  # fmt: skip
+                else:
+                    acc, step = accumulate(acc, step, ring, columns, which, STEPS, "K", W, False, True)
+                read_part(acc, inputs, outputs, results, which, begin, n0, n_tile, begin, rows, factor, W)
+            else:
+                for _k in range(STEPS):
+                    mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
+                    mbarrier.arrive(empty.index(step % STAGES), count=1)
+                    step += 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def load(of_a, of_weight, ring, columns, due, rows, W: gl.constexpr):
+    """Load what `multiply` multiplies, in its order."""
+    to_rows, _, full, empty = ring
+    STAGES: gl.constexpr = W.STAGES
+    STEPS: gl.constexpr = (W.K + STEP - 1) // STEP
+    N_TILES: gl.constexpr = (W.V + WIDTH - 1) // WIDTH
+    m_tiles = gl.cdiv(rows, PARTS * PART)
+    step = 0
+    for work in range(gl.program_id(0), number_of_tiles(m_tiles, due, W), gl.num_programs(0)):
+        m_tile, n_tile = place_of_tile(work, m_tiles, N_TILES, GROUP_OF_ROWS)
+        if is_due(m_tile, due):
+            for k0 in range(0, STEPS * STEP, STEP):
+                stage = step % STAGES
+                mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
+                ready = full.index(stage)
+                load_range(of_a, ready, to_rows, stage, m_tile * (PARTS * PART), rows, k0, WIDTH * STEP * ELEMENT)
+                tma.async_copy_global_to_shared(of_weight, [n_tile * WIDTH, k0], ready, columns.index(stage))
+                step += 1
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def linear_exponentials_kernel(
+    a: "Rows", w: "Rows", reference: "Flat", index: "Flat", marks: "Flat", due: "Flat", out: "Rows", states: "Out",
+    selected: "Out", ties: "Out",
+    rows: tl.int32, factor: tl.float32, WORK: tl.constexpr,
+):  # fmt: skip
+    """``out = exp2(y)`` with ``y = factor·z - reference``, where ``z = a @ w.T`` is rounded to the dtype of ``a``.
+
+    Inputs: ``a`` ``(rows, K)``; ``w`` ``(V, K)``; ``reference`` and ``index`` ``(rows,)``; ``marks``, one int8 for each
+    part of 64 rows and tile of 256 columns, which is not 0 if a row of the part has an index in these columns; ``due``,
+    int32, or None to compute all rows: its first number says whether there are rows to compute, and each of the others
+    whether a tile of rows is to be computed.
+    Outputs: ``out`` ``(rows, V)``; ``states`` ``(2 or 3, N_TILES, slots)``, the maxima of ``z``, the sums of
+    ``exp2(y)`` and of ``exp2(y)·y`` of every row of a tile of columns; ``selected`` ``(rows,)``, ``z`` of the index, if
+    that is in [0, V), and ``ties`` ``(rows,)``, int32 or None, whether an earlier column of the slot has that ``z``.
+    A tile has up to 192 rows. Each half of the columns of its last 64 rows has a slot of its own: the slots of the rows
+    come first, and then those of the second halves.
+    Bytes moved: see the module docstring.
+    """
+    W: gl.constexpr = WORK
+    STAGES: gl.constexpr = W.STAGES
+    dtype: gl.constexpr = a.dtype.element_ty
+    flat: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    to_rows = gl.allocate_shared_memory(dtype, [STAGES * PARTS, PART, STEP], flat)
+    columns = gl.allocate_shared_memory(dtype, [STAGES, WIDTH, STEP], flat)
+    results = gl.allocate_shared_memory(dtype, [2 * BUFFERS, PART, STORED], flat)
+    of_a = describe_rows(a, rows, W.K, W.A_ROW)
+    of_weight = tma.make_tensor_descriptor(w, [W.V, W.K], [W.W_ROW, 1], [WIDTH, STEP], flat)
+    of_out = describe_result(out, rows, W.V, W.OUT_ROW)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(STAGES):
+        mbarrier.init(full.index(n), count=1)
+        mbarrier.init(empty.index(n), count=2)
+    hopper.fence_async_shared()
+    ring = (to_rows, to_rows, full, empty)  # as `accumulate` takes it
+    inputs = (reference, index, marks, due)
+    outputs = (out, of_out, states, selected, ties)
+    gl.warp_specialize(
+        [
+            (multiply, (0, ring, columns, inputs, outputs, results, rows, factor, W)),
+            (multiply, (1, ring, columns, inputs, outputs, results, rows, factor, W)),
+            (load, (of_a, of_weight, ring, columns, due, rows, W)),
+        ],
+        [4, 1], [240, 24],
+    )  # fmt: skip

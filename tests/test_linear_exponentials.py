@@ -1,0 +1,352 @@
+"""The kernel that writes exponentials of the logits of a linear head, and the losses whose gradients it serves."""
+
+from importlib import import_module
+
+import pytest
+import torch
+
+import definition
+import onepass
+from on_hopper import ON_HOPPER
+from onepass import kernels, reference
+from onepass.core.options import PACKED, Inputs, Options, Transform, empty_results
+from onepass.logits.head import Head, HeadTensors, Settings
+from onepass.logits.row_loss import StatisticsLoss
+from paths import interpreted
+
+module = import_module("onepass.kernels.linear_exponentials")
+FIELDS = ("log_probs", "log_probs entropy", "log_probs is_top1 shift log_normalizer", "log_probs entropy is_top1")
+SHAPES = {  # rows, vocabulary, width
+    "less than a part": (40, 600, 64),
+    "two parts": (100, 300, 72),
+    "three parts": (200, 1000, 128),
+    "odd": (450, 999, 96),
+    "one column more": (193, 513, 200),
+}
+
+
+def draw(device, shape, dtype, size=1.0, seed=0):
+    """Operands whose products are small whole numbers times ``size``: no logit is rounded, and many are equal."""
+    rows, vocab, width = shape
+    g = torch.Generator().manual_seed(seed)
+    a = torch.randint(-1, 2, (rows, width), generator=g) * size
+    w = torch.randint(-1, 2, (vocab, width), generator=g)
+    return a.to(dtype).to(device), w.to(dtype).to(device), torch.randint(vocab, (rows,), generator=g).to(device)
+
+
+def padded(rows, vocab, like):
+    """An output with rows that begin at multiples of 16 bytes; beyond them it is 0."""
+    step = 16 // like.element_size()
+    return like.new_zeros((rows, -(-vocab // step) * step))[:, :vocab]
+
+
+def compared(a, w, inputs, options, backend=kernels):
+    """Compare all results with their definition in float64, and return the exponentials."""
+    index, mask = inputs[:2]
+    out = padded(len(a), len(w), a)
+    results = empty_results(out, index, options)
+    factors = backend.linear_exponentials(a, w.t(), inputs, options, results, out)
+    assert factors.shape == (len(a),)
+    active = torch.ones_like(index, dtype=torch.bool) if mask is None else mask != options.masked
+    x = (a.double() @ w.double().t()).to(a.dtype).double().requires_grad_()
+    inside = (index >= 0) & (index < len(w))
+    t = options.transform
+    expected = definition.statistics(
+        x, index.where(inside, 0).long(), temperature=t.temperature, logit_scale=t.logit_scale
+    )
+    (gradient,) = torch.autograd.grad(expected["log_probs"].sum(), x)
+    outside = active & ~inside
+    for field in options.names():
+        value = expected[field].detach()
+        if field == "is_top1":
+            assert torch.equal(results[2], value & inside & active)
+            continue
+        value = value.masked_fill(outside, torch.nan).masked_fill(~active, 0.0)
+        found = results[1] if field == "log_probs" else results[0][PACKED.index(field)]
+        definition.assert_close(found, value, scale=32.0, name=field)
+    gradient = gradient.masked_fill(outside[:, None], torch.nan).masked_fill(~active[:, None], 0.0)
+    found = out.double() * factors.double()[:, None]
+    assert torch.equal(found.isnan().any(1), gradient.isnan().any(1))
+    sound = ~gradient.isnan().any(1)
+    if a.dtype == torch.bfloat16:  # each number is rounded once
+        torch.testing.assert_close(found[sound], gradient[sound], rtol=2**-8, atol=1e-6)
+    else:
+        torch.testing.assert_close(found[sound], gradient[sound], rtol=1e-5, atol=2e-6)
+    assert not out.as_strided((len(a), out.stride(0)), (out.stride(0), 1))[:, len(w) :].any(), "the padding"
+    assert not out[~active].any() and not factors[~active].any()
+    return out
+
+
+class Emulated:
+    """`linear_exponentials_kernel` in plain PyTorch, for the two kernels around it, which Triton's interpreter runs."""
+
+    def __init__(self, monkeypatch):
+        self.launch, self.computed = module.launch, []
+        monkeypatch.setattr(module, "launch", self)
+        monkeypatch.setattr(module, "plan_for", "products", raising=True)
+
+    def __call__(self, plan, about, tensors):
+        if plan != "products":
+            return self.launch(plan, about, tensors)
+        a, w, reference, index, marks, due, out, states, selected, ties = tensors
+        (rows, V), factor, n_tiles = out.shape, about[-1].transform.factors()[0] * module.LOG2E.value, states.shape[1]
+        z = (a.float() @ w.float().t()).to(a.dtype).float()
+        y = z * factor - reference[:, None]
+        tiles = torch.arange(rows) // module.TALL
+        for row in range(rows):
+            tile = tiles[row]
+            if due is not None and not (due[0] and due[1 + tile]):
+                continue
+            self.computed.append(row)
+            out[row] = y[row].exp2()
+            third = row % module.TALL >= module.TALL - module.PART
+            label = int(index[row])
+            for n in range(n_tiles):
+                first = n * module.WIDTH
+                parts = [(row, first, first + module.WIDTH)]
+                if third:
+                    second = rows + tile * module.PART + row % module.PART
+                    middle = first + module.WIDTH // 2
+                    parts = [(row, first, middle), (second, middle, first + module.WIDTH)]
+                for slot, begin, end in parts:
+                    some, of = z[row, begin:end], y[row, begin:end]
+                    e = of.exp2()
+                    states[0, n, slot] = some.max() if len(some) else -torch.inf
+                    states[1, n, slot] = e.sum()
+                    if len(states) == 3:
+                        states[2, n, slot] = (e * of.clamp(min=-1e18)).sum()
+                    if begin <= label < min(end, V) and marks[row // module.PART, n]:  # else the row is masked
+                        selected[row] = z[row, label]
+                        if ties is not None:
+                            ties[row] = int((z[row, begin:label] == z[row, label]).any())
+
+
+@pytest.fixture(params=["interpreted", "compiled"])
+def place(request, device, monkeypatch):
+    """The device, and the dtype that is multiplied there. In the interpreter, plain PyTorch multiplies."""
+    if request.param == "interpreted":
+        if not interpreted(device):
+            pytest.skip("takes Triton's interpreter")
+        return device, torch.float32, Emulated(monkeypatch)
+    if device.type != "cuda" or torch.cuda.get_device_capability() != (9, 0) or not module.SUPPORTED:
+        pytest.skip("takes a Hopper GPU, and Triton 3.6 or later")
+    return device, torch.bfloat16, None
+
+
+@pytest.mark.parametrize("fields", FIELDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_the_definition(place, shape, fields):
+    device, dtype, _ = place
+    for seed, (transform, masked) in enumerate(((Transform(), False), (Transform(0.7, None, 1.5), True))):
+        a, w, index = draw(device, SHAPES[shape], dtype, 0.25, seed)
+        mask = (torch.arange(len(a), device=device) % 3 != 0) if masked else None
+        compared(a, w, Inputs(index, mask), Options(fields, transform))
+        compared(a, w, Inputs(index, mask), Options(fields, transform), reference)
+
+
+def test_labels_that_are_far_below_the_largest_logit(place):
+    """Only the tiles of rows that have one are computed again, relative to the largest logit."""
+    device, dtype, emulated = place
+    options = Options("log_probs entropy is_top1")
+    a, w, index = draw(device, (500, 700, 64), dtype)
+    a[:200] *= 4.0
+    a[7] = a[130] = 4.0 * w[300]
+    w[77] = -w[300]
+    index[7], index[130] = 77, 300
+    compared(a, w, Inputs(index), options)
+    if emulated is not None:
+        again = emulated.computed[len(a) :]
+        assert 7 in again and {row // module.TALL for row in again} <= {0, 1}, "tiles without such a row"
+    compared(256 * a, w, Inputs(index), options)  # logits of more than 1e4
+    index[::5] = -100
+    compared(a, w, Inputs(index, index), options._replace(masked=-100))
+
+
+def test_hard_rows(place):
+    """NaN and infinite rows, logits of -inf, indices outside of the vocabulary; such rows may be masked."""
+    device, dtype, _ = place
+    options = Options("log_probs entropy is_top1")
+    a, w, index = draw(device, (420, 520, 64), dtype, 0.25)
+    a[0] = a[5] = a[250] = torch.nan
+    a[1, 0] = a[6, 0] = torch.inf
+    index[3], index[4], index[7] = len(w), -1, 2**40
+    compared(a, w, Inputs(index), options)
+    mask = torch.ones(len(a), dtype=torch.bool, device=device)
+    mask[[1, 3, 5, 9, 250, 300]] = False
+    compared(a, w, Inputs(index, mask), options)
+    a, w, index = draw(device, (420, 520, 64), dtype, 0.25)
+    a[:, 0], w[:, 0] = 1.0, 0.0
+    w[99, 0] = w[480, 0] = -torch.inf  # of probability 0
+    index[8], index[200], index[390] = 99, 480, 99
+    found = compared(a, w, Inputs(index), options)
+    assert not found[:8, 99].any()
+
+
+def test_layouts(place):
+    """Rows of operands may be apart or not aligned, and an index may be int32."""
+    device, dtype, _ = place
+    options = Options("log_probs")
+    a, w, index = draw(device, (210, 300, 64), dtype, 0.25)
+    for extra in (8, 5):
+        apart = a.new_zeros((len(a), 64 + extra))[:, :64].copy_(a)
+        compared(apart, w, Inputs(index), options)
+    compared(a, w.new_zeros((len(w), 128))[:, :64].copy_(w), Inputs(index.int()), options)
+
+
+def test_what_the_kernel_takes(monkeypatch):
+    monkeypatch.setattr(module, "SUPPORTED", True)
+    monkeypatch.setattr(module.layout, "compute_capability", lambda *_: 90)
+    monkeypatch.setattr(module.layout, "one_at_a_time", lambda: False)
+    w, index = torch.zeros(300, 64, dtype=torch.bfloat16), torch.zeros(2**12, dtype=torch.long)
+    plain = torch.bfloat16, 2**12, w.t(), Inputs(index), Options("log_probs")
+    assert kernels.supports_linear_exponentials(*plain)
+    assert kernels.supports_linear_exponentials(*plain[:2], w.float().t(), *plain[3:]), "it is cast"
+    assert kernels.supports_linear_exponentials(*plain[:4], Options(" ".join(module.FIELDS)))
+    assert not reference.supports_linear_exponentials(*plain)
+    row = torch.ones(2**12)
+    others = (
+        {0: torch.float16}, {0: torch.float32}, {1: module.LEAST_ROWS - 1},
+        {2: w.t().contiguous()}, {2: torch.zeros(300, 60, dtype=torch.bfloat16).t()},
+        {2: torch.zeros(300, 68, dtype=torch.bfloat16)[:, 4:].t()}, {2: torch.zeros(0, 64, dtype=torch.bfloat16).t()},
+        {3: Inputs()}, {3: Inputs(index[:, None])}, {3: Inputs(index, temperature=row)},
+        {3: Inputs(index, class_weights=row[:300])}, {3: Inputs(index, support=index[:, None])},
+        {4: Options("selected")}, {4: Options("log_probs weighted_logit")}, {4: Options("log_probs mean_logit")},
+        {4: Options("log_probs", Transform(1.0, 30.0))}, {4: Options("log_probs", Transform(1.0, None, -1.0))},
+        {4: Options("log_probs", invariant=True)},
+    )  # fmt: skip
+    for changed in others:
+        assert not kernels.supports_linear_exponentials(*[changed.get(n, p) for n, p in enumerate(plain)]), changed
+    monkeypatch.setattr(module.layout, "compute_capability", lambda *_: 100)
+    assert not kernels.supports_linear_exponentials(*plain)
+
+
+def test_which_heads_take_it(monkeypatch):
+    """Not one with a bias, an adapter, wide logits, or a limit of memory."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(reference, "supports_linear_exponentials", lambda *_: True)
+    h, w = torch.zeros(4, 8), torch.zeros(5, 8)
+    given, options = Inputs(torch.zeros(4, dtype=torch.long)), Options("log_probs")
+    settings = Settings(torch.float32, torch.float32)
+    assert Head(HeadTensors(h, w), settings).writes_exponentials(given, options)
+    for tensors, changed in (
+        (HeadTensors(h, w, torch.zeros(5)), {}), (HeadTensors(h, w, None, h[:, :2], w[:, :2]), {}),
+        (HeadTensors(h, w), {"max_memory": 2**20}), (HeadTensors(h, w), {"logits_dtype": torch.float64}),
+        (HeadTensors(h, w), {"invariant_gemms": True}),
+    ):  # fmt: skip
+        assert not Head(tensors, settings._replace(**changed)).writes_exponentials(given, options)
+    loss = StatisticsLoss(None, Options("log_probs entropy"), torch.float32, given)
+    head = Head(HeadTensors(h, w), settings)
+    assert not loss.takes_exponentials(head), "an entropy that has a gradient"
+    assert StatisticsLoss(
+        None, Options("log_probs entropy"), torch.float32, given, shown=("entropy",)
+    ).takes_exponentials(head)
+
+
+@pytest.fixture(params=["plain", pytest.param("hopper", marks=[ON_HOPPER, pytest.mark.gpu])])
+def taken(request, monkeypatch):
+    """The device and dtype of heads that take exponentials: as the reference defines them, or of a Hopper GPU."""
+    backend, of = (reference, "cpu") if request.param == "plain" else (kernels, "cuda")
+    if of == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "0")
+        monkeypatch.setattr(
+            reference, "supports_linear_exponentials",
+            lambda dtype, rows, b, inputs, options: inputs.index is not None
+            and inputs.index.dim() == 1
+            and inputs[2:] == (None,) * 5
+            and options.transform.softcap is None
+            and {*options.names()} <= module.FIELDS,
+        )  # fmt: skip
+    calls, function = [], backend.linear_exponentials
+    monkeypatch.setattr(backend, "linear_exponentials", lambda *given: calls.append(given) or function(*given))
+    return torch.device(of), torch.float64 if of == "cpu" else torch.bfloat16, calls
+
+
+def losses_of(logits, index, scores):
+    """Losses of logits by name, and whether a linear head takes exponentials: always, never, or if it is frozen."""
+
+    def of_log_probs():
+        log_probs = onepass.selective_log_softmax(logits, index.clamp(min=0), row_mask=index >= 0)
+        return (log_probs.sin() * scores).sum()
+
+    return {
+        "mean": (lambda: onepass.cross_entropy(logits, index), "always"),
+        "sum": (lambda: onepass.cross_entropy(logits, index, reduction="sum", temperature=0.7), "always"),
+        "rows": (lambda: (onepass.cross_entropy(logits, index, reduction="none") * scores).sum(), "always"),
+        "smoothing": (lambda: onepass.cross_entropy(logits, index, label_smoothing=0.1), "never"),
+        "z-loss": (lambda: onepass.cross_entropy(logits, index, z_loss_weight=0.1), "never"),
+        "softcap": (lambda: onepass.cross_entropy(logits, index, softcap=9.0), "never"),
+        "log-probs": (of_log_probs, "if frozen"),
+    }
+
+
+@pytest.mark.parametrize("frozen", (False, True), ids=("trained", "frozen"))
+def test_losses_of_heads(taken, monkeypatch, frozen):
+    """Loss and gradients equal those of materialized logits, in one tile and in several."""
+    device, dtype, calls = taken
+    g = torch.Generator().manual_seed(0)
+    h, w, scores = (torch.randn(s, generator=g) for s in ((600, 64), (500, 64), (600,)))
+    h, w, scores = h.to(device, dtype), w.to(device, dtype), scores.to(device)
+    index = torch.randint(500, (600,), generator=g).to(device)
+    index[::3] = -100
+    for rows in (10**6, 300):
+        monkeypatch.setattr("onepass.logits.tile_plan.in_waves", lambda count, most, width: min(count, rows))  # noqa: B023
+        monkeypatch.setattr("onepass.logits.tile_plan.equal", lambda count, most: min(count, rows))  # noqa: B023
+        if rows < 600:
+            monkeypatch.setattr("onepass.logits.tile_plan.default_memory", lambda *_: 1 << 25)
+        for name in losses_of(torch.zeros(600, 500), index.cpu(), scores.cpu()):
+            calls.clear()
+            leaves = [t.detach().clone().requires_grad_() for t in (h, w)]
+            leaves[1].requires_grad_(not frozen)
+            loss, when = losses_of(onepass.LinearLogits(*leaves), index, scores)[name]
+            loss = loss()
+            loss.backward()
+            expected = [t.detach().double().requires_grad_() for t in leaves]
+            x = expected[0] @ expected[1].t()
+            of = losses_of(x if dtype == torch.float64 else x.to(dtype).double(), index, scores.double())[name][0]()
+            of.backward()
+            close = {} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2 * expected[0].grad.abs().max()}
+            torch.testing.assert_close(loss.double(), of, **({"rtol": 1e-3, "atol": 1e-3} if close else {}))
+            for leaf, value in zip(leaves, expected):
+                if leaf.requires_grad:
+                    torch.testing.assert_close(leaf.grad.double(), value.grad, **close)
+            takes = (when == "always" and (name != "rows" or True)) or (when == "if frozen" and frozen)
+            assert bool(calls) == takes, (name, frozen)
+
+
+def test_metrics_beside_the_loss(taken):
+    """An observer's entropy and accuracy have no gradient, so that a loss that is observed takes exponentials, too."""
+    from onepass.logits.observer import Metrics
+
+    device, dtype, calls = taken
+    g = torch.Generator().manual_seed(0)
+    h, w = (torch.randn(s, generator=g).to(device, dtype) for s in ((300, 64), (50, 64)))
+    index = torch.randint(50, (300,), generator=g).to(device)
+    logits = onepass.LinearLogits(h.requires_grad_(), w.requires_grad_())
+    logits.observer = Metrics()
+    onepass.cross_entropy(logits, index).backward()
+    assert calls
+    found = logits.observer.read()
+    x = (h @ w.t()).double()
+    torch.testing.assert_close(
+        found["entropy"].double(), definition.statistics(x)["entropy"].mean(), rtol=1e-2, atol=1e-2
+    )
+    accuracy = (x.argmax(-1) == index).double().mean()
+    torch.testing.assert_close(found["mean_token_accuracy"].double(), accuracy, rtol=0, atol=1e-2)
+
+
+def test_masked_rows_without_a_valid_one(taken):
+    """Where rows are masked on the device, an upstream gradient that is infinite reaches none of them."""
+    device, dtype, calls = taken
+    h, w = (torch.ones(s, device=device, dtype=dtype) for s in ((300, 64), (50, 64)))
+    head = Head(HeadTensors(h, w), Settings(dtype, dtype))
+    row_loss = StatisticsLoss(
+        None, Options("log_probs"), dtype, Inputs(torch.zeros(300, dtype=torch.long, device=device))
+    )
+    from onepass.logits.tile_plan import Rows
+    from onepass.logits.tiles import Tile, empty_logits
+
+    out = empty_logits(head, 300, 50, dtype)
+    tile = Tile([head], Rows(slice(0, 300), 300), slice(None), [h], [out])
+    mask = torch.zeros(300, dtype=torch.bool, device=device)
+    loss, _ = row_loss(tile, mask, lambda _: torch.tensor(float("inf"), device=device), out, iter(()))
+    assert calls and not loss.any() and not tile.factors.any() and not out.any()
