@@ -197,6 +197,7 @@ def test_what_the_kernel_takes(monkeypatch):
     monkeypatch.setattr(module, "SUPPORTED", True)
     monkeypatch.setattr(module.layout, "compute_capability", lambda *_: 90)
     monkeypatch.setattr(module.layout, "one_at_a_time", lambda: False)
+    monkeypatch.setattr(module, "LEAST_LOGITS", 2**12 * 300)
     w, index = torch.zeros(300, 64, dtype=torch.bfloat16), torch.zeros(2**12, dtype=torch.long)
     plain = torch.bfloat16, 2**12, w.t(), Inputs(index), Options("log_probs")
     assert kernels.supports_linear_exponentials(*plain)
@@ -205,7 +206,7 @@ def test_what_the_kernel_takes(monkeypatch):
     assert not reference.supports_linear_exponentials(*plain)
     row = torch.ones(2**12)
     others = (
-        {0: torch.float16}, {0: torch.float32}, {1: module.LEAST_ROWS - 1},
+        {0: torch.float16}, {0: torch.float32}, {1: 2**12 - 1},
         {2: w.t().contiguous()}, {2: torch.zeros(300, 60, dtype=torch.bfloat16).t()},
         {2: torch.zeros(300, 68, dtype=torch.bfloat16)[:, 4:].t()}, {2: torch.zeros(0, 64, dtype=torch.bfloat16).t()},
         {3: Inputs()}, {3: Inputs(index[:, None])}, {3: Inputs(index, temperature=row)},
@@ -256,6 +257,7 @@ def taken(request, monkeypatch):
             and options.transform.softcap is None
             and {*options.names()} <= module.FIELDS,
         )  # fmt: skip
+    monkeypatch.setattr(module, "LEAST_LOGITS", 1)
     calls, function = [], backend.linear_exponentials
     monkeypatch.setattr(backend, "linear_exponentials", lambda *given: calls.append(given) or function(*given))
     return torch.device(of), torch.float64 if of == "cpu" else torch.bfloat16, calls

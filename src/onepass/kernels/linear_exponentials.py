@@ -48,7 +48,8 @@ MERGED, TILES, BLOCK = (
     32,
     256,
 )  # rows of `merge_exponentials_kernel`, tiles and logits of these that it reads at once
-LEAST_ROWS = 256  # of a GEMM that is faster than torch's
+# Of a head: with fewer, what is launched beside the GEMM takes longer than a pass over the logits (H200).
+LEAST_LOGITS = 1 << 29
 
 
 @triton.jit(do_not_specialize=["rows", "masked"])
@@ -195,7 +196,7 @@ def supports_linear_exponentials(dtype: torch.dtype, rows: int, b: Tensor, input
     plain = index is not None and index.dim() == 1 and inputs.class_weights is None and inputs.temperature is None
     plain = plain and inputs.support is None and not options.invariant and FIELDS.issuperset(options.names())
     positive = transform.softcap is None and 0 < transform.factors()[0] < math.inf
-    fits = dtype == torch.bfloat16 and rows >= LEAST_ROWS and b.numel() > 0 and b.shape[0] % 8 == 0
+    fits = dtype == torch.bfloat16 and rows * b.shape[1] >= LEAST_LOGITS and b.numel() > 0 and b.shape[0] % 8 == 0
     is_hopper = SUPPORTED and not layout.one_at_a_time() and layout.compute_capability() == 90
     aligned = b.dtype != dtype or b.data_ptr() % 16 == 0
     by_rows = aligned and layout.aligned_dimension(b.stride(), dtype.itemsize, 0, 1, False) == "K"

@@ -63,7 +63,7 @@ class LinearLogits(TiledLogits):
             computed, it is up to 2.5 GiB if this is enough for all logits. A loss, unlike statistics, with a gradient
             of the weight computes all logits at once if they take at most 2.5 GiB more than a float32 sum of that
             gradient (``4 V H`` bytes, which several tiles need). Otherwise the workspace is this sum and tiles of
-            ``8 V H`` bytes, from 1.1 to 1.9 GiB. With ``vocab_group``, tiles have 1.18 GiB.
+            ``8 V H`` bytes, from 1.65 to 2 GiB. With ``vocab_group``, tiles have 1.18 GiB.
             ``logits_dtype=torch.float32`` adds up to 0.63 GiB.
         vocab_group: a process group, or a `DeviceMesh` with one dimension, whose processes hold the rows of weight and
             bias: contiguous ranges in the order of their ranks, not necessarily of the same size. ``weight`` and

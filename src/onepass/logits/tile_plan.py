@@ -23,7 +23,7 @@ GIB = 1 << 30
 # such sum. In a forward without backward, no activations or gradients need the memory, so that it may take a single
 # tile, too. Otherwise small tiles cost little.
 ONE_TILE, UNTRAINED, SHARDED = int(2.5 * GIB), int(0.65 * GIB), int(1.18 * GIB)
-LEAST_TRAINED, MOST_TRAINED = int(1.1 * GIB), int(1.9 * GIB)
+LEAST_TRAINED, MOST_TRAINED = int(1.65 * GIB), int(2 * GIB)
 WIDE = int(0.63 * GIB)  # workspace for a tile of logits that are wider than the GEMMs' dtype, beyond their gradient
 SLICES = int(0.3 * GIB)  # workspace for slices of the vocabulary, beyond the sum of the hidden states' gradient
 LEAST_COLUMNS = 128  # of a slice: GEMMs are slow below
