@@ -82,6 +82,7 @@ class Emulated:
 
     def __init__(self, monkeypatch):
         self.launch, self.computed = module.launch, []
+        self.moved: dict[int, float] = {}  # what is added to all logits of a row, which no probability depends on
         monkeypatch.setattr(module, "launch", self)
         monkeypatch.setattr(module, "plan_for", "products", raising=True)
 
@@ -91,6 +92,8 @@ class Emulated:
         a, w, reference, index, marks, due, out, states, selected, ties = tensors
         (rows, V), factor, n_tiles = out.shape, about[-1].transform.factors()[0] * module.LOG2E.value, states.shape[1]
         z = (a.float() @ w.float().t()).to(a.dtype).float()
+        for row, number in self.moved.items():
+            z[row] += number
         y = z * factor - reference[:, None]
         tiles = torch.arange(rows) // module.TALL
         for row in range(rows):
@@ -139,6 +142,10 @@ def test_equals_the_definition(place, shape, fields):
     device, dtype, _ = place
     for seed, (transform, masked) in enumerate(((Transform(), False), (Transform(0.7, None, 1.5), True))):
         a, w, index = draw(device, SHAPES[shape], dtype, 0.25, seed)
+        x = (a @ w.t()).float()
+        largest = x == x.amax(1, keepdim=True)
+        index[::4] = x[::4].argmax(1)  # the first of several largest logits, or the last, which is not the argmax
+        index[1::4] = len(w) - 1 - largest[1::4].flip(1).int().argmax(1)
         mask = (torch.arange(len(a), device=device) % 3 != 0) if masked else None
         compared(a, w, Inputs(index, mask), Options(fields, transform))
         compared(a, w, Inputs(index, mask), Options(fields, transform), reference)
@@ -160,6 +167,17 @@ def test_labels_that_are_far_below_the_largest_logit(place):
     compared(256 * a, w, Inputs(index), options)  # logits of more than 1e4
     index[::5] = -100
     compared(a, w, Inputs(index, index), options._replace(masked=-100))
+
+
+def test_references_that_are_far_above_all_logits(place):
+    """As after a large sum that is rounded to the other side: all exponentials are 0 until they are computed again."""
+    device, dtype, emulated = place
+    if emulated is None:
+        pytest.skip("takes an emulated product")
+    a, w, index = draw(device, (250, 300, 64), dtype, 0.25)
+    emulated.moved = {3: -300.0, 201: -200.0}
+    compared(a, w, Inputs(index), Options("log_probs entropy is_top1"))
+    assert {row // module.TALL for row in emulated.computed[len(a) :]} == {0, 1}
 
 
 def test_hard_rows(place):
@@ -313,6 +331,17 @@ def test_losses_of_heads(taken, monkeypatch, frozen):
                     torch.testing.assert_close(leaf.grad.double(), value.grad, **close)
             takes = (when == "always" and (name != "rows" or True)) or (when == "if frozen" and frozen)
             assert bool(calls) == takes, (name, frozen)
+
+
+def test_a_frozen_head_of_a_large_width(taken, monkeypatch):
+    """Keeps the pass over its logits, which is not slower."""
+    device, dtype, calls = taken
+    h, w = (torch.ones(s, device=device, dtype=dtype) for s in ((300, 64), (50, 64)))
+    index = torch.zeros(300, dtype=torch.long, device=device)
+    for widest, taking in ((63, False), (64, True)):
+        monkeypatch.setattr("onepass.logits.tiled_statistics.WIDEST", widest)
+        onepass.selective_log_softmax(onepass.LinearLogits(h.detach().requires_grad_(), w), index).sum().backward()
+        assert bool(calls) == taking
 
 
 def test_metrics_beside_the_loss(taken):
