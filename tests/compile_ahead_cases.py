@@ -192,9 +192,10 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     exponentials = empty(case.rows, -(-case.vocab // 8) * 8 + case.padding, dtype=dtype)[:, : case.vocab]
     for a, w in ((hidden, weight), (hidden[:, :256], weight[:, :256]), (hidden[:, :256], weight[:, :256].contiguous())):
         read_once = Inputs(one, row_mask)
-        if kernels.supports_linear_exponentials(dtype, 2**12, w.t(), read_once, of_exponentials):
+        if kernels.supports_linear_exponentials(dtype, 2**30, w.t(), read_once, of_exponentials):
             found = empty_results(exponentials, one, of_exponentials)
-            kernels.linear_exponentials(a, w.t(), read_once, of_exponentials, found, exponentials)
+            factors = kernels.linear_exponentials(a, w.t(), read_once, of_exponentials, found, exponentials)
+            kernels.scale_exponentials(factors, grad, exponentials)
     number, mean = empty((), dtype=torch.float32), Options("log_probs", options.transform)
     values, of_average, mask = (
         empty((64,), dtype=torch.float32),

@@ -208,6 +208,13 @@ def test_layouts(place):
     for extra in (8, 5):
         apart = a.new_zeros((len(a), 64 + extra))[:, :64].copy_(a)
         compared(apart, w, Inputs(index), options)
+    for strided in (
+        a.new_zeros((*a.shape, 2))[..., 0],
+        a.new_zeros((64, 1024)).t()[: len(a)],
+        a[:1].expand(len(a), 64),
+    ):
+        strided = strided.copy_(a) if strided.stride(0) else strided
+        compared(strided, w, Inputs(index), options)
     compared(a, w.new_zeros((len(w), 128))[:, :64].copy_(w), Inputs(index.int()), options)
 
 
@@ -331,6 +338,48 @@ def test_losses_of_heads(taken, monkeypatch, frozen):
                     torch.testing.assert_close(leaf.grad.double(), value.grad, **close)
             takes = (when == "always" and (name != "rows" or True)) or (when == "if frozen" and frozen)
             assert bool(calls) == takes, (name, frozen)
+
+
+def test_rows_without_an_upstream_gradient(taken):
+    """They add nothing to the gradients, even if they are NaN."""
+    device, dtype, calls = taken
+    g = torch.Generator().manual_seed(0)
+    h, w = (torch.randn(s, generator=g).to(device, dtype) for s in ((300, 64), (50, 64)))
+    index = torch.randint(50, (300,), generator=g).to(device)
+    h[5, 0] = torch.inf
+    leaves = [t.clone().requires_grad_() for t in (h, w)]
+    losses = onepass.cross_entropy(onepass.LinearLogits(*leaves), index, reduction="none")
+    assert losses[5].isnan() and losses.isfinite().sum() == 299
+    losses[losses.isfinite()].sum().backward()
+    assert calls
+    h[5] = 0.0
+    expected = [t.double().requires_grad_() for t in (h, w)]
+    of = torch.nn.functional.cross_entropy(expected[0] @ expected[1].t(), index, reduction="none")
+    of[torch.arange(300, device=device) != 5].sum().backward()
+    close = {} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 0.1}
+    for leaf, value in zip(leaves, expected):
+        torch.testing.assert_close(leaf.grad.double(), value.grad, **close)
+    assert not leaves[0].grad[5].any()
+
+
+@pytest.mark.parametrize("expanded", (False, True))
+def test_factors_times_upstream_gradients(place, expanded):
+    device, dtype, _ = place
+    backends = (kernels, reference)
+    factors = torch.randn(70, device=device)
+    factors[[3, 40]], factors[[5, 41, 69]] = 0.0, torch.nan
+    out = padded(70, 300, torch.zeros(1, dtype=dtype, device=device)) + 1.0
+    out[[5, 41, 69]] = torch.nan
+    out[[3, 40]] = 0.0
+    upstream = torch.randn(70, 2, device=device)[:, 0]
+    upstream[[5, 6, 69]], upstream[3] = 0.0, torch.inf
+    upstream = upstream[5].expand(70) if expanded else upstream
+    given = [(factors.clone(), out.clone()) for _ in backends]
+    for backend, (f, x) in zip(backends, given):
+        backend.scale_exponentials(f, upstream, x)
+        assert not f[[3, 5, 6, 69]].any() and not x[[3, 5, 69]].any()
+        assert expanded or (f[41].isnan() and x[41].isnan().all())
+    torch.testing.assert_close(given[0][0], given[1][0], equal_nan=True)
 
 
 def test_a_frozen_head_of_a_large_width(taken, monkeypatch):

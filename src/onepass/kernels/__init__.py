@@ -12,6 +12,7 @@ from onepass.kernels.expert_rows import sum_rows, sum_rows_gradient
 from onepass.kernels.linear_exponentials import (
     exponentials_bytes,
     linear_exponentials,
+    scale_exponentials,
     supports_linear_exponentials,
 )
 from onepass.kernels.linear_statistics import linear_statistics, state_bytes, supports_linear_statistics
@@ -51,6 +52,7 @@ __all__ = [
     "row_average",
     "row_gemm",
     "scale",
+    "scale_exponentials",
     "scattered_linear",
     "scattered_linear_gradient",
     "selected_logits",

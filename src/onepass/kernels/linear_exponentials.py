@@ -25,7 +25,7 @@ from torch import Tensor
 
 from onepass.core.options import Inputs, Options, Results
 from onepass.kernels import layout
-from onepass.kernels.launch import Flat, Out, Plan, Rows, launch
+from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
 from onepass.kernels.online_softmax import LOG2E, LOWEST, wanted
 from onepass.kernels.row_gemm import with_aligned_rows
 from onepass.kernels.row_programs import unmasked
@@ -81,6 +81,18 @@ def reference_kernel(
     tl.store(marks + row // PART * tl.cdiv(V, WIDTH) + label // WIDTH, tl.full([ROWS], 1, tl.int8), mask=inside)
     tl.store(due, 0)
     tl.store(due + 1 + row // TALL, tl.zeros([ROWS], tl.int32), mask=row < rows)
+
+
+@triton.jit
+def write_zero_rows(
+    out, row, there, V: tl.constexpr, OUT_ROW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Write zeros to the rows of ``out`` that are ``there``."""
+    for n0 in range(0, V, BLOCK):
+        n = n0 + tl.arange(0, BLOCK)
+        place = row.to(tl.int64)[:, None] * OUT_ROW + n[None, :]
+        nothing = tl.zeros([ROWS, BLOCK], out.dtype.element_ty)
+        tl.store(out + place, nothing, mask=there[:, None] & (n < V)[None, :])
 
 
 @triton.jit
@@ -166,19 +178,38 @@ def merge_exponentials_kernel(
             top1 = inside & (z == m) & (tl.load(ties + row, mask=inside, other=1) == 0) & (s > 0)
             tl.store(is_top1 + row, top1 & (tl.sum(before, axis=0) == 0), mask=present)
         write_number(factors + row, -(factor / LOG2E) / s, active, present)
-        at = row.to(tl.int64) * OUT_ROW
-        tl.store(out + at + label, (tl.exp2(relative) - s).to(out.dtype.element_ty), mask=inside)
+        tl.store(
+            out + row.to(tl.int64) * OUT_ROW + label, (tl.exp2(relative) - s).to(out.dtype.element_ty), mask=inside
+        )
         if tl.max(unclean.to(tl.int32), axis=0) != 0:
-            for n0 in range(0, V, BLOCK):
-                n = n0 + tl.arange(0, BLOCK)
-                nothing = tl.zeros([MERGED, BLOCK], out.dtype.element_ty)
-                tl.store(out + at[:, None] + n[None, :], nothing, mask=unclean[:, None] & (n < V)[None, :])
+            write_zero_rows(out, row, unclean, V, OUT_ROW, MERGED, BLOCK)
     else:
         far = active & ((highest > FARTHEST) | (highest < -FARTHEST))
         tl.store(reference + row, m * factor, mask=far)
         if tl.max(far.to(tl.int32), axis=0) != 0:
             tl.store(due, 1)
             tl.store(due + 1 + m_tile, 1)
+
+
+@triton.jit(do_not_specialize=["rows", "stride"])
+def factors_kernel(
+    upstream: "Strided", factors: "Out", out: "Rows", rows: tl.int32, stride: tl.int64,
+    V: tl.constexpr, OUT_ROW: tl.constexpr, MERGED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Multiply ``factors`` ``(rows,)`` by ``upstream`` ``(rows,)``. Where either is 0, so is the row of ``out``.
+
+    Bytes moved: both in and the factors out; zeros to rows of ``out`` that are NaN or infinite.
+    """
+    row = tl.program_id(0) * MERGED + tl.arange(0, MERGED)
+    present = row < rows
+    factor = tl.load(factors + row, mask=present, other=0.0)
+    grad = tl.load(upstream + row * stride, mask=present, other=0.0).to(tl.float32)
+    idle = (factor == 0) | (grad == 0)
+    tl.store(factors + row, tl.where(idle, 0.0, factor * grad), mask=present)
+    # The sum of the exponentials of a row is NaN, and so is its factor, if one of these is NaN or infinite.
+    unclean = idle & (factor != factor)
+    if tl.max(unclean.to(tl.int32), axis=0) != 0:
+        write_zero_rows(out, row, unclean, V, OUT_ROW, MERGED, BLOCK)
 
 
 def supports_linear_exponentials(dtype: torch.dtype, rows: int, b: Tensor, inputs: Inputs, options: Options) -> bool:
@@ -290,3 +321,19 @@ def linear_exponentials(
     multiply(due)
     merge(True)
     return factors
+
+
+def plan_of_factors(rows: int, V: int, out_row: int, stride: int) -> Plan:
+    """The launch of `factors_kernel`."""
+    constexprs = dict(V=V, OUT_ROW=out_row, MERGED=MERGED, BLOCK=BLOCK)
+    return Plan(factors_kernel, -(-rows // MERGED), (rows, stride), constexprs, 4)
+
+
+def scale_exponentials(factors: Tensor, upstream: Tensor, out: Tensor) -> None:
+    """Multiply ``factors`` of `linear_exponentials` by the ``upstream`` gradients ``(rows,)``, in place.
+
+    Where the upstream gradient is 0, the factor and the row of ``out`` become 0, even if they are NaN.
+    """
+    if len(factors):
+        about = len(factors), out.shape[1], out.stride(0), upstream.stride(0)
+        launch(plan_of_factors, about, (upstream, factors, out))

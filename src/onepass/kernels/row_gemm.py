@@ -166,8 +166,8 @@ def row_gemm(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
 
 
 def with_aligned_rows(a: Tensor) -> Tensor:
-    """``a``, copied if its rows do not start on 16 bytes, as descriptors need them."""
+    """``a``, copied if descriptors cannot load it: unless rows are contiguous, apart, and begin on 16 bytes."""
     (rows, K), size = a.shape, a.element_size()
-    if a.stride(0) * size % 16 or a.data_ptr() % 16:
+    if a.stride(0) * size % 16 or a.data_ptr() % 16 or a.stride(1) != 1 or a.stride(0) < K:
         a = a.new_empty(rows, -(-K * size // 16) * 16 // size)[:, :K].copy_(a)
     return a

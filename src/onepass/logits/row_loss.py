@@ -176,9 +176,8 @@ class StatisticsLoss:
             return self.differentiated(fields, inputs, rows, None)[0], ()
         loss, upstream, of_inputs = self.differentiated(fields, inputs, rows, of_rows)
         if tile.factors is not None:
-            tile.factors *= 0.0 if upstream.selected is None else upstream.selected
-            if row_mask is not None:  # the upstream gradient may be infinite
-                tile.factors = tile.factors.where(row_mask, 0.0)
+            grad = torch.zeros_like(tile.factors) if upstream.selected is None else upstream.selected
+            backend.scale_exponentials(tile.factors, grad, out)
             return loss, of_inputs
         for part in parts:
             x, to, packed, of_part, grads = tile.logits[0], out, results[0], read, upstream

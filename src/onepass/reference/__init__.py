@@ -20,6 +20,7 @@ from onepass.reference.experts import (
 from onepass.reference.linear_exponentials import (
     exponentials_bytes,
     linear_exponentials,
+    scale_exponentials,
     supports_linear_exponentials,
 )
 from onepass.reference.linear_statistics import linear_statistics, state_bytes, supports_linear_statistics
@@ -70,6 +71,7 @@ __all__ = [
     "row_average",
     "row_gemm",
     "scale",
+    "scale_exponentials",
     "scattered_linear",
     "scattered_linear_gradient",
     "selected_logits",

@@ -40,3 +40,10 @@ def linear_exponentials(
     active = torch.ones_like(inside) if row_mask is None else row_mask.ne(options.masked)
     out.copy_(e.where(active[:, None], 0.0))
     return (-factor / total).where(active, 0.0)
+
+
+def scale_exponentials(factors: Tensor, upstream: Tensor, out: Tensor) -> None:
+    """Multiply ``factors`` of `linear_exponentials` by the ``upstream`` gradients, in place; 0 where either is."""
+    idle = (factors == 0) | (upstream == 0)
+    factors.mul_(upstream).masked_fill_(idle, 0.0)
+    out.masked_fill_(idle[:, None], 0.0)
