@@ -76,7 +76,7 @@ IN_GLUON = {"grouped_gemm_hopper_kernel", "grouped_weight_gradient_hopper_kernel
 OF_EXPONENTIALS = {"linear_exponentials_kernel", "merge_exponentials_kernel", "reference_kernel", "factors_kernel"}
 OF_HOPPER = {*IN_GLUON, *OF_EXPONENTIALS, "linear_statistics_kernel", "merge_tiles_kernel"}
 # Constants that a launcher passes but does not choose by its arguments.
-FIXED = {"TILES", "BLOCK", "ROWS", "PART", "TALL", "WIDTH", "MERGED", "GROUP", "NESTED", "maxnreg"}
+FIXED = {"TILES", "BLOCK", "ROWS", "PART", "TILE_ROWS", "WIDTH", "MERGED", "GROUP", "NESTED", "maxnreg"}
 SPILLS = 3  # instructions of a kernel with a limit of registers, or of an earlier Triton
 EARLIER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 MAY_SPILL = {  # docs/versions.md

@@ -95,14 +95,14 @@ class Emulated:
         for row, number in self.moved.items():
             z[row] += number
         y = z * factor - reference[:, None]
-        tiles = torch.arange(rows) // module.TALL
+        tiles = torch.arange(rows) // module.TILE_ROWS
         for row in range(rows):
             tile = tiles[row]
             if due is not None and not (due[0] and due[1 + tile]):
                 continue
             self.computed.append(row)
             out[row] = y[row].exp2()
-            third = row % module.TALL >= module.TALL - module.PART
+            third = row % module.TILE_ROWS >= module.TILE_ROWS - module.PART
             label = int(index[row])
             for n in range(n_tiles):
                 first = n * module.WIDTH
@@ -163,7 +163,7 @@ def test_labels_that_are_far_below_the_largest_logit(place):
     compared(a, w, Inputs(index), options)
     if emulated is not None:
         again = emulated.computed[len(a) :]
-        assert 7 in again and {row // module.TALL for row in again} <= {0, 1}, "tiles without such a row"
+        assert 7 in again and {row // module.TILE_ROWS for row in again} <= {0, 1}, "tiles without such a row"
     compared(256 * a, w, Inputs(index), options)  # logits of more than 1e4
     index[::5] = -100
     compared(a, w, Inputs(index, index), options._replace(masked=-100))
@@ -177,7 +177,7 @@ def test_references_that_are_far_above_all_logits(place):
     a, w, index = draw(device, (250, 300, 64), dtype, 0.25)
     emulated.moved = {3: -300.0, 201: -200.0}
     compared(a, w, Inputs(index), Options("log_probs entropy is_top1"))
-    assert {row // module.TALL for row in emulated.computed[len(a) :]} == {0, 1}
+    assert {row // module.TILE_ROWS for row in emulated.computed[len(a) :]} == {0, 1}
 
 
 def test_hard_rows(place):
@@ -244,6 +244,12 @@ def test_what_the_kernel_takes(monkeypatch):
         assert not kernels.supports_linear_exponentials(*[changed.get(n, p) for n, p in enumerate(plain)]), changed
     monkeypatch.setattr(module.layout, "compute_capability", lambda *_: 100)
     assert not kernels.supports_linear_exponentials(*plain)
+
+
+@pytest.mark.skipif(not module.SUPPORTED, reason="takes Triton 3.6 or later")
+def test_the_tiles_of_both_files_are_the_same():
+    tiles = import_module("onepass.kernels.hopper_tiles")
+    assert [n.value for n in (tiles.PART, tiles.PARTS, tiles.WIDTH)] == [module.PART, module.PARTS, module.WIDTH]
 
 
 def test_which_heads_take_it(monkeypatch):
@@ -429,4 +435,4 @@ def test_masked_rows_without_a_valid_one(taken):
     tile = Tile([head], Rows(slice(0, 300), 300), slice(None), [h], [out])
     mask = torch.zeros(300, dtype=torch.bool, device=device)
     loss, _ = row_loss(tile, mask, lambda _: torch.tensor(float("inf"), device=device), out, iter(()))
-    assert calls and not loss.any() and not tile.factors.any() and not out.any()
+    assert calls and not loss.any() and not tile.row_factors.any() and not out.any()

@@ -19,6 +19,14 @@ def empty(size, stride, dtype):
     return torch.empty_strided(size, stride, dtype=dtype)
 
 
+def replace(monkeypatch, module, seen, **functions):
+    """Record the addresses of what is launched in ``seen``, and replace other functions that the launches call."""
+    monkeypatch.setattr(module, "launch", lambda plan, about, given, key: seen.append(
+        [None if t is None else t.data_ptr() for t in given]))  # fmt: skip
+    for name, function in functions.items():
+        monkeypatch.setattr(module, name, function)
+
+
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("few", [512, 0], ids=("few rows", "many rows"))
 @pytest.mark.parametrize("first", [True, False], ids=("the first average", "a later one"))
@@ -56,12 +64,7 @@ def test_a_repeated_launch_is_given_what_the_checked_one_is(device, monkeypatch,
         spaces.append(space.detach())  # whose memory stays
         return space
 
-    monkeypatch.setattr(module, "launch", lambda plan, about, given, key: seen.append(
-        [None if t is None else t.data_ptr() for t in given]))  # fmt: skip
-    monkeypatch.setattr(module, "start", start)
-
-    monkeypatch.setattr(module, "zeros", zeros)
-    monkeypatch.setattr(module, "empty", empty)
+    replace(monkeypatch, module, seen, start=start, zeros=zeros, empty=empty)
     found = []
     for known in (None, SimpleNamespace(workspace=64)):
         monkeypatch.setattr(module, "repeated", lambda key, known=known: known)
@@ -112,11 +115,7 @@ def test_a_repeated_launch_without_a_gradient_is_given_what_the_checked_one_is(d
         made.append(empty(size, stride, dtype))
         return made[-1]
 
-    monkeypatch.setattr(module, "launch", lambda plan, about, given, key: seen.append(
-        [None if t is None else t.data_ptr() for t in given]))  # fmt: skip
-    monkeypatch.setattr(module, "start", start)
-    monkeypatch.setattr(module, "zeros", zeros)
-    monkeypatch.setattr(module, "empty", recorded)
+    replace(monkeypatch, module, seen, start=start, zeros=zeros, empty=recorded)
     found = []
     for known in (None, SimpleNamespace(workspace=64)):
         monkeypatch.setattr(module, "repeated", lambda key, known=known: known)

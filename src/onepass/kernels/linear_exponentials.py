@@ -26,19 +26,21 @@ from torch import Tensor
 from onepass.core.options import Inputs, Options, Results
 from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, Rows, Strided, launch
+from onepass.kernels.linear_statistics import load_numbers
 from onepass.kernels.online_softmax import LOG2E, LOWEST, wanted
 from onepass.kernels.row_gemm import with_aligned_rows
 from onepass.kernels.row_programs import unmasked
 from onepass.kernels.softmax_fields import ENTROPY, EXPECTED_LOGIT, LOG_NORMALIZER, SHIFT, write_number
 
 try:
-    from onepass.kernels.linear_exponentials_hopper import SUPPORTED, Work, linear_exponentials_kernel, stages_in
+    from onepass.kernels.hopper_tiles import SUPPORTED
+    from onepass.kernels.linear_exponentials_hopper import Work, linear_exponentials_kernel, stages_in
 except ImportError:  # Gluon is an experimental part of Triton
     SUPPORTED = False
 
 FIELDS = {"log_probs", "shift", "log_normalizer", "expected_logit", "entropy", "is_top1"}  # that are computed
 PART, PARTS, WIDTH = 64, 3, 256  # as in `hopper_tiles`
-TALL = PART * PARTS  # rows of a tile
+TILE_ROWS = PART * PARTS
 # The largest logit of a row and its reference differ by at most so many powers of two. The sum of a row is then finite,
 # and so is its inverse.
 FARTHEST = tl.constexpr(80.0)
@@ -57,7 +59,7 @@ def reference_kernel(
     a: "Rows", w: "Rows", index: "Flat", row_mask: "Flat", reference: "Out", marks: "Out", due: "Out",
     rows: tl.int32, masked: tl.int64, factor: tl.float32,
     V: tl.constexpr, K: tl.constexpr, A_ROW: tl.constexpr, W_ROW: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr, PART: tl.constexpr, TALL: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_K: tl.constexpr, PART: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The logit of the index of every row, times ``factor``, to which exponentials are relative.
 
@@ -80,7 +82,7 @@ def reference_kernel(
     tl.store(reference + row, tl.where(active, found, float("inf")), mask=row < rows)
     tl.store(marks + row // PART * tl.cdiv(V, WIDTH) + label // WIDTH, tl.full([ROWS], 1, tl.int8), mask=inside)
     tl.store(due, 0)
-    tl.store(due + 1 + row // TALL, tl.zeros([ROWS], tl.int32), mask=row < rows)
+    tl.store(due + 1 + row // TILE_ROWS, tl.zeros([ROWS], tl.int32), mask=row < rows)
 
 
 @triton.jit
@@ -96,10 +98,9 @@ def write_zero_rows(
 
 
 @triton.jit
-def load_sums(states, number, tile, slot, slots, inside, other, N_TILES: tl.constexpr):
-    """A number of the states of some tiles and rows, ``[tiles, rows]``."""
-    place = (number * N_TILES + tile[:, None]).to(tl.int64) * slots + slot[None, :]
-    return tl.load(states + place, mask=inside, other=other)
+def slot_of(row, half, rows, PART: tl.constexpr, TILE_ROWS: tl.constexpr):
+    """Where the numbers of a row are, of all columns of a tile or, in its last part, of the first or second half."""
+    return tl.where(half == 0, row, rows + row // TILE_ROWS * PART + row % TILE_ROWS - (TILE_ROWS - PART))
 
 
 @triton.jit(do_not_specialize=["rows", "masked"])
@@ -108,7 +109,7 @@ def merge_exponentials_kernel(
     out: "Rows", packed: "Out", log_probs: "Out", is_top1: "Out", factors: "Out",
     rows: tl.int32, masked: tl.int64, factor: tl.float32,
     V: tl.constexpr, OUT_ROW: tl.constexpr, LAST: tl.constexpr, EXPECTED: tl.constexpr, PART: tl.constexpr,
-    TALL: tl.constexpr, WIDTH: tl.constexpr, MERGED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+    TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, MERGED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Merge the sums of the tiles of a row. If LAST, write the results of the row, else which tiles of rows are to be
     computed again.
@@ -122,25 +123,26 @@ def merge_exponentials_kernel(
     """
     N_TILES: tl.constexpr = (V + WIDTH - 1) // WIDTH
     first = tl.program_id(0) * MERGED
-    m_tile = first // TALL
+    m_tile = first // TILE_ROWS
     row = first + tl.arange(0, MERGED)
     present = row < rows
     active = unmasked(row_mask, row, rows, masked)
-    slots = rows + tl.cdiv(rows, TALL) * PART
-    beyond = first % TALL - (TALL - PART)  # of the first row of the last part of the tile
+    slots = rows + tl.cdiv(rows, TILE_ROWS) * PART
+    halves = tl.where(first % TILE_ROWS >= TILE_ROWS - PART, 2, 1)  # the last part of a tile has a slot for each half
+    numbers = N_TILES * slots.to(tl.int64)
     m = tl.full([TILES, MERGED], LOWEST, tl.float32)
     s = tl.zeros([TILES, MERGED], tl.float32)
     t = tl.zeros([TILES, MERGED], tl.float32)
-    for half in range(tl.where(beyond >= 0, 2, 1)):
-        slot = tl.where(half == 0, row, rows + m_tile * PART + beyond + row - first)
+    for half in range(halves):
+        slot = slot_of(row, half, rows, PART, TILE_ROWS)
         for tile0 in range(0, N_TILES, TILES):
             tile = tile0 + tl.arange(0, TILES)
             inside = (tile < N_TILES)[:, None] & present[None, :]
-            m = tl.maximum(m, load_sums(states, 0, tile, slot, slots, inside, LOWEST, N_TILES))
+            m = tl.maximum(m, load_numbers(states, numbers, slots, tile, slot, inside, 0, LOWEST))
             if LAST:
-                s += load_sums(states, 1, tile, slot, slots, inside, 0.0, N_TILES)
+                s += load_numbers(states, numbers, slots, tile, slot, inside, 1, 0.0)
                 if EXPECTED:
-                    t += load_sums(states, 2, tile, slot, slots, inside, 0.0, N_TILES)
+                    t += load_numbers(states, numbers, slots, tile, slot, inside, 2, 0.0)
     m = tl.max(m, axis=0)  # which ignores NaN: the sums do not
     base = tl.load(reference + row, mask=present, other=0.0)
     highest = tl.fma(m, factor, -base)
@@ -163,17 +165,16 @@ def merge_exponentials_kernel(
         write_number(log_probs + row, (relative - logarithm) / LOG2E, active, present)
         if is_top1 is not None:
             # The slots of the columns before the label's, in which no logit may be as large.
-            own = (label % WIDTH >= WIDTH // 2) & (beyond >= 0)
+            own = ((label % WIDTH >= WIDTH // 2) & (halves == 2)).to(tl.int32)  # the half of the label
             before = tl.zeros([TILES, MERGED], tl.int32)
-            for half in range(tl.where(beyond >= 0, 2, 1)):
-                slot = tl.where(half == 0, row, rows + m_tile * PART + beyond + row - first)
+            for half in range(halves):
+                slot = slot_of(row, half, rows, PART, TILE_ROWS)
                 for tile0 in range(0, N_TILES, TILES):
-                    tile = (tile0 + tl.arange(0, TILES))[:, None]
-                    earlier = (tile < (label // WIDTH)[None, :]) | (
-                        (tile == (label // WIDTH)[None, :]) & (half < own.to(tl.int32))[None, :]
-                    )
-                    earlier = earlier & (tile < N_TILES) & inside[None, :]
-                    found = load_sums(states, 0, tile0 + tl.arange(0, TILES), slot, slots, earlier, LOWEST, N_TILES)
+                    tile = tile0 + tl.arange(0, TILES)
+                    of_label = (label // WIDTH)[None, :]
+                    earlier = (tile[:, None] < of_label) | ((tile[:, None] == of_label) & (half < own)[None, :])
+                    earlier = earlier & (tile < N_TILES)[:, None] & inside[None, :]
+                    found = load_numbers(states, numbers, slots, tile, slot, earlier, 0, LOWEST)
                     before += (earlier & (found == m[None, :])).to(tl.int32)
             top1 = inside & (z == m) & (tl.load(ties + row, mask=inside, other=1) == 0) & (s > 0)
             tl.store(is_top1 + row, top1 & (tl.sum(before, axis=0) == 0), mask=present)
@@ -237,7 +238,7 @@ def supports_linear_exponentials(dtype: torch.dtype, rows: int, b: Tensor, input
 def exponentials_bytes(vocab: int, width: int, options: Options) -> int:
     """Bytes of workspace per row, for hidden states of this width: of the sums of tiles, or of the float32 product that
     `logits.gradients` then multiplies by the factors."""
-    return max(4 * numbers_of(options) * -(-vocab // WIDTH) * (TALL + PART) // TALL, 4 * width)
+    return max(4 * numbers_of(options) * -(-vocab // WIDTH) * (TILE_ROWS + PART) // TILE_ROWS, 4 * width)
 
 
 def numbers_of(options: Options) -> int:
@@ -251,7 +252,15 @@ def plan_of_reference(
     """The launch of `reference_kernel`."""
     numbers = rows, options.masked, options.transform.factors()[0] * LOG2E.value
     constexprs = dict(
-        V=V, K=K, A_ROW=strides[0], W_ROW=strides[1], ROWS=ROWS, BLOCK_K=BLOCK_K, PART=PART, TALL=TALL, WIDTH=WIDTH
+        V=V,
+        K=K,
+        A_ROW=strides[0],
+        W_ROW=strides[1],
+        ROWS=ROWS,
+        BLOCK_K=BLOCK_K,
+        PART=PART,
+        TILE_ROWS=TILE_ROWS,
+        WIDTH=WIDTH,
     )
     return Plan(reference_kernel, -(-rows // ROWS), numbers, constexprs, 4)
 
@@ -260,7 +269,7 @@ def plan_for(
     rows: int, V: int, K: int, strides: tuple[int, int, int], device: torch.device, options: Options
 ) -> Plan:  # fmt: skip
     """The launch of `linear_exponentials_kernel`."""
-    tiles = -(-rows // TALL) * -(-V // WIDTH)
+    tiles = -(-rows // TILE_ROWS) * -(-V // WIDTH)
     work = Work(V, K, *strides, wanted(options).EXPECTED, options.wants("is_top1"), stages_in(layout.shared_memory()))
     programs = min(tiles, layout.multiprocessors(device))
     numbers = rows, options.transform.factors()[0] * LOG2E.value
@@ -270,7 +279,7 @@ def plan_for(
 def plan_of_merge(rows: int, V: int, out_row: int, last: bool, options: Options) -> Plan:
     """The launch of `merge_exponentials_kernel`."""
     constexprs = dict(
-        V=V, OUT_ROW=out_row, LAST=last, EXPECTED=last and wanted(options).EXPECTED, PART=PART, TALL=TALL,
+        V=V, OUT_ROW=out_row, LAST=last, EXPECTED=last and wanted(options).EXPECTED, PART=PART, TILE_ROWS=TILE_ROWS,
         WIDTH=WIDTH, MERGED=MERGED, TILES=TILES, BLOCK=BLOCK,
     )  # fmt: skip
     numbers = rows, options.masked, options.transform.factors()[0] * LOG2E.value
@@ -297,7 +306,7 @@ def linear_exponentials(
     (rows, K), V = a.shape, len(w)
     index, row_mask = inputs[:2]
     packed, log_probs, is_top1 = results
-    m_tiles, n_tiles = -(-rows // TALL), -(-V // WIDTH)
+    m_tiles, n_tiles = -(-rows // TILE_ROWS), -(-V // WIDTH)
     states = a.new_empty((numbers_of(options), n_tiles, rows + m_tiles * PART), dtype=torch.float32)
     reference, selected, factors = a.new_empty((3, rows), dtype=torch.float32)
     ties = None if is_top1 is None else a.new_empty(rows, dtype=torch.int32)

@@ -19,13 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from onepass.kernels.grouped_gemm_hopper import accumulate, accumulate_with_third
 from onepass.kernels.hopper_results import BUFFERS, STORED, describe_result, store_columns
-from onepass.kernels.hopper_tiles import ELEMENT, HALF, PART, PARTS, STEP, SUPPORTED, WIDTH, describe_rows, load_range
+from onepass.kernels.hopper_tiles import ELEMENT, HALF, PART, PARTS, STEP, WIDTH, describe_rows, load_range
 from onepass.kernels.launch import Flat, Out, Rows
 from onepass.kernels.linear_statistics import rounded
 from onepass.kernels.online_softmax import FLOOR
 from onepass.kernels.row_gemm import GROUP, place_of
-
-__all__ = ["SUPPORTED", "Work", "linear_exponentials_kernel", "stages_in"]
 
 place_of_tile = gluon.jit(place_of.fn)
 round_logits = gluon.jit(rounded.fn)

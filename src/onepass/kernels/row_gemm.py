@@ -166,7 +166,7 @@ def row_gemm(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
 
 
 def with_aligned_rows(a: Tensor) -> Tensor:
-    """``a``, copied if descriptors cannot load it: unless rows are contiguous, apart, and begin on 16 bytes."""
+    """``a``, copied unless its rows are contiguous, do not overlap, and begin on 16 bytes, as descriptors need them."""
     (rows, K), size = a.shape, a.element_size()
     if a.stride(0) * size % 16 or a.data_ptr() % 16 or a.stride(1) != 1 or a.stride(0) < K:
         a = a.new_empty(rows, -(-K * size // 16) * 16 // size)[:, :K].copy_(a)

@@ -86,8 +86,8 @@ class Gradients:
             self.add_hidden(tile.rows.part(part), tile.columns, gradient[part])
         self.has_hidden = True
 
-    def add(self, tile: Tile, gradient: Tensor, factors: Tensor | None = None) -> None:
-        """Add a tile, given the ``gradient`` of its logits, in its `place`; ``factors`` multiply its rows."""
+    def add(self, tile: Tile, gradient: Tensor, row_factors: Tensor | None = None) -> None:
+        """Add a tile, given the ``gradient`` of its logits, in its `place`; ``row_factors`` multiply its rows."""
         rows, columns, hidden = tile.rows, tile.columns, tile.hidden[0]
         has_hidden, self.has_hidden = self.has_hidden, False
         self.left -= rows.n
@@ -100,7 +100,7 @@ class Gradients:
                 rows = self.plan.between(self.done, self.done + self.held)
                 hidden = rows.take(self.head.hidden).to(self.head.dtype) if self.needed[1] else hidden
             self.done, self.held = self.done + self.held, 0
-        self.add_products(rows, columns, gradient, hidden, has_hidden, factors)
+        self.add_products(rows, columns, gradient, hidden, has_hidden, row_factors)
         if self.adapter is not None:
             self.adapter.left = self.left
             self.adapter.add_products(rows, columns, gradient, rows.take(self.adapter.head.hidden), False)
@@ -110,16 +110,16 @@ class Gradients:
 
     def add_products(
         self, rows: Rows, columns: slice, gradient: Tensor, hidden: Tensor, has_hidden: bool,
-        factors: Tensor | None = None,
+        row_factors: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Add the products of the gradient of some logits, whose rows have the states ``hidden``."""
         if self.needed[0] and not has_hidden:
-            self.add_hidden(rows, columns, gradient, factors)
+            self.add_hidden(rows, columns, gradient, row_factors)
         if self.left <= 0:
             self.exchange()
         if self.needed[1]:
-            if factors is not None:  # of a row of the gradient, and so of the row that it is multiplied with
-                hidden = times(hidden, factors, torch.empty_like(hidden, memory_format=torch.contiguous_format))
+            if row_factors is not None:  # of a row of the gradient, and so of the row that it is multiplied with
+                hidden = times_rows(hidden, row_factors, hidden.new_empty(hidden.shape))
             if self.plan.sliced:
                 if self.weight is None:
                     self.weight = gradient.new_empty(self.shapes[1], dtype=self.weight_dtype)
@@ -134,7 +134,7 @@ class Gradients:
                 self.bias = total.new_zeros(self.shapes[2]) if self.plan.sliced else torch.zeros_like(total)
             self.bias[columns] += total
 
-    def add_hidden(self, rows: Rows, columns: slice, gradient: Tensor, factors: Tensor | None = None) -> None:
+    def add_hidden(self, rows: Rows, columns: slice, gradient: Tensor, row_factors: Tensor | None = None) -> None:
         """Add a tile to the gradient of the hidden states."""
         weight = self.head.factors(columns)[0]
         if self.used is not None:
@@ -152,10 +152,10 @@ class Gradients:
                     self.put(rows, self.total)
                 self.total = None
         elif self.hidden is not None:
-            if factors is not None:
+            if row_factors is not None:
                 product = self.gemm(gradient, weight, self.sum_dtype)
                 part = rows.take(self.hidden) if isinstance(rows.ids, slice) else product
-                times(product, factors, part)
+                times_rows(product, row_factors, part)
                 self.put(None if isinstance(rows.ids, slice) else rows, part)
             elif isinstance(rows.ids, slice):
                 self.put(None, self.row_gemm(gradient, weight, self.hidden.dtype, rows.take(self.hidden)))
@@ -259,7 +259,10 @@ class Gradients:
         return results + ([None, None] if self.adapter is None else self.adapter.scaled(scale)[:2])
 
 
-def times(matrix: Tensor, factors: Tensor, out: Tensor) -> Tensor:
-    """``out``, to which the rows of a matrix times their factors are written."""
-    backend_of(matrix).scale(matrix.contiguous(), factors, out)
+def times_rows(matrix: Tensor, row_factors: Tensor, out: Tensor) -> Tensor:
+    """Write ``matrix`` ``(N, H)`` times a factor of each row, rounded once, to ``out``, which is returned.
+
+    A row whose factor is 0 becomes 0, even where it is infinite or NaN. ``out`` may be ``matrix``.
+    """
+    backend_of(matrix).scale(matrix.contiguous(), row_factors, out)
     return out

@@ -155,12 +155,12 @@ class Head:
     def write_exponentials(
         self, hidden: Tensor, inputs: Inputs, options: Options, out: Tensor
     ) -> tuple[Results, Tensor]:
-        """The `softmax_statistics` of the product with ``hidden``, and the factors of the rows of ``out``."""
+        """The `softmax_statistics` of the product with ``hidden``, and the `Tile.row_factors` of ``out``."""
         results = empty_results(out, inputs.index, options)
-        factors = backend_of(hidden).linear_exponentials(
+        row_factors = backend_of(hidden).linear_exponentials(
             hidden, self.factors(ALL)[0].t(), inputs, options, results, out
         )
-        return results, factors
+        return results, row_factors
 
     def state_bytes(self, options: Options) -> int:
         """Bytes of workspace per row if this head `reads_its_product`; 0 if it is sharded, see `tile_shape`."""

@@ -175,9 +175,9 @@ class StatisticsLoss:
         if out is None:
             return self.differentiated(fields, inputs, rows, None)[0], ()
         loss, upstream, of_inputs = self.differentiated(fields, inputs, rows, of_rows)
-        if tile.factors is not None:
-            grad = torch.zeros_like(tile.factors) if upstream.selected is None else upstream.selected
-            backend.scale_exponentials(tile.factors, grad, out)
+        if tile.row_factors is not None:
+            grad = torch.zeros_like(tile.row_factors) if upstream.selected is None else upstream.selected
+            backend.scale_exponentials(tile.row_factors, grad, out)
             return loss, of_inputs
         for part in parts:
             x, to, packed, of_part, grads = tile.logits[0], out, results[0], read, upstream

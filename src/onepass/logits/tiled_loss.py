@@ -86,7 +86,7 @@ def walk(
                 if out is not None and value is not None:
                     tile.rows.put(out, value)
             if gradients is not None and place is not None:
-                gradients.add(tile, place, tile.factors)
+                gradients.add(tile, place, tile.row_factors)
     return losses, gradients
 
 

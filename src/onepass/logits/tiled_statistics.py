@@ -24,7 +24,7 @@ from onepass.core.dispatch import (
     without_autocast,
 )
 from onepass.core.options import NOT_DIFFERENTIABLE, FieldGradients, Inputs, Options, Results, empty_results, pick
-from onepass.logits.gradients import Gradients
+from onepass.logits.gradients import Gradients, times_rows
 from onepass.logits.head import ALL, COUNT, Head, HeadTensors, Settings
 from onepass.logits.partitioned import gathered
 from onepass.logits.tile_plan import Use, plan, row_bytes
@@ -107,7 +107,8 @@ class _TiledStatistics(torch.autograd.Function):
             found: list[Tensor | None] = [None] * COUNT
             for n, derivative in ((0, of_hidden), (HeadTensors._fields.index("low"), of_low)):
                 if derivative is not None:
-                    found[n] = times_rows(derivative, grad, inputs.row_mask, tensors[n].dtype)
+                    upstream = grad if inputs.row_mask is None else grad.where(inputs.row_mask != 0, 0.0)
+                    found[n] = times_rows(derivative, upstream, torch.empty_like(derivative, dtype=tensors[n].dtype))
         else:
             upstream = FieldGradients.of(options.fields, grads)
             found = _gradient(head, inputs, packed, upstream, needed, ctx.settings, options)
@@ -117,14 +118,6 @@ class _TiledStatistics(torch.autograd.Function):
 def parts(tensors: Sequence[Tensor | None]) -> tuple[HeadTensors, Inputs]:
     """The tensors of the head, and those that are read beside them."""
     return HeadTensors(*tensors[:COUNT]), Inputs(*tensors[COUNT:])  # type: ignore[arg-type]
-
-
-def times_rows(derivative: Tensor, factors: Tensor, row_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``derivative`` ``(N, H)`` times a factor of each row, rounded once; 0 where the factor is, or the mask."""
-    factors = factors if row_mask is None else factors.where(row_mask != 0, 0.0)
-    out = torch.empty_like(derivative, dtype=dtype)
-    backend_of(derivative).scale(derivative, factors, out)
-    return out
 
 
 def rows_of(tensors: HeadTensors, settings: Settings) -> Tensor:
@@ -194,7 +187,7 @@ def read_tiles(
                     parts = tile.exponentials(read, options, place)
                 else:
                     parts = statistics_and_derivative(tile, read, options, field[0], place)
-                gradients.add(tile, place, tile.factors)
+                gradients.add(tile, place, tile.row_factors)
             for (tensor, dim), part in zip(whole, [p for p in parts if p is not None]):
                 tile.rows.put(tensor, part, dim)
         return () if gradients is None else gradients.derivatives()

@@ -22,10 +22,11 @@ class Tile:
     Attributes:
         rows, columns: those of the tile.
         hidden: the hidden states of every head, in the dtype of its GEMMs.
-        factors: of the rows, float32: the gradient of the logits is what was written, times these; None for 1.
+        row_factors: a float32 number of each row, by which what was written is multiplied to get the gradient of the
+            logits; None for 1.
     """
 
-    factors: Tensor | None = None
+    row_factors: Tensor | None = None
 
     def __init__(self, heads: Sequence[Head], rows: Rows, columns: slice, hidden: list[Tensor], buffers: list[Tensor]):
         self.heads, self.rows, self.columns, self.hidden, self.buffers = heads, rows, columns, hidden, buffers
@@ -63,11 +64,11 @@ class Tile:
         return results
 
     def exponentials(self, inputs: Inputs, options: Options, out: Tensor) -> Results:
-        """The `statistics`, and the gradient of the log-probs but for the ``factors`` of the rows, written to ``out``.
+        """The `statistics`, and the gradient of the log-probs but for the ``row_factors``, written to ``out``.
 
         The first head `writes_exponentials`.
         """
-        results, self.factors = self.heads[0].write_exponentials(self.hidden[0], inputs, options, out)
+        results, self.row_factors = self.heads[0].write_exponentials(self.hidden[0], inputs, options, out)
         return results
 
     def states(self, inputs: Inputs, options: Options) -> Tensor:
