@@ -194,8 +194,10 @@ def launch(case: Case, dtype: torch.dtype) -> None:
         read_once = Inputs(one, row_mask)
         if kernels.supports_linear_exponentials(dtype, 2**30, w.t(), read_once, of_exponentials):
             found = empty_results(exponentials, one, of_exponentials)
-            factors = kernels.linear_exponentials(a, w.t(), read_once, of_exponentials, found, exponentials)
-            kernels.scale_exponentials(factors, grad, exponentials)
+            parts = (exponentials, None), (exponentials[:, :256], exponentials[:, 256:])
+            for part in parts[: 1 + (case.vocab > 256)]:
+                factors = kernels.linear_exponentials(a, w.t(), read_once, of_exponentials, found, *part)
+                kernels.scale_exponentials(factors, grad, *part)
     number, mean = empty((), dtype=torch.float32), Options("log_probs", options.transform)
     values, of_average, mask = (
         empty((64,), dtype=torch.float32),

@@ -1,5 +1,6 @@
 """The kernel that writes exponentials of the logits of a linear head, and the losses whose gradients it serves."""
 
+import warnings
 from importlib import import_module
 
 import pytest
@@ -10,8 +11,10 @@ import onepass
 from on_hopper import ON_HOPPER
 from onepass import kernels, reference
 from onepass.core.options import PACKED, Inputs, Options, Transform, empty_results
+from onepass.logits import tile_plan
 from onepass.logits.head import Head, HeadTensors, Settings
 from onepass.logits.row_loss import StatisticsLoss
+from onepass.logits.tiled_loss import tiled_loss
 from paths import interpreted
 
 module = import_module("onepass.kernels.linear_exponentials")
@@ -40,12 +43,16 @@ def padded(rows, vocab, like):
     return like.new_zeros((rows, -(-vocab // step) * step))[:, :vocab]
 
 
-def compared(a, w, inputs, options, backend=kernels):
-    """Compare all results with their definition in float64, and return the exponentials."""
+def compared(a, w, inputs, options, backend=kernels, split=None):
+    """Compare all results with their definition in float64, and return the exponentials.
+
+    From column ``split`` on, these are in another tensor.
+    """
     index, mask = inputs[:2]
-    out = padded(len(a), len(w), a)
-    results = empty_results(out, index, options)
-    factors = backend.linear_exponentials(a, w.t(), inputs, options, results, out)
+    parts = [padded(len(a), columns, a) for columns in ([len(w)] if split is None else [split, len(w) - split])]
+    results = empty_results(parts[0], index, options)
+    factors = backend.linear_exponentials(a, w.t(), inputs, options, results, *parts)
+    out = torch.cat(parts, 1)
     assert factors.shape == (len(a),)
     active = torch.ones_like(index, dtype=torch.bool) if mask is None else mask != options.masked
     x = (a.double() @ w.double().t()).to(a.dtype).double().requires_grad_()
@@ -72,7 +79,9 @@ def compared(a, w, inputs, options, backend=kernels):
         torch.testing.assert_close(found[sound], gradient[sound], rtol=2**-8, atol=1e-6)
     else:
         torch.testing.assert_close(found[sound], gradient[sound], rtol=1e-5, atol=2e-6)
-    assert not out.as_strided((len(a), out.stride(0)), (out.stride(0), 1))[:, len(w) :].any(), "the padding"
+    for part in parts:
+        padding = part.as_strided((len(a), part.stride(0)), (part.stride(0), 1))[:, part.shape[1] :]
+        assert not padding.any(), "the padding"
     assert not out[~active].any() and not factors[~active].any()
     return out
 
@@ -89,8 +98,9 @@ class Emulated:
     def __call__(self, plan, about, tensors):
         if plan != "products":
             return self.launch(plan, about, tensors)
-        a, w, reference, index, marks, due, out, states, selected, ties = tensors
-        (rows, V), factor, n_tiles = out.shape, about[-1].transform.factors()[0] * module.LOG2E.value, states.shape[1]
+        a, w, reference, index, marks, due, out, rest, states, selected, ties = tensors
+        (rows, V, _), n_tiles = about[:3], states.shape[1]
+        factor = about[-1].transform.factors()[0] * module.LOG2E.value
         z = (a.float() @ w.float().t()).to(a.dtype).float()
         for row, number in self.moved.items():
             z[row] += number
@@ -101,7 +111,9 @@ class Emulated:
             if due is not None and not (due[0] and due[1 + tile]):
                 continue
             self.computed.append(row)
-            out[row] = y[row].exp2()
+            out[row] = y[row, : out.shape[1]].exp2()
+            if rest is not None:
+                rest[row] = y[row, out.shape[1] :].exp2()
             third = row % module.TILE_ROWS >= module.TILE_ROWS - module.PART
             label = int(index[row])
             for n in range(n_tiles):
@@ -147,8 +159,9 @@ def test_equals_the_definition(place, shape, fields):
         index[::4] = x[::4].argmax(1)  # the first of several largest logits, or the last, which is not the argmax
         index[1::4] = len(w) - 1 - largest[1::4].flip(1).int().argmax(1)
         mask = (torch.arange(len(a), device=device) % 3 != 0) if masked else None
-        compared(a, w, Inputs(index, mask), Options(fields, transform))
-        compared(a, w, Inputs(index, mask), Options(fields, transform), reference)
+        split = 256 if masked or shape == "two parts" else None
+        for backend in (kernels, reference):
+            compared(a, w, Inputs(index, mask), Options(fields, transform), backend, split)
 
 
 def test_labels_that_are_far_below_the_largest_logit(place):
@@ -164,7 +177,7 @@ def test_labels_that_are_far_below_the_largest_logit(place):
     if emulated is not None:
         again = emulated.computed[len(a) :]
         assert 7 in again and {row // module.TILE_ROWS for row in again} <= {0, 1}, "tiles without such a row"
-    compared(256 * a, w, Inputs(index), options)  # logits of more than 1e4
+    compared(256 * a, w, Inputs(index), options, split=512)  # logits of more than 1e4
     index[::5] = -100
     compared(a, w, Inputs(index, index), options._replace(masked=-100))
 
@@ -191,7 +204,8 @@ def test_hard_rows(place):
     compared(a, w, Inputs(index), options)
     mask = torch.ones(len(a), dtype=torch.bool, device=device)
     mask[[1, 3, 5, 9, 250, 300]] = False
-    compared(a, w, Inputs(index, mask), options)
+    for split in (None, 256, 512):
+        compared(a, w, Inputs(index, mask), options, split=split)
     a, w, index = draw(device, (420, 520, 64), dtype, 0.25)
     a[:, 0], w[:, 0] = 1.0, 0.0
     w[99, 0] = w[480, 0] = -torch.inf  # of probability 0
@@ -250,6 +264,7 @@ def test_what_the_kernel_takes(monkeypatch):
 def test_the_tiles_of_both_files_are_the_same():
     tiles = import_module("onepass.kernels.hopper_tiles")
     assert [n.value for n in (tiles.PART, tiles.PARTS, tiles.WIDTH)] == [module.PART, module.PARTS, module.WIDTH]
+    assert tile_plan.SPLIT % module.WIDTH == 0, "whole tiles are on either side of a split"
 
 
 def test_which_heads_take_it(monkeypatch):
@@ -346,6 +361,66 @@ def test_losses_of_heads(taken, monkeypatch, frozen):
             assert bool(calls) == takes, (name, frozen)
 
 
+@pytest.mark.parametrize("dtype_of_weight", ("that of the GEMMs", "float32"))
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+def test_a_tile_whose_last_columns_are_in_the_memory_of_a_gradient(taken, monkeypatch, reduction, dtype_of_weight):
+    """If only this makes one tile of all rows small enough, the peak of the memory is that of the other columns."""
+    device, dtype, calls = taken
+    wide = dtype_of_weight == "float32"
+    if wide and device.type == "cpu":
+        dtype = torch.bfloat16
+    g = torch.Generator().manual_seed(0)
+    h, w = (torch.randn(s, generator=g).to(device, dtype) for s in ((120, 128), (1001, 128)))
+    index, scores = torch.randint(1001, (120,), generator=g).to(device), torch.rand(120, generator=g).to(device)
+    index[:3], index[5] = torch.tensor([0, 1000, 511]), -100
+    monkeypatch.setattr(tile_plan, "ONE_TILE", 0)
+    leaves = [h.requires_grad_(), (w.float() if wide else w).requires_grad_()]
+
+    def loss(logits):
+        if reduction == "mean":
+            return onepass.cross_entropy(logits, index)
+        return (onepass.cross_entropy(logits, index, reduction="none") * scores).sum()
+
+    with torch.autocast(device.type, dtype, enabled=wide):
+        value = loss(onepass.LinearLogits(*leaves))
+    value.backward()
+    ((*_, out, rest),) = calls
+    assert out.shape[1] % tile_plan.SPLIT == 0 and out.shape[1] + rest.shape[1] == 1001
+    assert rest.numel() * dtype.itemsize <= out.shape[1] * 128 * leaves[1].element_size(), "overwritten too early"
+    assert rest.shape[1] == 1001 - 512
+    expected = [t.detach().double().requires_grad_() for t in leaves]
+    x = expected[0] @ expected[1].t()
+    of = loss(x if dtype == torch.float64 else x.to(dtype).double())
+    of.backward()
+    assert abs(value - of) < (1e-12 if dtype == torch.float64 else 1e-2)
+    for leaf, about in zip(leaves, expected):
+        most = about.grad.abs().max()
+        close = {"rtol": 1e-9, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2 * most}
+        torch.testing.assert_close(leaf.grad.double(), about.grad, **close)
+
+
+def test_a_forward_that_is_planned_as_its_backward(taken, monkeypatch):
+    """A loss that may draw random numbers has the same tiles in both, but only the backward has such a gradient."""
+    device, dtype, calls = taken
+    g = torch.Generator().manual_seed(0)
+    h, w = (torch.randn(s, generator=g).to(device, dtype) for s in ((120, 128), (1001, 128)))
+    index = torch.randint(1001, (120,), generator=g).to(device)
+    monkeypatch.setattr(tile_plan, "ONE_TILE", 0)
+    loss = StatisticsLoss(lambda fields: fields["log_probs"].sin(), Options("log_probs"), dtype, Inputs(index))
+    assert loss.may_draw
+    tensors = HeadTensors(h.requires_grad_(), w.requires_grad_())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's, of a result that does not fit into its memory
+        tiled_loss(tensors, None, loss, None, Settings(dtype, dtype)).sum().backward()
+    assert len(calls) == 1 and calls[0][-1] is not None
+    expected = [t.detach().double().requires_grad_() for t in (h, w)]
+    x = (expected[0] @ expected[1].t()).to(dtype).double()
+    torch.log_softmax(x, 1).gather(1, index[:, None]).sin().sum().backward()
+    for leaf, about in zip((h, w), expected):
+        atol = 1e-12 if dtype == torch.float64 else 3e-2 * about.grad.abs().max()
+        torch.testing.assert_close(leaf.grad.double(), about.grad, rtol=1e-9, atol=atol)
+
+
 def test_rows_without_an_upstream_gradient(taken):
     """They add nothing to the gradients, even if they are NaN."""
     device, dtype, calls = taken
@@ -374,17 +449,20 @@ def test_factors_times_upstream_gradients(place, expanded):
     backends = (kernels, reference)
     factors = torch.randn(70, device=device)
     factors[[3, 40]], factors[[5, 41, 69]] = 0.0, torch.nan
-    out = padded(70, 300, torch.zeros(1, dtype=dtype, device=device)) + 1.0
-    out[[5, 41, 69]] = torch.nan
-    out[[3, 40]] = 0.0
+    out, rest = (padded(70, n, torch.zeros(1, dtype=dtype, device=device)) + 1.0 for n in (300, 50))
+    for part in (out, rest):
+        part[[5, 41, 69]] = torch.nan
+        part[[3, 40]] = 0.0
     upstream = torch.randn(70, 2, device=device)[:, 0]
     upstream[[5, 6, 69]], upstream[3] = 0.0, torch.inf
     upstream = upstream[5].expand(70) if expanded else upstream
-    given = [(factors.clone(), out.clone()) for _ in backends]
-    for backend, (f, x) in zip(backends, given):
-        backend.scale_exponentials(f, upstream, x)
-        assert not f[[3, 5, 6, 69]].any() and not x[[3, 5, 69]].any()
-        assert expanded or (f[41].isnan() and x[41].isnan().all())
+    given = [(factors.clone(), out.clone(), None if expanded else rest.clone()) for _ in backends]
+    for backend, (f, *parts) in zip(backends, given):
+        backend.scale_exponentials(f, upstream, *parts)
+        assert not f[[3, 5, 6, 69]].any() and (expanded or f[41].isnan())
+        for x in parts:
+            assert x is None or not x[[3, 5, 69]].any()
+            assert expanded or x[41].isnan().all()
     torch.testing.assert_close(given[0][0], given[1][0], equal_nan=True)
 
 

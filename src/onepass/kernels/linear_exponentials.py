@@ -16,7 +16,7 @@ states and one of the weight for each row.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -45,13 +45,24 @@ TILE_ROWS = PART * PARTS
 # and so is its inverse.
 FARTHEST = tl.constexpr(80.0)
 ROWS, BLOCK_K = 8, 256  # of `reference_kernel`
-MERGED, TILES, BLOCK = (
-    32,
-    32,
-    256,
-)  # rows of `merge_exponentials_kernel`, tiles and logits of these that it reads at once
+# Rows of a program of `merge_exponentials_kernel`, and tiles and logits of these that it reads or writes at once: few
+# rows, so that there are programs for all multiprocessors, but whole sectors of memory.
+MERGED, TILES, BLOCK = 8, 128, 256
 # Of a head: with fewer, what is launched beside the GEMM takes longer than a pass over the logits (H200).
 LEAST_LOGITS = 1 << 29
+
+
+class Places(NamedTuple):
+    """Where the columns of a result are."""
+
+    SPLIT: int  # the column from which on they are in ``rest``, those before in ``out``; V without a ``rest``
+    OUT_ROW: int  # elements from a row to the next
+    REST_ROW: int
+
+
+def places_of(out: Tensor, rest: Tensor | None) -> Places:
+    """The `Places` of a result."""
+    return Places(out.shape[1], out.stride(0), 0 if rest is None else rest.stride(0))
 
 
 @triton.jit(do_not_specialize=["rows", "masked"])
@@ -86,15 +97,26 @@ def reference_kernel(
 
 
 @triton.jit
-def write_zero_rows(
-    out, row, there, V: tl.constexpr, OUT_ROW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+def write_zeros(
+    out, row, there, COLUMNS: tl.constexpr, OUT_ROW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Write zeros to the rows of ``out`` that are ``there``."""
-    for n0 in range(0, V, BLOCK):
+    for n0 in range(0, COLUMNS, BLOCK):
         n = n0 + tl.arange(0, BLOCK)
         place = row.to(tl.int64)[:, None] * OUT_ROW + n[None, :]
         nothing = tl.zeros([ROWS, BLOCK], out.dtype.element_ty)
-        tl.store(out + place, nothing, mask=there[:, None] & (n < V)[None, :])
+        tl.store(out + place, nothing, mask=there[:, None] & (n < COLUMNS)[None, :])
+
+
+@triton.jit
+def write_zero_rows(
+    out, rest, row, there, V: tl.constexpr, SPLIT: tl.constexpr, OUT_ROW: tl.constexpr, REST_ROW: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write zeros to the rows of ``out`` and ``rest`` that are ``there``."""
+    write_zeros(out, row, there, SPLIT, OUT_ROW, ROWS, BLOCK)
+    if rest is not None:
+        write_zeros(rest, row, there, V - SPLIT, REST_ROW, ROWS, BLOCK)
 
 
 @triton.jit
@@ -106,10 +128,11 @@ def slot_of(row, half, rows, PART: tl.constexpr, TILE_ROWS: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "masked"])
 def merge_exponentials_kernel(
     states: "Flat", index: "Flat", row_mask: "Flat", selected: "Flat", ties: "Flat", reference: "Out", due: "Out",
-    out: "Rows", packed: "Out", log_probs: "Out", is_top1: "Out", factors: "Out",
+    out: "Rows", rest: "Rows", packed: "Out", log_probs: "Out", is_top1: "Out", factors: "Out",
     rows: tl.int32, masked: tl.int64, factor: tl.float32,
-    V: tl.constexpr, OUT_ROW: tl.constexpr, LAST: tl.constexpr, EXPECTED: tl.constexpr, PART: tl.constexpr,
-    TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, MERGED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+    V: tl.constexpr, SPLIT: tl.constexpr, OUT_ROW: tl.constexpr, REST_ROW: tl.constexpr, LAST: tl.constexpr,
+    EXPECTED: tl.constexpr, PART: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, MERGED: tl.constexpr,
+    TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Merge the sums of the tiles of a row. If LAST, write the results of the row, else which tiles of rows are to be
     computed again.
@@ -118,7 +141,8 @@ def merge_exponentials_kernel(
     ``(rows,)`` or None.
     Outputs: if not LAST, ``due``, and the maxima of the rows that are far from their reference, which replace it. If
     LAST, ``packed``, ``log_probs`` and ``is_top1`` as of `softmax_statistics`; ``factors`` ``(rows,)`` and the
-    exponential of the index in ``out``, see `linear_exponentials`; and zeros in masked rows of ``out``.
+    exponential of the index in ``out`` or, from column SPLIT on, in ``rest``, see `linear_exponentials`; and zeros in
+    masked rows of both.
     Bytes moved: the states in, a few numbers for each row out.
     """
     N_TILES: tl.constexpr = (V + WIDTH - 1) // WIDTH
@@ -165,25 +189,26 @@ def merge_exponentials_kernel(
         write_number(log_probs + row, (relative - logarithm) / LOG2E, active, present)
         if is_top1 is not None:
             # The slots of the columns before the label's, in which no logit may be as large.
-            own = ((label % WIDTH >= WIDTH // 2) & (halves == 2)).to(tl.int32)  # the half of the label
+            last = ((label % WIDTH >= WIDTH // 2) & (halves == 2)).to(tl.int32)  # the half of the label
             before = tl.zeros([TILES, MERGED], tl.int32)
             for half in range(halves):
                 slot = slot_of(row, half, rows, PART, TILE_ROWS)
                 for tile0 in range(0, N_TILES, TILES):
                     tile = tile0 + tl.arange(0, TILES)
                     of_label = (label // WIDTH)[None, :]
-                    earlier = (tile[:, None] < of_label) | ((tile[:, None] == of_label) & (half < own)[None, :])
+                    earlier = (tile[:, None] < of_label) | ((tile[:, None] == of_label) & (half < last)[None, :])
                     earlier = earlier & (tile < N_TILES)[:, None] & inside[None, :]
                     found = load_numbers(states, numbers, slots, tile, slot, earlier, 0, LOWEST)
                     before += (earlier & (found == m[None, :])).to(tl.int32)
             top1 = inside & (z == m) & (tl.load(ties + row, mask=inside, other=1) == 0) & (s > 0)
             tl.store(is_top1 + row, top1 & (tl.sum(before, axis=0) == 0), mask=present)
         write_number(factors + row, -(factor / LOG2E) / s, active, present)
-        tl.store(
-            out + row.to(tl.int64) * OUT_ROW + label, (tl.exp2(relative) - s).to(out.dtype.element_ty), mask=inside
-        )
+        own = (tl.exp2(relative) - s).to(out.dtype.element_ty)
+        tl.store(out + row.to(tl.int64) * OUT_ROW + label, own, mask=inside & (label < SPLIT))
+        if rest is not None:
+            tl.store(rest + row.to(tl.int64) * REST_ROW + label - SPLIT, own, mask=inside & (label >= SPLIT))
         if tl.max(unclean.to(tl.int32), axis=0) != 0:
-            write_zero_rows(out, row, unclean, V, OUT_ROW, MERGED, BLOCK)
+            write_zero_rows(out, rest, row, unclean, V, SPLIT, OUT_ROW, REST_ROW, MERGED, BLOCK)
     else:
         far = active & ((highest > FARTHEST) | (highest < -FARTHEST))
         tl.store(reference + row, m * factor, mask=far)
@@ -194,12 +219,14 @@ def merge_exponentials_kernel(
 
 @triton.jit(do_not_specialize=["rows", "stride"])
 def factors_kernel(
-    upstream: "Strided", factors: "Out", out: "Rows", rows: tl.int32, stride: tl.int64,
-    V: tl.constexpr, OUT_ROW: tl.constexpr, MERGED: tl.constexpr, BLOCK: tl.constexpr,
+    upstream: "Strided", factors: "Out", out: "Rows", rest: "Rows", rows: tl.int32, stride: tl.int64,
+    V: tl.constexpr, SPLIT: tl.constexpr, OUT_ROW: tl.constexpr, REST_ROW: tl.constexpr, MERGED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Multiply ``factors`` ``(rows,)`` by ``upstream`` ``(rows,)``. Where either is 0, so is the row of ``out``.
+    """Multiply ``factors`` ``(rows,)`` by ``upstream`` ``(rows,)``. Where either is 0, so is the row of ``out`` and of
+    ``rest``.
 
-    Bytes moved: both in and the factors out; zeros to rows of ``out`` that are NaN or infinite.
+    Bytes moved: both in and the factors out; zeros to rows that are NaN or infinite.
     """
     row = tl.program_id(0) * MERGED + tl.arange(0, MERGED)
     present = row < rows
@@ -210,7 +237,7 @@ def factors_kernel(
     # The sum of the exponentials of a row is NaN, and so is its factor, if one of these is NaN or infinite.
     unclean = idle & (factor != factor)
     if tl.max(unclean.to(tl.int32), axis=0) != 0:
-        write_zero_rows(out, row, unclean, V, OUT_ROW, MERGED, BLOCK)
+        write_zero_rows(out, rest, row, unclean, V, SPLIT, OUT_ROW, REST_ROW, MERGED, BLOCK)
 
 
 def supports_linear_exponentials(dtype: torch.dtype, rows: int, b: Tensor, inputs: Inputs, options: Options) -> bool:
@@ -266,20 +293,21 @@ def plan_of_reference(
 
 
 def plan_for(
-    rows: int, V: int, K: int, strides: tuple[int, int, int], device: torch.device, options: Options
-) -> Plan:  # fmt: skip
+    rows: int, V: int, K: int, strides: tuple[int, int], places: Places, device: torch.device, options: Options
+) -> Plan:
     """The launch of `linear_exponentials_kernel`."""
     tiles = -(-rows // TILE_ROWS) * -(-V // WIDTH)
-    work = Work(V, K, *strides, wanted(options).EXPECTED, options.wants("is_top1"), stages_in(layout.shared_memory()))
+    stages = stages_in(layout.shared_memory())
+    work = Work(V, K, *strides, *places, wanted(options).EXPECTED, options.wants("is_top1"), stages)
     programs = min(tiles, layout.multiprocessors(device))
     numbers = rows, options.transform.factors()[0] * LOG2E.value
     return Plan(linear_exponentials_kernel, programs, numbers, dict(WORK=work), 4)
 
 
-def plan_of_merge(rows: int, V: int, out_row: int, last: bool, options: Options) -> Plan:
+def plan_of_merge(rows: int, V: int, places: Places, last: bool, options: Options) -> Plan:
     """The launch of `merge_exponentials_kernel`."""
     constexprs = dict(
-        V=V, OUT_ROW=out_row, LAST=last, EXPECTED=last and wanted(options).EXPECTED, PART=PART, TILE_ROWS=TILE_ROWS,
+        V=V, **places._asdict(), LAST=last, EXPECTED=last and wanted(options).EXPECTED, PART=PART, TILE_ROWS=TILE_ROWS,
         WIDTH=WIDTH, MERGED=MERGED, TILES=TILES, BLOCK=BLOCK,
     )  # fmt: skip
     numbers = rows, options.masked, options.transform.factors()[0] * LOG2E.value
@@ -287,8 +315,8 @@ def plan_of_merge(rows: int, V: int, out_row: int, last: bool, options: Options)
 
 
 def linear_exponentials(
-    a: Tensor, b: Tensor, inputs: Inputs, options: Options, results: Results, out: Tensor
-) -> Tensor:  # fmt: skip
+    a: Tensor, b: Tensor, inputs: Inputs, options: Options, results: Results, out: Tensor, rest: Tensor | None = None
+) -> Tensor:
     """Write the `softmax_statistics` of the logits ``a @ b``, and their gradient but for a factor of each row.
 
     Args:
@@ -296,11 +324,13 @@ def linear_exponentials(
         b: ``(K, V)``, contiguous in its first dimension.
         inputs: with an index of each row.
         results: as of `softmax_statistics`.
-        out: ``(rows, V)``, in the dtype of ``a``, with rows that begin at multiples of 16 bytes.
+        out: ``(rows, V)``, in the dtype of ``a``, with rows that begin at multiples of 16 bytes. With a ``rest``, it
+            has the first columns only, a multiple of 256.
+        rest: ``(rows, V - out.shape[1])``, the other columns, which may be stored elsewhere.
 
     Returns:
         ``factors``, float32 ``(rows,)``: the gradient of the log-prob of the index with respect to the logits is
-        ``factors[:, None] * out``. A masked row has zeros in both.
+        ``factors[:, None] * out``, where ``out`` is followed by the ``rest``. A masked row has zeros in all of them.
     """
     a, w = with_aligned_rows(a), b.t()
     (rows, K), V = a.shape, len(w)
@@ -312,18 +342,18 @@ def linear_exponentials(
     ties = None if is_top1 is None else a.new_empty(rows, dtype=torch.int32)
     marks = a.new_zeros((m_tiles * PARTS, n_tiles), dtype=torch.int8)
     due = a.new_empty(1 + m_tiles, dtype=torch.int32)
-    strides = a.stride(0), w.stride(0)
+    strides, places = (a.stride(0), w.stride(0)), places_of(out, rest)
     given = a, w, index, row_mask, reference, marks, due
     launch(plan_of_reference, (rows, V, K, strides, options), given)
 
     def multiply(due: Any) -> None:
-        about = rows, V, K, (*strides, out.stride(0)), a.device, options
-        launch(plan_for, about, (a, w, reference, index, marks, due, out, states, selected, ties))
+        about = rows, V, K, strides, places, a.device, options
+        launch(plan_for, about, (a, w, reference, index, marks, due, out, rest, states, selected, ties))
 
     def merge(last: bool) -> None:
         found = (packed, log_probs, is_top1, factors) if last else (None,) * 4
-        given = states, index, row_mask, selected, ties, reference, due, out, *found
-        launch(plan_of_merge, (rows, V, out.stride(0), last, options), given)
+        given = states, index, row_mask, selected, ties, reference, due, out, rest, *found
+        launch(plan_of_merge, (rows, V, places, last, options), given)
 
     multiply(None)
     merge(False)
@@ -332,17 +362,19 @@ def linear_exponentials(
     return factors
 
 
-def plan_of_factors(rows: int, V: int, out_row: int, stride: int) -> Plan:
+def plan_of_factors(rows: int, V: int, places: Places, stride: int) -> Plan:
     """The launch of `factors_kernel`."""
-    constexprs = dict(V=V, OUT_ROW=out_row, MERGED=MERGED, BLOCK=BLOCK)
+    constexprs = dict(V=V, **places._asdict(), MERGED=MERGED, BLOCK=BLOCK)
     return Plan(factors_kernel, -(-rows // MERGED), (rows, stride), constexprs, 4)
 
 
-def scale_exponentials(factors: Tensor, upstream: Tensor, out: Tensor) -> None:
+def scale_exponentials(factors: Tensor, upstream: Tensor, out: Tensor, rest: Tensor | None = None) -> None:
     """Multiply ``factors`` of `linear_exponentials` by the ``upstream`` gradients ``(rows,)``, in place.
 
-    Where the upstream gradient is 0, the factor and the row of ``out`` become 0, even if they are NaN.
+    Where the upstream gradient is 0, the factor and the row of ``out`` and ``rest`` become 0, even if they are NaN.
     """
     if len(factors):
-        about = len(factors), out.shape[1], out.stride(0), upstream.stride(0)
-        launch(plan_of_factors, about, (upstream, factors, out))
+        V = out.shape[1] + (0 if rest is None else rest.shape[1])
+        launch(
+            plan_of_factors, (len(factors), V, places_of(out, rest), upstream.stride(0)), (upstream, factors, out, rest)
+        )

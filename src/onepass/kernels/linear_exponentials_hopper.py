@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from onepass.kernels.grouped_gemm_hopper import accumulate, accumulate_with_third
-from onepass.kernels.hopper_results import BUFFERS, STORED, describe_result, store_columns
+from onepass.kernels.hopper_results import BUFFERS, STORED, copy_columns, describe_result
 from onepass.kernels.hopper_tiles import ELEMENT, HALF, PART, PARTS, STEP, WIDTH, describe_rows, load_range
 from onepass.kernels.launch import Flat, Out, Rows
 from onepass.kernels.linear_statistics import rounded
@@ -38,7 +38,9 @@ class Work(NamedTuple):
     K: int
     A_ROW: int
     W_ROW: int
+    SPLIT: int  # see `linear_exponentials.Places`; a multiple of WIDTH, or V
     OUT_ROW: int
+    REST_ROW: int
     EXPECTED: bool  # whether the sums of ``e·y`` are stored, too
     TOP1: bool  # whether ``ties`` are
     STAGES: int
@@ -52,18 +54,27 @@ def stages_in(shared_memory: int) -> int:
 
 @gluon.jit
 def read_columns(
-    z, sums, reference, factor, out, descriptor, results, which: gl.constexpr, EARLIER: gl.constexpr, row0, n0,
+    z, sums, reference, factor, outputs, results, which: gl.constexpr, EARLIER: gl.constexpr, row0, n0,
     W: gl.constexpr,
 ):  # fmt: skip
     """Store the exponentials of STORED columns of a part, and add these columns to the sums of its rows.
 
-    See `store_columns` for ``results`` and EARLIER.
+    See `copy_columns` for ``results`` and EARLIER.
     """
     m, s, t = sums
-    z = round_logits(z, out.dtype.element_ty, True)
+    of_out, of_rest = outputs[0], outputs[1]
+    dtype: gl.constexpr = results.dtype
+    z = round_logits(z, dtype, True)
     y = gl.fma(z, factor, -gl.convert_layout(reference, gl.SliceLayout(1, z.type.layout))[:, None])
     e = gl.exp2(y)
-    store_columns(out, descriptor, results, which, EARLIER, row0, n0, e)
+    shared = copy_columns(dtype, results, which, EARLIER, e)
+    if W.SPLIT < W.V:
+        if n0 < W.SPLIT:
+            tma.async_copy_shared_to_global(of_out, [row0, n0], shared)
+        else:
+            tma.async_copy_shared_to_global(of_rest, [row0, n0 - W.SPLIT], shared)
+    else:
+        tma.async_copy_shared_to_global(of_out, [row0, n0], shared)
     m = gl.maximum(m, gl.convert_layout(gl.max(z, 1), m.type.layout))
     s += gl.convert_layout(gl.sum(e, 1), s.type.layout)
     if W.EXPECTED:
@@ -83,7 +94,8 @@ def read_part(
     N_TILES: gl.constexpr = (W.V + WIDTH - 1) // WIDTH
     of_rows: gl.constexpr = gl.SliceLayout(1, z.type.layout)
     reference, index, marks, _due = inputs
-    out, descriptor, states, selected, ties = outputs
+    _of_out, _of_rest, states, selected, ties = outputs
+    dtype: gl.constexpr = results.dtype
     r = gl.arange(0, PART, of_rows)
     n = n0 + gl.arange(0, COUNT, gl.SliceLayout(0, z.type.layout))
     present = row0 + r < rows
@@ -91,10 +103,10 @@ def read_part(
         label = gl.load(index + row0 + r, mask=present, other=-1).to(gl.int64)
         is_here = present & (label >= n0) & (label < gl.minimum(n0 + COUNT, W.V))
         label = gl.where(is_here, label, -1).to(gl.int32)[:, None]
-        chosen = round_logits(gl.sum(gl.where(n[None, :] == label, z, 0.0), 1), out.dtype.element_ty, True)
+        chosen = round_logits(gl.sum(gl.where(n[None, :] == label, z, 0.0), 1), dtype, True)
         gl.store(selected + row0 + r, chosen, mask=is_here)
         if W.TOP1:
-            equal = (n[None, :] < label) & (round_logits(z, out.dtype.element_ty, True) == chosen[:, None])
+            equal = (n[None, :] < label) & (round_logits(z, dtype, True) == chosen[:, None])
             gl.store(ties + row0 + r, gl.max(equal.to(gl.int32), 1), mask=is_here)
     if n0 + COUNT > W.V:  # no exponential is left of the columns beyond the last, of which descriptors may store some
         z = gl.where((n < W.V)[None, :], z, -float("inf"))
@@ -103,16 +115,16 @@ def read_part(
     sums = (zeros - float("inf"), zeros, zeros)
     left, right = gl.split(z.reshape((PART, 2, COUNT // 2)).permute((0, 2, 1)))
     if COUNT == 2 * STORED:
-        sums = read_columns(left, sums, base, factor, out, descriptor, results, which, 0, row0, n0, W)
-        sums = read_columns(right, sums, base, factor, out, descriptor, results, which, 1, row0, n0 + STORED, W)
+        sums = read_columns(left, sums, base, factor, outputs, results, which, 0, row0, n0, W)
+        sums = read_columns(right, sums, base, factor, outputs, results, which, 1, row0, n0 + STORED, W)
     else:
         for half in gl.static_range(2):
             part = left if half == 0 else right
             a, b = gl.split(part.reshape((PART, 2, STORED)).permute((0, 2, 1)))
             n1 = n0 + 2 * half * STORED
-            sums = read_columns(a, sums, base, factor, out, descriptor, results, which, 2 * half, row0, n1, W)
+            sums = read_columns(a, sums, base, factor, outputs, results, which, 2 * half, row0, n1, W)
             n1 += STORED
-            sums = read_columns(b, sums, base, factor, out, descriptor, results, which, 2 * half + 1, row0, n1, W)
+            sums = read_columns(b, sums, base, factor, outputs, results, which, 2 * half + 1, row0, n1, W)
     m, s, t = sums
     slots = rows + gl.cdiv(rows, PARTS * PART) * PART
     to = states + n_tile.to(gl.int64) * slots + slot0 + r
@@ -209,8 +221,8 @@ def load(of_a, of_weight, ring, columns, due, rows, W: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows"])
 def linear_exponentials_kernel(
-    a: "Rows", w: "Rows", reference: "Flat", index: "Flat", marks: "Flat", due: "Flat", out: "Rows", states: "Out",
-    selected: "Out", ties: "Out",
+    a: "Rows", w: "Rows", reference: "Flat", index: "Flat", marks: "Flat", due: "Flat", out: "Rows", rest: "Rows",
+    states: "Out", selected: "Out", ties: "Out",
     rows: tl.int32, factor: tl.float32, WORK: tl.constexpr,
 ):  # fmt: skip
     """``out = exp2(y)`` with ``y = factor·z - reference``, where ``z = a @ w.T`` is rounded to the dtype of ``a``.
@@ -219,9 +231,10 @@ def linear_exponentials_kernel(
     part of 64 rows and tile of 256 columns, which is not 0 if a row of the part has an index in these columns; ``due``,
     int32, or None to compute all rows: its first number says whether there are rows to compute, and each of the others
     whether a tile of rows is to be computed.
-    Outputs: ``out`` ``(rows, V)``; ``states`` ``(2 or 3, N_TILES, slots)``, the maxima of ``z``, the sums of
-    ``exp2(y)`` and of ``exp2(y)·y`` of every row of a tile of columns; ``selected`` ``(rows,)``, ``z`` of the index, if
-    that is in [0, V), and ``ties`` ``(rows,)``, int32 or None, whether an earlier column of the slot has that ``z``.
+    Outputs: ``out`` ``(rows, SPLIT)`` and ``rest`` ``(rows, V - SPLIT)``, or ``out`` ``(rows, V)`` and None;
+    ``states`` ``(2 or 3, N_TILES, slots)``, the maxima of ``z``, the sums of ``exp2(y)`` and of ``exp2(y)·y`` of every
+    row of a tile of columns; ``selected`` ``(rows,)``, ``z`` of the index, if that is in [0, V), and ``ties``
+    ``(rows,)``, int32 or None, whether an earlier column of the slot has that ``z``.
     A tile has up to 192 rows. Each half of the columns of its last 64 rows has a slot of its own: the slots of the rows
     come first, and then those of the second halves.
     Bytes moved: see the module docstring.
@@ -235,7 +248,10 @@ def linear_exponentials_kernel(
     results = gl.allocate_shared_memory(dtype, [2 * BUFFERS, PART, STORED], flat)
     of_a = describe_rows(a, rows, W.K, W.A_ROW)
     of_weight = tma.make_tensor_descriptor(w, [W.V, W.K], [W.W_ROW, 1], [WIDTH, STEP], flat)
-    of_out = describe_result(out, rows, W.V, W.OUT_ROW)
+    of_out = describe_result(out, rows, W.SPLIT, W.OUT_ROW)
+    of_rest = of_out
+    if rest is not None:
+        of_rest = describe_result(rest, rows, W.V - W.SPLIT, W.REST_ROW)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(STAGES):
@@ -244,7 +260,7 @@ def linear_exponentials_kernel(
     hopper.fence_async_shared()
     ring = (to_rows, to_rows, full, empty)  # as `accumulate` takes it
     inputs = (reference, index, marks, due)
-    outputs = (out, of_out, states, selected, ties)
+    outputs = (of_out, of_rest, states, selected, ties)
     gl.warp_specialize(
         [
             (multiply, (0, ring, columns, inputs, outputs, results, rows, factor, W)),

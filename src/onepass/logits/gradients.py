@@ -66,6 +66,13 @@ class Gradients:
             self.batch = empty_logits(self.head, min(self.plan.batch, self.plan.n), columns, self.head.dtype)
         return self.batch[self.held : self.held + n, :columns]
 
+    def rest(self, tile: Tile) -> Tensor | None:
+        """Where the last columns of a tile belong that has no memory for them, see `tile_plan.split_columns`."""
+        if self.plan.split is None:
+            return None
+        self.weight = tile.buffers[0].new_empty(self.shapes[1], dtype=self.weight_dtype)
+        return empty_logits(self.head, tile.rows.n, self.plan.vocab - self.plan.split, self.head.dtype, self.weight)
+
     def parts(self, tile: Tile, gradient: Tensor) -> Iterator[slice]:
         """The rows of a tile, some at a time. Their ``gradient`` is written before the next are asked for.
 
@@ -86,8 +93,8 @@ class Gradients:
             self.add_hidden(tile.rows.part(part), tile.columns, gradient[part])
         self.has_hidden = True
 
-    def add(self, tile: Tile, gradient: Tensor, row_factors: Tensor | None = None) -> None:
-        """Add a tile, given the ``gradient`` of its logits, in its `place`; ``row_factors`` multiply its rows."""
+    def add(self, tile: Tile, gradient: Tensor) -> None:
+        """Add a tile, given the ``gradient`` of its logits, in its `place`, but for its ``row_factors``."""
         rows, columns, hidden = tile.rows, tile.columns, tile.hidden[0]
         has_hidden, self.has_hidden = self.has_hidden, False
         self.left -= rows.n
@@ -100,7 +107,7 @@ class Gradients:
                 rows = self.plan.between(self.done, self.done + self.held)
                 hidden = rows.take(self.head.hidden).to(self.head.dtype) if self.needed[1] else hidden
             self.done, self.held = self.done + self.held, 0
-        self.add_products(rows, columns, gradient, hidden, has_hidden, row_factors)
+        self.add_products(rows, columns, gradient, hidden, has_hidden, tile)
         if self.adapter is not None:
             self.adapter.left = self.left
             self.adapter.add_products(rows, columns, gradient, rows.take(self.adapter.head.hidden), False)
@@ -109,12 +116,15 @@ class Gradients:
             self.head.release()
 
     def add_products(
-        self, rows: Rows, columns: slice, gradient: Tensor, hidden: Tensor, has_hidden: bool,
-        row_factors: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Add the products of the gradient of some logits, whose rows have the states ``hidden``."""
+        self, rows: Rows, columns: slice, gradient: Tensor, hidden: Tensor, has_hidden: bool, tile: Tile | None = None
+    ) -> None:
+        """Add the products of the gradient of some logits, whose rows have the states ``hidden``.
+
+        A ``tile`` may have ``row_factors``, and the ``rest`` of the gradient.
+        """
+        row_factors, rest = (None, None) if tile is None else (tile.row_factors, tile.rest)
         if self.needed[0] and not has_hidden:
-            self.add_hidden(rows, columns, gradient, row_factors)
+            self.add_hidden(rows, columns, gradient, row_factors, rest)
         if self.left <= 0:
             self.exchange()
         if self.needed[1]:
@@ -124,6 +134,10 @@ class Gradients:
                 if self.weight is None:
                     self.weight = gradient.new_empty(self.shapes[1], dtype=self.weight_dtype)
                 self.gemm(gradient.t(), hidden, self.weight_dtype, self.weight[columns])
+            elif rest is not None and self.weight is not None:
+                split = gradient.shape[1]
+                self.gemm(rest.t(), hidden, self.weight_dtype, self.weight[split:])  # before the rest is overwritten
+                self.gemm(gradient.t(), hidden, self.weight_dtype, self.weight[:split])
             elif self.weight is None:
                 self.weight = self.gemm(gradient.t(), hidden, self.weight_dtype)
             else:
@@ -134,7 +148,10 @@ class Gradients:
                 self.bias = total.new_zeros(self.shapes[2]) if self.plan.sliced else torch.zeros_like(total)
             self.bias[columns] += total
 
-    def add_hidden(self, rows: Rows, columns: slice, gradient: Tensor, row_factors: Tensor | None = None) -> None:
+    def add_hidden(
+        self, rows: Rows, columns: slice, gradient: Tensor, row_factors: Tensor | None = None,
+        rest: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Add a tile to the gradient of the hidden states."""
         weight = self.head.factors(columns)[0]
         if self.used is not None:
@@ -153,7 +170,9 @@ class Gradients:
                 self.total = None
         elif self.hidden is not None:
             if row_factors is not None:
-                product = self.gemm(gradient, weight, self.sum_dtype)
+                product = self.gemm(gradient, weight[: gradient.shape[1]], self.sum_dtype)
+                if rest is not None:
+                    self.add_gemm(product, rest, weight[gradient.shape[1] :])
                 part = rows.take(self.hidden) if isinstance(rows.ids, slice) else product
                 times_rows(product, row_factors, part)
                 self.put(None if isinstance(rows.ids, slice) else rows, part)

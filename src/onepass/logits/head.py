@@ -153,12 +153,15 @@ class Head:
         return backend_of(self.hidden).exponentials_bytes(self.vocab, self.hidden.shape[1], options)
 
     def write_exponentials(
-        self, hidden: Tensor, inputs: Inputs, options: Options, out: Tensor
+        self, hidden: Tensor, inputs: Inputs, options: Options, out: Tensor, rest: Tensor | None
     ) -> tuple[Results, Tensor]:
-        """The `softmax_statistics` of the product with ``hidden``, and the `Tile.row_factors` of ``out``."""
+        """The `softmax_statistics` of the product with ``hidden``, and the `Tile.row_factors`.
+
+        See `linear_exponentials` for ``out`` and ``rest``.
+        """
         results = empty_results(out, inputs.index, options)
         row_factors = backend_of(hidden).linear_exponentials(
-            hidden, self.factors(ALL)[0].t(), inputs, options, results, out
+            hidden, self.factors(ALL)[0].t(), inputs, options, results, out, rest
         )
         return results, row_factors
 

@@ -177,7 +177,7 @@ class StatisticsLoss:
         loss, upstream, of_inputs = self.differentiated(fields, inputs, rows, of_rows)
         if tile.row_factors is not None:
             grad = torch.zeros_like(tile.row_factors) if upstream.selected is None else upstream.selected
-            backend.scale_exponentials(tile.row_factors, grad, out)
+            backend.scale_exponentials(tile.row_factors, grad, out, tile.rest)
             return loss, of_inputs
         for part in parts:
             x, to, packed, of_part, grads = tile.logits[0], out, results[0], read, upstream

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.logits.head import ALL, ON_CPU, Head
+from onepass.logits.head import ALIGNED, ALL, ON_CPU, Head
 from onepass.logits.row_groups import packed
 from onepass.logits.valid_rows import valid_rows
 
@@ -31,6 +31,8 @@ LEAST_COLUMNS = 128  # of a slice: GEMMs are slow below
 # once: that of 1792 rows has 86% of the speed of 2048 (H = 2048, H100). These numbers are the same for all GPUs, since
 # processes must agree.
 BLOCK, WAVE = (256, 128), 132
+# Of the columns of a tile of exponentials, see `split_columns`: a multiple of the columns of a tile of their kernel.
+SPLIT = 256
 # Memory of the blocks of rows in `onepass.reference`: its maximum, and bytes per logit.
 REFERENCE_BLOCKS, REFERENCE_BYTES = 1 << 26, 64
 ROW, INDEX = 1536, 64  # bytes per row, for its statistics and the programs that share it, and per index of a row
@@ -94,6 +96,7 @@ class TilePlan(NamedTuple):
     vocab: int  # columns of this process
     columns: int  # per tile
     sliced: bool  # whether a tile is a slice of the vocabulary
+    split: int | None = None  # columns of a tile of exponentials; the others are elsewhere, see `split_columns`
     lengths: Sequence[int] | None = None  # of groups of rows that a tile holds whole
 
     def row_tiles(self) -> Iterator[Rows]:
@@ -165,8 +168,8 @@ def plan(heads: Sequence[Head], row_mask: Tensor | None, use: Use, later: Use | 
     if ids is not None:
         n = len(ids)
         shape = tile_shape(n, True, heads, use)
-    rows, batch, columns = shape
-    return TilePlan(ids, n, rows, batch, vocab, columns, columns < heads[0].vocab)
+    rows, batch, columns, split = shape
+    return TilePlan(ids, n, rows, batch, vocab, columns, columns < heads[0].vocab, split)
 
 
 def row_bytes(index: Tensor | None, row_inputs: Sequence[Tensor] = ()) -> int:
@@ -177,8 +180,8 @@ def row_bytes(index: Tensor | None, row_inputs: Sequence[Tensor] = ()) -> int:
 
 def tile_shape(
     count: int, gathered: bool, heads: Sequence[Head], use: Use, masked: bool = False
-) -> tuple[int, int, int]:  # fmt: skip
-    """Rows of a tile, rows of a GEMM of the gradients, and columns of a tile.
+) -> tuple[int, int, int, int | None]:  # fmt: skip
+    """Rows of a tile, rows of a GEMM of the gradients, columns of a tile, and the ``split`` of a `TilePlan`.
 
     ``count`` rows are computed, which are ``gathered`` if some are masked. If the vocabulary is sharded, they follow
     from nothing in which processes may differ, such as the layout of their weights, which decides on logits.
@@ -199,6 +202,11 @@ def tile_shape(
         per_row += 4 * (head.vocab + head.hidden.shape[1]) * (use.weight_gradient and head.upcasts)
     fixed += 4 * head.hidden.numel() * (head.dtype == torch.float16)  # see `Gradients`
     one_tile = fixed + count * per_row + (total if needs_sum(head, 1) else 0)
+    split = None
+    if use.exponentials and use.weight_gradient and one_tile - fixed > ONE_TILE and not needs_sum(head, 1):
+        columns = split_columns(count, head)
+        one_tile -= count * (head.vocab - columns) * head.dtype.itemsize
+        split = columns if columns < head.vocab else None
     if max_memory is None:
         limit = default_memory(head, fixed + total, per_row, one_tile, use)
     else:
@@ -210,14 +218,27 @@ def tile_shape(
     if may_slice and one_tile > (min(limit, fixed + slices) if max_memory is None else limit):
         columns = tile_columns(count, gathered, head, limit + wide, use.row_bytes, slices + wide)
         if columns:
-            return count, count, equal(head.vocab, columns)
+            return count, count, equal(head.vocab, columns), None
     rows = count if one_tile <= limit or not count else (limit - fixed - total) // per_row
     if count and rows < 1:
         if masked:
             tile_shape(count, True, heads, use)  # which takes more memory, and raises
         raise WorkspaceTooSmall(min(one_tile, fixed + total + per_row) + per_wide, max_memory or 0)
     batch = in_waves(count, rows, head.hidden.shape[1]) if head.hidden.is_cuda else equal(count, rows)
-    return equal(batch, max(1, wide // per_wide)) if per_wide else batch, batch, head.vocab
+    of_tile = equal(batch, max(1, wide // per_wide)) if per_wide else batch
+    return of_tile, batch, head.vocab, split if batch == count else None
+
+
+def split_columns(count: int, head: Head) -> int:
+    """How many columns of a tile of ``count`` rows of exponentials have memory of their own.
+
+    The others are at the beginning of the memory of the weight's gradient. The gradient of their part of the weight,
+    which is at its end, is written first, and the rest, where they are, when they are not needed any more.
+    """
+    of_column, of_class = count * head.dtype.itemsize, head.hidden.shape[1] * head.weight.dtype.itemsize
+    # For the other columns, r with padding: r · of_column <= (vocab - r) · of_class
+    most = head.vocab * of_class // (of_column + of_class) - ALIGNED
+    return min(-(-(head.vocab - most) // SPLIT) * SPLIT, head.vocab)
 
 
 def tile_columns(count: int, gathered: bool, head: Head, limit: int, row_bytes: int, slices: int) -> int:

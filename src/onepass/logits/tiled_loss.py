@@ -65,6 +65,8 @@ def walk(
         # A function that draws random numbers draws the same ones in both walks only if their tiles are the same.
         planned = backward if backward is not None and row_loss.may_draw else use
         tile_plan = plan(heads, row_mask, planned, backward)._replace(lengths=row_loss.groups)
+        if not use.exponentials:  # the plan may be that of the backward
+            tile_plan = tile_plan._replace(split=None)
         # The first product is launched before all that it does not need: the device may be waiting for the host.
         following = tiles(heads, tile_plan, use.logits)
         first = [*islice(following, 1)]
@@ -79,6 +81,7 @@ def walk(
         for tile in chain(first, following):
             mask = None if row_mask is None else tile.rows.take(row_mask)
             place = None if gradients is None else gradients.place(tile)
+            tile.rest = None if gradients is None else gradients.rest(tile)
             parts = iter(()) if gradients is None or place is None else gradients.parts(tile, place)
             part, found = row_loss(tile, mask, of_rows, place, parts)
             tile.rows.of_losses.put(losses, part)
@@ -86,7 +89,7 @@ def walk(
                 if out is not None and value is not None:
                     tile.rows.put(out, value)
             if gradients is not None and place is not None:
-                gradients.add(tile, place, tile.row_factors)
+                gradients.add(tile, place)
     return losses, gradients
 
 

@@ -187,7 +187,7 @@ def read_tiles(
                     parts = tile.exponentials(read, options, place)
                 else:
                     parts = statistics_and_derivative(tile, read, options, field[0], place)
-                gradients.add(tile, place, tile.row_factors)
+                gradients.add(tile, place)
             for (tensor, dim), part in zip(whole, [p for p in parts if p is not None]):
                 tile.rows.put(tensor, part, dim)
         return () if gradients is None else gradients.derivatives()

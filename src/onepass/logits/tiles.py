@@ -24,9 +24,11 @@ class Tile:
         hidden: the hidden states of every head, in the dtype of its GEMMs.
         row_factors: a float32 number of each row, by which what was written is multiplied to get the gradient of the
             logits; None for 1.
+        rest: memory for the last columns of exponentials, if the tile has none, see `tile_plan.split_columns`.
     """
 
     row_factors: Tensor | None = None
+    rest: Tensor | None = None
 
     def __init__(self, heads: Sequence[Head], rows: Rows, columns: slice, hidden: list[Tensor], buffers: list[Tensor]):
         self.heads, self.rows, self.columns, self.hidden, self.buffers = heads, rows, columns, hidden, buffers
@@ -64,11 +66,11 @@ class Tile:
         return results
 
     def exponentials(self, inputs: Inputs, options: Options, out: Tensor) -> Results:
-        """The `statistics`, and the gradient of the log-probs but for the ``row_factors``, written to ``out``.
+        """The `statistics`, and the gradient of the log-probs but for the ``row_factors``.
 
-        The first head `writes_exponentials`.
+        It is written to ``out`` and to the ``rest``. The first head `writes_exponentials`.
         """
-        results, self.row_factors = self.heads[0].write_exponentials(self.hidden[0], inputs, options, out)
+        results, self.row_factors = self.heads[0].write_exponentials(self.hidden[0], inputs, options, out, self.rest)
         return results
 
     def states(self, inputs: Inputs, options: Options) -> Tensor:
@@ -87,7 +89,7 @@ class Tile:
 def tiles(heads: Sequence[Head], plan: TilePlan, logits: bool = True) -> Iterator[Tile]:
     """The tiles of a plan, one after the other. ``logits`` is that of the `Use` that it was made for."""
     count = min(plan.rows, plan.n)
-    columns_of = [min(plan.columns, h.vocab) if plan.sliced else h.vocab for h in heads]
+    columns_of = [min(plan.columns, h.vocab) if plan.sliced else plan.split or h.vocab for h in heads]
     buffers = [empty_logits(h, count, columns, h.logits_dtype) for h, columns in zip(heads, columns_of) if logits]
     for rows in plan.row_tiles():
         hidden = [rows.take(h.hidden).to(h.dtype) for h in heads]
@@ -96,10 +98,13 @@ def tiles(heads: Sequence[Head], plan: TilePlan, logits: bool = True) -> Iterato
             yield Tile(heads, rows, columns, hidden, parts)
 
 
-def empty_logits(head: Head, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialized tile, with rows padded to `ALIGNED` bytes."""
+def empty_logits(head: Head, rows: int, columns: int, dtype: torch.dtype, memory: Tensor | None = None) -> Tensor:
+    """An uninitialized tile, with rows padded to `ALIGNED` bytes; at the beginning of ``memory``, if that is given."""
     width = padded(columns, dtype)
-    logits = head.hidden.new_empty((rows, width), dtype=dtype)
+    if memory is None:
+        logits = head.hidden.new_empty((rows, width), dtype=dtype)
+    else:
+        logits = memory.view(-1).view(dtype)[: rows * width].view(rows, width)
     if width > columns:
         logits[:, columns:] = 0  # bfloat16 GEMMs on a CPU multiply the padding by 0, so it must not be NaN
     return logits[:, :columns]

@@ -18,9 +18,12 @@ def exponentials_bytes(vocab: int, width: int, options: Options) -> int:
 
 
 def linear_exponentials(
-    a: Tensor, b: Tensor, inputs: Inputs, options: Options, results: Results, out: Tensor
-) -> Tensor:  # fmt: skip
-    """Write the `softmax_statistics` of the logits ``a @ b``, and their gradient but for a factor of each row."""
+    a: Tensor, b: Tensor, inputs: Inputs, options: Options, results: Results, out: Tensor, rest: Tensor | None = None
+) -> Tensor:
+    """Write the `softmax_statistics` of the logits ``a @ b``, and their gradient but for a factor of each row.
+
+    The last columns of the gradient are written to ``rest``, if it is given.
+    """
     dtype = torch.promote_types(a.dtype, torch.float32)
     logits = (a.to(dtype) @ b.to(dtype)).to(a.dtype)
     found = softmax_statistics(logits, inputs, options)
@@ -38,12 +41,17 @@ def linear_exponentials(
     e += (total - total)[:, None]  # NaN if the row is
     e.scatter_add_(1, index.where(inside, 0).long()[:, None], -total[:, None])
     active = torch.ones_like(inside) if row_mask is None else row_mask.ne(options.masked)
-    out.copy_(e.where(active[:, None], 0.0))
+    e = e.where(active[:, None], 0.0)
+    out.copy_(e[:, : out.shape[1]])
+    if rest is not None:
+        rest.copy_(e[:, out.shape[1] :])
     return (-factor / total).where(active, 0.0)
 
 
-def scale_exponentials(factors: Tensor, upstream: Tensor, out: Tensor) -> None:
+def scale_exponentials(factors: Tensor, upstream: Tensor, out: Tensor, rest: Tensor | None = None) -> None:
     """Multiply ``factors`` of `linear_exponentials` by the ``upstream`` gradients, in place; 0 where either is."""
     idle = (factors == 0) | (upstream == 0)
     factors.mul_(upstream).masked_fill_(idle, 0.0)
-    out.masked_fill_(idle[:, None], 0.0)
+    for columns in (out, rest):
+        if columns is not None:
+            columns.masked_fill_(idle[:, None], 0.0)
