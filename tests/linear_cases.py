@@ -14,8 +14,8 @@ def tiles_of(monkeypatch, size, slices=True):
     def shape(count, gathered, heads, use, masked=False):
         vocab, several = heads[0].vocab, 3 if use.gradient and heads[0].logits_dtype != heads[0].dtype else 1
         if use.known and slices:
-            return max(count, 1), max(count, 1), min(vocab, size)
-        return max(1, min(count, size)), max(1, min(count, several * size)), vocab
+            return max(count, 1), max(count, 1), min(vocab, size), None
+        return max(1, min(count, size)), max(1, min(count, several * size)), vocab, None
 
     monkeypatch.setattr(tile_plan, "tile_shape", shape)
     return size

@@ -498,6 +498,31 @@ def test_metrics_beside_the_loss(taken):
     torch.testing.assert_close(found["mean_token_accuracy"].double(), accuracy, rtol=0, atol=1e-2)
 
 
+def test_fields_beside_a_sum(taken):
+    """TRL's SFT logs fields of the rows whose log-probs it sums, which have no gradient."""
+    from onepass.integrations.trl_heads import fields_and_sum
+
+    device, dtype, calls = taken
+    g = torch.Generator().manual_seed(0)
+    h, w = (torch.randn(s, generator=g).to(device, dtype) for s in ((300, 64), (50, 64)))
+    index, valid = torch.randint(50, (300,), generator=g).to(device), torch.arange(300, device=device) % 3 > 0
+    leaves = [t.clone().requires_grad_() for t in (h, w)]
+    logits = onepass.LinearLogits(*leaves)
+    found = fields_and_sum("log_probs entropy is_top1", logits, index, valid, (1.0, None, 1.0))
+    found["log_probs"][valid].sum().backward()
+    assert calls
+    expected = [t.double().requires_grad_() for t in (h, w)]
+    x = (expected[0] @ expected[1].t()).to(dtype).double()
+    of = definition.statistics(x, index)
+    of["log_probs"][valid].sum().backward()
+    close = {} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 0.1}
+    for name, values in found.items():
+        torch.testing.assert_close(values[valid].double(), of[name][valid].double().detach(), **close)
+        assert not values[~valid].any()
+    for leaf, about in zip(leaves, expected):
+        torch.testing.assert_close(leaf.grad.double(), about.grad, **close)
+
+
 def test_masked_rows_without_a_valid_one(taken):
     """Where rows are masked on the device, an upstream gradient that is infinite reaches none of them."""
     device, dtype, calls = taken

@@ -186,7 +186,8 @@ def fields_and_sum(
         return fields["log_probs"]
 
     rows = torch.arange(len(target), device=target.device)
-    total = head.loss(log_probs_of, inputs, options, (rows,), 1.0, linear=True)
+    shown = [name for name in names.split() if name != "log_probs"]
+    total = head.loss(log_probs_of, inputs, options, (rows,), 1.0, linear=True, shown=shown)
     found = {name: found.get(name, total.new_zeros(len(target))) for name in names.split()}
     if "entropy" in found:
         found["entropy"] = _WithoutGradient.apply(total, found["entropy"])

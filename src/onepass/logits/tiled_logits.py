@@ -85,19 +85,20 @@ class TiledLogits(TensorLike):
         divisor: Divisor,
         linear: bool = False,
         groups: Sequence[int] | None = None,
+        shown: Sequence[str] = (),
     ) -> Tensor:
         """See `LogitsSource.loss`. This takes three GEMMs, or four with ``divisor=None`` and if the call is traced.
 
-        With ``groups``, how many of the rows ``(N,)`` that are not masked belong to each, ``loss_fn`` computes the loss
-        of every group; it gets the slice ``groups`` of those that it is called for, or none for all. If a tile does not
-        hold one of them, this takes four GEMMs.
+        The fields that are ``shown`` have no gradient. With ``groups``, how many of the rows ``(N,)`` that are not
+        masked belong to each, ``loss_fn`` computes the loss of every group; it gets the slice ``groups`` of those that
+        it is called for, or none for all. If a tile does not hold one of them, this takes four GEMMs.
         """
         composed = self.transformed_by(options)
         if composed is None:
             logits = TensorLogits(self.materialize())
             return logits.loss(loss_fn, inputs, options, row_inputs, divisor, linear)
         if self.observer is not None and torch.compiler.is_compiling():
-            return _untraced_loss(self, loss_fn, inputs, options, row_inputs, divisor, linear, groups)
+            return _untraced_loss(self, loss_fn, inputs, options, row_inputs, divisor, linear, groups, shown)
         # A Python function cannot be part of a registered operation. The loss of every group takes four GEMMs anyhow.
         if not self.is_eager or (groups is not None and divisor is None):
             return super().loss(loss_fn, inputs, options, row_inputs, divisor)
@@ -109,13 +110,13 @@ class TiledLogits(TensorLike):
         index, row_mask = inputs[:2]
         rows = self.shape[:-1]
         flat = [i.reshape(math.prod(rows), *i.shape[len(rows) :]) for i in row_inputs]
-        shown: tuple[str, ...] = ()
         if self.observer is not None and index is not None and index.dim() == 1:
             field = options.fields
             loss_fn, linear = loss_fn or (lambda fields: fields[field]), False
             loss_fn = observed(loss_fn, self.observer, options.names())
-            shown = tuple(n for n in ("entropy", "is_top1") if not options.wants(n))
-            options = options._replace(fields=" ".join((*options.names(), *shown)))
+            of_observer = tuple(n for n in ("entropy", "is_top1") if not options.wants(n))
+            options = options._replace(fields=" ".join((*options.names(), *of_observer)))
+            shown = (*shown, *of_observer)
             self.observer.begin(math.prod(rows) if row_mask is None else row_mask.bool().sum())
         row_loss = StatisticsLoss(
             loss_fn, options, self.gemm_dtype, inputs._replace(row_mask=None), flat, linear, groups, shown
