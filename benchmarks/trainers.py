@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from difflib import SequenceMatcher
-from functools import partial
+from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -130,11 +130,19 @@ def head_ms(kernels: Sequence[Kernel], decoder: Sequence[Kernel]) -> float | Non
     """The time of those kernels of a step that the ``decoder`` does not launch in the same order."""
     if not kernels:
         return None
-    total = sum(k.ms for k in kernels)
-    of_step, of_decoder = ([k.key for k in of] for of in (kernels, decoder))
-    for block in SequenceMatcher(None, of_decoder, of_step, autojunk=False).get_matching_blocks():
-        total -= sum(k.ms for k in kernels[block.b : block.b + block.size])
-    return total
+    blocks = matching_blocks(tuple(k.key for k in decoder), tuple(k.key for k in kernels))
+    return sum(k.ms for k in kernels) - sum(k.ms for of in blocks for k in kernels[of])
+
+
+@cache
+def matching_blocks(a: tuple[Any, ...], b: tuple[Any, ...]) -> list[slice]:
+    """The parts of ``b`` that ``a`` has in the same order. What both begin and end with is not searched, for speed."""
+    least = min(len(a), len(b))
+    first = next((n for n in range(least) if a[n] != b[n]), least)
+    last = next((n for n in range(least - first) if a[-1 - n] != b[-1 - n]), least - first)
+    middle = SequenceMatcher(None, a[first : len(a) - last], b[first : len(b) - last], autojunk=False)
+    found = [slice(first + m.b, first + m.b + m.size) for m in middle.get_matching_blocks()]
+    return [slice(0, first), *found, slice(len(b) - last, len(b))]
 
 
 def median_of(times: Sequence[float | None]) -> float | None:

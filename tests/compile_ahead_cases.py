@@ -190,14 +190,14 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     fields = [n for n in options.names() if n in ("entropy", "is_top1")]
     of_exponentials = Options(" ".join(["log_probs", *fields]), masked=options.masked)
     exponentials = empty(case.rows, -(-case.vocab // 8) * 8 + case.padding, dtype=dtype)[:, : case.vocab]
-    for a, w in ((hidden, weight), (hidden[:, :256], weight[:, :256]), (hidden[:, :256], weight[:, :256].contiguous())):
+    whole, split = (exponentials, None), (exponentials[:, :256], exponentials[:, 256:])
+    narrow_heads = [(hidden[:, :256], w, whole) for w in (weight[:, :256], weight[:, :256].contiguous())]
+    for a, w, parts in ((hidden, weight, split if case.vocab > 256 else whole), *narrow_heads):
         read_once = Inputs(one, row_mask)
         if kernels.supports_linear_exponentials(dtype, 2**30, w.t(), read_once, of_exponentials):
             found = empty_results(exponentials, one, of_exponentials)
-            parts = (exponentials, None), (exponentials[:, :256], exponentials[:, 256:])
-            for part in parts[: 1 + (case.vocab > 256)]:
-                factors = kernels.linear_exponentials(a, w.t(), read_once, of_exponentials, found, *part)
-                kernels.scale_exponentials(factors, grad, *part)
+            factors = kernels.linear_exponentials(a, w.t(), read_once, of_exponentials, found, *parts)
+            kernels.scale_exponentials(factors, grad, *parts)
     number, mean = empty((), dtype=torch.float32), Options("log_probs", options.transform)
     values, of_average, mask = (
         empty((64,), dtype=torch.float32),

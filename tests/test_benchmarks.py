@@ -15,6 +15,7 @@ from benchmarks import decoder, overlap, table, workers
 from benchmarks.harness import follow
 from benchmarks.logits import PASSES
 from benchmarks.operations_logits import OPERATIONS
+from benchmarks.trainers import Kernel, head_ms
 
 
 def test_help_lists_the_commands():
@@ -208,3 +209,18 @@ def test_the_share_of_an_exchange_that_is_hidden(tmp_path):
 def test_a_benchmark_refuses_what_it_does_not_know(command, arguments):
     result = run(command, *arguments)
     assert result.exit_code == 2 and "expected" in result.output
+
+
+def test_the_kernels_of_a_head():
+    """Those between the decoder's forward and backward, though some of these have the same names and grids."""
+
+    def kernels(of, *times):
+        return [Kernel((name, "[1, 1, 1]"), ms) for name, ms in zip(of, times or itertools.repeat(1.0))]
+
+    decoder = kernels("abc" + "x" + "cba")
+    assert head_ms(kernels("abccba"), decoder) == 0
+    assert head_ms(kernels("abc" + "yaz" + "cba", 1, 1, 1, 5, 7, 11, 1, 1, 1), decoder) == 23
+    assert head_ms(kernels("abc" + "yxb" + "cba", 1, 1, 1, 5, 7, 11, 1, 1, 1), decoder) == 16
+    assert head_ms(kernels("abc" + "y" + "cba" + "z", *[1] * 3, 5, *[1] * 3, 9), decoder) == 14
+    assert head_ms(kernels("yz", 2, 3), decoder) == 5 and head_ms(kernels("a"), []) == 1
+    assert head_ms([], decoder) is None, "a CPU"

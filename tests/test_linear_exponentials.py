@@ -466,17 +466,6 @@ def test_factors_times_upstream_gradients(place, expanded):
     torch.testing.assert_close(given[0][0], given[1][0], equal_nan=True)
 
 
-def test_a_frozen_head_of_a_large_width(taken, monkeypatch):
-    """Keeps the pass over its logits, which is not slower."""
-    device, dtype, calls = taken
-    h, w = (torch.ones(s, device=device, dtype=dtype) for s in ((300, 64), (50, 64)))
-    index = torch.zeros(300, dtype=torch.long, device=device)
-    for widest, taking in ((63, False), (64, True)):
-        monkeypatch.setattr("onepass.logits.tiled_statistics.WIDEST", widest)
-        onepass.selective_log_softmax(onepass.LinearLogits(h.detach().requires_grad_(), w), index).sum().backward()
-        assert bool(calls) == taking
-
-
 def test_metrics_beside_the_loss(taken):
     """An observer's entropy and accuracy have no gradient, so that a loss that is observed takes exponentials, too."""
     from onepass.logits.observer import Metrics

@@ -54,27 +54,21 @@ def stages_in(shared_memory: int) -> int:
 
 @gluon.jit
 def read_columns(
-    z, sums, reference, factor, outputs, results, which: gl.constexpr, EARLIER: gl.constexpr, row0, n0,
+    z, sums, reference, factor, descriptor, results, which: gl.constexpr, EARLIER: gl.constexpr, row0, to0,
     W: gl.constexpr,
 ):  # fmt: skip
-    """Store the exponentials of STORED columns of a part, and add these columns to the sums of its rows.
+    """Store the exponentials of STORED columns of a part from column ``to0`` on, and add these columns to the sums of its
+    rows.
 
     See `copy_columns` for ``results`` and EARLIER.
     """
     m, s, t = sums
-    of_out, of_rest = outputs[0], outputs[1]
     dtype: gl.constexpr = results.dtype
     z = round_logits(z, dtype, True)
     y = gl.fma(z, factor, -gl.convert_layout(reference, gl.SliceLayout(1, z.type.layout))[:, None])
     e = gl.exp2(y)
     shared = copy_columns(dtype, results, which, EARLIER, e)
-    if W.SPLIT < W.V:
-        if n0 < W.SPLIT:
-            tma.async_copy_shared_to_global(of_out, [row0, n0], shared)
-        else:
-            tma.async_copy_shared_to_global(of_rest, [row0, n0 - W.SPLIT], shared)
-    else:
-        tma.async_copy_shared_to_global(of_out, [row0, n0], shared)
+    tma.async_copy_shared_to_global(descriptor, [row0, to0], shared)
     m = gl.maximum(m, gl.convert_layout(gl.max(z, 1), m.type.layout))
     s += gl.convert_layout(gl.sum(e, 1), s.type.layout)
     if W.EXPECTED:
@@ -84,17 +78,21 @@ def read_columns(
 
 @gluon.jit
 def read_part(
-    z, inputs, outputs, results, which: gl.constexpr, row0, n0, n_tile, slot0, rows, factor, W: gl.constexpr
+    z, inputs, outputs, results, which: gl.constexpr, FIRST: gl.constexpr, row0, n0, slot0, rows, factor,
+    W: gl.constexpr,
 ):  # fmt: skip
     """Read the products ``z`` of a part of the rows, from row ``row0`` and column ``n0`` on.
 
-    The sums of its rows are stored from ``slot0`` on, of those of the tile of columns.
+    The sums of its rows are stored from ``slot0`` on, of those of the tile of columns. The exponentials are stored in a
+    matrix that begins with column FIRST.
     """
     COUNT: gl.constexpr = z.shape[1]
     N_TILES: gl.constexpr = (W.V + WIDTH - 1) // WIDTH
     of_rows: gl.constexpr = gl.SliceLayout(1, z.type.layout)
     reference, index, marks, _due = inputs
-    _of_out, _of_rest, states, selected, ties = outputs
+    descriptor, states, selected, ties = outputs
+    n_tile = n0 // WIDTH
+    to0 = n0 - FIRST
     dtype: gl.constexpr = results.dtype
     r = gl.arange(0, PART, of_rows)
     n = n0 + gl.arange(0, COUNT, gl.SliceLayout(0, z.type.layout))
@@ -115,16 +113,16 @@ def read_part(
     sums = (zeros - float("inf"), zeros, zeros)
     left, right = gl.split(z.reshape((PART, 2, COUNT // 2)).permute((0, 2, 1)))
     if COUNT == 2 * STORED:
-        sums = read_columns(left, sums, base, factor, outputs, results, which, 0, row0, n0, W)
-        sums = read_columns(right, sums, base, factor, outputs, results, which, 1, row0, n0 + STORED, W)
+        sums = read_columns(left, sums, base, factor, descriptor, results, which, 0, row0, to0, W)
+        sums = read_columns(right, sums, base, factor, descriptor, results, which, 1, row0, to0 + STORED, W)
     else:
         for half in gl.static_range(2):
             part = left if half == 0 else right
             a, b = gl.split(part.reshape((PART, 2, STORED)).permute((0, 2, 1)))
-            n1 = n0 + 2 * half * STORED
-            sums = read_columns(a, sums, base, factor, outputs, results, which, 2 * half, row0, n1, W)
-            n1 += STORED
-            sums = read_columns(b, sums, base, factor, outputs, results, which, 2 * half + 1, row0, n1, W)
+            to1 = to0 + 2 * half * STORED
+            sums = read_columns(a, sums, base, factor, descriptor, results, which, 2 * half, row0, to1, W)
+            to1 += STORED
+            sums = read_columns(b, sums, base, factor, descriptor, results, which, 2 * half + 1, row0, to1, W)
     m, s, t = sums
     slots = rows + gl.cdiv(rows, PARTS * PART) * PART
     to = states + n_tile.to(gl.int64) * slots + slot0 + r
@@ -132,6 +130,24 @@ def read_part(
     gl.store(to + N_TILES * slots.to(gl.int64), s, mask=present)
     if W.EXPECTED:
         gl.store(to + 2 * N_TILES * slots.to(gl.int64), t, mask=present)
+
+
+@gluon.jit
+def read(z, inputs, outputs, results, which: gl.constexpr, row0, n0, slot0, rows, factor, W: gl.constexpr):
+    """`read_part`, whose exponentials belong to either side of the split.
+
+    The whole is compiled twice: a choice of the descriptor at each store takes registers that there are not.
+    """
+    of_out, of_rest, states, selected, ties = outputs
+    of_first = (of_out, states, selected, ties)
+    if W.SPLIT < W.V:
+        if n0 < W.SPLIT:
+            read_part(z, inputs, of_first, results, which, 0, row0, n0, slot0, rows, factor, W)
+        else:
+            of_last = (of_rest, states, selected, ties)
+            read_part(z, inputs, of_last, results, which, W.SPLIT, row0, n0, slot0, rows, factor, W)
+    else:
+        read_part(z, inputs, of_first, results, which, 0, row0, n0, slot0, rows, factor, W)
 
 
 @gluon.jit
@@ -183,13 +199,11 @@ def multiply(
                     slot0 = row0 + 2 * PART
                     if which == 1:
                         slot0 = rows + m_tile * PART
-                    read_part(
-                        third, inputs, outputs, results, which, row0 + 2 * PART, n0 + which * HALF, n_tile, slot0, rows,
-                        factor, W,
-                    )  # fmt: skip
+                    n1 = n0 + which * HALF
+                    read(third, inputs, outputs, results, which, row0 + 2 * PART, n1, slot0, rows, factor, W)
                 else:
                     acc, step = accumulate(acc, step, ring, columns, which, STEPS, "K", W, False, True)
-                read_part(acc, inputs, outputs, results, which, begin, n0, n_tile, begin, rows, factor, W)
+                read(acc, inputs, outputs, results, which, begin, n0, begin, rows, factor, W)
             else:
                 for _k in range(STEPS):
                     mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)

@@ -33,10 +33,6 @@ from onepass.logits.valid_rows import defers
 from onepass.softmax.shards import empty_states, merge_states
 from onepass.softmax.statistics import differentiable_results
 
-# The width of hidden states up to which a frozen head, whose tiles have few rows, takes less time with exponentials
-# (H200): with 4096, torch's GEMM and a pass over the logits are as fast, or faster.
-WIDEST = 3072
-
 
 def tiled_statistics(tensors: HeadTensors, inputs: Inputs, settings: Settings, options: Options) -> tuple[Tensor, ...]:
     """The fields of ``options`` of N rows, differentiable. The index is ``(N,)`` or ``(N, K)``."""
@@ -167,8 +163,7 @@ def read_tiles(
         logits = field is not None or not head.reads_its_product(inputs, options)
         bytes_of_row = row_bytes(inputs.index) + (0 if logits else head.state_bytes(options))
         later = None if final else gradient_use(inputs, weight.requires_grad)
-        exponentials = field is not None and field[0] == "log_probs" and hidden.shape[1] <= WIDEST
-        exponentials = exponentials and head.writes_exponentials(inputs, options)
+        exponentials = field is not None and field[0] == "log_probs" and head.writes_exponentials(inputs, options)
         bytes_of_row += head.exponentials_bytes(options) if exponentials else 0
         use = Use(bytes_of_row, gradient=field is not None, final=final, logits=logits, exponentials=exponentials)
         tile_plan = plan([head], inputs.row_mask, use, later)
