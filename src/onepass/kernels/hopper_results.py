@@ -38,8 +38,10 @@ def store_tile(to, row, there, n0, N: gl.constexpr, ROW: gl.constexpr, tile):
 
 
 @gluon.jit
-def copy_columns(dtype: gl.constexpr, results, which: gl.constexpr, EARLIER: gl.constexpr, columns):
-    """Copy STORED columns of a part to shared memory, which is returned, for a descriptor to store.
+def store_columns(
+    to, descriptor, results, which: gl.constexpr, EARLIER: gl.constexpr, first, n0, columns
+):  # fmt: skip
+    """Copy STORED columns of a part to shared memory, which a descriptor stores while the warps go on.
 
     EARLIER: how many stores of the same part come before this one. This waits for those that read the same buffer, and
     for all of earlier parts and tiles.
@@ -47,17 +49,8 @@ def copy_columns(dtype: gl.constexpr, results, which: gl.constexpr, EARLIER: gl.
     PENDING: gl.constexpr = EARLIER if EARLIER < BUFFERS else BUFFERS - 1
     tma.store_wait(PENDING)
     shared = results.index(which * BUFFERS + EARLIER % BUFFERS)
-    shared.store(columns.to(dtype))
+    shared.store(columns.to(to.dtype.element_ty))
     hopper.fence_async_shared()
-    return shared
-
-
-@gluon.jit
-def store_columns(
-    to, descriptor, results, which: gl.constexpr, EARLIER: gl.constexpr, first, n0, columns
-):  # fmt: skip
-    """`copy_columns`, which a descriptor stores from row ``first`` and column ``n0`` on while the warps go on."""
-    shared = copy_columns(to.dtype.element_ty, results, which, EARLIER, columns)
     tma.async_copy_shared_to_global(descriptor, [first, n0], shared)
 
 

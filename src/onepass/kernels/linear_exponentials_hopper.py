@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from onepass.kernels.grouped_gemm_hopper import accumulate, accumulate_with_third
-from onepass.kernels.hopper_results import BUFFERS, STORED, copy_columns, describe_result
+from onepass.kernels.hopper_results import BUFFERS, STORED, describe_result, store_columns
 from onepass.kernels.hopper_tiles import ELEMENT, HALF, PART, PARTS, STEP, WIDTH, describe_rows, load_range
 from onepass.kernels.launch import Flat, Out, Rows
 from onepass.kernels.linear_statistics import rounded
@@ -54,21 +54,18 @@ def stages_in(shared_memory: int) -> int:
 
 @gluon.jit
 def read_columns(
-    z, sums, reference, factor, descriptor, results, which: gl.constexpr, EARLIER: gl.constexpr, row0, to0,
-    W: gl.constexpr,
+    z, sums, reference, factor, to, results, which: gl.constexpr, EARLIER: gl.constexpr, row0, to0, W: gl.constexpr
 ):  # fmt: skip
-    """Store the exponentials of STORED columns of a part from column ``to0`` on, and add these columns to the sums of its
-    rows.
+    """Store the exponentials of STORED columns of a part from column ``to0`` on, and add these to the sums of its rows.
 
-    See `copy_columns` for ``results`` and EARLIER.
+    See `store_columns` for ``results`` and EARLIER.
     """
     m, s, t = sums
-    dtype: gl.constexpr = results.dtype
-    z = round_logits(z, dtype, True)
+    out, descriptor = to
+    z = round_logits(z, out.dtype.element_ty, True)
     y = gl.fma(z, factor, -gl.convert_layout(reference, gl.SliceLayout(1, z.type.layout))[:, None])
     e = gl.exp2(y)
-    shared = copy_columns(dtype, results, which, EARLIER, e)
-    tma.async_copy_shared_to_global(descriptor, [row0, to0], shared)
+    store_columns(out, descriptor, results, which, EARLIER, row0, to0, e)
     m = gl.maximum(m, gl.convert_layout(gl.max(z, 1), m.type.layout))
     s += gl.convert_layout(gl.sum(e, 1), s.type.layout)
     if W.EXPECTED:
@@ -90,10 +87,8 @@ def read_part(
     N_TILES: gl.constexpr = (W.V + WIDTH - 1) // WIDTH
     of_rows: gl.constexpr = gl.SliceLayout(1, z.type.layout)
     reference, index, marks, _due = inputs
-    descriptor, states, selected, ties = outputs
-    n_tile = n0 // WIDTH
-    to0 = n0 - FIRST
-    dtype: gl.constexpr = results.dtype
+    out, descriptor, states, selected, ties = outputs
+    to, n_tile, to0 = (out, descriptor), n0 // WIDTH, n0 - FIRST
     r = gl.arange(0, PART, of_rows)
     n = n0 + gl.arange(0, COUNT, gl.SliceLayout(0, z.type.layout))
     present = row0 + r < rows
@@ -101,10 +96,10 @@ def read_part(
         label = gl.load(index + row0 + r, mask=present, other=-1).to(gl.int64)
         is_here = present & (label >= n0) & (label < gl.minimum(n0 + COUNT, W.V))
         label = gl.where(is_here, label, -1).to(gl.int32)[:, None]
-        chosen = round_logits(gl.sum(gl.where(n[None, :] == label, z, 0.0), 1), dtype, True)
+        chosen = round_logits(gl.sum(gl.where(n[None, :] == label, z, 0.0), 1), out.dtype.element_ty, True)
         gl.store(selected + row0 + r, chosen, mask=is_here)
         if W.TOP1:
-            equal = (n[None, :] < label) & (round_logits(z, dtype, True) == chosen[:, None])
+            equal = (n[None, :] < label) & (round_logits(z, out.dtype.element_ty, True) == chosen[:, None])
             gl.store(ties + row0 + r, gl.max(equal.to(gl.int32), 1), mask=is_here)
     if n0 + COUNT > W.V:  # no exponential is left of the columns beyond the last, of which descriptors may store some
         z = gl.where((n < W.V)[None, :], z, -float("inf"))
@@ -113,23 +108,23 @@ def read_part(
     sums = (zeros - float("inf"), zeros, zeros)
     left, right = gl.split(z.reshape((PART, 2, COUNT // 2)).permute((0, 2, 1)))
     if COUNT == 2 * STORED:
-        sums = read_columns(left, sums, base, factor, descriptor, results, which, 0, row0, to0, W)
-        sums = read_columns(right, sums, base, factor, descriptor, results, which, 1, row0, to0 + STORED, W)
+        sums = read_columns(left, sums, base, factor, to, results, which, 0, row0, to0, W)
+        sums = read_columns(right, sums, base, factor, to, results, which, 1, row0, to0 + STORED, W)
     else:
         for half in gl.static_range(2):
             part = left if half == 0 else right
             a, b = gl.split(part.reshape((PART, 2, STORED)).permute((0, 2, 1)))
             to1 = to0 + 2 * half * STORED
-            sums = read_columns(a, sums, base, factor, descriptor, results, which, 2 * half, row0, to1, W)
+            sums = read_columns(a, sums, base, factor, to, results, which, 2 * half, row0, to1, W)
             to1 += STORED
-            sums = read_columns(b, sums, base, factor, descriptor, results, which, 2 * half + 1, row0, to1, W)
+            sums = read_columns(b, sums, base, factor, to, results, which, 2 * half + 1, row0, to1, W)
     m, s, t = sums
     slots = rows + gl.cdiv(rows, PARTS * PART) * PART
-    to = states + n_tile.to(gl.int64) * slots + slot0 + r
-    gl.store(to, m, mask=present)
-    gl.store(to + N_TILES * slots.to(gl.int64), s, mask=present)
+    slot = states + n_tile.to(gl.int64) * slots + slot0 + r
+    gl.store(slot, m, mask=present)
+    gl.store(slot + N_TILES * slots.to(gl.int64), s, mask=present)
     if W.EXPECTED:
-        gl.store(to + 2 * N_TILES * slots.to(gl.int64), t, mask=present)
+        gl.store(slot + 2 * N_TILES * slots.to(gl.int64), t, mask=present)
 
 
 @gluon.jit
@@ -138,13 +133,13 @@ def read(z, inputs, outputs, results, which: gl.constexpr, row0, n0, slot0, rows
 
     The whole is compiled twice: a choice of the descriptor at each store takes registers that there are not.
     """
-    of_out, of_rest, states, selected, ties = outputs
-    of_first = (of_out, states, selected, ties)
+    out, of_out, of_rest, states, selected, ties = outputs
+    of_first = (out, of_out, states, selected, ties)
     if W.SPLIT < W.V:
         if n0 < W.SPLIT:
             read_part(z, inputs, of_first, results, which, 0, row0, n0, slot0, rows, factor, W)
         else:
-            of_last = (of_rest, states, selected, ties)
+            of_last = (out, of_rest, states, selected, ties)
             read_part(z, inputs, of_last, results, which, W.SPLIT, row0, n0, slot0, rows, factor, W)
     else:
         read_part(z, inputs, of_first, results, which, 0, row0, n0, slot0, rows, factor, W)
@@ -274,7 +269,7 @@ def linear_exponentials_kernel(
     hopper.fence_async_shared()
     ring = (to_rows, to_rows, full, empty)  # as `accumulate` takes it
     inputs = (reference, index, marks, due)
-    outputs = (of_out, of_rest, states, selected, ties)
+    outputs = (out, of_out, of_rest, states, selected, ties)
     gl.warp_specialize(
         [
             (multiply, (0, ring, columns, inputs, outputs, results, rows, factor, W)),
