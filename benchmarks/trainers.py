@@ -38,6 +38,7 @@ from onepass.cli.environment import environment, package_version
 
 SMALL = 512
 PROFILES = 5  # steps of which the kernels are timed
+SHORT = 0.02  # ms by which a kernel may take longer in another step, beside twice its time
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 KINDS: dict[str, Callable[[], Any]] = {"TRL": nullcontext, "onepass": onepass.patch}
 Step = Callable[[], int]
@@ -127,22 +128,27 @@ def total_ms(kernels: Sequence[Kernel]) -> float | None:
 
 
 def head_ms(kernels: Sequence[Kernel], decoder: Sequence[Kernel]) -> float | None:
-    """The time of those kernels of a step that the ``decoder`` does not launch in the same order."""
+    """The time of those kernels of a step that the ``decoder`` does not launch in the same order.
+
+    A GEMM may have the grid of one of another size: one that takes far longer than the decoder's is not the same.
+    """
     if not kernels:
         return None
-    blocks = matching_blocks(tuple(k.key for k in decoder), tuple(k.key for k in kernels))
-    return sum(k.ms for k in kernels) - sum(k.ms for of in blocks for k in kernels[of])
+    same = matching(tuple(k.key for k in decoder), tuple(k.key for k in kernels))
+    shared = [kernels[b].ms for a, b in same if kernels[b].ms < 2 * decoder[a].ms + SHORT]
+    return sum(k.ms for k in kernels) - sum(shared)
 
 
 @cache
-def matching_blocks(a: tuple[Any, ...], b: tuple[Any, ...]) -> list[slice]:
-    """The parts of ``b`` that ``a`` has in the same order. What both begin and end with is not searched, for speed."""
+def matching(a: tuple[Any, ...], b: tuple[Any, ...]) -> list[tuple[int, int]]:
+    """The places of what both have in the same order. What both begin and end with is not searched, for speed."""
     least = min(len(a), len(b))
     first = next((n for n in range(least) if a[n] != b[n]), least)
     last = next((n for n in range(least - first) if a[-1 - n] != b[-1 - n]), least - first)
     middle = SequenceMatcher(None, a[first : len(a) - last], b[first : len(b) - last], autojunk=False)
-    found = [slice(first + m.b, first + m.b + m.size) for m in middle.get_matching_blocks()]
-    return [slice(0, first), *found, slice(len(b) - last, len(b))]
+    blocks = [(first + m.a, first + m.b, m.size) for m in middle.get_matching_blocks()]
+    blocks = [(0, 0, first), *blocks, (len(a) - last, len(b) - last, last)]
+    return [(i + n, j + n) for i, j, size in blocks for n in range(size)]
 
 
 def median_of(times: Sequence[float | None]) -> float | None:

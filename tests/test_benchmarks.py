@@ -220,7 +220,8 @@ def test_the_kernels_of_a_head():
     decoder = kernels("abc" + "x" + "cba")
     assert head_ms(kernels("abccba"), decoder) == 0
     assert head_ms(kernels("abc" + "yaz" + "cba", 1, 1, 1, 5, 7, 11, 1, 1, 1), decoder) == 23
-    assert head_ms(kernels("abc" + "yxb" + "cba", 1, 1, 1, 5, 7, 11, 1, 1, 1), decoder) == 16
+    assert head_ms(kernels("abc" + "yxb" + "cba", 1, 1, 1, 5, 1.5, 11, 1, 1, 1), decoder) == 16
     assert head_ms(kernels("abc" + "y" + "cba" + "z", *[1] * 3, 5, *[1] * 3, 9), decoder) == 14
     assert head_ms(kernels("yz", 2, 3), decoder) == 5 and head_ms(kernels("a"), []) == 1
+    assert head_ms(kernels("abc" + "x" + "cba", 1, 1, 1, 9, 1, 1, 1), decoder) == 9, "a GEMM of another size"
     assert head_ms([], decoder) is None, "a CPU"

@@ -16,7 +16,7 @@ states and one of the weight for each row.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -52,17 +52,12 @@ MERGED, TILES, BLOCK = 8, 128, 256
 LEAST_LOGITS = 1 << 29
 
 
-class Places(NamedTuple):
-    """Where the columns of a result are."""
-
-    SPLIT: int  # the column from which on they are in ``rest``, those before in ``out``; V without a ``rest``
-    OUT_ROW: int  # elements from a row to the next
-    REST_ROW: int
+Places = tuple[int, int, int]  # numbers, not constants: a split follows from the number of valid rows
 
 
 def places_of(out: Tensor, rest: Tensor | None) -> Places:
-    """The `Places` of a result."""
-    return Places(out.shape[1], out.stride(0), 0 if rest is None else rest.stride(0))
+    """Where the columns of a result are: the first one in ``rest``, and the elements from a row to the next in both."""
+    return out.shape[1], out.stride(0), 0 if rest is None else rest.stride(0)
 
 
 @triton.jit(do_not_specialize=["rows", "masked"])
@@ -97,26 +92,23 @@ def reference_kernel(
 
 
 @triton.jit
-def write_zeros(
-    out, row, there, COLUMNS: tl.constexpr, OUT_ROW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def write_zeros(out, row, there, columns, out_row, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Write zeros to the rows of ``out`` that are ``there``."""
-    for n0 in range(0, COLUMNS, BLOCK):
+    for n0 in range(0, columns, BLOCK):
         n = n0 + tl.arange(0, BLOCK)
-        place = row.to(tl.int64)[:, None] * OUT_ROW + n[None, :]
+        place = row.to(tl.int64)[:, None] * out_row + n[None, :]
         nothing = tl.zeros([ROWS, BLOCK], out.dtype.element_ty)
-        tl.store(out + place, nothing, mask=there[:, None] & (n < COLUMNS)[None, :])
+        tl.store(out + place, nothing, mask=there[:, None] & (n < columns)[None, :])
 
 
 @triton.jit
 def write_zero_rows(
-    out, rest, row, there, V: tl.constexpr, SPLIT: tl.constexpr, OUT_ROW: tl.constexpr, REST_ROW: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    out, rest, row, there, split, out_row, rest_row, V: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Write zeros to the rows of ``out`` and ``rest`` that are ``there``."""
-    write_zeros(out, row, there, SPLIT, OUT_ROW, ROWS, BLOCK)
+    write_zeros(out, row, there, split, out_row, ROWS, BLOCK)
     if rest is not None:
-        write_zeros(rest, row, there, V - SPLIT, REST_ROW, ROWS, BLOCK)
+        write_zeros(rest, row, there, V - split, rest_row, ROWS, BLOCK)
 
 
 @triton.jit
@@ -125,14 +117,13 @@ def slot_of(row, half, rows, PART: tl.constexpr, TILE_ROWS: tl.constexpr):
     return tl.where(half == 0, row, rows + row // TILE_ROWS * PART + row % TILE_ROWS - (TILE_ROWS - PART))
 
 
-@triton.jit(do_not_specialize=["rows", "masked"])
+@triton.jit(do_not_specialize=["rows", "masked", "split", "out_row", "rest_row"])
 def merge_exponentials_kernel(
     states: "Flat", index: "Flat", row_mask: "Flat", selected: "Flat", ties: "Flat", reference: "Out", due: "Out",
     out: "Rows", rest: "Rows", packed: "Out", log_probs: "Out", is_top1: "Out", factors: "Out",
-    rows: tl.int32, masked: tl.int64, factor: tl.float32,
-    V: tl.constexpr, SPLIT: tl.constexpr, OUT_ROW: tl.constexpr, REST_ROW: tl.constexpr, LAST: tl.constexpr,
-    EXPECTED: tl.constexpr, PART: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, MERGED: tl.constexpr,
-    TILES: tl.constexpr, BLOCK: tl.constexpr,
+    rows: tl.int32, masked: tl.int64, factor: tl.float32, split: tl.int32, out_row: tl.int64, rest_row: tl.int64,
+    V: tl.constexpr, LAST: tl.constexpr, EXPECTED: tl.constexpr, PART: tl.constexpr, TILE_ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, MERGED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Merge the sums of the tiles of a row. If LAST, write the results of the row, else which tiles of rows are to be
     computed again.
@@ -141,8 +132,8 @@ def merge_exponentials_kernel(
     ``(rows,)`` or None.
     Outputs: if not LAST, ``due``, and the maxima of the rows that are far from their reference, which replace it. If
     LAST, ``packed``, ``log_probs`` and ``is_top1`` as of `softmax_statistics`; ``factors`` ``(rows,)`` and the
-    exponential of the index in ``out`` or, from column SPLIT on, in ``rest``, see `linear_exponentials`; and zeros in
-    masked rows of both.
+    exponential of the index in ``out`` or, from column ``split`` on, in ``rest``, see `linear_exponentials`; and zeros
+    in masked rows of both.
     Bytes moved: the states in, a few numbers for each row out.
     """
     N_TILES: tl.constexpr = (V + WIDTH - 1) // WIDTH
@@ -204,11 +195,11 @@ def merge_exponentials_kernel(
             tl.store(is_top1 + row, top1 & (tl.sum(before, axis=0) == 0), mask=present)
         write_number(factors + row, -(factor / LOG2E) / s, active, present)
         own = (tl.exp2(relative) - s).to(out.dtype.element_ty)
-        tl.store(out + row.to(tl.int64) * OUT_ROW + label, own, mask=inside & (label < SPLIT))
+        tl.store(out + row.to(tl.int64) * out_row + label, own, mask=inside & (label < split))
         if rest is not None:
-            tl.store(rest + row.to(tl.int64) * REST_ROW + label - SPLIT, own, mask=inside & (label >= SPLIT))
+            tl.store(rest + row.to(tl.int64) * rest_row + label - split, own, mask=inside & (label >= split))
         if tl.max(unclean.to(tl.int32), axis=0) != 0:
-            write_zero_rows(out, rest, row, unclean, V, SPLIT, OUT_ROW, REST_ROW, MERGED, BLOCK)
+            write_zero_rows(out, rest, row, unclean, split, out_row, rest_row, V, MERGED, BLOCK)
     else:
         far = active & ((highest > FARTHEST) | (highest < -FARTHEST))
         tl.store(reference + row, m * factor, mask=far)
@@ -217,11 +208,10 @@ def merge_exponentials_kernel(
             tl.store(due + 1 + m_tile, 1)
 
 
-@triton.jit(do_not_specialize=["rows", "stride"])
+@triton.jit(do_not_specialize=["rows", "stride", "split", "out_row", "rest_row"])
 def factors_kernel(
-    upstream: "Strided", factors: "Out", out: "Rows", rest: "Rows", rows: tl.int32, stride: tl.int64,
-    V: tl.constexpr, SPLIT: tl.constexpr, OUT_ROW: tl.constexpr, REST_ROW: tl.constexpr, MERGED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    upstream: "Strided", factors: "Out", out: "Rows", rest: "Rows", rows: tl.int32, stride: tl.int64, split: tl.int32,
+    out_row: tl.int64, rest_row: tl.int64, V: tl.constexpr, MERGED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Multiply ``factors`` ``(rows,)`` by ``upstream`` ``(rows,)``. Where either is 0, so is the row of ``out`` and of
     ``rest``.
@@ -237,7 +227,7 @@ def factors_kernel(
     # The sum of the exponentials of a row is NaN, and so is its factor, if one of these is NaN or infinite.
     unclean = idle & (factor != factor)
     if tl.max(unclean.to(tl.int32), axis=0) != 0:
-        write_zero_rows(out, rest, row, unclean, V, SPLIT, OUT_ROW, REST_ROW, MERGED, BLOCK)
+        write_zero_rows(out, rest, row, unclean, split, out_row, rest_row, V, MERGED, BLOCK)
 
 
 def supports_linear_exponentials(dtype: torch.dtype, rows: int, b: Tensor, inputs: Inputs, options: Options) -> bool:
@@ -298,19 +288,19 @@ def plan_for(
     """The launch of `linear_exponentials_kernel`."""
     tiles = -(-rows // TILE_ROWS) * -(-V // WIDTH)
     stages = stages_in(layout.shared_memory())
-    work = Work(V, K, *strides, *places, wanted(options).EXPECTED, options.wants("is_top1"), stages)
+    work = Work(V, K, *strides, wanted(options).EXPECTED, options.wants("is_top1"), stages)
     programs = min(tiles, layout.multiprocessors(device))
-    numbers = rows, options.transform.factors()[0] * LOG2E.value
+    numbers = rows, options.transform.factors()[0] * LOG2E.value, *places
     return Plan(linear_exponentials_kernel, programs, numbers, dict(WORK=work), 4)
 
 
 def plan_of_merge(rows: int, V: int, places: Places, last: bool, options: Options) -> Plan:
     """The launch of `merge_exponentials_kernel`."""
     constexprs = dict(
-        V=V, **places._asdict(), LAST=last, EXPECTED=last and wanted(options).EXPECTED, PART=PART, TILE_ROWS=TILE_ROWS,
-        WIDTH=WIDTH, MERGED=MERGED, TILES=TILES, BLOCK=BLOCK,
+        V=V, LAST=last, EXPECTED=last and wanted(options).EXPECTED, PART=PART, TILE_ROWS=TILE_ROWS, WIDTH=WIDTH,
+        MERGED=MERGED, TILES=TILES, BLOCK=BLOCK,
     )  # fmt: skip
-    numbers = rows, options.masked, options.transform.factors()[0] * LOG2E.value
+    numbers = rows, options.masked, options.transform.factors()[0] * LOG2E.value, *places
     return Plan(merge_exponentials_kernel, -(-rows // MERGED), numbers, constexprs, 4)
 
 
@@ -364,8 +354,8 @@ def linear_exponentials(
 
 def plan_of_factors(rows: int, V: int, places: Places, stride: int) -> Plan:
     """The launch of `factors_kernel`."""
-    constexprs = dict(V=V, **places._asdict(), MERGED=MERGED, BLOCK=BLOCK)
-    return Plan(factors_kernel, -(-rows // MERGED), (rows, stride), constexprs, 4)
+    constexprs = dict(V=V, MERGED=MERGED, BLOCK=BLOCK)
+    return Plan(factors_kernel, -(-rows // MERGED), (rows, stride, *places), constexprs, 4)
 
 
 def scale_exponentials(factors: Tensor, upstream: Tensor, out: Tensor, rest: Tensor | None = None) -> None:

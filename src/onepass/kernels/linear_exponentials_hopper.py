@@ -38,9 +38,6 @@ class Work(NamedTuple):
     K: int
     A_ROW: int
     W_ROW: int
-    SPLIT: int  # see `linear_exponentials.Places`; a multiple of WIDTH, or V
-    OUT_ROW: int
-    REST_ROW: int
     EXPECTED: bool  # whether the sums of ``e·y`` are stored, too
     TOP1: bool  # whether ``ties`` are
     STAGES: int
@@ -75,20 +72,19 @@ def read_columns(
 
 @gluon.jit
 def read_part(
-    z, inputs, outputs, results, which: gl.constexpr, FIRST: gl.constexpr, row0, n0, slot0, rows, factor,
-    W: gl.constexpr,
+    z, inputs, outputs, results, which: gl.constexpr, row0, n0, first, slot0, rows, factor, W: gl.constexpr
 ):  # fmt: skip
     """Read the products ``z`` of a part of the rows, from row ``row0`` and column ``n0`` on.
 
     The sums of its rows are stored from ``slot0`` on, of those of the tile of columns. The exponentials are stored in a
-    matrix that begins with column FIRST.
+    matrix that begins with column ``first``.
     """
     COUNT: gl.constexpr = z.shape[1]
     N_TILES: gl.constexpr = (W.V + WIDTH - 1) // WIDTH
     of_rows: gl.constexpr = gl.SliceLayout(1, z.type.layout)
     reference, index, marks, _due = inputs
     out, descriptor, states, selected, ties = outputs
-    to, n_tile, to0 = (out, descriptor), n0 // WIDTH, n0 - FIRST
+    to, n_tile, to0 = (out, descriptor), n0 // WIDTH, n0 - first
     r = gl.arange(0, PART, of_rows)
     n = n0 + gl.arange(0, COUNT, gl.SliceLayout(0, z.type.layout))
     present = row0 + r < rows
@@ -133,16 +129,15 @@ def read(z, inputs, outputs, results, which: gl.constexpr, row0, n0, slot0, rows
 
     The whole is compiled twice: a choice of the descriptor at each store takes registers that there are not.
     """
-    out, of_out, of_rest, states, selected, ties = outputs
-    of_first = (out, of_out, states, selected, ties)
-    if W.SPLIT < W.V:
-        if n0 < W.SPLIT:
-            read_part(z, inputs, of_first, results, which, 0, row0, n0, slot0, rows, factor, W)
+    out, rest, of_out, of_rest, split, states, selected, ties = outputs
+    of_first, of_last = (out, of_out, states, selected, ties), (out, of_rest, states, selected, ties)
+    if rest is not None:
+        if n0 < split:
+            read_part(z, inputs, of_first, results, which, row0, n0, 0, slot0, rows, factor, W)
         else:
-            of_last = (out, of_rest, states, selected, ties)
-            read_part(z, inputs, of_last, results, which, W.SPLIT, row0, n0, slot0, rows, factor, W)
+            read_part(z, inputs, of_last, results, which, row0, n0, split, slot0, rows, factor, W)
     else:
-        read_part(z, inputs, of_first, results, which, 0, row0, n0, slot0, rows, factor, W)
+        read_part(z, inputs, of_first, results, which, row0, n0, 0, slot0, rows, factor, W)
 
 
 @gluon.jit
@@ -228,11 +223,11 @@ def load(of_a, of_weight, ring, columns, due, rows, W: gl.constexpr):
                 step += 1
 
 
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.jit(do_not_specialize=["rows", "split", "out_row", "rest_row"])
 def linear_exponentials_kernel(
     a: "Rows", w: "Rows", reference: "Flat", index: "Flat", marks: "Flat", due: "Flat", out: "Rows", rest: "Rows",
     states: "Out", selected: "Out", ties: "Out",
-    rows: tl.int32, factor: tl.float32, WORK: tl.constexpr,
+    rows: tl.int32, factor: tl.float32, split: tl.int32, out_row: tl.int64, rest_row: tl.int64, WORK: tl.constexpr,
 ):  # fmt: skip
     """``out = exp2(y)`` with ``y = factor·z - reference``, where ``z = a @ w.T`` is rounded to the dtype of ``a``.
 
@@ -240,7 +235,7 @@ def linear_exponentials_kernel(
     part of 64 rows and tile of 256 columns, which is not 0 if a row of the part has an index in these columns; ``due``,
     int32, or None to compute all rows: its first number says whether there are rows to compute, and each of the others
     whether a tile of rows is to be computed.
-    Outputs: ``out`` ``(rows, SPLIT)`` and ``rest`` ``(rows, V - SPLIT)``, or ``out`` ``(rows, V)`` and None;
+    Outputs: ``out`` ``(rows, split)`` and ``rest`` ``(rows, V - split)``, or ``out`` ``(rows, V)`` and None;
     ``states`` ``(2 or 3, N_TILES, slots)``, the maxima of ``z``, the sums of ``exp2(y)`` and of ``exp2(y)·y`` of every
     row of a tile of columns; ``selected`` ``(rows,)``, ``z`` of the index, if that is in [0, V), and ``ties``
     ``(rows,)``, int32 or None, whether an earlier column of the slot has that ``z``.
@@ -257,10 +252,10 @@ def linear_exponentials_kernel(
     results = gl.allocate_shared_memory(dtype, [2 * BUFFERS, PART, STORED], flat)
     of_a = describe_rows(a, rows, W.K, W.A_ROW)
     of_weight = tma.make_tensor_descriptor(w, [W.V, W.K], [W.W_ROW, 1], [WIDTH, STEP], flat)
-    of_out = describe_result(out, rows, W.SPLIT, W.OUT_ROW)
+    of_out = describe_result(out, rows, split, out_row)
     of_rest = of_out
     if rest is not None:
-        of_rest = describe_result(rest, rows, W.V - W.SPLIT, W.REST_ROW)
+        of_rest = describe_result(rest, rows, W.V - split, rest_row)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(STAGES):
@@ -269,7 +264,7 @@ def linear_exponentials_kernel(
     hopper.fence_async_shared()
     ring = (to_rows, to_rows, full, empty)  # as `accumulate` takes it
     inputs = (reference, index, marks, due)
-    outputs = (out, of_out, of_rest, states, selected, ties)
+    outputs = (out, rest, of_out, of_rest, split, states, selected, ties)
     gl.warp_specialize(
         [
             (multiply, (0, ring, columns, inputs, outputs, results, rows, factor, W)),

@@ -85,6 +85,7 @@ class Use(NamedTuple):
     final: bool = False  # whether no backward follows
     logits: bool = True  # whether the logits are computed; else `row_bytes` has what takes their place
     exponentials: bool = False  # whether exponentials take the place of the logits, see `Head.writes_exponentials`
+    splits: bool = True  # whether exponentials may be split, see `split_columns`: their tiles have no other use
 
 
 class TilePlan(NamedTuple):
@@ -204,7 +205,8 @@ def tile_shape(
     fixed += 4 * head.hidden.numel() * (head.dtype == torch.float16)  # see `Gradients`
     one_tile = fixed + count * per_row + (total if needs_sum(head, 1) else 0)
     split = None
-    if use.exponentials and use.weight_gradient and one_tile - fixed > ONE_TILE and not needs_sum(head, 1):
+    splits = use.exponentials and use.weight_gradient and use.splits and not needs_sum(head, 1)
+    if splits and one_tile - fixed > ONE_TILE:
         columns = split_columns(count, head)
         one_tile -= count * (head.vocab - columns) * head.dtype.itemsize
         split = columns if columns < head.vocab else None

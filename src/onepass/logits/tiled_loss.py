@@ -47,6 +47,7 @@ def walk(
     scale_of: Number | None = None,
     of_inputs: Sequence[Tensor | None] = (),
     later: Sequence[bool] = NOTHING,
+    again: bool = False,
 ) -> tuple[Tensor, Gradients | None]:
     """The loss of every row and, with ``scale_of``, the gradients of ``Σ scale·loss``.
 
@@ -55,6 +56,7 @@ def walk(
         scale_of: computes the scale, one number or one per row.
         of_inputs: receives the gradients of the row inputs; None for those that are not needed.
         later: whether the backward needs the gradient of each, for which it walks again.
+        again: whether this is the walk of that backward.
     """
     hidden = tensors.hidden
     parameters = [p for of_head in (tensors, *(of for of, _ in row_loss.heads)) for p in of_head.parameters()]
@@ -63,10 +65,10 @@ def walk(
         use = row_loss.use(heads[0], scale_of is not None)._replace(weight_gradient=needed[1])
         backward = row_loss.use(heads[0], True)._replace(weight_gradient=later[1]) if any(later) else None
         # A function that draws random numbers draws the same ones in both walks only if their tiles are the same.
-        planned = backward if backward is not None and row_loss.may_draw else use
+        planned = use
+        if row_loss.may_draw and (again or backward is not None):
+            planned = (backward or use)._replace(splits=False)
         tile_plan = plan(heads, row_mask, planned, backward)._replace(lengths=row_loss.groups)
-        if not use.exponentials:  # the plan may be that of the backward
-            tile_plan = tile_plan._replace(split=None)
         # The first product is launched before all that it does not need: the device may be waiting for the host.
         following = tiles(heads, tile_plan, use.logits)
         first = [*islice(following, 1)]
@@ -148,7 +150,9 @@ class _TiledLoss(torch.autograd.Function):
             of_inputs = [torch.zeros_like(i) if n else None for i, n in zip(row_loss.row_inputs, ctx.needed_inputs)]
             needed = ctx.needs_input_grad[:COUNT]
             with generators_at(ctx.generators, tensors.hidden.device):
-                _, gradients = walk(tensors, row_mask, row_loss, ctx.settings, needed, lambda: grad, of_inputs)
+                _, gradients = walk(
+                    tensors, row_mask, row_loss, ctx.settings, needed, lambda: grad, of_inputs, again=True
+                )
             found = gradients.scaled(None)  # type: ignore[union-attr]
         elif ctx.gradients is None:
             raise RuntimeError(
