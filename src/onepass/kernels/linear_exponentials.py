@@ -202,6 +202,7 @@ def merge_exponentials_kernel(
             write_zero_rows(out, rest, row, unclean, split, out_row, rest_row, V, MERGED, BLOCK)
     else:
         far = active & ((highest > FARTHEST) | (highest < -FARTHEST))
+        tl.debug_barrier()  # every warp has read the references, which one of them overwrites
         tl.store(reference + row, m * factor, mask=far)
         if tl.max(far.to(tl.int32), axis=0) != 0:
             tl.store(due, 1)
@@ -223,6 +224,7 @@ def factors_kernel(
     factor = tl.load(factors + row, mask=present, other=0.0)
     grad = tl.load(upstream + row * stride, mask=present, other=0.0).to(tl.float32)
     idle = (factor == 0) | (grad == 0)
+    tl.debug_barrier()  # every warp has read the factors, which one of them overwrites
     tl.store(factors + row, tl.where(idle, 0.0, factor * grad), mask=present)
     # The sum of the exponentials of a row is NaN, and so is its factor, if one of these is NaN or infinite.
     unclean = idle & (factor != factor)
