@@ -127,7 +127,7 @@ def read_part(
 def read(z, inputs, outputs, results, which: gl.constexpr, row0, n0, slot0, rows, factor, W: gl.constexpr):
     """`read_part`, whose exponentials belong to either side of the split.
 
-    The whole is compiled twice: a choice of the descriptor at each store takes registers that there are not.
+    It is compiled for each side: to choose the descriptor at every store takes more registers than there are.
     """
     out, rest, of_out, of_rest, split, states, selected, ties = outputs
     of_first, of_last = (out, of_out, states, selected, ties), (out, of_rest, states, selected, ties)
