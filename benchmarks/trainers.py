@@ -4,11 +4,11 @@ All parameters are trained, or LoRA adapters of all linear layers of the decoder
 on one batch that is prepared before. Generation is the same either way, and is left out. The two kinds take turns.
 Because the decoder is tiny and the host may limit the speed, the time of all kernels of a step is reported too, the
 median of `PROFILES` steps, and that of the head: of those kernels that TRL's step with a vocabulary of `SMALL` tokens,
-whose decoder is the same, does not launch. The difference of both steps, which the JSON has too, is larger, since the
-same kernels of the decoder take longer (up to 10% on an H200) where a large head keeps the GPU at the limit of its
-power. Beside it stands the time of two bare GEMMs of the head's size, the least that a frozen head takes. Memory is
-counted without the model and the optimizer's state, once until the gradients are computed and once until the end of the
-step.
+whose decoder is the same, does not launch in the same order, of the same name and grid, and in about the same time. The
+JSON also has the difference of both steps. It counts as the head's what the decoder's kernels take longer beside a
+large head, which keeps the GPU at the limit of its power, and leaves out as much as the small head takes. Beside it
+stands the time of two bare GEMMs of the head's size, the least that a frozen head takes. Memory is counted without the
+model and the optimizer's state, once until the gradients are computed and once until the end of the step.
 """
 
 import gc

@@ -79,7 +79,7 @@ def store_rows(
 @gluon.jit
 def describe_result(x, count, N: gl.constexpr, ROW: gl.constexpr):
     """The descriptor of a part of the rows of a result ``(count, N)``, of ROW elements a row, and of those columns that
-    are stored at once."""
+    are stored at once. N and ROW need not be constants."""
     return tma.make_tensor_descriptor(x, [count, N], [ROW, 1], [PART, STORED], gl.NVMMASharedLayout(128, 16, 2))
 
 
