@@ -85,7 +85,7 @@ class Use(NamedTuple):
     final: bool = False  # whether no backward follows
     logits: bool = True  # whether the logits are computed; else `row_bytes` has what takes their place
     exponentials: bool = False  # whether exponentials take the place of the logits, see `Head.writes_exponentials`
-    splits: bool = True  # whether exponentials may be split, see `split_columns`: their tiles have no other use
+    splits: bool = True  # whether `split_columns` may apply: not if a forward without a gradient has the same tiles
 
 
 class TilePlan(NamedTuple):
@@ -98,7 +98,7 @@ class TilePlan(NamedTuple):
     vocab: int  # columns of this process
     columns: int  # per tile
     sliced: bool  # whether a tile is a slice of the vocabulary
-    split: int | None = None  # columns of a tile of exponentials; the others are elsewhere, see `split_columns`
+    split: int | None = None  # columns of a tile that have memory of their own, see `split_columns`; None for all
     lengths: Sequence[int] | None = None  # of groups of rows that a tile holds whole
 
     def row_tiles(self) -> Iterator[Rows]:
