@@ -10,8 +10,11 @@ import torch
 import onepass
 from onepass.backend import backend_of
 from onepass.core.options import PACKED, Average, Options
-from onepass.softmax.prepared_average import addresses_of
 from paths import interpreted
+
+
+def addresses_of(*tensors):
+    return tuple(t.data_ptr() for t in tensors)
 
 
 def empty(size, stride, dtype):
@@ -68,13 +71,13 @@ def test_a_repeated_launch_is_given_what_the_checked_one_is(device, monkeypatch,
     found = []
     for known in (None, SimpleNamespace(workspace=64)):
         monkeypatch.setattr(module, "repeated", lambda key, known=known: known)
-        total, gradient, numbers = launches.average(logits, index, last)
+        total, gradient, numbers, pointers = launches.average(logits, index, addresses_of(logits, index), last, None)
         if few:
             spaces.clear()  # it is the numbers
         assert gradient.shape == logits.shape and gradient.stride() == logits.stride() and total.shape == ()
         forward = names(numbers, gradient, total)
-        at = addresses_of(logits, index, numbers, gradient)
-        launches.correct(logits, index, numbers, upstream, gradient, at)
+        assert (pointers is None) == (known is None)
+        launches.correct(logits, index, numbers, upstream, gradient, pointers)
         found.append((forward, names(numbers, gradient), numbers.shape, numbers.dtype))
     (checked, *rest), (again, *same) = found
     of_loss = 0 if few else 1
@@ -120,7 +123,7 @@ def test_a_repeated_launch_without_a_gradient_is_given_what_the_checked_one_is(d
     for known in (None, SimpleNamespace(workspace=64)):
         monkeypatch.setattr(module, "repeated", lambda key, known=known: known)
         seen.clear()
-        total = launches.average(logits, index)
+        total = launches.average(logits, index, addresses_of(logits, index))
         numbers, words = seen[1][3], {logits.data_ptr(): "logits", index.data_ptr(): "index", total.data_ptr(): "total"}
         if known is not None:
             assert seen[0].pop() is not None  # the workspace
@@ -141,15 +144,14 @@ def test_a_correction_is_repeated_for_tensors_of_the_same_layout_only(device, mo
     logits, index = torch.randn(5, 96, device=device), torch.arange(5, device=device)
     how = Average(-1.0, True, None, -100), Options("log_probs", masked=-100)
     launches = module.prepare_average(logits, index, *how, True)
-    _, gradient, numbers = launches.average(logits, index, None)
+    _, gradient, numbers, _ = launches.average(logits, index, addresses_of(logits, index), None, None)
     how = []
     monkeypatch.setattr(module, "repeated", lambda key: "a launch")
     monkeypatch.setattr(module, "launch", lambda *_: how.append("checked"))
     monkeypatch.setattr(module, "start", lambda *_: how.append("repeated"))
     upstream = torch.ones(2, device=device)[1] if what == "upstream not aligned" else torch.ones((), device=device)
     upstream = torch._neg_view(upstream) if what == "upstream negated" else upstream
-    at = None if what == "moved" else addresses_of(logits, index, numbers, gradient)
-    launches.correct(logits, index, numbers, upstream, gradient, at)
+    launches.correct(logits, index, numbers, upstream, gradient, None if what == "moved" else (0,))
     assert how == ["repeated" if what == "the same" else "checked"]
 
 
@@ -165,7 +167,7 @@ def test_one_row_has_the_launches_of_its_stride(device, monkeypatch):
         logits = torch.randn(1, stride, device=device)[:, :96].requires_grad_()
         assert logits.is_contiguous()
         onepass.cross_entropy(logits, target).backward()
-    assert [launches is None for launches in known.values()] == [True, False]
+    assert [kind.launches is None for kind in known[logits.shape]] == [True, False]
 
 
 def test_a_launch_is_repeated_for_the_same_kind_of_inputs_only(monkeypatch):

@@ -18,11 +18,12 @@ from onepass.kernels.softmax_gradient import plan_for as plan_for_gradient
 from onepass.kernels.softmax_loss import FEW_ROWS, NO_STRIDES, NONE, reads_once
 from onepass.kernels.softmax_loss import plan_for as plan_for_loss
 from onepass.kernels.softmax_statistics import plan_for as plan_for_statistics
-from onepass.kernels.zeros import empty, zeros
+from onepass.kernels.zeros import empty, kept, zeros
 
 OF_FIELDS = False, False, False, False, True  # which fields have an upstream gradient: the log-probs
 # Bytes of a float32; where the guessed upstream gradient of a row begins, and where the statistics do.
 WORD, GUESS, FIRST = 4, 4, 8
+Pointers = tuple[int | None, ...]
 MOST_ROWS = 2**17  # as in `logits.source`, since one program computes their average
 
 
@@ -44,6 +45,8 @@ class PreparedAverage:
 
     def __init__(self, logits: Tensor, rows: int, average: Average, options: Options) -> None:
         self.rows, self.counted, self.at_once = rows, average.counted, rows <= FEW_ROWS
+        self.options = options
+        self.first, self.later = (self, "first"), (self, "later")  # the keys of launches without and with a last one
         self.like = tuple(logits.shape), logits.stride(), logits.dtype  # the arguments of `empty`
         flat = layout_of(logits.view(-1, logits.shape[-1]))
         how = (average.factor, average.counted) if self.at_once else None
@@ -56,73 +59,87 @@ class PreparedAverage:
             with torch.cuda.device_of(logits):
                 self.size = power_of_two(self.workspace + (plan_for_loss(*self.of_loss).workspace or 0))
 
-    def average(self, logits: Tensor, index: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def average(
+        self, logits: Tensor, index: Tensor, at: tuple[int, int], last: Tensor | None, stream: int | None
+    ) -> tuple[Tensor, Tensor, Tensor, Pointers | None]:
         """The average, its gradient for the upstream gradient of the ``last`` one (None: 1), and the numbers.
 
         See `softmax_average`. Logits and index are contiguous, aligned to 16 bytes and on the current device.
+
+        Args:
+            at: the addresses of logits and index.
+            stream: the current one; None if it is captured in a CUDA graph.
+
+        Returns:
+            The three tensors, and what `correct` may be given.
         """
-        key = self, last is None
+        key = self.first if last is None else self.later
         known = repeated(key)
         if known is None:
             return self.first_average(logits, index, last, key)
-        at, of_index, last_at = logits.data_ptr(), index.data_ptr(), None if last is None else last.data_ptr()
+        of_logits, of_index = at
+        device, last_at = logits.get_device(), None if last is None else last.data_ptr()
         gradient, total = empty(*self.like), empty((), (), torch.float32)
-        inputs = at, gradient.data_ptr(), None, of_index, of_index, None
+        of_gradient = gradient.data_ptr()
+        inputs = of_logits, of_gradient, None, of_index, of_index, None
         if self.at_once:
-            numbers = zeros(self.size, logits.device, torch.float32)
+            numbers = None if stream is None else kept(device, stream, self.size, torch.float32)
+            numbers = zeros(self.size, logits.device, torch.float32) if numbers is None else numbers
             to = numbers.data_ptr()
             of_average = None, last_at, to, total.data_ptr(), to + WORD * self.workspace
-            start(known, logits.get_device(), (*inputs, *self.results_at(to), *NONE, *of_average))
-            return total, gradient, numbers
-        of_weight, of_mean, device = repeated((key, "weight")), repeated((key, "mean")), logits.get_device()
+            packed_at = to + WORD * FIRST
+            start(known, device, (*inputs, packed_at, to + WORD * self.log_probs, None, *NONE, *of_average))
+            pointers = of_logits, None, to, of_gradient, of_index, of_index, None, packed_at, *NONE
+            return total, gradient, numbers, pointers
+        of_weight, of_mean = repeated((key, "weight")), repeated((key, "mean"))
         if of_weight is None or of_mean is None:
             return self.first_average(logits, index, last, key)
         numbers = empty((self.size,), (1,), torch.float32)
         to = numbers.data_ptr()
         guess_at = to + WORD * GUESS
         start(of_weight, device, (to, guess_at, of_index if self.counted else None, None, last_at))
-        space = zeros(known.workspace, logits.device) if known.workspace else None  # alive until the launch
-        space_at = None if space is None else space.data_ptr()
-        start(known, device, (*inputs, *self.results_at(to), *NONE[:3], guess_at, *NONE, space_at))
-        start(of_mean, device, (to + WORD * self.log_probs, of_index, None, to, total.data_ptr()))
-        return total, gradient, numbers
+        space = zeros(known.workspace, logits.device) if known.workspace else None
+        space_at = None if space is None else space.data_ptr()  # alive until the launch
+        packed_at, log_probs_at = to + WORD * FIRST, to + WORD * self.log_probs
+        start(known, device, (*inputs, packed_at, log_probs_at, None, *NONE[:3], guess_at, *NONE, space_at))
+        start(of_mean, device, (log_probs_at, of_index, None, to, total.data_ptr()))
+        return total, gradient, numbers, (of_logits, None, to, of_gradient, of_index, of_index, None, packed_at, *NONE)
 
     def first_average(
         self, logits: Tensor, index: Tensor, last: Tensor | None, key: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Pointers | None]:
         """The `average` by launches that are not prepared yet, which are kept by the ``key``."""
         new = logits.new_empty_strided
         gradient, total = new(logits.shape, logits.stride()), new((), (), dtype=torch.float32)
         numbers = new((self.size,), (1,), dtype=torch.float32)
+        made = total, gradient, numbers, None
         given = logits, gradient, None, index, index, None, *self.results(numbers)
         if self.at_once:
             launch(plan_for_loss, self.of_loss, (*given, *NONE, None, last, numbers, total), key)
-            return total, gradient, numbers
+            return made
         guess, log_probs = numbers[GUESS : GUESS + 1], self.results(numbers)[1]
         mask = index if self.counted else None
         launch(plan_of_weight, self.of_rows, (numbers, guess, mask, None, last), (key, "weight"))
         launch(plan_for_loss, self.of_loss, (*given, *NONE[:3], guess, *NONE), key)
         launch(plan_of_average, self.of_rows, (log_probs, index, None, numbers, total), (key, "mean"))
-        return total, gradient, numbers
+        return made
 
     def correct(
         self, logits: Tensor, index: Tensor, numbers: Tensor, upstream: Tensor, gradient: Tensor,
-        at: tuple[int, ...] | None,
+        pointers: Pointers | None = None,
     ) -> None:  # fmt: skip
         """Write the gradient again if it was computed for another upstream gradient: see `softmax_gradient`.
 
         Args:
-            at: the addresses of logits, index, numbers and gradient, if these are still the tensors of `average`; None
-                if they may have another layout.
+            pointers: to these tensors but for the upstream gradient, in the order of the kernel's arguments, if they
+                are still where `average` had them; None if they may have another layout.
         """
         known, of_upstream = repeated(self), upstream.data_ptr()
-        if at is None or known is None or of_upstream & 15 or not of_upstream or upstream.is_neg():
+        if pointers is None or known is None or of_upstream & 15 or not of_upstream or upstream.is_neg():
             of_rows = numbers, gradient, index, index, None, self.packed(numbers)
             launch(plan_for_gradient, self.of_gradient, (logits, None, *of_rows, *NONE, upstream), self)
-            return
-        of_logits, of_index, of_numbers, to = at
-        of_rows_at = of_numbers, to, of_index, of_index, None, of_numbers + WORD * FIRST
-        start(known, logits.get_device(), (of_logits, None, *of_rows_at, *NONE, of_upstream))
+        else:
+            start(known, upstream.get_device(), (*pointers, of_upstream))
 
     def packed(self, numbers: Tensor) -> Tensor:
         """The statistics of the rows."""
@@ -131,10 +148,6 @@ class PreparedAverage:
     def results(self, numbers: Tensor) -> tuple[Tensor, Tensor, None]:
         """The results of `softmax_loss`."""
         return self.packed(numbers), numbers[self.log_probs : self.log_probs + self.rows], None
-
-    def results_at(self, at: int) -> tuple[int, int, None]:
-        """Where they are, if the numbers begin there."""
-        return at + WORD * FIRST, at + WORD * self.log_probs, None
 
 
 class PreparedValue:
@@ -152,8 +165,8 @@ class PreparedValue:
         self.log_probs = FIRST + aligned(len(PACKED) * rows)
         self.size = self.log_probs + aligned(rows)
 
-    def average(self, logits: Tensor, index: Tensor) -> Tensor:
-        """The average. Logits and index are contiguous, aligned to 16 bytes and on the current device."""
+    def average(self, logits: Tensor, index: Tensor, at: tuple[int, int]) -> Tensor:
+        """The average. Logits and index are contiguous, aligned to 16 bytes, and ``at`` these addresses."""
         known, of_mean = repeated(self), repeated((self, "mean"))
         if known is None or of_mean is None:
             total, numbers = (logits.new_empty(n, dtype=torch.float32) for n in ((), self.size))
@@ -163,10 +176,10 @@ class PreparedValue:
             launch(plan_of_average, self.of_rows, (log_probs, index, None, numbers, total), (self, "mean"))
             return total
         total, numbers = empty((), (), torch.float32), empty((self.size,), (1,), torch.float32)
-        device, of_index, to = logits.get_device(), index.data_ptr(), numbers.data_ptr()
+        (of_logits, of_index), device, to = at, logits.get_device(), numbers.data_ptr()
         packed_at, log_probs_at = to + WORD * FIRST, to + WORD * self.log_probs
         space = zeros(known.workspace, logits.device) if known.workspace else None  # alive until the launch
-        given_at = logits.data_ptr(), None, of_index, of_index, None, packed_at, log_probs_at, None
+        given_at = of_logits, None, of_index, of_index, None, packed_at, log_probs_at, None
         start(known, device, (*given_at, None if space is None else space.data_ptr()))
         start(of_mean, device, (log_probs_at, of_index, None, to, total.data_ptr()))
         return total

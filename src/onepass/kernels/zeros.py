@@ -47,3 +47,12 @@ def zeros(n: int, device: torch.device, dtype: torch.dtype = torch.int32) -> tor
         block = torch.zeros((min(ROWS, 4 * LARGEST // padded), padded), dtype=dtype, device=device)
         first, *_rows[key] = [row.data for row in block[:, :n].unbind()]  # .data: each with its own version counter
     return first
+
+
+def kept(index: int, stream: int, n: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """`zeros` that are kept for the current stream of the current device, which is not captured; None if none are."""
+    rows = None if GRAPHS in sys.modules else _rows.get((index, stream, n, dtype))
+    try:
+        return rows.pop() if rows else None
+    except IndexError:  # another thread has taken the last
+        return None

@@ -1,22 +1,49 @@
 """The average of the log-probs of rows, with little time on the host, which is the limit for few rows.
 
 The result and the gradient are those of `statistics_of`. What that finds out in every call is looked up here, by the
-shapes, dtypes and devices of the tensors. `losses.cross_entropy` calls this for plain tensors.
+kind of the tensors. `losses.cross_entropy` calls this for plain tensors, and `logits.source` for those of small heads.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from onepass.backend import backend_of
 from onepass.core.checks import FLOATS, INDEX_DTYPES, is_debugging
-from onepass.core.dispatch import apply_to_ordinary, are_ordinary, check_upstream
+from onepass.core.dispatch import TENSORS, apply_to_ordinary, are_ordinary, check_upstream
 from onepass.core.memo import keep
 from onepass.core.options import Average, FieldGradients, Inputs, Options
-from onepass.softmax.statistics import _gradient, keep_row_weight, last_row_weight
+from onepass.softmax.statistics import _gradient, _last, keep_row_weight
 
-_known: dict[tuple[Any, ...], Any] = {}  # the launches for tensors of a kind; None where `statistics_of` is needed
+MOST_KINDS = 8  # of tensors of one shape
+
+
+class Known(NamedTuple):
+    """The launches for tensors of a kind.
+
+    Attributes:
+        check: whether tensors are of this kind, by the function that guards what `torch.compile` compiled. It compares
+            types, dtypes, devices, shapes, strides, ``requires_grad``, and the dispatch keys: those of subclasses,
+            sparse, nested and lazily negated tensors differ, as do those within autocast, inference mode, transforms of
+            `torch.func`, `torch.jit.trace` and a `TorchDispatchMode`.
+        how: the average, its options, and whether gradients are enabled.
+        backend: that prepared the launches.
+        launches: None where `statistics_of` is needed.
+    """
+
+    check: Callable[..., bool]
+    how: tuple[Average, Options, bool]
+    backend: Any
+    launches: Any
+
+
+has_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # the hooks of saved tensors, if there are any
+_known: dict[torch.Size, list[Known]] = {}  # by the shape of the logits
 
 
 def prepared_average(logits: Any, index: Any, average: Average, options: Options) -> Tensor | None:
@@ -24,27 +51,42 @@ def prepared_average(logits: Any, index: Any, average: Average, options: Options
 
     Nothing is checked: None for tensors that are not valid, and for all others that `statistics_of` is needed for.
     """
-    if not are_ordinary(logits, index):
+    if torch.compiler.is_compiling() or type(logits) not in TENSORS or is_debugging():
         return None
-    if not (logits.is_contiguous() and index.is_contiguous()) or logits.is_neg() or index.is_neg() or is_debugging():
+    if forward_ad._current_level >= 0 or _len_torch_dispatch_stack():
         return None
-    at, index_at = logits.data_ptr(), index.data_ptr()
-    if (at | index_at) & 15 or not (at and index_at):  # 0: torch's lazy zeros
+    how, device = (average, options, torch.is_grad_enabled()), logits.get_device()
+    for known in _known.get(logits.shape, ()):
+        if known.check(logits, index) and known.how == how and (device >= 0 or backend_of(logits) is known.backend):
+            launches = known.launches
+            break
+    else:
+        launches = learned(logits, index, how)
+    if launches is None or (device >= 0 and device != torch._C._cuda_getDevice()):
         return None
-    backend, gradient = backend_of(logits), logits.requires_grad and torch.is_grad_enabled()
-    of_index = index.shape, index.dtype, index.device
+    at = logits.data_ptr(), index.data_ptr()
+    if (at[0] | at[1]) & 15 or not (at[0] and at[1]):  # 0: torch's lazy zeros
+        return None
+    if how[2] and logits.requires_grad:
+        return _apply(logits, (index, launches, at, device))
+    return launches.average(logits, index, at)
+
+
+def learned(logits: Tensor, index: Any, how: tuple[Average, Options, bool]) -> Any:
+    """The launches for these tensors, which are kept for all of their kind; None where `statistics_of` is needed."""
+    if not are_ordinary(logits, index) or not (logits.is_contiguous() and index.is_contiguous()):
+        return None
+    if logits.is_neg() or index.is_neg():
+        return None
+    backend, launches = backend_of(logits), None
+    if are_valid(logits, index):
+        launches = backend.prepare_average(logits, index, *how[:2], how[2] and logits.requires_grad)
     # A single row is contiguous with any stride, which determines its launches, as that of more rows does.
-    key = backend, gradient, logits.shape, logits.stride(), logits.dtype, logits.device, *of_index, average, options
-    try:
-        launches = _known[key]
-    except KeyError:
-        launches = None
-        if are_valid(logits, index):
-            launches = backend.prepare_average(logits, index, average, options, gradient)
-        keep(_known, key, launches)
-    if launches is None or (logits.is_cuda and logits.get_device() != torch.cuda.current_device()):
-        return None
-    return _apply(logits, index, launches, options) if gradient else launches.average(logits, index)
+    sizes, strides = ([list(f(t)) for t in (logits, index)] for f in (Tensor.size, Tensor.stride))
+    guards = TensorGuards(logits, index, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type, misc]
+    others = _known.get(logits.shape, [])
+    keep(_known, logits.shape, [*others[1 - MOST_KINDS :], Known(guards.check, how, backend, launches)])
+    return launches
 
 
 def are_valid(logits: Tensor, index: Tensor) -> bool:
@@ -54,36 +96,58 @@ def are_valid(logits: Tensor, index: Tensor) -> bool:
     return logits.dim() > 0 and index.shape == logits.shape[:-1] and logits.numel() > 0
 
 
-def addresses_of(*tensors: Tensor) -> tuple[int, ...]:
-    """Where the values of the tensors begin."""
-    return tuple([t.data_ptr() for t in tensors])
-
-
 class _Average(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, index: Tensor, launches: Any, options: Options) -> Tensor:
-        total, gradient, numbers = launches.average(logits, index, last_row_weight(logits))
-        ctx.save_for_backward(logits, index, numbers, gradient)
-        ctx.at = addresses_of(logits, index, numbers, gradient)
-        ctx.launches, ctx.options, ctx.given = launches, options, False
+    def forward(ctx: Any, logits: Tensor, given: tuple[Tensor, Any, tuple[int, int], int]) -> Tensor:
+        index, launches, at, device = given
+        last = stream = None
+        if not is_capturing(device):
+            stream = stream_of(device)
+            last = _last.get((device, stream, False))
+        total, gradient, numbers, pointers = launches.average(logits, index, at, last, stream)
+        if has_hooks(True):
+            ctx.save_for_backward(logits, index, numbers, gradient)
+            ctx.made = launches, at, device, None, None, None
+        else:  # nobody else has the other two, and to save them takes time
+            ctx.save_for_backward(logits, index)
+            ctx.made = launches, at, device, pointers, numbers, gradient
         return total
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        check_upstream(upstream)
-        logits, index, numbers, early = ctx.saved_tensors
-        # A second backward computes another gradient. Hooks may have given what was saved another layout.
-        if ctx.given or not (logits.is_contiguous() and early.is_contiguous()):
+        if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(upstream):
+            check_upstream(upstream)
+        logits, index, *saved = ctx.saved_tensors
+        launches, at, device, pointers, numbers, gradient = ctx.made
+        ctx.made = launches, None, device, None, numbers, None  # the first backward gives the gradient away
+        if saved:
+            numbers, early = saved
+            # A second backward unpacks it again: it must not seem to be modified. Hooks may have changed layouts.
+            if at is not None and logits.is_contiguous() and early.is_contiguous():
+                gradient = early.data
+        elif at != (logits.data_ptr(), index.data_ptr()):  # the caller has given the tensor other memory
+            pointers, gradient = None, gradient if logits.is_contiguous() else None
+        if gradient is None:
             upstreams = FieldGradients(selected=upstream, row_weight=numbers)
             inputs, columns = Inputs(index, index), logits.shape[-1]
-            gradient = _gradient(logits, inputs, ctx.launches.packed(numbers), upstreams, columns, ctx.options)
-            return gradient, None, None, None
-        ctx.given = True
-        gradient = early.data  # a second backward unpacks the saved tensor again, which must not seem to be modified
-        at = addresses_of(logits, index, numbers, gradient)
-        ctx.launches.correct(logits, index, numbers, upstream, gradient, at if at == ctx.at else None)
-        keep_row_weight(logits, numbers)
-        return gradient, None, None, None
+            return _gradient(logits, inputs, launches.packed(numbers), upstreams, columns, launches.options), None
+        launches.correct(logits, index, numbers, upstream, gradient, pointers)
+        if pointers is None or is_capturing(device):
+            keep_row_weight(logits, numbers)
+        else:  # it is the tensor of the forward, which needs no check
+            _last[(device, stream_of(device), False)] = numbers
+        return gradient, None
+
+
+def stream_of(device: int) -> int:
+    """The current stream of a GPU, 0 for the CPU, as `key_of_row_weight` has it."""
+    return torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
+
+
+def is_capturing(device: int) -> bool:
+    """Whether a CUDA graph is captured on the current stream; see `statistics.is_capturing`."""
+    return device >= 0 and torch._C._cuda_isCurrentStreamCapturing()
 
 
 _apply = apply_to_ordinary(_Average)
+_Average._backward_cls.apply = _Average.backward  # type: ignore[attr-defined]  # called without choosing `vjp` or this
