@@ -171,6 +171,8 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     kernels.scale(out, empty((), dtype=torch.float32), out)
     kernels.scale(empty(case.vocab), empty((), dtype=torch.float32), empty(case.vocab, dtype=dtype))
     kernels.scale(empty(case.rows, 512), empty(case.rows), empty(case.rows, 512, dtype=dtype))
+    states = empty(case.rows, 512, dtype=dtype)
+    kernels.scale(states, empty(case.rows, dtype=torch.bool), states)
     hidden, weight = empty(case.rows, 512, dtype=dtype), empty(case.vocab, 512, dtype=dtype)
     rows = empty(case.rows, -(-case.vocab // 8) * 8, dtype=dtype)[:, : case.vocab]
     kernels.row_gemm(hidden, weight.t(), weight[:, 0], rows)

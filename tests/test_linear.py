@@ -23,7 +23,6 @@ from linear_cases import (
     teacher_tokens,
     tiles_of,
 )
-from onepass.core.options import Inputs
 from onepass.logits import small_head, valid_rows
 from onepass.logits import tiled_loss as head_loss
 from onepass.logits import tiled_statistics as head_statistics
@@ -86,7 +85,7 @@ def test_which_logits_are_few(device, monkeypatch):
     def is_small(hidden=None, weight=None, index=None, **options):
         given = torch.zeros(11, 8, device=device), torch.zeros(37, 8, device=device, requires_grad=True)
         hidden, weight = given[0] if hidden is None else hidden, given[1] if weight is None else weight
-        return small_head.small_logits(onepass.LinearLogits(hidden, weight, **options), Inputs(index)) is not None
+        return small_head.small_logits(onepass.LinearLogits(hidden, weight, **options), index, 0) is not None
 
     monkeypatch.setattr(small_head, "SMALL_ON", (device.type,))
     hidden, weight = torch.zeros(11, 8, device=device), torch.zeros(37, 8, device=device)

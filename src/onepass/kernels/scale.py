@@ -8,9 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
+from onepass.kernels import layout
 from onepass.kernels.launch import Flat, Out, Plan, launch
 
 BLOCK = 4096
+PROGRAMS = 8  # of each multiprocessor, where there may be nothing to do: to start one of each block takes 0.1 ms
 
 
 @triton.jit
@@ -35,22 +37,25 @@ def scale_kernel(
     Output: ``out`` ``(n,)``, ``x`` if INPLACE.
     Bytes moved: ``x`` in and ``out`` out; none if it is in place and the one factor is 1.
     """
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    i = first + tl.arange(0, BLOCK)
     one = tl.load(factor)
     if COLUMNS > 0 or not INPLACE or one != 1.0:
-        if first + BLOCK <= n:  # without a mask, since one that may change at any element prevents wide accesses
-            tl.store(out + i, product(tl.load(x + i), factor, one, i, COLUMNS).to(out.dtype.element_ty))
-        else:
-            there = i < n
-            value = product(tl.load(x + i, mask=there), factor, one, tl.minimum(i, n - 1), COLUMNS)
-            tl.store(out + i, value.to(out.dtype.element_ty), mask=there)
+        for first in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
+            i = first + tl.arange(0, BLOCK)
+            if first + BLOCK <= n:  # without a mask, since one that may change at any element prevents wide accesses
+                tl.store(out + i, product(tl.load(x + i), factor, one, i, COLUMNS).to(out.dtype.element_ty))
+            else:
+                there = i < n
+                value = product(tl.load(x + i, mask=there), factor, one, tl.minimum(i, n - 1), COLUMNS)
+                tl.store(out + i, value.to(out.dtype.element_ty), mask=there)
 
 
-def plan_for(n: int, columns: int, inplace: bool) -> Plan:
+def plan_for(n: int, columns: int, inplace: bool, device: torch.device) -> Plan:
     """The launch of `scale_kernel`."""
     constexprs = dict(COLUMNS=columns, INPLACE=inplace, BLOCK=BLOCK)
-    return Plan(scale_kernel, triton.cdiv(n, BLOCK), (n,), constexprs, 4)
+    programs = triton.cdiv(n, BLOCK)
+    if inplace and not columns:
+        programs = min(programs, PROGRAMS * layout.multiprocessors(device))
+    return Plan(scale_kernel, programs, (n,), constexprs, 4)
 
 
 def scale(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
@@ -61,4 +66,4 @@ def scale(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
     """
     if x.numel():
         columns = x.shape[1] if factor.dim() else 0
-        launch(plan_for, (x.numel(), columns, out is x), (x, factor, out))
+        launch(plan_for, (x.numel(), columns, out is x, x.device), (x, factor, out))

@@ -63,7 +63,7 @@ class LinearLogits(TiledLogits):
             computed, it is up to 2.5 GiB if this is enough for all logits. A loss, unlike statistics, with a gradient
             of the weight computes all logits at once if they take at most 2.5 GiB more than a float32 sum of that
             gradient (``4 V H`` bytes, which several tiles need). Otherwise the workspace is this sum and tiles of
-            ``8 V H`` bytes, from 1.65 to 2 GiB. With ``vocab_group``, tiles have 1.18 GiB.
+            ``6.25 V H`` bytes, from 1.65 to 2 GiB. With ``vocab_group``, tiles have 1.18 GiB.
             ``logits_dtype=torch.float32`` adds up to 0.63 GiB.
         vocab_group: a process group, or a `DeviceMesh` with one dimension, whose processes hold the rows of weight and
             bias: contiguous ranges in the order of their ranks, not necessarily of the same size. ``weight`` and
@@ -307,12 +307,10 @@ class LinearLogits(TiledLogits):
         logits = self.untransformed_columns()
         return GatheredColumns.apply(logits, self.shard) if self.shard.sizes else logits
 
-    def untransformed_columns(self, row_mask: Tensor | None = None) -> Tensor:
-        """`untransformed`, but only the columns that this process holds, and those of zeros for masked rows."""
+    def untransformed_columns(self) -> Tensor:
+        """`untransformed`, but only the columns that this process holds."""
         self.check_unchanged()
         hidden, weight, bias = self.hidden, self.weight, self.bias
-        if row_mask is not None:  # a product with what a masked row holds may be NaN, even if its gradient is 0
-            hidden = hidden.where(row_mask.bool().unsqueeze(-1), 0.0)
         low, up = self.low_rank(hidden)
         with gathered(weight, bias, up), without_autocast(hidden):
             if self.shard.sizes and self.sums_hidden:

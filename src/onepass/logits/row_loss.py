@@ -199,7 +199,7 @@ class StatisticsLoss:
             field = fields[self.options.fields]
             grad = None if scale is None else scale.view(-1, *[1] * (field.dim() - 1)).expand_as(field)
             return self.losses(fields, inputs, rows), FieldGradients.of(self.options.fields, [grad]), ()
-        leaves = [n for n in fields if n not in NOT_DIFFERENTIABLE]
+        leaves = self.differentiable
         fields |= {name: fields[name].detach().requires_grad_() for name in leaves}
         for part, whole in zip(inputs, self.row_inputs):
             part.requires_grad_(whole.requires_grad)

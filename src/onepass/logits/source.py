@@ -152,6 +152,13 @@ class LogitsSource:
         """
         return None
 
+    def at_once(self, index: Tensor, masked: int) -> Tensor | None:
+        """All logits as a tensor, for the average of the log-probs of an index, if that takes less time than the loss.
+
+        None otherwise, and if the index is not valid. What reads them does not read rows whose index is ``masked``.
+        """
+        return None
+
     def rows_with(self, selected: Tensor) -> Tensor | None:
         """A row mask of the rows in which any of the tokens ``(..., K)`` is selected; the other rows need not be read.
 

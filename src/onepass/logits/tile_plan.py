@@ -19,8 +19,8 @@ from onepass.logits.valid_rows import valid_rows
 
 GIB = 1 << 30
 # The default workspace. If there are several tiles of rows, each costs a pass over the float32 sum of the weight's
-# gradient, which is part of the workspace: tiles are twice as large as the sum, within limits. A single tile needs no
-# such sum. In a forward without backward, no activations or gradients need the memory, so that it may take a single
+# gradient, which is part of the workspace: tiles are half as large again as the sum, within limits. A single tile needs
+# no such sum. In a forward without backward, no activations or gradients need the memory, so that it may take a single
 # tile, too. Otherwise small tiles cost little, except for exponentials: their GEMM takes more rows at once than others.
 ONE_TILE, UNTRAINED, SHARDED = int(2.5 * GIB), int(0.65 * GIB), int(1.18 * GIB)
 FROZEN = int(1.25 * GIB)  # of exponentials: half of it costs 2% at a hidden size of 2048, and 3.5% at 4096 (H200)
@@ -28,10 +28,13 @@ LEAST_TRAINED, MOST_TRAINED = int(1.65 * GIB), int(2 * GIB)
 WIDE = int(0.63 * GIB)  # workspace for a tile of logits that are wider than the GEMMs' dtype, beyond their gradient
 SLICES = int(0.3 * GIB)  # workspace for slices of the vocabulary, beyond the sum of the hidden states' gradient
 LEAST_COLUMNS = 128  # of a slice: GEMMs are slow below
-# The GEMM of the hidden states' gradient has few and long programs, of BLOCK rows and columns, of which WAVE run at
-# once: that of 1792 rows has 86% of the speed of 2048 (H = 2048, H100). These numbers are the same for all GPUs, since
-# processes must agree.
-BLOCK, WAVE = (256, 128), 132
+# The GEMM of the hidden states' gradient has few and long programs, each of a block of rows and columns, of which WAVE
+# run at once: that of 1792 rows has 86% of the speed of 2048 (H = 2048, H100). BLOCKS are those that cuBLAS chooses
+# among. A program is taken to last as long as its rows times its columns, and a pass over the float32 sum of the
+# weight's gradient as PASS times its columns (8 V bytes, H200). All numbers are the same for all GPUs, since processes
+# must agree.
+BLOCKS, WAVE, PASS = ((256, 128), (128, 256), (320, 128), (128, 320), (192, 192), (128, 128)), 132, 6
+STEP = 256  # rows of a tile are a multiple of it
 # Of the columns of a tile of exponentials, see `split_columns`: a multiple of the columns of a tile of their kernel.
 SPLIT = 256
 # Memory of the blocks of rows in `onepass.reference`: its maximum, and bytes per logit.
@@ -227,7 +230,8 @@ def tile_shape(
         if masked:
             tile_shape(count, True, heads, use)  # which takes more memory, and raises
         raise WorkspaceTooSmall(min(one_tile, fixed + total + per_row) + per_wide, max_memory or 0)
-    batch = in_waves(count, rows, head.hidden.shape[1]) if head.hidden.is_cuda else equal(count, rows)
+    of_pass = head.hidden.shape[1] * (PASS if use.weight_gradient else 1)  # or else the weight is read once more
+    batch = in_waves(count, rows, head.hidden.shape[1], of_pass) if head.hidden.is_cuda else equal(count, rows)
     of_tile = equal(batch, max(1, wide // per_wide)) if per_wide else batch
     return of_tile, batch, head.vocab, split if batch == count else None
 
@@ -269,23 +273,30 @@ def equal(count: int, most: int) -> int:
     return min(-(-count // (tiles * block)) * block, most // block * block)
 
 
-def in_waves(count: int, most: int, width: int) -> int:
-    """Rows per tile, at most ``most``, for which the GEMMs of all tiles, with ``width`` columns, take the fewest waves.
+def in_waves(count: int, most: int, width: int, of_pass: int) -> int:
+    """Rows per tile, at most ``most``, for which the GEMMs of all tiles, with ``width`` columns, take the least time.
 
-    A wave is as many programs of a GEMM as run at once. There is at most one tile more than `equal` has: each is a pass
-    over the float32 sum of the weight's gradient. Tiles of fewer than 1024 rows are left as `equal` has them.
+    They take waves, of as many programs as run at once, and ``of_pass`` for each tile. There is at most one tile more
+    than `equal` has. Tiles of fewer than 1024 rows are left as `equal` has them.
     """
     rows = equal(count, most)
-    if rows == count or rows < 4 * BLOCK[0]:
+    if rows == count or rows < 4 * STEP:
         return rows
 
-    def waves(rows: int) -> int:
-        return -(-(-(-rows // BLOCK[0]) * -(-width // BLOCK[1])) // WAVE)
+    def waves(rows: int, block: tuple[int, int]) -> int:
+        return -(-(-(-rows // block[0]) * -(-width // block[1])) // WAVE)
+
+    def of_gemm(rows: int) -> int:
+        return min(waves(rows, block) * block[0] * block[1] for block in BLOCKS)
+
+    def of_all(rows: int) -> tuple[int, int, int]:
+        tiles, last = divmod(count, rows)
+        time = tiles * of_gemm(rows) + of_gemm(last) + -(-count // rows) * of_pass
+        return time, tiles * waves(rows, BLOCKS[0]) + waves(last, BLOCKS[0]), -(-count // rows)
 
     tiles = -(-count // rows)
-    candidates = range(-(-count // ((tiles + 1) * BLOCK[0])) * BLOCK[0], most + 1, BLOCK[0])
-    of_all = {n: count // n * waves(n) + waves(count % n) for n in (rows, *candidates)}
-    return min(of_all, key=lambda n: (of_all[n], -(-count // n), abs(n - rows)))
+    candidates = range(-(-count // ((tiles + 1) * STEP)) * STEP, most + 1, STEP)
+    return min((rows, *candidates), key=lambda n: (of_all(n), abs(n - rows)))
 
 
 def default_memory(head: Head, fixed: int, per_row: int, one_tile: int, use: Use) -> int:
@@ -301,7 +312,7 @@ def default_memory(head: Head, fixed: int, per_row: int, one_tile: int, use: Use
     wide = WIDE if not use.gradient and head.logits_dtype != head.dtype else 0
     if head.settings.shard.sizes:  # each tile waits for the other processes twice: fewer are worth the memory
         return fixed + max(SHARDED, per_row)
-    trained = min(max(LEAST_TRAINED, 8 * head.weight.numel()), MOST_TRAINED)
+    trained = min(max(LEAST_TRAINED, 25 * head.weight.numel() // 4), MOST_TRAINED)
     untrained = FROZEN if use.exponentials else UNTRAINED + wide
     return fixed + max(trained if use.weight_gradient else untrained, per_row)
 

@@ -19,7 +19,7 @@ from onepass.logits.head import HeadTensors, Settings
 from onepass.logits.observer import Observer, observed
 from onepass.logits.row_groups import GroupTooLong
 from onepass.logits.row_loss import RowLoss, StatisticsLoss
-from onepass.logits.small_head import small_logits
+from onepass.logits.small_head import small_logits, small_logits_of
 from onepass.logits.source import Count, Divisor, Fields, LogitsSource, LossFunction, TensorLogits, over_divisor
 from onepass.logits.tensor_like import TensorLike
 from onepass.logits.tiled_divergence import TeacherDtypes, TeacherTensors, row_divergence, tiled_divergence
@@ -102,9 +102,9 @@ class TiledLogits(TensorLike):
         # A Python function cannot be part of a registered operation. The loss of every group takes four GEMMs anyhow.
         if not self.is_eager or (groups is not None and divisor is None):
             return super().loss(loss_fn, inputs, options, row_inputs, divisor)
-        small = small_logits(self, inputs) if loss_fn is None and divisor is not None else None
+        small = small_logits(self, inputs.row_mask, 0, *inputs) if loss_fn is None and divisor is not None else None
         if small is not None:
-            return small.loss(loss_fn, inputs, composed, row_inputs, divisor, linear)
+            return TensorLogits(small).loss(loss_fn, inputs, composed, row_inputs, divisor, linear)
         given, asked, options = inputs, options, composed
         inputs = self.flat(inputs)
         index, row_mask = inputs[:2]
@@ -125,6 +125,10 @@ class TiledLogits(TensorLike):
             return self.tiled(row_loss, row_mask, divisor)
         except GroupTooLong:
             return super().loss(loss_fn, given, asked, row_inputs, divisor)
+
+    def at_once(self, index: Tensor, masked: int) -> Tensor | None:
+        """See `LogitsSource.at_once`."""
+        return small_logits_of(self, index, masked)
 
     def divergence(self, teacher: LogitsSource, read: PairRows, options: PairOptions, divisor: Divisor) -> Tensor:
         """See `LogitsSource.divergence`. The teacher is a constant, and may be a linear head too."""

@@ -20,7 +20,16 @@ from onepass.core.invariance import is_batch_invariant
 from onepass.core.memo import memo_of_numbers
 from onepass.core.options import REDUCTIONS, Average, Options, Reduction
 from onepass.core.shard import Group
-from onepass.logits.source import Count, Divisor, Logits, as_source, inputs_for, options_for, scalar_temperature
+from onepass.logits.source import (
+    Count,
+    Divisor,
+    Logits,
+    LogitsSource,
+    as_source,
+    inputs_for,
+    options_for,
+    scalar_temperature,
+)
 from onepass.logits.tensor_like import TORCH_FUNCTIONS
 from onepass.losses.module import LossModule
 from onepass.losses.reduction import divisor_of, group_of_mean, sum_of_rows
@@ -94,6 +103,9 @@ def cross_entropy(
     how = check_options(*given, inplace_backward, gradient_in_forward, is_batch_invariant())
     is_plain = class_weights is row_mask is num_items is mean_group is None and number is temperature
     if is_plain and how.average is not None:
+        if isinstance(logits, LogitsSource):
+            few = logits.at_once(target, how.ignore_index)
+            logits = logits if few is None else few
         loss = prepared_average(logits, target, how.average, how.options)
         if loss is not None:
             return loss
