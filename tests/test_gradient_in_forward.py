@@ -2,6 +2,7 @@
 
 import math
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -212,6 +213,25 @@ def test_few_rows_are_computed_as_others(device, monkeypatch, name):
     on_kernels = backend_of(x).__name__ == "onepass.kernels"
     expected = [on_kernels and name in FEW] * 3 + [on_kernels and name in (*FEW, "softcap")]
     assert [t is not None for t in taken] == ([] if name in WITHOUT else expected)
+
+
+@pytest.mark.parametrize("moved", ["logits", "hooks"])
+def test_few_rows_that_are_elsewhere_in_the_backward(device, early, monkeypatch, moved):
+    """Their gradient is corrected from where they are then."""
+    x, target, _ = few_rows_of(device, "")
+    found, hooks = [], (torch.clone, lambda saved: saved)
+    for function in (cross_entropy.prepared_average, lambda *_: None):
+        monkeypatch.setattr(cross_entropy, "prepared_average", function)
+        for _ in range(3):  # launches are repeated from the third on
+            leaf = x.detach().clone().requires_grad_()
+            with torch.autograd.graph.saved_tensors_hooks(*hooks) if moved == "hooks" else nullcontext():
+                loss = onepass.cross_entropy(leaf, target)
+            if moved == "logits":
+                leaf.data = 2 * x
+            loss.backward(torch.full_like(loss, 3.0))
+            onepass.cross_entropy(x.detach().requires_grad_(), target).backward()  # the next guess is 1
+        found.append(leaf.grad)
+    assert torch.equal(*found)
 
 
 def test_every_backward_of_a_mean_has_a_gradient_of_its_own(batch, early):

@@ -5,6 +5,7 @@ import re
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,6 +81,49 @@ def test_hooks_of_a_profiler_are_called(where):
         enter.remove(hooks[0])
         leave.remove(hooks[1])
     assert found == ["affine_kernel", "left"] and torch.equal(got, 3 * x)
+
+
+def test_a_quick_launch_passes_what_a_launch_does(monkeypatch):
+    """To Triton's launcher or, for a kernel without scratch memory in Triton 3.6, to the function that it calls."""
+    seen, through, hooks, calls = [], [], [None] * 3, SimpleNamespace(calls=[])
+
+    class CudaLauncher:
+        def __init__(self, scratch):
+            self.global_scratch_size, self.profile_scratch_size = scratch, 0
+            self.launch_cooperative_grid, self.launch_pdl = "cooperative", "pdl"
+
+        def __call__(self, *args):
+            through.append(self)
+            self.launch(*args[:5], self.launch_cooperative_grid, self.launch_pdl, None, None, *args[5:])
+
+        def launch(self, *args):
+            seen.append(args)
+
+    launcher = CudaLauncher(0)
+    compiled = SimpleNamespace(function="function", packed_metadata="metadata", launch_metadata=lambda *_: "data")
+    monkeypatch.setattr(launching, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda n: 7)))
+    monkeypatch.setattr(launching, "_repeated", {})
+    monkeypatch.setattr(launching, "_quick", {})
+    assert launching.quick("key") is None
+    for run in (lambda *args: seen.append(args), launcher, CudaLauncher(4)):
+        known = launching.Launch(compiled, run, 3, None, (4, True))
+        for version in ("3.6.0", "3.7.1"):
+            launching.forget()
+            launching._repeated["key"] = known
+            monkeypatch.setattr(launching.triton, "__version__", version)
+            launching.quick("key")(0, 7, 100, None)
+            assert len(through) == (isinstance(run, CudaLauncher) and (run is not launcher or version == "3.7.1"))
+            launching.start(known, 0, (100, None))
+            assert seen[0] == seen[1] and seen[0][-7:] == (*hooks, 100, None, 4, True) and seen[0][3] == 7
+            seen.clear()
+            through.clear()
+    with monkeypatch.context() as profiled:
+        profiled.setattr(launching, "KNOBS", SimpleNamespace(launch_enter_hook=calls, launch_exit_hook=calls))
+        calls.calls.append("a hook")
+        launching.quick("key")(0, 7, 100, None)
+    assert seen[0][-7:] == ("data", calls, calls, 100, None, 4, True)
+    launching.forget()
+    assert launching.quick("key") is None
 
 
 @pytest.mark.parametrize("name", KERNELS)

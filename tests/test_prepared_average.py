@@ -6,6 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
 from onepass.backend import backend_of
@@ -33,7 +36,8 @@ def replace(monkeypatch, module, seen, **functions):
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("few", [512, 0], ids=("few rows", "many rows"))
 @pytest.mark.parametrize("first", [True, False], ids=("the first average", "a later one"))
-def test_a_repeated_launch_is_given_what_the_checked_one_is(device, monkeypatch, few, counted, first):
+@pytest.mark.parametrize("stream", [5, None], ids=("", "captured"))
+def test_a_repeated_launch_is_given_what_the_checked_one_is(device, monkeypatch, few, counted, first, stream):
     """It passes pointers without looking at tensors again, so each must be in its place, and memory must be enough."""
     if not interpreted(device):
         pytest.skip("only the pointers are compared, not what a kernel does with them")
@@ -67,17 +71,22 @@ def test_a_repeated_launch_is_given_what_the_checked_one_is(device, monkeypatch,
         spaces.append(space.detach())  # whose memory stays
         return space
 
+    def begin(index, stream, *pointers):
+        assert stream == 5
+        start(None, index, pointers)
+
     replace(monkeypatch, module, seen, start=start, zeros=zeros, empty=empty)
     found = []
     for known in (None, SimpleNamespace(workspace=64)):
         monkeypatch.setattr(module, "repeated", lambda key, known=known: known)
-        total, gradient, numbers, pointers = launches.average(logits, index, addresses_of(logits, index), last, None)
+        monkeypatch.setattr(module, "quick", lambda key, known=known: known and begin)
+        total, gradient, numbers, pointers = launches.average(logits, index, addresses_of(logits, index), last, stream)
         if few:
             spaces.clear()  # it is the numbers
         assert gradient.shape == logits.shape and gradient.stride() == logits.stride() and total.shape == ()
         forward = names(numbers, gradient, total)
         assert (pointers is None) == (known is None)
-        launches.correct(logits, index, numbers, upstream, gradient, pointers)
+        launches.correct(logits, index, numbers, upstream, gradient, pointers, -1, 5)
         found.append((forward, names(numbers, gradient), numbers.shape, numbers.dtype))
     (checked, *rest), (again, *same) = found
     of_loss = 0 if few else 1
@@ -146,13 +155,72 @@ def test_a_correction_is_repeated_for_tensors_of_the_same_layout_only(device, mo
     launches = module.prepare_average(logits, index, *how, True)
     _, gradient, numbers, _ = launches.average(logits, index, addresses_of(logits, index), None, None)
     how = []
-    monkeypatch.setattr(module, "repeated", lambda key: "a launch")
+    monkeypatch.setattr(module, "quick", lambda key: lambda *_: how.append("repeated"))
     monkeypatch.setattr(module, "launch", lambda *_: how.append("checked"))
-    monkeypatch.setattr(module, "start", lambda *_: how.append("repeated"))
     upstream = torch.ones(2, device=device)[1] if what == "upstream not aligned" else torch.ones((), device=device)
     upstream = torch._neg_view(upstream) if what == "upstream negated" else upstream
     launches.correct(logits, index, numbers, upstream, gradient, None if what == "moved" else (0,))
     assert how == ["repeated" if what == "the same" else "checked"]
+
+
+def test_a_call_that_is_observed_is_of_another_kind(device, monkeypatch):
+    """Whatever was called before with tensors of that shape: kernels would not see what observes it."""
+    if not interpreted(device):
+        pytest.skip("only the choice of a path is looked at")
+    module = sys.modules["onepass.softmax.prepared_average"]
+    monkeypatch.setattr(module, "_known", {})
+    monkeypatch.setattr(sys.modules["onepass.kernels.softmax_loss"], "LEAST_LOGITS", 0)
+    x, y = torch.randn(3, 96, device=device, requires_grad=True), torch.arange(3, device=device)
+    how, taken = (Average(-1.0, True, None, -100), Options("log_probs", masked=-100)), []
+
+    def take(logits, index=y):
+        taken.append(module.prepared_average(logits, index, *how))
+        return logits.sum()
+
+    def found():
+        got = [t is not None for t in taken]
+        taken.clear()
+        return got
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    class Other(torch.Tensor):
+        pass
+
+    for _ in range(2):  # known in the second turn
+        for logits in (x, x.detach(), torch.nn.Parameter(x.detach()), x * 1.0, x.detach().clone().requires_grad_()):
+            take(logits)
+        take(x, y.int())
+        with torch.no_grad():
+            take(x)
+        assert found() == [True] * 7
+        torch.func.grad(take)(x.detach())
+        torch.func.vmap(lambda v: take(v).view(1))(x.detach()[None])
+        torch.func.grad(lambda v: (take(x), v.sum())[1])(x.detach())
+        with forward_ad.dual_level():
+            take(x)
+            take(forward_ad.make_dual(x.detach(), torch.ones_like(x)))
+        with Mode():
+            take(x)
+        torch.jit.trace(
+            lambda v: (taken.append(module.prepared_average(x, y, *how)), take(v))[1], (x.detach(),), check_trace=False
+        )
+        make_fx(lambda v: take(v))(x.detach())
+        take(x.detach().as_subclass(Other))
+        take(torch._neg_view(x.detach()))
+        take(x.detach().t().contiguous().t())
+        take(x, y + 0.5)
+        take(x, y[:2])
+        take(x, None)
+        take(x.detach().numpy()[0])
+        assert not any(found())
+    kinds = module._known[x.shape]
+    assert len(kinds) <= module.MOST_KINDS and len({id(k.launches) for k in kinds if k.launches is not None}) > 3
+    for n in range(20):
+        module.prepared_average(x, y, how[0], how[1]._replace(masked=n))
+    assert len(module._known[x.shape]) == module.MOST_KINDS
 
 
 def test_one_row_has_the_launches_of_its_stride(device, monkeypatch):

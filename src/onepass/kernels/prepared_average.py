@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.options import PACKED, Average, Inputs, Options
-from onepass.kernels.launch import launch, repeated, start
+from onepass.kernels.launch import launch, quick, repeated, start
 from onepass.kernels.layout import layout_of, power_of_two
 from onepass.kernels.row_average import plan_of_average, plan_of_weight
 from onepass.kernels.softmax_gradient import plan_for as plan_for_gradient
@@ -74,8 +74,8 @@ class PreparedAverage:
             The three tensors, and what `correct` may be given.
         """
         key = self.first if last is None else self.later
-        known = repeated(key)
-        if known is None:
+        known, begin = repeated(key), quick(key)
+        if known is None or begin is None:
             return self.first_average(logits, index, last, key)
         of_logits, of_index = at
         device, last_at = logits.get_device(), None if last is None else last.data_ptr()
@@ -86,11 +86,13 @@ class PreparedAverage:
             numbers = None if stream is None else kept(device, stream, self.size, torch.float32)
             numbers = zeros(self.size, logits.device, torch.float32) if numbers is None else numbers
             to = numbers.data_ptr()
+            packed_at, log_probs_at = to + WORD * FIRST, to + WORD * self.log_probs
             of_average = None, last_at, to, total.data_ptr(), to + WORD * self.workspace
-            packed_at = to + WORD * FIRST
-            start(known, device, (*inputs, packed_at, to + WORD * self.log_probs, None, *NONE, *of_average))
-            pointers = of_logits, None, to, of_gradient, of_index, of_index, None, packed_at, *NONE
-            return total, gradient, numbers, pointers
+            if stream is None:
+                start(known, device, (*inputs, packed_at, log_probs_at, None, *NONE, *of_average))
+            else:
+                begin(device, stream, *inputs, packed_at, log_probs_at, None, *NONE, *of_average)
+            return total, gradient, numbers, (of_logits, None, to, of_gradient, of_index, of_index, None, packed_at)
         of_weight, of_mean = repeated((key, "weight")), repeated((key, "mean"))
         if of_weight is None or of_mean is None:
             return self.first_average(logits, index, last, key)
@@ -103,7 +105,7 @@ class PreparedAverage:
         packed_at, log_probs_at = to + WORD * FIRST, to + WORD * self.log_probs
         start(known, device, (*inputs, packed_at, log_probs_at, None, *NONE[:3], guess_at, *NONE, space_at))
         start(of_mean, device, (log_probs_at, of_index, None, to, total.data_ptr()))
-        return total, gradient, numbers, (of_logits, None, to, of_gradient, of_index, of_index, None, packed_at, *NONE)
+        return total, gradient, numbers, (of_logits, None, to, of_gradient, of_index, of_index, None, packed_at)
 
     def first_average(
         self, logits: Tensor, index: Tensor, last: Tensor | None, key: Any
@@ -126,20 +128,21 @@ class PreparedAverage:
 
     def correct(
         self, logits: Tensor, index: Tensor, numbers: Tensor, upstream: Tensor, gradient: Tensor,
-        pointers: Pointers | None = None,
+        pointers: Pointers | None = None, device: int = -1, stream: int = 0,
     ) -> None:  # fmt: skip
         """Write the gradient again if it was computed for another upstream gradient: see `softmax_gradient`.
 
         Args:
             pointers: to these tensors but for the upstream gradient, in the order of the kernel's arguments, if they
                 are still where `average` had them; None if they may have another layout.
+            device, stream: the current ones, with ``pointers``.
         """
-        known, of_upstream = repeated(self), upstream.data_ptr()
-        if pointers is None or known is None or of_upstream & 15 or not of_upstream or upstream.is_neg():
+        begin, of_upstream = quick(self), upstream.data_ptr()
+        if pointers is None or begin is None or of_upstream & 15 or not of_upstream or upstream.is_neg():
             of_rows = numbers, gradient, index, index, None, self.packed(numbers)
             launch(plan_for_gradient, self.of_gradient, (logits, None, *of_rows, *NONE, upstream), self)
         else:
-            start(known, upstream.get_device(), (*pointers, of_upstream))
+            begin(device, stream, *pointers, *NONE, of_upstream)
 
     def packed(self, numbers: Tensor) -> Tensor:
         """The statistics of the rows."""

@@ -53,7 +53,8 @@ def prepared_average(logits: Any, index: Any, average: Average, options: Options
     """
     if torch.compiler.is_compiling() or type(logits) not in TENSORS or is_debugging():
         return None
-    if forward_ad._current_level >= 0 or _len_torch_dispatch_stack():
+    # What the check does not see, or what would record that the shape is read.
+    if forward_ad._current_level >= 0 or _len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
         return None
     how, device = (average, options, torch.is_grad_enabled()), logits.get_device()
     for known in _known.get(logits.shape, ()):
@@ -131,11 +132,13 @@ class _Average(torch.autograd.Function):
             upstreams = FieldGradients(selected=upstream, row_weight=numbers)
             inputs, columns = Inputs(index, index), logits.shape[-1]
             return _gradient(logits, inputs, launches.packed(numbers), upstreams, columns, launches.options), None
-        launches.correct(logits, index, numbers, upstream, gradient, pointers)
         if pointers is None or is_capturing(device):
+            launches.correct(logits, index, numbers, upstream, gradient)
             keep_row_weight(logits, numbers)
-        else:  # it is the tensor of the forward, which needs no check
-            _last[(device, stream_of(device), False)] = numbers
+        else:  # these are the tensors of the forward, which need no check
+            stream = stream_of(device)
+            launches.correct(logits, index, numbers, upstream, gradient, pointers, device, stream)
+            _last[(device, stream, False)] = numbers
         return gradient, None
 
 
