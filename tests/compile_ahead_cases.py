@@ -215,10 +215,9 @@ def launch(case: Case, dtype: torch.dtype) -> None:
             kernels.softmax_average(whole_vectors, *few, whole_vectors)
         every = empty(1024, 1 << 16, dtype=dtype)  # of many rows
         index_of_every, undivided = empty(1024, dtype=torch.int64), average._replace(divisor=None)
-        kernels.prepare_average(every, index_of_every, undivided, PLAIN, True).average(
-            every, index_of_every, of_average
-        )
-        kernels.prepare_average(every, index_of_every, undivided, PLAIN, False).average(every, index_of_every)
+        of_every = every, index_of_every
+        kernels.prepare_average(*of_every, undivided, PLAIN, True).average(*of_every, (0, 0), of_average, None)
+        kernels.prepare_average(*of_every, undivided, PLAIN, False).average(*of_every, (0, 0))
     of_mean = FieldGradients(selected=number, row_weight=of_average)
     of_rows = Inputs(one, row_mask)
     kernels.softmax_gradient(logits, of_rows, packed, of_mean, mean, out, again=True)

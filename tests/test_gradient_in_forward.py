@@ -251,6 +251,17 @@ def test_every_backward_of_a_mean_has_a_gradient_of_its_own(batch, early):
         loss.backward()
 
 
+def test_a_backward_frees_what_it_needed(device, early):
+    """Even if the loss is kept, as in a list for a plot."""
+    x, target, _ = few_rows_of(device, "")
+    loss = onepass.cross_entropy(x.requires_grad_(), target)
+    node = loss.grad_fn
+    loss.backward()
+    assert not any(isinstance(v, torch.Tensor) for v in getattr(node, "made", ()))
+    with pytest.raises(RuntimeError, match="after they have already been freed"):
+        _ = node.saved_tensors
+
+
 def test_the_guess_of_another_dtype_is_left_alone(batch, early):
     """A kernel would compute in float64."""
     x, target = batch

@@ -13,6 +13,7 @@ import torch
 import onepass
 from linear_cases import LOSSES as OF_HEADS
 from linear_cases import batch, policy_loss
+from onepass.core.memo import MOST
 from test_torch import ALL, example
 
 triton = pytest.importorskip("triton")
@@ -122,6 +123,13 @@ def test_a_quick_launch_passes_what_a_launch_does(monkeypatch):
         calls.calls.append("a hook")
         launching.quick("key")(0, 7, 100, None)
     assert seen[0][-7:] == ("data", calls, calls, 100, None, 4, True)
+    launching._repeated["key"] = known._replace(programs=5)
+    launching.quick("key")(0, 7)
+    assert seen[-1][0] == 5
+    for n in range(MOST + 1):
+        launching._repeated[n] = known
+        launching.quick(n)
+    assert len(launching._quick) <= MOST
     launching.forget()
     assert launching.quick("key") is None
 

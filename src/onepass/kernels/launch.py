@@ -78,7 +78,7 @@ class Launch(NamedTuple):
 Copied = tuple[bool, ...]  # for each tensor, whether the kernel takes a contiguous copy of it
 _launches: dict[tuple[Any, ...], Launch | Copied] = {}
 _repeated: dict[Any, Launch] = {}  # those that `repeat` and `repeated` find
-_quick: dict[Any, Callable[..., None]] = {}  # those that `quick` has made
+_quick: dict[Any, tuple[Launch, Callable[..., None]]] = {}  # some of these, and what `quick` has made of them
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -202,9 +202,13 @@ def start(known: Launch, index: int, pointers: Sequence[int | None]) -> None:
 
 def quick(key: Any) -> Callable[..., None] | None:
     """`start` of the launch that `repeated` finds, as a function of device, stream and pointers, in less time."""
-    begin = _quick.get(key)
-    if begin is None and key in _repeated:
-        begin = _quick[key] = quick_start(_repeated[key])
+    known = _repeated.get(key)
+    if known is None:
+        return None
+    of, begin = _quick.get(key, (None, None))
+    if of is not known:
+        begin = quick_start(known)
+        keep(_quick, key, (known, begin))
     return begin
 
 

@@ -128,19 +128,22 @@ class PreparedAverage:
 
     def correct(
         self, logits: Tensor, index: Tensor, numbers: Tensor, upstream: Tensor, gradient: Tensor,
-        pointers: Pointers | None = None, device: int = -1, stream: int = 0,
+        pointers: Pointers | None, device: int, stream: int, kept: bool,
     ) -> None:  # fmt: skip
         """Write the gradient again if it was computed for another upstream gradient: see `softmax_gradient`.
 
         Args:
             pointers: to these tensors but for the upstream gradient, in the order of the kernel's arguments, if they
                 are still where `average` had them; None if they may have another layout.
-            device, stream: the current ones, with ``pointers``.
+            device, stream: the current ones.
+            kept: whether the launch may be repeated for other tensors: these are those of `average`.
         """
         begin, of_upstream = quick(self), upstream.data_ptr()
         if pointers is None or begin is None or of_upstream & 15 or not of_upstream or upstream.is_neg():
             of_rows = numbers, gradient, index, index, None, self.packed(numbers)
-            launch(plan_for_gradient, self.of_gradient, (logits, None, *of_rows, *NONE, upstream), self)
+            launch(
+                plan_for_gradient, self.of_gradient, (logits, None, *of_rows, *NONE, upstream), self if kept else None
+            )
         else:
             begin(device, stream, *pointers, *NONE, of_upstream)
 

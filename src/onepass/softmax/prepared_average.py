@@ -20,7 +20,7 @@ from onepass.core.memo import keep
 from onepass.core.options import Average, FieldGradients, Inputs, Options
 from onepass.softmax.statistics import _gradient, _last, keep_row_weight
 
-MOST_KINDS = 8  # of tensors of one shape
+MOST_KINDS = 64  # of tensors of one shape
 
 
 class Known(NamedTuple):
@@ -57,9 +57,12 @@ def prepared_average(logits: Any, index: Any, average: Average, options: Options
     if forward_ad._current_level >= 0 or _len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
         return None
     how, device = (average, options, torch.is_grad_enabled()), logits.get_device()
-    for known in _known.get(logits.shape, ()):
+    kinds = _known.get(logits.shape, [])
+    for n, known in enumerate(kinds):
         if known.check(logits, index) and known.how == how and (device >= 0 or backend_of(logits) is known.backend):
             launches = known.launches
+            if n:  # the last one is the first that is looked at
+                _known[logits.shape] = [known, *kinds[:n], *kinds[n + 1 :]]
             break
     else:
         launches = learned(logits, index, how)
@@ -85,8 +88,8 @@ def learned(logits: Tensor, index: Any, how: tuple[Average, Options, bool]) -> A
     # A single row is contiguous with any stride, which determines its launches, as that of more rows does.
     sizes, strides = ([list(f(t)) for t in (logits, index)] for f in (Tensor.size, Tensor.stride))
     guards = TensorGuards(logits, index, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type, misc]
-    others = _known.get(logits.shape, [])
-    keep(_known, logits.shape, [*others[1 - MOST_KINDS :], Known(guards.check, how, backend, launches)])
+    others = _known.get(logits.shape, [])[: MOST_KINDS - 1]
+    keep(_known, logits.shape, [Known(guards.check, how, backend, launches), *others])
     return launches
 
 
@@ -108,37 +111,35 @@ class _Average(torch.autograd.Function):
         total, gradient, numbers, pointers = launches.average(logits, index, at, last, stream)
         if has_hooks(True):
             ctx.save_for_backward(logits, index, numbers, gradient)
-            ctx.made = launches, at, device, None, None, None
-        else:  # nobody else has the other two, and to save them takes time
-            ctx.save_for_backward(logits, index)
-            ctx.made = launches, at, device, pointers, numbers, gradient
+            gradient = pointers = None
+        else:  # nobody else has the gradient, and to save it takes time
+            ctx.save_for_backward(logits, index, numbers)
+        ctx.made = launches, at, device, pointers, gradient
         return total
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(upstream):
             check_upstream(upstream)
-        logits, index, *saved = ctx.saved_tensors
-        launches, at, device, pointers, numbers, gradient = ctx.made
-        ctx.made = launches, None, device, None, numbers, None  # the first backward gives the gradient away
-        if saved:
-            numbers, early = saved
-            # A second backward unpacks it again: it must not seem to be modified. Hooks may have changed layouts.
-            if at is not None and logits.is_contiguous() and early.is_contiguous():
-                gradient = early.data
-        elif at != (logits.data_ptr(), index.data_ptr()):  # the caller has given the tensor other memory
-            pointers, gradient = None, gradient if logits.is_contiguous() else None
-        if gradient is None:
+        logits, index, numbers, *saved = ctx.saved_tensors
+        launches, at, device, pointers, gradient = ctx.made
+        ctx.made = launches, None, device, None, None  # the first backward gives the gradient away
+        # Hooks may have given what was saved another layout, and the caller other memory.
+        same = not saved and at == (logits.data_ptr(), index.data_ptr())
+        if saved and at is not None and saved[0].is_contiguous():
+            gradient = saved[0].data  # a second backward unpacks it again: it must not seem to be modified
+        if gradient is None or not logits.is_contiguous():
             upstreams = FieldGradients(selected=upstream, row_weight=numbers)
             inputs, columns = Inputs(index, index), logits.shape[-1]
             return _gradient(logits, inputs, launches.packed(numbers), upstreams, columns, launches.options), None
-        if pointers is None or is_capturing(device):
-            launches.correct(logits, index, numbers, upstream, gradient)
-            keep_row_weight(logits, numbers)
-        else:  # these are the tensors of the forward, which need no check
-            stream = stream_of(device)
-            launches.correct(logits, index, numbers, upstream, gradient, pointers, device, stream)
+        stream = stream_of(device)
+        launches.correct(
+            logits, index, numbers, upstream, gradient, pointers if same else None, device, stream, same
+        )  # fmt: skip
+        if same and not is_capturing(device):  # the numbers are those of the forward, and need no check
             _last[(device, stream, False)] = numbers
+        else:
+            keep_row_weight(logits, numbers)
         return gradient, None
 
 
