@@ -92,7 +92,7 @@ def test_losses_of_heads(taken, monkeypatch, frozen):
     index = torch.randint(500, (600,), generator=g).to(device)
     index[::3] = -100
     for rows in (10**6, 300):
-        monkeypatch.setattr("onepass.logits.tile_plan.in_waves", lambda count, most, width: min(count, rows))  # noqa: B023
+        monkeypatch.setattr("onepass.logits.tile_plan.in_waves", lambda count, most, width, of_pass: min(count, rows))  # noqa: B023
         monkeypatch.setattr("onepass.logits.tile_plan.equal", lambda count, most: min(count, rows))  # noqa: B023
         if rows < 600:
             monkeypatch.setattr("onepass.logits.tile_plan.default_memory", lambda *_: 1 << 25)
