@@ -29,7 +29,7 @@ Hashes = dict[str, str]  # by the path of a file within the package, or "path::n
 
 
 def sources_of(run: Callable[[], Any]) -> Hashes:
-    """Run ``run`` and return the hashes of what it ran through.
+    """Run ``run`` twice and return the hashes of what it ran through: launches that are planned, and repeated ones.
 
     These are the Python functions that were called, the kernels that were launched, with every device function that
     they name, directly or not, the constants, classes and imports that all of these name, and the shipped measurements
@@ -51,7 +51,8 @@ def sources_of(run: Callable[[], Any]) -> Hashes:
     with torch.autograd.set_multithreading_enabled(False):
         sys.setprofile(note)
         try:
-            run()
+            for _ in range(2):
+                run()
         finally:
             sys.setprofile(before)
     for kernel in kernels.values():

@@ -130,6 +130,13 @@ def test_the_backward_and_the_device_functions_of_kernels_are_sources():
     assert {"softmax_statistics_kernel", "update"} <= names
 
 
+def test_what_only_a_later_call_runs_through_is_a_source():
+    """The first call plans launches, which later ones repeat by other functions."""
+    logits, functions = torch.randn(3, 40), iter((onepass.softmax_statistics, onepass.entropy_from_logits))
+    found = sources.sources_of(lambda: next(functions)(logits))
+    assert any(key.endswith("::entropy_from_logits") for key in found)
+
+
 def test_the_shipped_measurements_of_a_kernel_are_a_source_of_what_they_chose(package, monkeypatch):
     store = own.SHIPPED / "h100.json"
     records = [r for r in ConfigStore(store).records if r.kernel == "divergence_kernel"]

@@ -213,7 +213,7 @@ def quick(key: Any) -> Callable[..., None] | None:
 
 
 def quick_start(known: Launch) -> Callable[..., None]:
-    """See `quick`."""
+    """The function that `quick` returns, which takes the arguments ``(index, stream, *pointers)``."""
     compiled, run, programs, _, rest = known
     kernel: tuple[Any, ...] = (compiled.function,)
     # The function of Triton 3.6 that its launcher calls after it has found that the kernel takes no scratch memory.

@@ -100,8 +100,8 @@ class PreparedAverage:
         to = numbers.data_ptr()
         guess_at = to + WORD * GUESS
         start(of_weight, device, (to, guess_at, of_index if self.counted else None, None, last_at))
-        space = zeros(known.workspace, logits.device) if known.workspace else None
-        space_at = None if space is None else space.data_ptr()  # alive until the launch
+        space = zeros(known.workspace, logits.device) if known.workspace else None  # alive until the launch
+        space_at = None if space is None else space.data_ptr()
         packed_at, log_probs_at = to + WORD * FIRST, to + WORD * self.log_probs
         start(known, device, (*inputs, packed_at, log_probs_at, None, *NONE[:3], guess_at, *NONE, space_at))
         start(of_mean, device, (log_probs_at, of_index, None, to, total.data_ptr()))

@@ -1,7 +1,7 @@
 """The average of the log-probs of rows, with little time on the host, which is the limit for few rows.
 
 The result and the gradient are those of `statistics_of`. What that finds out in every call is looked up here, by the
-kind of the tensors. `losses.cross_entropy` calls this for plain tensors, and `logits.source` for those of small heads.
+kind of the tensors. `losses.cross_entropy` calls this for plain tensors, and for the logits of a head with few rows.
 """
 
 from collections.abc import Callable
