@@ -116,6 +116,8 @@ def test_a_quick_launch_passes_what_a_launch_does(monkeypatch):
             assert len(through) == (isinstance(run, CudaLauncher) and (run is not launcher or version == "3.7.1"))
             launching.start(known, 0, (100, None))
             assert seen[0] == seen[1] and seen[0][-7:] == (*hooks, 100, None, 4, True) and seen[0][3] == 7
+            launching.quick("key")(0, None, 100, None)
+            assert seen[2] == seen[1], "the current stream is found"
             seen.clear()
             through.clear()
     with monkeypatch.context() as profiled:

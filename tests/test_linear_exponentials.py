@@ -187,6 +187,21 @@ def test_references_that_are_far_above_all_logits(place):
     assert {row // module.TILE_ROWS for row in emulated.computed[len(a) :]} == {0, 1}
 
 
+@pytest.mark.parametrize("width", (64, 192, 200, 328, 896))
+def test_programs_of_several_tiles(place, width):
+    """Warps that multiply are a step apart from each other, and the last tile of rows has none for some of them."""
+    device, dtype, emulated = place
+    if emulated is not None:
+        pytest.skip("the interpreter does not run the product")
+    a, w, index = draw(device, (1000, 12000, width), dtype, 0.25)
+    compared(a, w, Inputs(index), Options("log_probs"))
+    for tile in (1, 4):  # which are computed again
+        row = tile * module.TILE_ROWS + 70
+        a[row] *= 64.0
+        index[row] = (a[row].float() @ w.float().t()).argmin()
+    compared(a, w, Inputs(index), Options("log_probs entropy is_top1"), split=8192)
+
+
 def test_hard_rows(place):
     """NaN and infinite rows, logits of -inf, indices outside of the vocabulary; such rows may be masked."""
     device, dtype, _ = place

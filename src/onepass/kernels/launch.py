@@ -213,7 +213,7 @@ def quick(key: Any) -> Callable[..., None] | None:
 
 
 def quick_start(known: Launch) -> Callable[..., None]:
-    """The function that `quick` returns, which takes the arguments ``(index, stream, *pointers)``."""
+    """The function that `quick` returns, of ``(index, stream, *pointers)``; for None it finds the stream itself."""
     compiled, run, programs, _, rest = known
     kernel: tuple[Any, ...] = (compiled.function,)
     # The function of Triton 3.6 that its launcher calls after it has found that the kernel takes no scratch memory.
@@ -223,9 +223,9 @@ def quick_start(known: Launch) -> Callable[..., None]:
         run = run.launch
     kernel += compiled.packed_metadata, None, None, None
 
-    def begin(index: int, stream: int, *pointers: int | None) -> None:
+    def begin(index: int, stream: int | None, *pointers: int | None) -> None:
         enter, leave = KNOBS.launch_enter_hook, KNOBS.launch_exit_hook
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+        if stream is None or getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             start(known, index, pointers)
         else:
             run(programs, 1, 1, stream, *kernel, *pointers, *rest)

@@ -3,7 +3,8 @@
 Its warps have the roles of those of `grouped_gemm_hopper`: one loads the operands into a ring of stages in shared
 memory, and two groups of four multiply them, each for a part of 64 rows and half of a third part. Each group then takes
 the exponentials of its products, adds up those of a row, and stores them, while the operands of the next tile are
-loaded.
+loaded. The second group begins a tile one step after the first, so that one multiplies while the other takes
+exponentials.
 
 Bytes moved: a row of the hidden states once for each tile of columns, the weight once for each tile of rows, the
 exponentials once, and two or three numbers for every row of a tile.
@@ -164,27 +165,39 @@ def multiply(
     which: gl.constexpr, ring, columns, inputs, outputs, results, rows, factor, W: gl.constexpr
 ):  # fmt: skip
     """Compute the first (0) or the second (1) part of the rows of each tile, and half of the third part."""
-    _, _, full, empty = ring
+    _, begun, full, empty = ring
     due = inputs[3]
     STAGES: gl.constexpr = W.STAGES
     STEPS: gl.constexpr = (W.K + STEP - 1) // STEP
+    # Two steps of a lead were slower at K = 896 (H200). In short tiles, the lead could become one of two tiles.
+    LEAD: gl.constexpr = 1 if STEPS > STAGES else 0
+    FIRST: gl.constexpr = LEAD if which == 0 else 0
     N_TILES: gl.constexpr = (W.V + WIDTH - 1) // WIDTH
     of_acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     of_third: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     m_tiles = gl.cdiv(rows, PARTS * PART)
     step = 0
+    tile = 0
     for work in range(gl.program_id(0), number_of_tiles(m_tiles, due, W), gl.num_programs(0)):
         m_tile, n_tile = place_of_tile(work, m_tiles, N_TILES, GROUP_OF_ROWS)
         if is_due(m_tile, due):
             row0 = m_tile * (PARTS * PART)
             n0 = n_tile * WIDTH
             begin = row0 + which * PART
+            if LEAD > 0 and which == 1:
+                mbarrier.wait(begun, tile & 1)
+            tile += 1
             if begin < rows:
                 acc = gl.zeros((PART, WIDTH), gl.float32, of_acc)  # not kept from the tile before, beside what is read
                 if row0 + 2 * PART < rows:
                     third = gl.zeros((PART, HALF), gl.float32, of_third)
+                    if FIRST > 0:
+                        acc, third, step = accumulate_with_third(
+                            acc, third, step, ring, columns, which, FIRST, "K", W, False, True
+                        )
+                        mbarrier.arrive(begun, count=1)
                     acc, third, step = accumulate_with_third(
-                        acc, third, step, ring, columns, which, STEPS, "K", W, False, True
+                        acc, third, step, ring, columns, which, STEPS - FIRST, "K", W, False, FIRST == 0
                     )
                     slot0 = row0 + 2 * PART
                     if which == 1:
@@ -192,7 +205,10 @@ def multiply(
                     n1 = n0 + which * HALF
                     read(third, inputs, outputs, results, which, row0 + 2 * PART, n1, slot0, rows, factor, W)
                 else:
-                    acc, step = accumulate(acc, step, ring, columns, which, STEPS, "K", W, False, True)
+                    if FIRST > 0:
+                        acc, step = accumulate(acc, step, ring, columns, which, FIRST, "K", W, False, True)
+                        mbarrier.arrive(begun, count=1)
+                    acc, step = accumulate(acc, step, ring, columns, which, STEPS - FIRST, "K", W, False, FIRST == 0)
                 read(acc, inputs, outputs, results, which, begin, n0, begin, rows, factor, W)
             else:
                 for _k in range(STEPS):
@@ -258,11 +274,13 @@ def linear_exponentials_kernel(
         of_rest = describe_result(rest, rows, W.V - split, rest_row)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    begun = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(begun, count=1)
     for n in gl.static_range(STAGES):
         mbarrier.init(full.index(n), count=1)
         mbarrier.init(empty.index(n), count=2)
     hopper.fence_async_shared()
-    ring = (to_rows, to_rows, full, empty)  # as `accumulate` takes it
+    ring = (to_rows, begun, full, empty)  # as `accumulate` takes it, which does not read the second
     inputs = (reference, index, marks, due)
     outputs = (out, rest, of_out, of_rest, split, states, selected, ties)
     gl.warp_specialize(

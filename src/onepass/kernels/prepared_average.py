@@ -88,10 +88,7 @@ class PreparedAverage:
             to = numbers.data_ptr()
             packed_at, log_probs_at = to + WORD * FIRST, to + WORD * self.log_probs
             of_average = None, last_at, to, total.data_ptr(), to + WORD * self.workspace
-            if stream is None:
-                start(known, device, (*inputs, packed_at, log_probs_at, None, *NONE, *of_average))
-            else:
-                begin(device, stream, *inputs, packed_at, log_probs_at, None, *NONE, *of_average)
+            begin(device, stream, *inputs, packed_at, log_probs_at, None, *NONE, *of_average)
             return total, gradient, numbers, (of_logits, None, to, of_gradient, of_index, of_index, None, packed_at)
         of_weight, of_mean = repeated((key, "weight")), repeated((key, "mean"))
         if of_weight is None or of_mean is None:
@@ -128,7 +125,7 @@ class PreparedAverage:
 
     def correct(
         self, logits: Tensor, index: Tensor, numbers: Tensor, upstream: Tensor, gradient: Tensor,
-        pointers: Pointers | None, device: int, stream: int, kept: bool,
+        pointers: Pointers | None, device: int, stream: int, repeats: bool,
     ) -> None:  # fmt: skip
         """Write the gradient again if it was computed for another upstream gradient: see `softmax_gradient`.
 
@@ -136,14 +133,12 @@ class PreparedAverage:
             pointers: to these tensors but for the upstream gradient, in the order of the kernel's arguments, if they
                 are still where `average` had them; None if they may have another layout.
             device, stream: the current ones.
-            kept: whether the launch may be repeated for other tensors: these are those of `average`.
+            repeats: whether the launch may be repeated for other tensors: these are those of `average`.
         """
         begin, of_upstream = quick(self), upstream.data_ptr()
         if pointers is None or begin is None or of_upstream & 15 or not of_upstream or upstream.is_neg():
-            of_rows = numbers, gradient, index, index, None, self.packed(numbers)
-            launch(
-                plan_for_gradient, self.of_gradient, (logits, None, *of_rows, *NONE, upstream), self if kept else None
-            )
+            given = logits, None, numbers, gradient, index, index, None, self.packed(numbers), *NONE, upstream
+            launch(plan_for_gradient, self.of_gradient, given, self if repeats else None)
         else:
             begin(device, stream, *pointers, *NONE, of_upstream)
 

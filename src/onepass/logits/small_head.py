@@ -62,7 +62,7 @@ def small_logits_of(head: Any, index: Any, masked: int) -> Tensor | None:
     return small_logits(head, index, masked)
 
 
-class _Linear(torch.autograd.Function):
+class _SmallLinear(torch.autograd.Function):
     """A linear layer. What masked rows of the hidden states hold reaches no gradient, even if it is infinite or NaN."""
 
     @staticmethod
@@ -104,4 +104,4 @@ def keep_valid(rows: Tensor, valid: Tensor | None, out: Tensor | None = None) ->
     return out
 
 
-_apply = apply_to_ordinary(_Linear)
+_apply = apply_to_ordinary(_SmallLinear)

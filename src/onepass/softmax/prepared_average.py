@@ -18,7 +18,7 @@ from onepass.core.checks import FLOATS, INDEX_DTYPES, is_debugging
 from onepass.core.dispatch import TENSORS, apply_to_ordinary, are_ordinary, check_upstream
 from onepass.core.memo import keep
 from onepass.core.options import Average, FieldGradients, Inputs, Options
-from onepass.softmax.statistics import _gradient, _last, keep_row_weight
+from onepass.softmax.statistics import _gradient, _last, is_capturing, keep_row_weight, stream_of
 
 MOST_KINDS = 64  # of tensors of one shape
 
@@ -141,16 +141,6 @@ class _Average(torch.autograd.Function):
         else:
             keep_row_weight(logits, numbers)
         return gradient, None
-
-
-def stream_of(device: int) -> int:
-    """The current stream of a GPU, 0 for the CPU, as `key_of_row_weight` has it."""
-    return torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
-
-
-def is_capturing(device: int) -> bool:
-    """Whether a CUDA graph is captured on the current stream; see `statistics.is_capturing`."""
-    return device >= 0 and torch._C._cuda_isCurrentStreamCapturing()
 
 
 _apply = apply_to_ordinary(_Average)

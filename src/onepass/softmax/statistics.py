@@ -221,7 +221,7 @@ def last_row_weight(logits: Tensor) -> Tensor | None:
     Each stream has its own: the programs of a forward that read a number while another stream writes it would compute
     rows with different gradients.
     """
-    return None if is_capturing(logits) else _last.get(key_of_row_weight(logits))
+    return None if is_capturing(logits.get_device()) else _last.get(key_of_row_weight(logits))
 
 
 def keep_row_weight(logits: Tensor, row_weight: Tensor) -> None:
@@ -232,15 +232,14 @@ def keep_row_weight(logits: Tensor, row_weight: Tensor) -> None:
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     if type(row_weight) is not Tensor or row_weight.dtype != dtype or row_weight.get_device() != logits.get_device():
         return
-    if row_weight.is_contiguous() and not row_weight.data_ptr() & 15 and not is_capturing(logits):
+    if row_weight.is_contiguous() and not row_weight.data_ptr() & 15 and not is_capturing(logits.get_device()):
         _last[key_of_row_weight(logits)] = row_weight
 
 
 def key_of_row_weight(logits: Tensor) -> tuple[int, int, bool]:
     """What a kept row weight is for: the device, its current stream, and whether it is float64."""
-    index = logits.get_device()
-    stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
-    return index, stream, logits.dtype == torch.float64
+    device = logits.get_device()
+    return device, stream_of(device), logits.dtype == torch.float64
 
 
 def average_fields(
@@ -256,9 +255,14 @@ def average_fields(
 _last: dict[tuple[int, int, bool], Tensor] = {}  # by the `key_of_row_weight` of the logits
 
 
-def is_capturing(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is captured, which cannot read what changes between its replays."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+def stream_of(device: int) -> int:
+    """The current stream of a GPU; 0 for another device, whose index is -1."""
+    return torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
+
+
+def is_capturing(device: int) -> bool:
+    """Whether a CUDA graph is captured on the current stream, which cannot read what changes between its replays."""
+    return device >= 0 and torch._C._cuda_isCurrentStreamCapturing()
 
 
 def upstream_of(grads: tuple[Tensor | None, ...], row_weight: Tensor | None, options: Options) -> FieldGradients:
