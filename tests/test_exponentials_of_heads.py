@@ -8,6 +8,7 @@ import torch
 
 import definition
 import onepass
+from linear_cases import OnCuda
 from on_hopper import ON_HOPPER
 from onepass import kernels, reference
 from onepass.core.options import Inputs, Options
@@ -196,6 +197,21 @@ def test_rows_without_an_upstream_gradient(taken):
     for leaf, value in zip(leaves, expected):
         torch.testing.assert_close(leaf.grad.double(), value.grad, **close)
     assert not leaves[0].grad[5].any()
+
+
+@pytest.mark.parametrize("width", (2048, 4096))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_tiles_of_a_frozen_head(width, dtype):
+    """The documented 1.33 GiB have room for 4096 rows, also of copied hidden states; a copy of the weight is extra."""
+    with torch.device("meta"):
+        hidden, weight = torch.empty(16384, width, dtype=dtype), torch.empty(151936, width, dtype=dtype)
+    head = Head(HeadTensors(hidden, weight), Settings(torch.bfloat16, torch.bfloat16))
+    head.hidden = OnCuda(hidden)
+    rows = tile_plan.row_bytes(torch.empty(1)) + kernels.exponentials_bytes(151936, width, Options("log_probs entropy"))
+    found = tile_plan.plan([head], None, tile_plan.Use(rows, gradient=True, exponentials=True))
+    assert found.rows == found.batch == 4096
+    assert 4096 * (rows + 2 * 151936 + head.row_bytes(False)) <= 1.33 * 2**30
+    assert tile_plan.plan([head], None, tile_plan.Use(gradient=True)).rows * 2 * 151936 <= 0.65 * 2**30
 
 
 def test_metrics_beside_the_loss(taken):

@@ -189,12 +189,13 @@ def test_references_that_are_far_above_all_logits(place):
 
 @pytest.mark.parametrize("width", (64, 192, 200, 328, 896))
 def test_programs_of_several_tiles(place, width):
-    """Warps that multiply are a step apart from each other, and the last tile of rows has none for some of them."""
+    """From four steps on, one group of warps is a step ahead of the other. The last tile has rows for one or both."""
     device, dtype, emulated = place
     if emulated is not None:
         pytest.skip("the interpreter does not run the product")
-    a, w, index = draw(device, (1000, 12000, width), dtype, 0.25)
+    a, w, index = draw(device, (1060, 12000, width), dtype, 0.25)
     compared(a, w, Inputs(index), Options("log_probs"))
+    a, index = a[:1000], index[:1000]
     for tile in (1, 4):  # which are computed again
         row = tile * module.TILE_ROWS + 70
         a[row] *= 64.0

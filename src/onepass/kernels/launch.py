@@ -213,7 +213,7 @@ def quick(key: Any) -> Callable[..., None] | None:
 
 
 def quick_start(known: Launch) -> Callable[..., None]:
-    """The function that `quick` returns, of ``(index, stream, *pointers)``; for None it finds the stream itself."""
+    """The function that `quick` returns, of ``(index, stream, *pointers)``. A stream of None is the current one."""
     compiled, run, programs, _, rest = known
     kernel: tuple[Any, ...] = (compiled.function,)
     # The function of Triton 3.6 that its launcher calls after it has found that the kernel takes no scratch memory.

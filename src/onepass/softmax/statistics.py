@@ -256,12 +256,13 @@ _last: dict[tuple[int, int, bool], Tensor] = {}  # by the `key_of_row_weight` of
 
 
 def stream_of(device: int) -> int:
-    """The current stream of a GPU; 0 for another device, whose index is -1."""
+    """The current stream of a GPU; 0 for the CPU, whose index is -1."""
     return torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
 
 
 def is_capturing(device: int) -> bool:
-    """Whether a CUDA graph is captured on the current stream, which cannot read what changes between its replays."""
+    """Whether the device is a GPU, and a CUDA graph is captured on the current stream. It cannot read what changes
+    between its replays."""
     return device >= 0 and torch._C._cuda_isCurrentStreamCapturing()
 
 
