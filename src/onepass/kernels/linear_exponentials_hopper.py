@@ -3,8 +3,8 @@
 Its warps have the roles of those of `grouped_gemm_hopper`: one loads the operands into a ring of stages in shared
 memory, and two groups of four multiply them, each for a part of 64 rows and half of a third part. Each group then takes
 the exponentials of its products, adds up those of a row, and stores them, while the operands of the next tile are
-loaded. The second group begins a tile one step after the first, so that one multiplies while the other takes
-exponentials (not in tiles of at most as many steps as there are stages).
+loaded. If a tile has more steps than there are stages, the second group begins it one step after the first, so that one
+group multiplies while the other takes exponentials.
 
 Bytes moved: a row of the hidden states once for each tile of columns, the weight once for each tile of rows, the
 exponentials once, and two or three numbers for every row of a tile.
@@ -169,8 +169,9 @@ def multiply(
     due = inputs[3]
     STAGES: gl.constexpr = W.STAGES
     STEPS: gl.constexpr = (W.K + STEP - 1) // STEP
-    # Two steps of a lead were slower at K = 896 (H200). With fewer steps than stages, the first group could arrive
-    # twice before the second has waited once, which would then wait forever.
+    # By how many steps the first group is ahead of the second. Two were slower than one at K = 896 (H200). With fewer
+    # steps than stages, the first group could arrive twice before the second has waited once, which would then wait
+    # forever.
     LEAD: gl.constexpr = 1 if STEPS > STAGES else 0
     FIRST: gl.constexpr = LEAD if which == 0 else 0
     N_TILES: gl.constexpr = (W.V + WIDTH - 1) // WIDTH

@@ -261,8 +261,8 @@ def stream_of(device: int) -> int:
 
 
 def is_capturing(device: int) -> bool:
-    """Whether the device is a GPU, and a CUDA graph is captured on the current stream. It cannot read what changes
-    between its replays."""
+    """Whether the device is a GPU, and a CUDA graph is captured on the current stream. Such a graph cannot read what
+    changes between its replays."""
     return device >= 0 and torch._C._cuda_isCurrentStreamCapturing()
 
 
