@@ -86,7 +86,7 @@ def test_a_repeated_launch_is_given_what_the_checked_one_is(device, monkeypatch,
         assert gradient.shape == logits.shape and gradient.stride() == logits.stride() and total.shape == ()
         forward = names(numbers, gradient, total)
         assert (pointers is None) == (known is None)
-        launches.correct(logits, index, numbers, upstream, gradient, pointers, 0, 9, True)
+        launches.correct(logits, index, numbers, upstream, gradient, pointers, (0, 9), True)
         found.append((forward, names(numbers, gradient), numbers.shape, numbers.dtype))
     (checked, *rest), (again, *same) = found
     of_loss = 0 if few else 1
@@ -160,7 +160,7 @@ def test_a_correction_is_repeated_for_tensors_of_the_same_layout_only(device, mo
     upstream = torch.ones(2, device=device)[1] if what == "upstream not aligned" else torch.ones((), device=device)
     upstream = torch._neg_view(upstream) if what == "upstream negated" else upstream
     pointers = None if what == "moved" else (0,)
-    launches.correct(logits, index, numbers, upstream, gradient, pointers, -1, 5, what != "moved")
+    launches.correct(logits, index, numbers, upstream, gradient, pointers, (-1, 5), what != "moved")
     assert how == ["repeated" if what == "the same" else ("checked", None if what == "moved" else launches)]
 
 

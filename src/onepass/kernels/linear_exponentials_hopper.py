@@ -29,7 +29,7 @@ from onepass.kernels.row_gemm import GROUP, place_of
 place_of_tile = gluon.jit(place_of.fn)
 round_logits = gluon.jit(rounded.fn)
 LEAST = gl.constexpr(FLOOR.value)
-GROUP_OF_ROWS = gl.constexpr(GROUP)  # 8 and 32 are up to 3% slower (H200)
+GROUP_OF_ROWS = gl.constexpr(GROUP)
 
 
 class Work(NamedTuple):
@@ -42,12 +42,38 @@ class Work(NamedTuple):
     EXPECTED: bool  # whether the sums of ``e·y`` are stored, too
     TOP1: bool  # whether ``ties`` are
     STAGES: int
+    LEAD: int  # steps of a tile by which the first group of warps is ahead of the second
+
+
+def lead_of(K: int, stages: int) -> int:
+    """The LEAD for K and this number of stages. One step is 1 to 2% faster than none at K of 896 to 4096 (H200).
+
+    With fewer steps than stages, the first group could arrive twice before the second has waited once, which would then
+    wait forever.
+    """
+    return 1 if -(-K // STEP.value) > stages else 0
 
 
 def stages_in(shared_memory: int) -> int:
     """How many stages fit into this many bytes of shared memory."""
     of_stage = (PARTS.value * PART.value + WIDTH.value) * STEP.value * ELEMENT.value
     return (shared_memory - 2 * BUFFERS.value * PART.value * STORED.value * ELEMENT.value) // of_stage
+
+
+@gluon.constexpr_function
+def layout_of_sums():
+    """The layout of sums over every eighth column of a part: that of the accumulator of a product."""
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[0, 1], [8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 8])
+
+
+@gluon.jit
+def by_thread(z):
+    """Columns of a part, divided so that those along the second dimension are in one thread.
+
+    To sum over these takes no shuffles. Those over the last dimension follow once, when all columns have been read.
+    """
+    return z.reshape((PART, STORED // 8, 8))
 
 
 @gluon.jit
@@ -64,32 +90,46 @@ def read_columns(
     y = gl.fma(z, factor, -gl.convert_layout(reference, gl.SliceLayout(1, z.type.layout))[:, None])
     e = gl.exp2(y)
     store_columns(out, descriptor, results, which, EARLIER, row0, to0, e)
-    m = gl.maximum(m, gl.convert_layout(gl.max(z, 1), m.type.layout))
-    s += gl.convert_layout(gl.sum(e, 1), s.type.layout)
+    m = gl.maximum(m, gl.convert_layout(gl.max(by_thread(z), 1), m.type.layout))
+    s += gl.convert_layout(gl.sum(by_thread(e), 1), s.type.layout)
     if W.EXPECTED:
-        t += gl.convert_layout(gl.sum(e * gl.maximum(y, LEAST), 1), t.type.layout)
+        t += gl.convert_layout(gl.sum(by_thread(e * gl.maximum(y, LEAST)), 1), t.type.layout)
     return m, s, t
 
 
 @gluon.jit
+def load_early(inputs, row0, n_tile, rows, of_rows: gl.constexpr, W: gl.constexpr):
+    """The references of a part of the rows, and whether a row has its index in the tile of columns.
+
+    They are loaded before the rows are multiplied, so that nothing waits for them afterwards.
+    """
+    N_TILES: gl.constexpr = (W.V + WIDTH - 1) // WIDTH
+    reference, _index, marks, _due = inputs
+    row = row0 + gl.arange(0, PART, of_rows)
+    base = gl.load(reference + row, mask=row < rows, other=0.0)
+    return base, gl.load(marks + row0 // PART * N_TILES + n_tile)
+
+
+@gluon.jit
 def read_part(
-    z, inputs, outputs, results, which: gl.constexpr, row0, n0, first, slot0, rows, factor, W: gl.constexpr
+    z, early, inputs, outputs, results, which: gl.constexpr, row0, n0, first, slot0, rows, factor, W: gl.constexpr
 ):  # fmt: skip
     """Read the products ``z`` of a part of the rows, from row ``row0`` and column ``n0`` on.
 
-    The sums of its rows are stored from ``slot0`` on, of those of the tile of columns. The exponentials are stored in a
-    matrix that begins with column ``first``.
+    ``early`` is what `load_early` returns. The sums of its rows are stored from ``slot0`` on, of those of the tile of
+    columns. The exponentials are stored in a matrix that begins with column ``first``.
     """
     COUNT: gl.constexpr = z.shape[1]
     N_TILES: gl.constexpr = (W.V + WIDTH - 1) // WIDTH
     of_rows: gl.constexpr = gl.SliceLayout(1, z.type.layout)
-    reference, index, marks, _due = inputs
+    base, mark = early
+    _reference, index, _marks, _due = inputs
     out, descriptor, states, selected, ties = outputs
     to, n_tile, to0 = (out, descriptor), n0 // WIDTH, n0 - first
     r = gl.arange(0, PART, of_rows)
     n = n0 + gl.arange(0, COUNT, gl.SliceLayout(0, z.type.layout))
     present = row0 + r < rows
-    if gl.load(marks + row0 // PART * N_TILES + n_tile) != 0:
+    if mark != 0:
         label = gl.load(index + row0 + r, mask=present, other=-1).to(gl.int64)
         is_here = present & (label >= n0) & (label < gl.minimum(n0 + COUNT, W.V))
         label = gl.where(is_here, label, -1).to(gl.int32)[:, None]
@@ -100,10 +140,9 @@ def read_part(
             gl.store(ties + row0 + r, gl.max(equal.to(gl.int32), 1), mask=is_here)
     if n0 + COUNT > W.V:  # no exponential is left of the columns beyond the last, of which descriptors may store some
         z = gl.where((n < W.V)[None, :], z, -float("inf"))
-    base = gl.load(reference + row0 + r, mask=present, other=0.0)
-    zeros = gl.zeros((PART,), gl.float32, of_rows)
-    sums = (zeros - float("inf"), zeros, zeros)
     left, right = gl.split(z.reshape((PART, 2, COUNT // 2)).permute((0, 2, 1)))
+    zeros = gl.zeros((PART, 8), gl.float32, layout_of_sums())
+    sums = (zeros - float("inf"), zeros, zeros)
     if COUNT == 2 * STORED:
         sums = read_columns(left, sums, base, factor, to, results, which, 0, row0, to0, W)
         sums = read_columns(right, sums, base, factor, to, results, which, 1, row0, to0 + STORED, W)
@@ -116,16 +155,19 @@ def read_part(
             to1 += STORED
             sums = read_columns(b, sums, base, factor, to, results, which, 2 * half + 1, row0, to1, W)
     m, s, t = sums
+    m = gl.convert_layout(gl.max(m, 1), of_rows)
+    s = gl.convert_layout(gl.sum(s, 1), of_rows)
     slots = rows + gl.cdiv(rows, PARTS * PART) * PART
     slot = states + n_tile.to(gl.int64) * slots + slot0 + r
     gl.store(slot, m, mask=present)
     gl.store(slot + N_TILES * slots.to(gl.int64), s, mask=present)
     if W.EXPECTED:
+        t = gl.convert_layout(gl.sum(t, 1), of_rows)
         gl.store(slot + 2 * N_TILES * slots.to(gl.int64), t, mask=present)
 
 
 @gluon.jit
-def read(z, inputs, outputs, results, which: gl.constexpr, row0, n0, slot0, rows, factor, W: gl.constexpr):
+def read(z, early, inputs, outputs, results, which: gl.constexpr, row0, n0, slot0, rows, factor, W: gl.constexpr):
     """`read_part`, whose exponentials belong to either side of the split.
 
     It is compiled for each side: to choose the descriptor at every store takes more registers than there are.
@@ -134,11 +176,11 @@ def read(z, inputs, outputs, results, which: gl.constexpr, row0, n0, slot0, rows
     of_first, of_last = (out, of_out, states, selected, ties), (out, of_rest, states, selected, ties)
     if rest is not None:
         if n0 < split:
-            read_part(z, inputs, of_first, results, which, row0, n0, 0, slot0, rows, factor, W)
+            read_part(z, early, inputs, of_first, results, which, row0, n0, 0, slot0, rows, factor, W)
         else:
-            read_part(z, inputs, of_last, results, which, row0, n0, split, slot0, rows, factor, W)
+            read_part(z, early, inputs, of_last, results, which, row0, n0, split, slot0, rows, factor, W)
     else:
-        read_part(z, inputs, of_first, results, which, row0, n0, 0, slot0, rows, factor, W)
+        read_part(z, early, inputs, of_first, results, which, row0, n0, 0, slot0, rows, factor, W)
 
 
 @gluon.jit
@@ -161,19 +203,43 @@ def is_due(m_tile, due):
 
 
 @gluon.jit
+def multiply_tile(sums, step, begun, ring, columns, which: gl.constexpr, W: gl.constexpr):
+    """Add the products of a tile to ``sums``, of a part of its rows and, if these are two, of the third part.
+
+    The first group says after LEAD steps that the tile has ``begun``.
+    """
+    STEPS: gl.constexpr = (W.K + STEP - 1) // STEP
+    FIRST: gl.constexpr = W.LEAD if which == 0 else 0
+    if FIRST > 0:
+        sums, step = multiply_steps(sums, step, ring, columns, which, FIRST, W, True)
+        mbarrier.arrive(begun, count=1)
+    return multiply_steps(sums, step, ring, columns, which, STEPS - FIRST, W, FIRST == 0)
+
+
+@gluon.jit
+def multiply_steps(
+    sums, step, ring, columns, which: gl.constexpr, STEPS: gl.constexpr, W: gl.constexpr, FRESH: gl.constexpr
+):  # fmt: skip
+    """Add the products of STEPS steps to ``sums``. If FRESH, these have no numbers yet."""
+    if len(sums) == 1:
+        acc, step = accumulate(sums[0], step, ring, columns, which, STEPS, "K", W, False, FRESH)
+        return (acc,), step
+    else:
+        acc, third, step = accumulate_with_third(
+            sums[0], sums[1], step, ring, columns, which, STEPS, "K", W, False, FRESH
+        )  # fmt: skip
+        return (acc, third), step
+
+
+@gluon.jit
 def multiply(
-    which: gl.constexpr, ring, columns, inputs, outputs, results, rows, factor, W: gl.constexpr
+    which: gl.constexpr, begun, ring, columns, inputs, outputs, results, rows, factor, W: gl.constexpr
 ):  # fmt: skip
     """Compute the first (0) or the second (1) part of the rows of each tile, and half of the third part."""
-    _, begun, full, empty = ring
+    _, _, full, empty = ring
     due = inputs[3]
     STAGES: gl.constexpr = W.STAGES
     STEPS: gl.constexpr = (W.K + STEP - 1) // STEP
-    # By how many steps the first group is ahead of the second. Two were slower than one at K = 896 (H200). With fewer
-    # steps than stages, the first group could arrive twice before the second has waited once, which would then wait
-    # forever.
-    LEAD: gl.constexpr = 1 if STEPS > STAGES else 0
-    FIRST: gl.constexpr = LEAD if which == 0 else 0
     N_TILES: gl.constexpr = (W.V + WIDTH - 1) // WIDTH
     of_acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     of_third: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -186,32 +252,27 @@ def multiply(
             row0 = m_tile * (PARTS * PART)
             n0 = n_tile * WIDTH
             begin = row0 + which * PART
-            if LEAD > 0 and which == 1:
+            if W.LEAD > 0 and which == 1:
                 mbarrier.wait(begun, tile & 1)
             tile += 1
             if begin < rows:
+                early = load_early(inputs, begin, n_tile, rows, gl.SliceLayout(1, of_acc), W)
                 acc = gl.zeros((PART, WIDTH), gl.float32, of_acc)  # not kept from the tile before, beside what is read
-                if row0 + 2 * PART < rows:
+                third0 = row0 + 2 * PART
+                if third0 < rows:
+                    of_third_rows = load_early(inputs, third0, n_tile, rows, gl.SliceLayout(1, of_third), W)
                     third = gl.zeros((PART, HALF), gl.float32, of_third)
-                    if FIRST > 0:
-                        acc, third, step = accumulate_with_third(
-                            acc, third, step, ring, columns, which, FIRST, "K", W, False, True
-                        )
-                        mbarrier.arrive(begun, count=1)
-                    acc, third, step = accumulate_with_third(
-                        acc, third, step, ring, columns, which, STEPS - FIRST, "K", W, False, FIRST == 0
-                    )
-                    slot0 = row0 + 2 * PART
+                    sums, step = multiply_tile((acc, third), step, begun, ring, columns, which, W)
+                    acc, third = sums
+                    slot0 = third0
                     if which == 1:
                         slot0 = rows + m_tile * PART
                     n1 = n0 + which * HALF
-                    read(third, inputs, outputs, results, which, row0 + 2 * PART, n1, slot0, rows, factor, W)
+                    read(third, of_third_rows, inputs, outputs, results, which, third0, n1, slot0, rows, factor, W)
                 else:
-                    if FIRST > 0:
-                        acc, step = accumulate(acc, step, ring, columns, which, FIRST, "K", W, False, True)
-                        mbarrier.arrive(begun, count=1)
-                    acc, step = accumulate(acc, step, ring, columns, which, STEPS - FIRST, "K", W, False, FIRST == 0)
-                read(acc, inputs, outputs, results, which, begin, n0, begin, rows, factor, W)
+                    alone, step = multiply_tile((acc,), step, begun, ring, columns, which, W)
+                    acc = alone[0]
+                read(acc, early, inputs, outputs, results, which, begin, n0, begin, rows, factor, W)
             else:
                 for _k in range(STEPS):
                     mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
@@ -282,13 +343,13 @@ def linear_exponentials_kernel(
         mbarrier.init(full.index(n), count=1)
         mbarrier.init(empty.index(n), count=2)
     hopper.fence_async_shared()
-    ring = (to_rows, begun, full, empty)  # as `accumulate` takes it, which does not read the second
+    ring = (to_rows, None, full, empty)  # as `accumulate` takes it, which needs no second one for these rows
     inputs = (reference, index, marks, due)
     outputs = (out, rest, of_out, of_rest, split, states, selected, ties)
     gl.warp_specialize(
         [
-            (multiply, (0, ring, columns, inputs, outputs, results, rows, factor, W)),
-            (multiply, (1, ring, columns, inputs, outputs, results, rows, factor, W)),
+            (multiply, (0, begun, ring, columns, inputs, outputs, results, rows, factor, W)),
+            (multiply, (1, begun, ring, columns, inputs, outputs, results, rows, factor, W)),
             (load, (of_a, of_weight, ring, columns, due, rows, W)),
         ],
         [4, 1], [240, 24],

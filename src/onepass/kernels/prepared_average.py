@@ -74,34 +74,33 @@ class PreparedAverage:
             The three tensors, and what `correct` may be given.
         """
         key = self.first if last is None else self.later
-        known, begin = repeated(key), quick(key)
-        if known is None or begin is None:
+        others = (key, "weight"), (key, "mean")
+        ready: list[Any] = [quick(key)] if self.at_once else [repeated(k) for k in (key, *others)]
+        if None in ready:
             return self.first_average(logits, index, last, key)
         of_logits, of_index = at
         device, last_at = logits.get_device(), None if last is None else last.data_ptr()
         gradient, total = empty(*self.like), empty((), (), torch.float32)
-        of_gradient = gradient.data_ptr()
-        inputs = of_logits, of_gradient, None, of_index, of_index, None
-        if self.at_once:
-            numbers = None if stream is None else kept(device, stream, self.size, torch.float32)
-            numbers = zeros(self.size, logits.device, torch.float32) if numbers is None else numbers
-            to = numbers.data_ptr()
-            packed_at, log_probs_at = to + WORD * FIRST, to + WORD * self.log_probs
-            of_average = None, last_at, to, total.data_ptr(), to + WORD * self.workspace
-            begin(device, stream, *inputs, packed_at, log_probs_at, None, *NONE, *of_average)
-            return total, gradient, numbers, (of_logits, None, to, of_gradient, of_index, of_index, None, packed_at)
-        of_weight, of_mean = repeated((key, "weight")), repeated((key, "mean"))
-        if of_weight is None or of_mean is None:
-            return self.first_average(logits, index, last, key)
-        numbers = empty((self.size,), (1,), torch.float32)
-        to = numbers.data_ptr()
-        guess_at = to + WORD * GUESS
-        start(of_weight, device, (to, guess_at, of_index if self.counted else None, None, last_at))
-        space = zeros(known.workspace, logits.device) if known.workspace else None  # alive until the launch
-        space_at = None if space is None else space.data_ptr()
+        numbers = None
+        if not self.at_once:
+            numbers = empty((self.size,), (1,), torch.float32)
+        elif stream is not None:
+            numbers = kept(device, stream, self.size, torch.float32)
+        numbers = zeros(self.size, logits.device, torch.float32) if numbers is None else numbers
+        of_gradient, to, total_at = gradient.data_ptr(), numbers.data_ptr(), total.data_ptr()
         packed_at, log_probs_at = to + WORD * FIRST, to + WORD * self.log_probs
-        start(known, device, (*inputs, packed_at, log_probs_at, None, *NONE[:3], guess_at, *NONE, space_at))
-        start(of_mean, device, (log_probs_at, of_index, None, to, total.data_ptr()))
+        given = of_logits, of_gradient, None, of_index, of_index, None, packed_at, log_probs_at, None
+        if self.at_once:
+            (begin,) = ready
+            begin(device, stream, *given, *NONE, None, last_at, to, total_at, to + WORD * self.workspace)
+        else:
+            of_loss, of_weight, of_mean = ready
+            guess_at = to + WORD * GUESS
+            start(of_weight, device, (to, guess_at, of_index if self.counted else None, None, last_at))
+            space = zeros(of_loss.workspace, logits.device) if of_loss.workspace else None  # alive until the launch
+            space_at = None if space is None else space.data_ptr()
+            start(of_loss, device, (*given, *NONE[:3], guess_at, *NONE, space_at))
+            start(of_mean, device, (log_probs_at, of_index, None, to, total_at))
         return total, gradient, numbers, (of_logits, None, to, of_gradient, of_index, of_index, None, packed_at)
 
     def first_average(
@@ -125,14 +124,14 @@ class PreparedAverage:
 
     def correct(
         self, logits: Tensor, index: Tensor, numbers: Tensor, upstream: Tensor, gradient: Tensor,
-        pointers: Pointers | None, device: int, stream: int, repeats: bool,
+        pointers: Pointers | None, where: tuple[int, int], repeats: bool,
     ) -> None:  # fmt: skip
         """Write the gradient again if it was computed for another upstream gradient: see `softmax_gradient`.
 
         Args:
             pointers: to these tensors but for the upstream gradient, in the order of the kernel's arguments, if they
                 are still where `average` had them; None if they may have another layout.
-            device, stream: the current ones.
+            where: the current device and stream.
             repeats: whether the launch may be repeated for other tensors: these are those of `average`.
         """
         begin, of_upstream = quick(self), upstream.data_ptr()
@@ -140,7 +139,7 @@ class PreparedAverage:
             given = logits, None, numbers, gradient, index, index, None, self.packed(numbers), *NONE, upstream
             launch(plan_for_gradient, self.of_gradient, given, self if repeats else None)
         else:
-            begin(device, stream, *pointers, *NONE, of_upstream)
+            begin(*where, *pointers, *NONE, of_upstream)
 
     def packed(self, numbers: Tensor) -> Tensor:
         """The statistics of the rows."""

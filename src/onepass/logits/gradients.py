@@ -22,7 +22,8 @@ ROWS_OF_PART = 1024  # see `Gradients.parts`; GEMMs are slow for fewer
 class Gradients:
     """The gradients of the `HeadTensors`, each if ``needed``, to which tiles are added.
 
-    That of the hidden states is in the dtype of sums if it is ``wide``, and is then scaled later; see `derivatives`.
+    That of the hidden states is in the dtype of sums if it is ``wide``, and is then scaled later, which includes the
+    factors of its rows; see `derivatives`.
     From column ``used`` on, the gradient of the logits is 0. That of the hidden states does not read these rows of the
     weight, which are padding and may be NaN.
     """
@@ -35,6 +36,8 @@ class Gradients:
         if head.adapter is not None and any(needed[3:]):
             self.adapter = Gradients(head.adapter, plan, (*needed[3:], False), wide, used)
         self.sum_dtype = torch.promote_types(head.dtype, torch.float32)
+        self.wide = wide
+        self.row_factors: Tensor | None = None  # of all rows, if it is ``wide`` and the tiles have any
         self.hidden: Tensor | None = None
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
@@ -123,6 +126,11 @@ class Gradients:
         A ``tile`` may have ``row_factors``, and the ``rest`` of the gradient.
         """
         row_factors, rest = (None, None) if tile is None else (tile.row_factors, tile.rest)
+        if self.wide and row_factors is not None:
+            if self.row_factors is None:
+                self.row_factors = row_factors.new_zeros(self.shapes[0][:1])
+            rows.put(self.row_factors, row_factors)
+            row_factors = None
         if self.needed[0] and not has_hidden:
             self.add_hidden(rows, columns, gradient, row_factors, rest)
         if self.left <= 0:
@@ -242,7 +250,8 @@ class Gradients:
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
     def derivatives(self) -> list[Tensor | None]:
-        """The gradients of the hidden states and of those in the rank of the adapter, each if it is needed.
+        """The gradients of the hidden states and of those in the rank of the adapter, each if it is needed, and numbers
+        by which their rows are still to be multiplied, or None.
 
         They are not rounded, and 0 for rows that were not computed.
         """
@@ -251,7 +260,7 @@ class Gradients:
         found = self.hidden
         if self.needed[0] and found is None:
             found = self.head.hidden.new_zeros(self.shapes[0], dtype=self.sum_dtype)
-        return [found, None if self.adapter is None else self.adapter.derivatives()[0]]
+        return [found, None if self.adapter is None else self.adapter.derivatives()[0], self.row_factors]
 
     def scaled(self, scale: Tensor | None) -> list[Tensor | None]:
         """The gradients times ``scale``, each rounded once to the dtype of its tensor.

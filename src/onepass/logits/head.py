@@ -148,9 +148,10 @@ class Head:
         supports: bool = backend_of(self.hidden).supports_linear_exponentials(*of_head, inputs, options)
         return supports
 
-    def exponentials_bytes(self, options: Options) -> int:
-        """Bytes of workspace per row if this head `writes_exponentials`."""
-        return backend_of(self.hidden).exponentials_bytes(self.vocab, self.hidden.shape[1], options)
+    def exponentials_bytes(self, options: Options, wide: bool = False) -> int:
+        """Bytes of workspace per row if this head `writes_exponentials`. ``wide`` is that of the `Gradients`."""
+        width = 0 if wide else self.hidden.shape[1]
+        return backend_of(self.hidden).exponentials_bytes(self.vocab, width, options)
 
     def write_exponentials(
         self, hidden: Tensor, inputs: Inputs, options: Options, out: Tensor, rest: Tensor | None

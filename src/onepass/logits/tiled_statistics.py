@@ -79,7 +79,7 @@ class _TiledStatistics(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         *tensors, settings, options = arguments
         head, inputs, needed = *parts(tensors), ctx.needs_input_grad[:COUNT]
-        derivatives: Sequence[Tensor | None] = None, None
+        derivatives: Sequence[Tensor | None] = None, None, None
         field = field_to_derive(head, inputs, needed, settings, options)
         if field is None:
             found = results(head, inputs, False, settings, options)
@@ -94,17 +94,19 @@ class _TiledStatistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         check_upstream(*grads)
-        *tensors, packed, of_hidden, of_low = ctx.saved_tensors
+        *tensors, packed, of_hidden, of_low, row_factors = ctx.saved_tensors
         options = ctx.options
         head, inputs, needed = *parts(tensors), list(ctx.needs_input_grad[:COUNT])
         have = [name for name, grad in zip(options.names(), grads) if grad is not None]
         if have == [ctx.field]:
             grad = grads[options.names().index(ctx.field)]
             found: list[Tensor | None] = [None] * COUNT
+            scale = grad if inputs.row_mask is None else grad.where(inputs.row_mask != 0, 0.0)
+            if row_factors is not None:  # a factor may be NaN, but where the upstream gradient is 0, so is the result
+                scale = (row_factors * scale).masked_fill_(scale == 0, 0.0)
             for n, derivative in ((0, of_hidden), (HeadTensors._fields.index("low"), of_low)):
                 if derivative is not None:
-                    upstream = grad if inputs.row_mask is None else grad.where(inputs.row_mask != 0, 0.0)
-                    found[n] = times_rows(derivative, upstream, torch.empty_like(derivative, dtype=tensors[n].dtype))
+                    found[n] = times_rows(derivative, scale, torch.empty_like(derivative, dtype=tensors[n].dtype))
         else:
             upstream = FieldGradients.of(options.fields, grads)
             found = _gradient(head, inputs, packed, upstream, needed, ctx.settings, options)
@@ -164,7 +166,7 @@ def read_tiles(
         bytes_of_row = row_bytes(inputs.index) + (0 if logits else head.state_bytes(options))
         later = None if final else gradient_use(inputs, weight.requires_grad)
         exponentials = field is not None and field[0] == "log_probs" and head.writes_exponentials(inputs, options)
-        bytes_of_row += head.exponentials_bytes(options) if exponentials else 0
+        bytes_of_row += head.exponentials_bytes(options, True) if exponentials else 0
         use = Use(bytes_of_row, gradient=field is not None, final=final, logits=logits, exponentials=exponentials)
         tile_plan = plan([head], inputs.row_mask, use, later)
         gradients = None if field is None else Gradients(head, tile_plan, field[1], wide=True)

@@ -132,12 +132,10 @@ class _Average(torch.autograd.Function):
             upstreams = FieldGradients(selected=upstream, row_weight=numbers)
             inputs, columns = Inputs(index, index), logits.shape[-1]
             return _gradient(logits, inputs, launches.packed(numbers), upstreams, columns, launches.options), None
-        stream = stream_of(device)
-        launches.correct(
-            logits, index, numbers, upstream, gradient, pointers if same else None, device, stream, same
-        )  # fmt: skip
+        where = device, stream_of(device)
+        launches.correct(logits, index, numbers, upstream, gradient, pointers if same else None, where, same)
         if same and not is_capturing(device):  # the numbers are those of the forward, and need no check
-            _last[(device, stream, False)] = numbers
+            _last[(*where, False)] = numbers
         else:
             keep_row_weight(logits, numbers)
         return gradient, None
