@@ -193,7 +193,7 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     of_exponentials = Options(" ".join(["log_probs", *fields]), masked=options.masked)
     exponentials = empty(case.rows, -(-case.vocab // 8) * 8 + case.padding, dtype=dtype)[:, : case.vocab]
     whole, split = (exponentials, None), (exponentials[:, :256], exponentials[:, 256:])
-    narrow_heads = [(hidden[:, :256], w, whole) for w in (weight[:, :256], weight[:, :256].contiguous())]
+    narrow_heads = [(hidden[:, :256], weight[:, :256], whole), (hidden[:, :128], weight[:, :128].contiguous(), whole)]
     for a, w, parts in ((hidden, weight, split if case.vocab > 256 else whole), *narrow_heads):
         read_once = Inputs(one, row_mask)
         if kernels.supports_linear_exponentials(dtype, 2**30, w.t(), read_once, of_exponentials):
