@@ -255,7 +255,7 @@ def supports_linear_exponentials(dtype: torch.dtype, rows: int, b: Tensor, input
 
 
 def exponentials_bytes(vocab: int, width: int, options: Options) -> int:
-    """Bytes of workspace per row, for hidden states of this width: of the sums of tiles, or of the float32 product that
+    """Bytes of workspace per row: of the sums of tiles, or of the float32 product of this width, if it is not 0, that
     `logits.gradients` then multiplies by the factors."""
     return max(4 * numbers_of(options) * -(-vocab // WIDTH) * (TILE_ROWS + PART) // TILE_ROWS, 4 * width)
 

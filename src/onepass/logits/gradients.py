@@ -250,10 +250,10 @@ class Gradients:
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
     def derivatives(self) -> list[Tensor | None]:
-        """The gradients of the hidden states and of those in the rank of the adapter, each if it is needed, and numbers
-        by which their rows are still to be multiplied, or None.
+        """The gradients of the hidden states and of those in the rank of the adapter, each if it is needed, but for a
+        factor of each row; and these factors, or None for 1.
 
-        They are not rounded, and 0 for rows that were not computed.
+        The gradients are not rounded, and 0 for rows that were not computed.
         """
         self.exchange()
         self.finish()

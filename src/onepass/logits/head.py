@@ -149,7 +149,10 @@ class Head:
         return supports
 
     def exponentials_bytes(self, options: Options, wide: bool = False) -> int:
-        """Bytes of workspace per row if this head `writes_exponentials`. ``wide`` is that of the `Gradients`."""
+        """Bytes of workspace per row if this head `writes_exponentials`.
+
+        ``wide`` is that of the `Gradients`, which then write the products with the weight where they are kept.
+        """
         width = 0 if wide else self.hidden.shape[1]
         return backend_of(self.hidden).exponentials_bytes(self.vocab, width, options)
 

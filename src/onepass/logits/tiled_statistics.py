@@ -5,7 +5,8 @@
 If only the hidden states require a gradient (or also their product with an adapter's A), and only one field of a row
 has a gradient, the gradient of the hidden states is a multiple of the derivative of this field, whatever the loss will
 be. The forward then computes this derivative, ``(N, H)`` in float32, while a tile of logits is in memory, and the
-backward multiplies its rows by the upstream gradient. This takes two GEMMs.
+backward multiplies its rows by the upstream gradient. This takes two GEMMs. If exponentials take the place of the
+logits, the derivative lacks a factor of each row, which is kept beside it for the backward.
 """
 
 from collections.abc import Iterable, Sequence
