@@ -170,7 +170,9 @@ def launch(case: Case, dtype: torch.dtype) -> None:
         kernels.softmax_loss(whole_vectors, inputs._replace(index=one), upstream, of_loss, written)
     kernels.scale(out, empty((), dtype=torch.float32), out)
     kernels.scale(empty(case.vocab), empty((), dtype=torch.float32), empty(case.vocab, dtype=dtype))
-    kernels.scale(empty(case.rows, 512), empty(case.rows), empty(case.rows, 512, dtype=dtype))
+    of_rows = empty(case.rows)
+    for other in (None, of_rows):
+        kernels.scale(empty(case.rows, 512), of_rows, empty(case.rows, 512, dtype=dtype), other)
     states = empty(case.rows, 512, dtype=dtype)
     kernels.scale(states, empty(case.rows, dtype=torch.bool), states)
     hidden, weight = empty(case.rows, 512, dtype=dtype), empty(case.vocab, 512, dtype=dtype)

@@ -1,5 +1,6 @@
 """The losses of linear heads whose gradients come from exponentials of the logits, against materialized logits."""
 
+import math
 import warnings
 from importlib import import_module
 
@@ -202,7 +203,7 @@ def test_rows_without_an_upstream_gradient(taken):
 def test_backwards_of_a_frozen_head(taken, monkeypatch):
     """The factors of its rows are kept for the next backward. A row that is NaN adds nothing if it is not used.
 
-    No workspace is needed for a product that is multiplied by the factors in the forward.
+    Masked rows need the workspace of a product that is copied to its rows.
     """
     device, dtype, calls = taken
     widths, backend = [], kernels if device.type == "cuda" else reference
@@ -223,7 +224,7 @@ def test_backwards_of_a_frozen_head(taken, monkeypatch):
         monkeypatch.setattr(tile_plan, name, lambda count, *_: min(count, 128))
     leaf = h.clone().requires_grad_()
     log_probs = onepass.selective_log_softmax(onepass.LinearLogits(leaf, w), index, row_mask=mask)
-    assert len(calls) > 1 and log_probs[5].isnan() and {*widths} == {0}
+    assert len(calls) > 1 and log_probs[5].isnan() and {*widths} == {64}
     upstreams = torch.randn(2, 300, generator=g).to(device, log_probs.dtype)
     upstreams[:, 5] = 0.0
     h[5] = 0.0
@@ -236,6 +237,33 @@ def test_backwards_of_a_frozen_head(taken, monkeypatch):
         close = {} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 0.1}
         torch.testing.assert_close(found.double(), value, **close)
         assert not found[5].any() and not found[~mask].any()
+
+
+def test_small_upstream_gradients_of_a_frozen_head(taken, monkeypatch):
+    """Of a class of probability 2**-79: the product of the factor of its row and of the upstream gradient is 0."""
+    device, _, calls = taken
+    backend = kernels if device.type == "cuda" else reference
+    h, w = torch.tensor([[1.0]], device=device), torch.tensor([[0.0], [79 * math.log(2)]], device=device)
+    h, w = (t.new_zeros(len(t), 8).index_copy(1, t.new_zeros(1, dtype=torch.long), t) for t in (h, w))
+    function, widths = backend.linear_exponentials, []
+
+    def shifted(*given):
+        """As those of a Hopper GPU, which are relative to the class itself."""
+        factors = function(*given)
+        given[5].mul_(2.0**79)
+        return factors.mul_(2.0**-79)
+
+    if device.type == "cpu":
+        monkeypatch.setattr(backend, "linear_exponentials", shifted)
+    exponentials_bytes = backend.exponentials_bytes
+    monkeypatch.setattr(
+        backend, "exponentials_bytes", lambda v, width, o: widths.append(width) or exponentials_bytes(v, width, o)
+    )
+    leaf, index = h.to(torch.bfloat16).requires_grad_(), torch.zeros(1, dtype=torch.long, device=device)
+    log_probs = onepass.selective_log_softmax(onepass.LinearLogits(leaf, w.to(torch.bfloat16)), index)
+    assert calls and widths == [0]  # no product is kept beside the gradient
+    log_probs.backward(torch.full_like(log_probs, 1e-22))
+    torch.testing.assert_close(leaf.grad[0, 0].float(), -1e-22 * w.bfloat16()[1, 0].float(), rtol=1e-2, atol=0.0)
 
 
 @pytest.mark.parametrize("width", (2048, 4096))

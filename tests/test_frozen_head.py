@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from linear_cases import H, V, assert_all_close, batch, exact, gradients
+from onepass.logits.gradients import times_rows
 from paths import interpreted
 from test_linear_cost import Products
 
@@ -165,3 +166,24 @@ def test_trl_fused_heads(device):
     assert_all_close([log_probs.detach(), entropy.detach()], [f.detach() for f in of_exact])
     assert_all_close([found], gradients(coupled(of_exact[0]), reference))
     assert torch.equal(is_top1, logits.argmax(-1) == index)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_rows_times_two_factors(device, dtype):
+    """One after the other, rounded once; the product of both may be too small. A row with a factor of 0 becomes 0."""
+    g = torch.Generator().manual_seed(0)
+    matrix = torch.randn(9, 1030, generator=g)
+    first, second = torch.randn(2, 9, generator=g)
+    matrix[0], first[0], second[0] = matrix[0] * 2.0**79, 2.0**-79, 1e-22
+    matrix[1], first[1] = torch.nan, 0.0
+    matrix[2], second[2] = torch.inf, 0.0
+    first[3], second[3] = torch.nan, 0.0
+    given = [t.to(device) for t in (matrix, first, second)]
+    out = torch.empty(9, 1030, dtype=dtype, device=device)
+    assert times_rows(given[0], given[1], out, given[2]) is out
+    expected = (matrix.double() * first.double()[:, None] * second.double()[:, None]).cpu()
+    expected[1:4] = 0.0
+    rtol = 1e-6 if dtype == torch.float32 else 2.0**-7  # the interpreter truncates
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=rtol, atol=0.0)
+    alone = times_rows(given[0][4:], given[1][4:], torch.empty_like(out[4:])).cpu().double()
+    torch.testing.assert_close(alone, expected[4:] / second[4:, None].double(), rtol=rtol, atol=0.0)

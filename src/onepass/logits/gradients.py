@@ -287,10 +287,10 @@ class Gradients:
         return results + ([None, None] if self.adapter is None else self.adapter.scaled(scale)[:2])
 
 
-def times_rows(matrix: Tensor, row_factors: Tensor, out: Tensor) -> Tensor:
-    """Write ``matrix`` ``(N, H)`` times a factor of each row, rounded once, to ``out``, which is returned.
+def times_rows(matrix: Tensor, row_factors: Tensor, out: Tensor, others: Tensor | None = None) -> Tensor:
+    """Write ``matrix`` ``(N, H)`` times a factor of each row, or two, rounded once, to ``out``, which is returned.
 
-    A row whose factor is 0 becomes 0, even where it is infinite or NaN. ``out`` may be ``matrix``.
+    A row with a factor of 0 becomes 0, even where it is infinite or NaN. ``out`` may be ``matrix``.
     """
-    backend_of(matrix).scale(matrix.contiguous(), row_factors, out)
+    backend_of(matrix).scale(matrix.contiguous(), row_factors, out, others)
     return out

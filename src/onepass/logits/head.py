@@ -151,7 +151,7 @@ class Head:
     def exponentials_bytes(self, options: Options, wide: bool = False) -> int:
         """Bytes of workspace per row if this head `writes_exponentials`.
 
-        ``wide`` is that of the `Gradients`, which then write the products with the weight where they are kept.
+        ``wide`` says that `Gradients` write the products with the weight where they are kept.
         """
         width = 0 if wide else self.hidden.shape[1]
         return backend_of(self.hidden).exponentials_bytes(self.vocab, width, options)

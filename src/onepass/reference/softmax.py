@@ -394,8 +394,12 @@ def row_gemm(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
         to.copy_(product if bias is None else product + bias)
 
 
-def scale(x: Tensor, factor: Tensor, out: Tensor) -> None:
-    """Write ``factor * x``, rounded once, to ``out``, which may be ``x``. With a factor of each row, 0 makes it 0."""
-    torch.mul(x, factor.unsqueeze(-1) if factor.dim() else factor, out=out)
-    if factor.dim():
-        out.masked_fill_((factor == 0).unsqueeze(-1), 0.0)
+def scale(x: Tensor, factor: Tensor, out: Tensor, other: Tensor | None = None) -> None:
+    """Write ``other * (factor * x)``, rounded once, to ``out``, which may be ``x``. A row with a factor of 0 is 0."""
+    if other is None:
+        torch.mul(x, factor.unsqueeze(-1) if factor.dim() else factor, out=out)
+    else:
+        torch.mul(x * factor.unsqueeze(-1), other.unsqueeze(-1), out=out)
+    for each in (factor, other):
+        if each is not None and each.dim():
+            out.masked_fill_((each == 0).unsqueeze(-1), 0.0)
