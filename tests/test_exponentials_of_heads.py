@@ -200,19 +200,23 @@ def test_rows_without_an_upstream_gradient(taken):
     assert not leaves[0].grad[5].any()
 
 
+def widths_of_products(device, monkeypatch):
+    """The widths of products that workspace is asked for."""
+    backend, widths = kernels if device.type == "cuda" else reference, []
+    function = backend.exponentials_bytes
+    monkeypatch.setattr(
+        backend, "exponentials_bytes", lambda v, width, o: widths.append(width) or function(v, width, o)
+    )
+    return widths
+
+
 def test_backwards_of_a_frozen_head(taken, monkeypatch):
     """The factors of its rows are kept for the next backward. A row that is NaN adds nothing if it is not used.
 
     Masked rows need the workspace of a product that is copied to its rows.
     """
     device, dtype, calls = taken
-    widths, backend = [], kernels if device.type == "cuda" else reference
-    function = backend.exponentials_bytes
-    monkeypatch.setattr(
-        backend,
-        "exponentials_bytes",
-        lambda vocab, width, options: widths.append(width) or function(vocab, width, options),
-    )
+    widths = widths_of_products(device, monkeypatch)
     g = torch.Generator().manual_seed(0)
     h, w = (torch.randn(s, generator=g).to(device, dtype) for s in ((300, 64), (50, 64)))
     index = torch.randint(50, (300,), generator=g).to(device)
@@ -240,12 +244,12 @@ def test_backwards_of_a_frozen_head(taken, monkeypatch):
 
 
 def test_small_upstream_gradients_of_a_frozen_head(taken, monkeypatch):
-    """Of a class of probability 2**-79: the product of the factor of its row and of the upstream gradient is 0."""
+    """Of a class of probability 2**-79, whose row has a factor so small that its product with the gradient is 0."""
     device, _, calls = taken
-    backend = kernels if device.type == "cuda" else reference
+    widths = widths_of_products(device, monkeypatch)
     h, w = torch.tensor([[1.0]], device=device), torch.tensor([[0.0], [79 * math.log(2)]], device=device)
     h, w = (t.new_zeros(len(t), 8).index_copy(1, t.new_zeros(1, dtype=torch.long), t) for t in (h, w))
-    function, widths = backend.linear_exponentials, []
+    function = reference.linear_exponentials
 
     def shifted(*given):
         """As those of a Hopper GPU, which are relative to the class itself."""
@@ -254,11 +258,7 @@ def test_small_upstream_gradients_of_a_frozen_head(taken, monkeypatch):
         return factors.mul_(2.0**-79)
 
     if device.type == "cpu":
-        monkeypatch.setattr(backend, "linear_exponentials", shifted)
-    exponentials_bytes = backend.exponentials_bytes
-    monkeypatch.setattr(
-        backend, "exponentials_bytes", lambda v, width, o: widths.append(width) or exponentials_bytes(v, width, o)
-    )
+        monkeypatch.setattr(reference, "linear_exponentials", shifted)
     leaf, index = h.to(torch.bfloat16).requires_grad_(), torch.zeros(1, dtype=torch.long, device=device)
     log_probs = onepass.selective_log_softmax(onepass.LinearLogits(leaf, w.to(torch.bfloat16)), index)
     assert calls and widths == [0]  # no product is kept beside the gradient

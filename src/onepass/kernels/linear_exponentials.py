@@ -34,7 +34,7 @@ from onepass.kernels.softmax_fields import ENTROPY, EXPECTED_LOGIT, LOG_NORMALIZ
 
 try:
     from onepass.kernels.hopper_tiles import SUPPORTED
-    from onepass.kernels.linear_exponentials_hopper import Work, lead_of, linear_exponentials_kernel, stages_in
+    from onepass.kernels.linear_exponentials_hopper import Work, linear_exponentials_kernel, stages_in
 except ImportError:  # Gluon is an experimental part of Triton
     SUPPORTED = False
 
@@ -290,8 +290,7 @@ def plan_for(
     """The launch of `linear_exponentials_kernel`."""
     tiles = -(-rows // TILE_ROWS) * -(-V // WIDTH)
     stages = stages_in(layout.shared_memory())
-    computed = wanted(options).EXPECTED, options.wants("is_top1")
-    work = Work(V, K, *strides, *computed, stages, lead_of(K, stages))
+    work = Work(V, K, *strides, wanted(options).EXPECTED, options.wants("is_top1"), stages)
     programs = min(tiles, layout.multiprocessors(device))
     numbers = rows, options.transform.factors()[0] * LOG2E.value, *places
     return Plan(linear_exponentials_kernel, programs, numbers, dict(WORK=work), 4)

@@ -42,16 +42,16 @@ class Work(NamedTuple):
     EXPECTED: bool  # whether the sums of ``e·y`` are stored, too
     TOP1: bool  # whether ``ties`` are
     STAGES: int
-    LEAD: int  # steps of a tile by which the first group of warps is ahead of the second
 
 
-def lead_of(K: int, stages: int) -> int:
-    """The LEAD for K and this number of stages. One step is 1 to 2% faster than none at K of 896 to 4096 (H200).
+@gluon.constexpr_function
+def lead_of(steps, stages):
+    """By how many steps of a tile the first group of warps is ahead of the second.
 
-    With fewer steps than stages, the first group could arrive twice before the second has waited once, which would then
-    wait forever.
+    One is 1 to 2% faster than none at K = 896, 2048 and 4096 (H200). With fewer steps than stages, the first group
+    could arrive twice before the second has waited once, which would then wait forever.
     """
-    return 1 if -(-K // STEP.value) > stages else 0
+    return 1 if steps > stages else 0
 
 
 def stages_in(shared_memory: int) -> int:
@@ -206,10 +206,10 @@ def is_due(m_tile, due):
 def multiply_tile(sums, step, begun, ring, columns, which: gl.constexpr, W: gl.constexpr):
     """Add the products of a tile to ``sums``, of a part of its rows and, if these are two, of the third part.
 
-    The first group says after LEAD steps that the tile has ``begun``.
+    The first group says after the steps of its lead that the tile has ``begun``.
     """
     STEPS: gl.constexpr = (W.K + STEP - 1) // STEP
-    FIRST: gl.constexpr = W.LEAD if which == 0 else 0
+    FIRST: gl.constexpr = lead_of(STEPS, W.STAGES) if which == 0 else 0
     if FIRST > 0:
         sums, step = multiply_steps(sums, step, ring, columns, which, FIRST, W, True)
         mbarrier.arrive(begun, count=1)
@@ -252,7 +252,7 @@ def multiply(
             row0 = m_tile * (PARTS * PART)
             n0 = n_tile * WIDTH
             begin = row0 + which * PART
-            if W.LEAD > 0 and which == 1:
+            if lead_of(STEPS, STAGES) > 0 and which == 1:
                 mbarrier.wait(begun, tile & 1)
             tile += 1
             if begin < rows:

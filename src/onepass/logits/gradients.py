@@ -288,9 +288,10 @@ class Gradients:
 
 
 def times_rows(matrix: Tensor, row_factors: Tensor, out: Tensor, others: Tensor | None = None) -> Tensor:
-    """Write ``matrix`` ``(N, H)`` times a factor of each row, or two, rounded once, to ``out``, which is returned.
+    """Write ``matrix`` ``(N, H)`` times a factor of each row, rounded once, to ``out``, which is returned.
 
-    A row with a factor of 0 becomes 0, even where it is infinite or NaN. ``out`` may be ``matrix``.
+    Each row is then multiplied by its number in ``others``, if that is given. A row with a factor of 0 becomes 0, even
+    where it is infinite or NaN. ``out`` may be ``matrix``.
     """
     backend_of(matrix).scale(matrix.contiguous(), row_factors, out, others)
     return out

@@ -148,12 +148,14 @@ class Head:
         supports: bool = backend_of(self.hidden).supports_linear_exponentials(*of_head, inputs, options)
         return supports
 
-    def exponentials_bytes(self, options: Options, wide: bool = False) -> int:
+    def exponentials_bytes(self, options: Options, in_place: bool = False) -> int:
         """Bytes of workspace per row if this head `writes_exponentials`.
 
-        ``wide`` says that `Gradients` write the products with the weight where they are kept.
+        Args:
+            options: of the statistics.
+            in_place: whether the products with the weight are written to the gradient of the hidden states itself.
         """
-        width = 0 if wide else self.hidden.shape[1]
+        width = 0 if in_place else self.hidden.shape[1]
         return backend_of(self.hidden).exponentials_bytes(self.vocab, width, options)
 
     def write_exponentials(

@@ -25,7 +25,7 @@ GIB = 1 << 30
 ONE_TILE, UNTRAINED, SHARDED = int(2.5 * GIB), int(0.65 * GIB), int(1.18 * GIB)
 # Of exponentials if the weight is frozen: room for 4096 rows of a vocabulary of 151,936 at hidden sizes of up to 4096,
 # with copies of float32 hidden states. Half of it costs about 2% at a hidden size of 2048, and 3.5% at 4096 (H200).
-# Rows of which some are masked take up to 2% more, for a product that is copied to its rows.
+# If some rows are masked, there is a product that is copied to its rows, too: then there is room for 3840 of the last.
 FROZEN = int(1.3 * GIB)
 LEAST_TRAINED, MOST_TRAINED = int(1.65 * GIB), int(2 * GIB)
 WIDE = int(0.63 * GIB)  # workspace for a tile of logits that are wider than the GEMMs' dtype, beyond their gradient

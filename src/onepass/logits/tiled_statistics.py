@@ -103,11 +103,11 @@ class _TiledStatistics(torch.autograd.Function):
             grad = grads[options.names().index(ctx.field)]
             found: list[Tensor | None] = [None] * COUNT
             scale = grad if inputs.row_mask is None else grad.where(inputs.row_mask != 0, 0.0)
-            factors = (scale, None) if row_factors is None else (row_factors, scale)
+            first, second = (scale, None) if row_factors is None else (row_factors, scale)
             for n, derivative in ((0, of_hidden), (HeadTensors._fields.index("low"), of_low)):
                 if derivative is not None:
                     out = torch.empty_like(derivative, dtype=tensors[n].dtype)
-                    found[n] = times_rows(derivative, factors[0], out, factors[1])
+                    found[n] = times_rows(derivative, first, out, second)
         else:
             upstream = FieldGradients.of(options.fields, grads)
             found = _gradient(head, inputs, packed, upstream, needed, ctx.settings, options)
@@ -167,7 +167,8 @@ def read_tiles(
         bytes_of_row = row_bytes(inputs.index) + (0 if logits else head.state_bytes(options))
         later = None if final else gradient_use(inputs, weight.requires_grad)
         exponentials = field is not None and field[0] == "log_probs" and head.writes_exponentials(inputs, options)
-        bytes_of_row += head.exponentials_bytes(options, inputs.row_mask is None) if exponentials else 0
+        if exponentials:
+            bytes_of_row += head.exponentials_bytes(options, in_place=inputs.row_mask is None)
         use = Use(bytes_of_row, gradient=field is not None, final=final, logits=logits, exponentials=exponentials)
         tile_plan = plan([head], inputs.row_mask, use, later)
         gradients = None if field is None else Gradients(head, tile_plan, field[1], wide=True)
