@@ -44,10 +44,10 @@ TILE_ROWS = PART * PARTS
 # The largest logit of a row and its reference differ by at most so many powers of two. The sum of a row is then finite,
 # and so is its inverse.
 FARTHEST = tl.constexpr(80.0)
-ROWS, BLOCK_K = 8, 256  # of `reference_kernel`
+ROWS, BLOCK_K = 4, 512  # of `reference_kernel`
 # Rows of a program of `merge_exponentials_kernel`, and tiles and logits of these that it reads or writes at once: few
 # rows, so that there are programs for all multiprocessors, but whole sectors of memory.
-MERGED, TILES, BLOCK = 8, 128, 256
+MERGED, TILES, BLOCK = 16, 256, 256
 # Of a head: with fewer, what is launched beside the GEMM takes longer than a pass over the logits (H200).
 LEAST_LOGITS = 1 << 29
 
@@ -77,14 +77,15 @@ def reference_kernel(
     active = unmasked(row_mask, row, rows, masked)
     label = tl.load(index + row, mask=active, other=-1).to(tl.int64)
     inside = (label >= 0) & (label < V)
-    total = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, BLOCK_K], tl.float32)
     for k0 in range(0, K, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         mask = inside[:, None] & (k < K)[None, :]
         x = tl.load(a + row[:, None].to(tl.int64) * A_ROW + k[None, :], mask=mask, other=0.0).to(tl.float32)
         y = tl.load(w + label[:, None] * W_ROW + k[None, :], mask=mask, other=0.0).to(tl.float32)
-        total += tl.sum(x * y, axis=1)
-    found = tl.where(inside, total.to(a.dtype.element_ty).to(tl.float32) * factor, float("nan"))
+        total += x * y
+    logit = tl.sum(total, axis=1).to(a.dtype.element_ty).to(tl.float32)
+    found = tl.where(inside, logit * factor, float("nan"))
     tl.store(reference + row, tl.where(active, found, float("inf")), mask=row < rows)
     tl.store(marks + row // PART * tl.cdiv(V, WIDTH) + label // WIDTH, tl.full([ROWS], 1, tl.int8), mask=inside)
     tl.store(due, 0)

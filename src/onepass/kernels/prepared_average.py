@@ -74,8 +74,10 @@ class PreparedAverage:
             The three tensors, and what `correct` may be given.
         """
         key = self.first if last is None else self.later
-        others = (key, "weight"), (key, "mean")
-        ready: list[Any] = [quick(key)] if self.at_once else [repeated(k) for k in (key, *others)]
+        if self.at_once:
+            ready: list[Any] = [quick(key)]
+        else:
+            ready = [repeated(k) for k in (key, (key, "weight"), (key, "mean"))]
         if None in ready:
             return self.first_average(logits, index, last, key)
         of_logits, of_index = at
