@@ -203,10 +203,25 @@ def test_programs_of_several_tiles(place, width):
     compared(a, w, Inputs(index), Options("log_probs entropy is_top1"), split=8192)
 
 
+def test_many_tiles_of_columns(place):
+    """The sums of more tiles than are merged at once, and references from more columns than are read at once."""
+    device, dtype, emulated = place
+    first = module.TILES * module.WIDTH  # class of those that are merged next
+    a, w, index = draw(device, (41, first + module.WIDTH + 8, module.BLOCK_K + 8), dtype, 0.25)
+    index[::2] = (a[::2] @ w.t()).argmax(1)
+    index[5], index[6] = len(w) - 1, len(w)
+    a[:, -1], w[:, -1] = 0.25, 1024.0  # added to all logits: references without it would be far from them
+    a[8] = a[7]
+    w[[first, -1], :-1] = a[7, :-1].sign()  # both have the largest logit
+    index[7], index[8] = len(w) - 1, first
+    compared(a, w, Inputs(index), Options(" ".join(sorted(module.FIELDS))))
+    assert emulated is None or len(emulated.computed) == len(a), "tiles are computed again"
+
+
 def test_hard_rows(place):
     """NaN and infinite rows, logits of -inf, indices outside of the vocabulary; such rows may be masked."""
     device, dtype, _ = place
-    options = Options("log_probs entropy is_top1")
+    options = Options(" ".join(sorted(module.FIELDS)))
     a, w, index = draw(device, (420, 520, 64), dtype, 0.25)
     a[0] = a[5] = a[250] = torch.nan
     a[1, 0] = a[6, 0] = torch.inf

@@ -172,8 +172,10 @@ def merge_exponentials_kernel(
         s = tl.where(s > 0, s, float("nan"))
         logarithm = tl.log2(s)
         rows64 = rows.to(tl.int64)
-        write_number(packed + SHIFT * rows64 + row, m * factor / LOG2E, active, present)
-        write_number(packed + LOG_NORMALIZER * rows64 + row, (logarithm - highest) / LOG2E, active, present)
+        normalizer = logarithm - highest
+        shift = tl.where(normalizer == normalizer, m * factor, float("nan"))
+        write_number(packed + SHIFT * rows64 + row, shift / LOG2E, active, present)
+        write_number(packed + LOG_NORMALIZER * rows64 + row, normalizer / LOG2E, active, present)
         if EXPECTED:
             mean = t / s
             write_number(packed + EXPECTED_LOGIT * rows64 + row, (mean - highest) / LOG2E, active, present)

@@ -1,7 +1,8 @@
 """A tensor times a number on the device, or a matrix times one or two numbers for each row.
 
 With one number in place, nothing is read or written if it is 1. `logits.gradients` calls it with the upstream gradient
-of a loss, which is often 1, and `logits.tiled_statistics` with those of all rows.
+of a loss, which is often 1, and with the factors of rows of exponentials. `logits.tiled_statistics` calls it with the
+upstream gradients of all rows.
 """
 
 import torch
