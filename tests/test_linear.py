@@ -62,6 +62,38 @@ def test_masks_that_only_the_kernels_see_to(device, tile, monkeypatch, loss):
     assert_all_close(gradients(got.sum(), parts), gradients(expected.sum(), parts))
 
 
+@pytest.mark.pairs
+@pytest.mark.parametrize("how", ["counted", "not counted", "adapter"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_masked_rows_under_an_upstream_gradient_that_is_not_finite(device, tile, monkeypatch, loss, how):
+    """Those of the hidden states have a gradient of 0 where those of logits have."""
+    hidden, weight, bias, target = batch(device)
+    A, B = torch.full((2, H), 0.1, device=device), torch.full((V, 2), 0.1, device=device, requires_grad=True)
+    lora = (A, B, 1.0) if how == "adapter" else None
+    if how == "not counted":
+        for module in (head_loss, head_statistics, valid_rows):
+            monkeypatch.setattr(module, "defers", lambda row_mask: row_mask is not None)
+    for number in (float("nan"), float("inf")):
+        of_rows = []
+        for x in (F.linear(hidden, weight, bias), onepass.LinearLogits(hidden, weight, bias, lora=lora)):
+            value = LOSSES[loss](x, target)
+            of_rows.append(torch.autograd.grad(value, hidden, torch.full_like(value, number))[0].eq(0).all(-1))
+        assert torch.equal(*of_rows)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_masked_rows_of_a_mask_that_is_changed_before_the_backward(device, tile, number):
+    hidden, weight, bias, target = batch(device)
+    scale = torch.ones(*target.shape, 2, device=device, requires_grad=True)
+    kept = target != -100
+    loss = onepass.linear_loss(
+        hidden, weight, target.clamp(min=0), lambda s, a: -s.log_probs * a.sum(-1), scale, bias=bias, row_mask=kept
+    )
+    kept.fill_(True)
+    for found in torch.autograd.grad(loss, (hidden, scale), torch.full_like(loss, number)):
+        assert torch.equal(found.eq(0).all(-1), target == -100)
+
+
 SMALL = {"mean": {}, "sum": {"reduction": "sum", "softcap": 9.0}, "num_items": {"num_items": 3, "temperature": 0.7}}
 
 

@@ -262,10 +262,15 @@ class Gradients:
             found = self.head.hidden.new_zeros(self.shapes[0], dtype=self.sum_dtype)
         return [found, None if self.adapter is None else self.adapter.derivatives()[0], self.row_factors]
 
-    def scaled(self, scale: Tensor | None) -> list[Tensor | None]:
+    def scaled(self, scale: Tensor | None, row_mask: Tensor | None = None) -> list[Tensor | None]:
         """The gradients times ``scale``, each rounded once to the dtype of its tensor.
 
         This can be called only once, since the gradients are not kept.
+
+        Args:
+            scale: one number; None for 1.
+            row_mask: a bool for each row. Where it is False, the gradient of the hidden states is 0, even if the scale
+                is infinite or NaN.
         """
         self.exchange()
         self.finish()
@@ -283,8 +288,10 @@ class Gradients:
                 elif out is not value:
                     out.copy_(value)
                 results.append(out)
+        if row_mask is not None and results[0] is not None:
+            times_rows(results[0], row_mask, results[0])
         self.hidden = self.weight = self.bias = None
-        return results + ([None, None] if self.adapter is None else self.adapter.scaled(scale)[:2])
+        return results + ([None, None] if self.adapter is None else self.adapter.scaled(scale, row_mask)[:2])
 
 
 def times_rows(matrix: Tensor, row_factors: Tensor, out: Tensor, others: Tensor | None = None) -> Tensor:

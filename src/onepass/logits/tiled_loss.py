@@ -137,7 +137,10 @@ class _TiledLoss(torch.autograd.Function):
             return 1 / (divisor() != 0).to(divisor().dtype) if late else 1 / divisor()
 
         losses, ctx.gradients = walk(tensors, row_mask, row_loss, settings, needed, scale_of, of_inputs)
-        ctx.save_for_backward(divisor() if late else None, *of_inputs)
+        kept = None  # rows, if not all were computed
+        if row_mask is not None and (ctx.gradients.plan.row_ids is not None or defers(row_mask)):
+            kept = row_mask.clone()  # the caller may change it before the backward
+        ctx.save_for_backward(divisor() if late else None, kept, *of_inputs)
         return losses.sum() / divisor()
 
     @staticmethod
@@ -160,10 +163,10 @@ class _TiledLoss(torch.autograd.Function):
                 "backward only; compute the loss again, or pass reduction='none'"
             )
         else:
-            divisor, *of_inputs = ctx.saved_tensors
+            divisor, kept, *of_inputs = ctx.saved_tensors
             scale = grad if divisor is None else grad / divisor.where(divisor != 0, 1.0)
             gradients, ctx.gradients = ctx.gradients, None
-            found = gradients.scaled(scale)
+            found = gradients.scaled(scale, kept)
             of_inputs = [None if g is None else g * scale for g in of_inputs]
         return (*found, *[None] * 4, *of_inputs)
 
