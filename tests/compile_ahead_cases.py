@@ -179,6 +179,8 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     rows = empty(case.rows, -(-case.vocab // 8) * 8, dtype=dtype)[:, : case.vocab]
     kernels.row_gemm(hidden, weight.t(), weight[:, 0], rows)
     kernels.row_gemm(rows, weight, None, hidden)
+    for count, columns, width in ((65, 1 << 17, 2048), (129, 151936, 896), (256, 1 << 17, 1024)):
+        kernels.few_rows_mm(empty(count, columns, dtype=dtype), empty(count, width, dtype=dtype))
     read_once = inputs._replace(index=one)
     unweighted = options._replace(fields=" ".join(n for n in options.names() if n != "weighted_logit"))
     if kernels.supports_linear_statistics(dtype, weight.t(), read_once, unweighted):

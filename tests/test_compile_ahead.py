@@ -72,7 +72,12 @@ MODULES = (
 OF_EXPERTS = [import_module(f"onepass.kernels.{name}") for name in MODULES]
 SUPPORTED = import_module("onepass.kernels.grouped_gemm_hopper").SUPPORTED
 EXPERTS = {name for name in KERNELS if any(name in vars(module) for module in OF_EXPERTS)}
-IN_GLUON = {"grouped_gemm_hopper_kernel", "grouped_weight_gradient_hopper_kernel", "linear_exponentials_kernel"}
+IN_GLUON = {
+    "grouped_gemm_hopper_kernel",
+    "grouped_weight_gradient_hopper_kernel",
+    "linear_exponentials_kernel",
+    "few_rows_mm_kernel",
+}
 OF_EXPONENTIALS = {"linear_exponentials_kernel", "merge_exponentials_kernel", "reference_kernel", "factors_kernel"}
 OF_HOPPER = {*IN_GLUON, *OF_EXPONENTIALS, "linear_statistics_kernel", "merge_tiles_kernel"}
 # Constants that a launcher passes but does not choose by its arguments.

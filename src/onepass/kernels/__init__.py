@@ -9,6 +9,7 @@ from onepass.kernels.divergence import divergence, divergence_states, write_mean
 from onepass.kernels.divergence_gradient import divergence_gradient
 from onepass.kernels.expert_mlp import expert_mlp, expert_mlp_gradient
 from onepass.kernels.expert_rows import sum_rows, sum_rows_gradient
+from onepass.kernels.few_rows_mm import few_rows_mm
 from onepass.kernels.linear_exponentials import (
     exponentials_bytes,
     linear_exponentials,
@@ -40,6 +41,7 @@ __all__ = [
     "expert_mlp",
     "expert_mlp_gradient",
     "exponentials_bytes",
+    "few_rows_mm",
     "linear_exponentials",
     "linear_statistics",
     "merge_divergences",

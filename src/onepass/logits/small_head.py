@@ -88,7 +88,7 @@ class _SmallLinear(torch.autograd.Function):
                 results[0] = keep_valid(product, valid, product).view(hidden.shape)
             if of_weight:
                 states = hidden.reshape(-1, hidden.shape[-1])
-                results[1] = torch.mm(rows.t(), keep_valid(states, valid))
+                results[1] = backend_of(rows).few_rows_mm(rows, keep_valid(states, valid))
         if of_bias:
             results[2] = rows.sum(0)
         return *results, None, None

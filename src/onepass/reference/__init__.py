@@ -27,6 +27,7 @@ from onepass.reference.linear_statistics import linear_statistics, state_bytes, 
 from onepass.reference.router import route, route_again, route_gradient
 from onepass.reference.shards import merge_divergences, merge_shards, shard_statistics
 from onepass.reference.softmax import (
+    few_rows_mm,
     row_gemm,
     scale,
     selected_logits,
@@ -59,6 +60,7 @@ __all__ = [
     "expert_mlp",
     "expert_mlp_gradient",
     "exponentials_bytes",
+    "few_rows_mm",
     "linear_exponentials",
     "linear_statistics",
     "merge_divergences",

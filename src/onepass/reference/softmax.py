@@ -394,6 +394,11 @@ def row_gemm(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
         to.copy_(product if bias is None else product + bias)
 
 
+def few_rows_mm(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a.t() @ b``, rounded once."""
+    return torch.mm(a.t(), b)
+
+
 def scale(x: Tensor, factor: Tensor, out: Tensor, other: Tensor | None = None) -> None:
     """Write ``other * (factor * x)``, rounded once, to ``out``, which may be ``x``. A row with a factor of 0 is 0."""
     if other is None:

@@ -1,0 +1,186 @@
+"""The GEMM of `few_rows_mm` on Hopper GPUs, for a reduction over at most 256 rows.
+
+So short a reduction ends before a usual GEMM has stored the tile before, and all operands of a tile are read again for
+a few multiplications. Here a program keeps its columns of ``b`` in shared memory, and goes on to the next columns of
+``a`` while a descriptor stores the tile before. As in `grouped_gemm_hopper`, one warp loads, and two groups of four
+multiply, each for half of a tile. The programs that compute the same rows of the result are neighbors, so that these
+are written at about the same time.
+
+Triton's interpreter does not run Gluon.
+
+Bytes moved: ``b`` once, ``a`` once, and from the L2 cache once for each WIDTH columns of ``b``, the result once. Its
+size is the limit for fewer than about 200 rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from onepass.kernels import layout
+from onepass.kernels.grouped_weight_gradient_hopper import tiles_of
+from onepass.kernels.hopper_tiles import ELEMENT, STEP, SUPPORTED
+from onepass.kernels.launch import Out, Plan, Rows
+
+# Of a tile: its columns of ``a`` and of ``b``, and those of ``b`` that are stored at once. Each group has half of those
+# of ``a``.
+TILE, WIDTH, STORED = gl.constexpr(128), gl.constexpr(256), gl.constexpr(128)
+HALF = gl.constexpr(TILE.value // 2)
+MOST_STAGES = 8
+# A product with fewer elements takes less time than this kernel needs before its first tile, and torch writes one of
+# fewer rows faster (H200). Columns of ``b`` for more rows do not fit into shared memory.
+LEAST, LEAST_ROWS, MOST_ROWS = 1 << 27, 65, 256
+BUSY = 0.8  # the least part of the multiprocessors, and of their tensor cores' columns, that is used
+
+
+class Work(NamedTuple):
+    """The constants of the kernel: its sizes, the strides of rows, and the STEP rows of which there are PARTS."""
+
+    V: int
+    H: int
+    A_ROW: int
+    B_ROW: int
+    PARTS: int
+    STAGES: int
+
+
+@gluon.jit
+def place(W: gl.constexpr):
+    """The first column of ``b`` of this program, its first tile of columns of ``a``, and how many tiles it skips."""
+    STRIPS: gl.constexpr = tiles_of(W.H, WIDTH)
+    return gl.program_id(0) % STRIPS * WIDTH, gl.program_id(0) // STRIPS, gl.num_programs(0) // STRIPS
+
+
+@gluon.jit
+def store(part, of_out, result, v0, h0):
+    """Store columns of a result, while the warps go on."""
+    tma.store_wait(0)  # until the columns before have been read
+    result.store(part.to(result.dtype))
+    hopper.fence_async_shared()
+    tma.async_copy_shared_to_global(of_out, [v0, h0], result)
+
+
+@gluon.jit
+def multiply(which: gl.constexpr, ring, strip, barriers, of_out, results, W: gl.constexpr):
+    """Compute and store the first (0) or the second (1) half of each tile."""
+    full, empty, there = barriers
+    PARTS: gl.constexpr = W.PARTS
+    of_acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    h0, first, skip = place(W)
+    step = 0
+    mbarrier.wait(there, 0)
+    for tile in range(first, tiles_of(W.V, TILE), skip):
+        acc = gl.zeros((HALF, WIDTH), gl.float32, of_acc)
+        for part in gl.static_range(PARTS):
+            stage = step % W.STAGES
+            mbarrier.wait(full.index(stage), step // W.STAGES & 1)
+            a = ring.index(stage).slice(which * HALF, HALF, 1)
+            acc = hopper.warpgroup_mma(a.permute((1, 0)), strip.index(part), acc)
+            mbarrier.arrive(empty.index(stage), count=1)
+            step += 1
+        v0 = tile * TILE + which * HALF
+        left, right = gl.split(acc.reshape((HALF, 2, STORED)).permute((0, 2, 1)))
+        store(left, of_out, results.index(which), v0, h0)
+        store(right, of_out, results.index(which), v0, h0 + STORED)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def load(of_a, of_b, ring, strip, barriers, W: gl.constexpr):
+    """Load the columns of ``b``, and what `multiply` multiplies with them, in its order."""
+    full, empty, there = barriers
+    PARTS: gl.constexpr = W.PARTS
+    h0, first, skip = place(W)
+    mbarrier.expect(there, PARTS * STEP * WIDTH * ELEMENT)
+    for part in gl.static_range(PARTS):
+        tma.async_copy_global_to_shared(of_b, [part * STEP, h0], there, strip.index(part))
+    step = 0
+    for tile in range(first, tiles_of(W.V, TILE), skip):
+        for part in gl.static_range(PARTS):
+            stage = step % W.STAGES
+            mbarrier.wait(empty.index(stage), step // W.STAGES & 1 ^ 1)
+            mbarrier.expect(full.index(stage), STEP * TILE * ELEMENT)
+            tma.async_copy_global_to_shared(of_a, [part * STEP, tile * TILE], full.index(stage), ring.index(stage))
+            step += 1
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def few_rows_mm_kernel(a: "Rows", b: "Rows", out: "Out", rows: tl.int32, WORK: tl.constexpr):
+    """``out = a.T @ b``.
+
+    Inputs: ``a`` ``(rows, V)`` and ``b`` ``(rows, H)``, of a dtype of 16 bits. Beyond their rows and columns,
+    descriptors load zeros.
+    Output: ``out`` ``(V, H)``.
+    Bytes moved: see the module docstring.
+    """
+    W: gl.constexpr = WORK
+    PARTS: gl.constexpr = W.PARTS
+    STAGES: gl.constexpr = W.STAGES
+    V: gl.constexpr = W.V
+    H: gl.constexpr = W.H
+    A_ROW: gl.constexpr = W.A_ROW
+    B_ROW: gl.constexpr = W.B_ROW
+    flat: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    dtype: gl.constexpr = a.dtype.element_ty
+    ring = gl.allocate_shared_memory(dtype, [STAGES, STEP, TILE], flat)
+    strip = gl.allocate_shared_memory(dtype, [PARTS, STEP, WIDTH], flat)
+    results = gl.allocate_shared_memory(dtype, [2, HALF, STORED], flat)
+    of_a = tma.make_tensor_descriptor(a, [rows, V], [A_ROW, 1], [STEP, TILE], flat)
+    of_b = tma.make_tensor_descriptor(b, [rows, H], [B_ROW, 1], [STEP, WIDTH], flat)
+    of_out = tma.make_tensor_descriptor(out, [V, H], [H, 1], [HALF, STORED], flat)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(there, count=1)
+    for n in gl.static_range(STAGES):
+        mbarrier.init(full.index(n), count=1)
+        mbarrier.init(empty.index(n), count=2)
+    hopper.fence_async_shared()
+    barriers = (full, empty, there)
+    gl.warp_specialize(
+        [
+            (multiply, (0, ring, strip, barriers, of_out, results, W)),
+            (multiply, (1, ring, strip, barriers, of_out, results, W)),
+            (load, (of_a, of_b, ring, strip, barriers, W)),
+        ],
+        [4, 1], [240, 24],
+    )  # fmt: skip
+
+
+def is_for_hopper(a: Tensor, b: Tensor) -> bool:
+    """Whether this kernel computes ``a.t() @ b``, and faster than torch."""
+    (rows, V), H = a.shape, b.shape[1]
+    if not SUPPORTED or not LEAST_ROWS <= rows <= MOST_ROWS or V * H < LEAST or H % 8 or a.is_neg() or b.is_neg():
+        return False
+    if a.element_size() != ELEMENT.value or layout.compute_capability(a.device.index or 0) != 90:
+        return False
+    width = strips_of(H) * WIDTH.value
+    if programs_of(H, a.device) * H < BUSY * layout.multiprocessors(a.device) * width:
+        return False
+    return all([layout.tma_dimension(x, 1, 0, only_k=True) for x in (a, b)])
+
+
+def strips_of(H: int) -> int:
+    """How many strips of WIDTH columns ``b`` has."""
+    return -(-H // WIDTH.value)
+
+
+def programs_of(H: int, device: torch.device) -> int:
+    """As many programs for each strip of ``b`` as there are multiprocessors for."""
+    return layout.multiprocessors(device) // strips_of(H) * strips_of(H)
+
+
+def hopper_plan(rows: int, V: int, H: int, strides: tuple[int, int], device: torch.device) -> Plan:
+    """The launch of `few_rows_mm_kernel`. ``strides``: those of the rows of ``a`` and ``b``."""
+    parts = -(-rows // STEP.value)
+    of_strip, of_results = parts * STEP.value * WIDTH.value, TILE.value * STORED.value
+    of_barriers = 1024  # bytes, with all else that the compiler stores
+    left = layout.shared_memory() - of_barriers - (of_strip + of_results) * ELEMENT.value
+    stages = min(MOST_STAGES, left // (STEP.value * TILE.value * ELEMENT.value))
+    work = Work(V, H, *strides, parts, stages)
+    return Plan(few_rows_mm_kernel, programs_of(H, device), (rows,), dict(WORK=work), 4)
