@@ -109,3 +109,28 @@ def test_in_pytorch() -> None:
 def test_all_programs_of_a_strip(monkeypatch: pytest.MonkeyPatch, H: int, multiprocessors: int, programs: int) -> None:
     monkeypatch.setattr(hopper.layout, "multiprocessors", lambda device: multiprocessors)
     assert hopper.programs_of(H, torch.device("cuda")) == programs
+
+
+@pytest.mark.parametrize(
+    ("rows", "V", "H", "taken"),
+    [
+        (256, 128256, 4096, True),
+        (65, 151936, 896, True),
+        (64, 128256, 4096, False),
+        (257, 128256, 4096, False),
+        (256, 32000, 4096, False),  # a small product
+        (256, 1 << 20, 384, False),  # a quarter of the columns of all programs would be empty
+        (256, 1 << 20, 34000, False),  # more strips than multiprocessors
+        (256, 128256, 4100, False),
+        (256, 128260, 4096, False),
+    ],
+)
+def test_where_it_is_faster(monkeypatch: pytest.MonkeyPatch, rows: int, V: int, H: int, taken: bool) -> None:
+    answers = {"multiprocessors": 132, "compute_capability": 90, "has_tma": True}
+    for name, answer in answers.items():
+        monkeypatch.setattr(hopper.layout, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(hopper, "SUPPORTED", True)
+    a, b = (torch.empty(rows, n, dtype=torch.bfloat16, device="meta") for n in (V, H // 8 * 8 + 8))
+    b = b[:, :H]
+    assert hopper.is_for_hopper(a, b) == taken
+    assert not hopper.is_for_hopper(a.float(), b.float())
