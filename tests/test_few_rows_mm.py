@@ -133,4 +133,5 @@ def test_where_it_is_faster(monkeypatch: pytest.MonkeyPatch, rows: int, V: int, 
     a, b = (torch.empty(rows, n, dtype=torch.bfloat16, device="meta") for n in (V, H // 8 * 8 + 8))
     b = b[:, :H]
     assert hopper.is_for_hopper(a, b) == taken
-    assert not hopper.is_for_hopper(a.float(), b.float())
+    for x, y in ((a.float(), b.float()), (a, b.half()), (a.half(), b), (a, b.float()), (a, b[:-1]), (a[:-1], b)):
+        assert not hopper.is_for_hopper(x, y)

@@ -113,6 +113,21 @@ def test_logits_of_few_rows_are_computed_at_once(device, monkeypatch, options):
     assert_all_close(gradients(got, parts), expected[1])
 
 
+@pytest.mark.parametrize("of_hidden", [True, False])
+@pytest.mark.parametrize("changed", ["hidden", "target"])
+@pytest.mark.parametrize("count", [7, 22])
+def test_data_of_few_rows_that_is_replaced_before_the_backward(device, monkeypatch, changed, count, of_hidden):
+    """No kernel reads beyond it."""
+    monkeypatch.setattr(small_head, "SMALL_ON", (device.type,))
+    hidden, weight = torch.randn(11, 8, device=device), torch.randn(37, 8, device=device, requires_grad=True)
+    target = torch.zeros(11, dtype=torch.long, device=device)
+    loss = onepass.cross_entropy(onepass.LinearLogits(hidden.requires_grad_(of_hidden), weight), target)
+    of = {"hidden": hidden, "target": target}[changed]
+    of.data = of.data.new_zeros(count, *of.shape[1:])
+    with pytest.raises(RuntimeError, match="invalid for input of size"):
+        loss.backward()
+
+
 def test_which_logits_are_few(device, monkeypatch):
     def is_small(hidden=None, weight=None, index=None, **options):
         given = torch.zeros(11, 8, device=device), torch.zeros(37, 8, device=device, requires_grad=True)

@@ -1,15 +1,15 @@
 """The GEMM of `few_rows_mm` on Hopper GPUs, for a reduction over at most 256 rows.
 
-So short a reduction ends before a usual GEMM has stored the tile before, and all operands of a tile are read again for
-a few multiplications. Here a program keeps its columns of ``b`` in shared memory, and goes on to the next columns of
-``a`` while a descriptor stores the tile before. As in `grouped_gemm_hopper`, one warp loads, and two groups of four
-multiply, each for half of a tile. The programs that compute the same rows of the result are neighbors, so that these
-are written at about the same time.
+A usual GEMM loads both operands of every tile from the L2 cache, and with so few rows, it takes longer to load and
+store a tile than to compute it. Here each program keeps a strip of ``b``, which is WIDTH of its columns, in shared
+memory. It loads tiles of ``a`` only, and descriptors store the results while the next tile is computed. As in
+`grouped_gemm_hopper`, one warp loads, and two groups of four warps multiply, each for half of a tile. Consecutive
+programs have different strips and the same tiles, so that whole rows of the result are written at about the same time.
 
 Triton's interpreter does not run Gluon.
 
-Bytes moved: ``b`` once, ``a`` once, and from the L2 cache once for each WIDTH columns of ``b``, the result once. Its
-size is the limit for fewer than about 200 rows.
+Bytes moved: ``a``, ``b`` and the result once, and ``a`` once for each strip of ``b`` from the L2 cache. Up to about 200
+rows, writing the result is the limit; above, the speed of the tensor cores.
 """
 
 from typing import NamedTuple
@@ -27,19 +27,18 @@ from onepass.kernels.grouped_weight_gradient_hopper import tiles_of
 from onepass.kernels.hopper_tiles import ELEMENT, STEP, SUPPORTED
 from onepass.kernels.launch import Out, Plan, Rows
 
-# Of a tile: its columns of ``a`` and of ``b``, and those of ``b`` that are stored at once. Each group has half of those
-# of ``a``.
+# Columns of ``a`` in a tile, of which each group of warps has half; columns of ``b`` in a strip, and how many of these
+# are stored at once.
 TILE, WIDTH, STORED = gl.constexpr(128), gl.constexpr(256), gl.constexpr(128)
 HALF = gl.constexpr(TILE.value // 2)
 MOST_STAGES = 8
-# A product with fewer elements takes less time than this kernel needs before its first tile, and torch writes one of
-# fewer rows faster (H200). Columns of ``b`` for more rows do not fit into shared memory.
+# Torch computes products of fewer elements or rows faster (H200). A strip of more rows does not fit into shared memory.
 LEAST, LEAST_ROWS, MOST_ROWS = 1 << 27, 65, 256
-BUSY = 0.8  # the least part of the multiprocessors, and of their tensor cores' columns, that is used
+BUSY = 0.8  # the least share of the multiprocessors' strips that columns of ``b`` must fill
 
 
 class Work(NamedTuple):
-    """The constants of the kernel: its sizes, the strides of rows, and the STEP rows of which there are PARTS."""
+    """The constants of the kernel: its sizes, the strides of rows, and how many times STEP rows there are (PARTS)."""
 
     V: int
     H: int
@@ -51,15 +50,15 @@ class Work(NamedTuple):
 
 @gluon.jit
 def place(W: gl.constexpr):
-    """The first column of ``b`` of this program, its first tile of columns of ``a``, and how many tiles it skips."""
+    """Of this program: the first column of its strip, its first tile, and the distance to its next ones."""
     STRIPS: gl.constexpr = tiles_of(W.H, WIDTH)
     return gl.program_id(0) % STRIPS * WIDTH, gl.program_id(0) // STRIPS, gl.num_programs(0) // STRIPS
 
 
 @gluon.jit
 def store(part, of_out, result, v0, h0):
-    """Store columns of a result, while the warps go on."""
-    tma.store_wait(0)  # until the columns before have been read
+    """Store columns of the result from shared memory, while the warps go on."""
+    tma.store_wait(0)  # until the earlier columns have been read from there
     result.store(part.to(result.dtype))
     hopper.fence_async_shared()
     tma.async_copy_shared_to_global(of_out, [v0, h0], result)
@@ -68,13 +67,13 @@ def store(part, of_out, result, v0, h0):
 @gluon.jit
 def multiply(which: gl.constexpr, ring, strip, barriers, of_out, results, W: gl.constexpr):
     """Compute and store the first (0) or the second (1) half of each tile."""
-    full, empty, there = barriers
+    full, empty, strip_full = barriers
     PARTS: gl.constexpr = W.PARTS
     of_acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    h0, first, skip = place(W)
+    h0, first, distance = place(W)
     step = 0
-    mbarrier.wait(there, 0)
-    for tile in range(first, tiles_of(W.V, TILE), skip):
+    mbarrier.wait(strip_full, 0)
+    for tile in range(first, tiles_of(W.V, TILE), distance):
         acc = gl.zeros((HALF, WIDTH), gl.float32, of_acc)
         for part in gl.static_range(PARTS):
             stage = step % W.STAGES
@@ -92,15 +91,15 @@ def multiply(which: gl.constexpr, ring, strip, barriers, of_out, results, W: gl.
 
 @gluon.jit
 def load(of_a, of_b, ring, strip, barriers, W: gl.constexpr):
-    """Load the columns of ``b``, and what `multiply` multiplies with them, in its order."""
-    full, empty, there = barriers
+    """Load the strip of ``b``, and the tiles of ``a`` in the order in which `multiply` takes them."""
+    full, empty, strip_full = barriers
     PARTS: gl.constexpr = W.PARTS
-    h0, first, skip = place(W)
-    mbarrier.expect(there, PARTS * STEP * WIDTH * ELEMENT)
+    h0, first, distance = place(W)
+    mbarrier.expect(strip_full, PARTS * STEP * WIDTH * ELEMENT)
     for part in gl.static_range(PARTS):
-        tma.async_copy_global_to_shared(of_b, [part * STEP, h0], there, strip.index(part))
+        tma.async_copy_global_to_shared(of_b, [part * STEP, h0], strip_full, strip.index(part))
     step = 0
-    for tile in range(first, tiles_of(W.V, TILE), skip):
+    for tile in range(first, tiles_of(W.V, TILE), distance):
         for part in gl.static_range(PARTS):
             stage = step % W.STAGES
             mbarrier.wait(empty.index(stage), step // W.STAGES & 1 ^ 1)
@@ -135,13 +134,13 @@ def few_rows_mm_kernel(a: "Rows", b: "Rows", out: "Out", rows: tl.int32, WORK: t
     of_out = tma.make_tensor_descriptor(out, [V, H], [H, 1], [HALF, STORED], flat)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(there, count=1)
+    strip_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(strip_full, count=1)
     for n in gl.static_range(STAGES):
         mbarrier.init(full.index(n), count=1)
         mbarrier.init(empty.index(n), count=2)
     hopper.fence_async_shared()
-    barriers = (full, empty, there)
+    barriers = (full, empty, strip_full)
     gl.warp_specialize(
         [
             (multiply, (0, ring, strip, barriers, of_out, results, W)),
@@ -153,8 +152,13 @@ def few_rows_mm_kernel(a: "Rows", b: "Rows", out: "Out", rows: tl.int32, WORK: t
 
 
 def is_for_hopper(a: Tensor, b: Tensor) -> bool:
-    """Whether this kernel computes ``a.t() @ b``, and faster than torch."""
+    """Whether this kernel computes ``a.t() @ b``, and faster than torch.
+
+    If the dtypes or the numbers of rows differ, it does not, so that the caller gets the error of torch.
+    """
     (rows, V), H = a.shape, b.shape[1]
+    if a.dtype != b.dtype or rows != len(b):
+        return False
     if not SUPPORTED or not LEAST_ROWS <= rows <= MOST_ROWS or V * H < LEAST or H % 8 or a.is_neg() or b.is_neg():
         return False
     if a.element_size() != ELEMENT.value or layout.compute_capability(a.device.index or 0) != 90:
@@ -179,8 +183,8 @@ def hopper_plan(rows: int, V: int, H: int, strides: tuple[int, int], device: tor
     """The launch of `few_rows_mm_kernel`. ``strides``: those of the rows of ``a`` and ``b``."""
     parts = -(-rows // STEP.value)
     of_strip, of_results = parts * STEP.value * WIDTH.value, TILE.value * STORED.value
-    of_barriers = 1024  # bytes, with all else that the compiler stores
-    left = layout.shared_memory() - of_barriers - (of_strip + of_results) * ELEMENT.value
+    of_compiler = 1024  # bytes of barriers and descriptors, at most
+    left = layout.shared_memory() - of_compiler - (of_strip + of_results) * ELEMENT.value
     stages = min(MOST_STAGES, left // (STEP.value * TILE.value * ELEMENT.value))
     work = Work(V, H, *strides, parts, stages)
     return Plan(few_rows_mm_kernel, programs_of(H, device), (rows,), dict(WORK=work), 4)

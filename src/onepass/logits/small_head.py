@@ -79,15 +79,16 @@ class _SmallLinear(torch.autograd.Function):
         check_upstream(grad)
         hidden, weight, row_mask = ctx.saved_tensors
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
-        valid = None if row_mask is None else (row_mask != ctx.masked).reshape(-1)
         rows = grad.reshape(-1, len(weight))
+        # Reshaped by the number of rows: an error if the data of a tensor were replaced by fewer or more rows since.
+        valid = None if row_mask is None else (row_mask != ctx.masked).reshape(len(rows))
         results: list[Tensor | None] = [None, None, None]
         with without_autocast(hidden):
             if of_hidden:
                 product = torch.mm(rows, weight)
                 results[0] = keep_valid(product, valid, product).view(hidden.shape)
             if of_weight:
-                states = hidden.reshape(-1, hidden.shape[-1])
+                states = hidden.reshape(len(rows), weight.shape[1])
                 results[1] = backend_of(rows).few_rows_mm(rows, keep_valid(states, valid))
         if of_bias:
             results[2] = rows.sum(0)
