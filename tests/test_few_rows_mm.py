@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
 from on_hopper import ON_HOPPER
@@ -64,7 +65,7 @@ def test_equals_its_definition(
 @pytest.mark.gpu
 @ON_HOPPER
 def test_what_torch_computes(planned: list[Any]) -> None:
-    """What descriptors cannot load, more rows than shared memory has place for, other dtypes, and negated views."""
+    """What descriptors cannot load, too many rows, other dtypes, and negated views."""
     a, b = (torch.randn(256, n, device="cuda", dtype=torch.bfloat16) for n in (512, 264))
     shifted = torch.randn(256 * 512 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(256, 512)
     few = [(a[:, :500].contiguous(), b), (a, b[:, :260].contiguous()), (a[:, ::2], b), (a.t().contiguous().t(), b)]
@@ -133,5 +134,18 @@ def test_where_it_is_faster(monkeypatch: pytest.MonkeyPatch, rows: int, V: int, 
     a, b = (torch.empty(rows, n, dtype=torch.bfloat16, device="meta") for n in (V, H // 8 * 8 + 8))
     b = b[:, :H]
     assert hopper.is_for_hopper(a, b) == taken
-    for x, y in ((a.float(), b.float()), (a, b.half()), (a.half(), b), (a, b.float()), (a, b[:-1]), (a[:-1], b)):
+    zeros, ints = torch._efficientzerotensor(a.shape, dtype=a.dtype, device="meta"), (a.short(), b.short())
+    others = (a.float(), b.float()), (a, b.half()), (a.half(), b), ints, (zeros, b), (a, torch._neg_view(b))
+    for x, y in (*others, (a, b[:-1]), (a[:-1], b)):
         assert not hopper.is_for_hopper(x, y)
+
+
+def test_a_mode_that_is_entered_for_the_backward_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_head, "SMALL_ON", ("cpu",))
+    monkeypatch.setattr(onepass.reference, "few_rows_mm", lambda a, b: pytest.fail("not seen"))
+    monkeypatch.setattr(import_module("onepass.kernels"), "few_rows_mm", onepass.reference.few_rows_mm)
+    hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
+    loss = onepass.linear_cross_entropy(hidden, weight, torch.arange(4))
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    assert counter.get_total_flops() == 2 * 2 * 4 * 8 * 16

@@ -2,7 +2,7 @@
 
 A usual GEMM loads both operands of every tile from the L2 cache, and with so few rows, it takes longer to load and
 store a tile than to compute it. Here each program keeps a strip of ``b``, which is WIDTH of its columns, in shared
-memory. It loads tiles of ``a`` only, and descriptors store the results while the next tile is computed. As in
+memory. It loads tiles of ``a`` only, and a descriptor stores a result from shared memory while the warps go on. As in
 `grouped_gemm_hopper`, one warp loads, and two groups of four warps multiply, each for half of a tile. Consecutive
 programs have different strips and the same tiles, so that whole rows of the result are written at about the same time.
 
@@ -25,20 +25,21 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from onepass.kernels import layout
 from onepass.kernels.grouped_weight_gradient_hopper import tiles_of
 from onepass.kernels.hopper_tiles import ELEMENT, STEP, SUPPORTED
-from onepass.kernels.launch import Out, Plan, Rows
+from onepass.kernels.launch import Out, Plan, Rows, is_lazy
 
 # Columns of ``a`` in a tile, of which each group of warps has half; columns of ``b`` in a strip, and how many of these
 # are stored at once.
 TILE, WIDTH, STORED = gl.constexpr(128), gl.constexpr(256), gl.constexpr(128)
 HALF = gl.constexpr(TILE.value // 2)
 MOST_STAGES = 8
-# Torch computes products of fewer elements or rows faster (H200). A strip of more rows does not fit into shared memory.
+# Torch computes products of fewer elements or rows faster (H200). More rows leave shared memory for few stages or none.
 LEAST, LEAST_ROWS, MOST_ROWS = 1 << 27, 65, 256
-BUSY = 0.8  # the least share of the multiprocessors' strips that columns of ``b`` must fill
+# The least product of two shares: of the multiprocessors that have a program, and of the strips' columns that exist.
+BUSY = 0.8
 
 
 class Work(NamedTuple):
-    """The constants of the kernel: its sizes, the strides of rows, and how many times STEP rows there are (PARTS)."""
+    """The constants of the kernel: its sizes, the strides of rows, and how many parts of STEP rows there are."""
 
     V: int
     H: int
@@ -157,26 +158,22 @@ def is_for_hopper(a: Tensor, b: Tensor) -> bool:
     If the dtypes or the numbers of rows differ, it does not, so that the caller gets the error of torch.
     """
     (rows, V), H = a.shape, b.shape[1]
-    if a.dtype != b.dtype or rows != len(b):
+    if a.dtype != b.dtype or rows != len(b) or is_lazy(a) or is_lazy(b):
         return False
-    if not SUPPORTED or not LEAST_ROWS <= rows <= MOST_ROWS or V * H < LEAST or H % 8 or a.is_neg() or b.is_neg():
+    if not SUPPORTED or not LEAST_ROWS <= rows <= MOST_ROWS or V * H < LEAST or H % 8:
         return False
-    if a.element_size() != ELEMENT.value or layout.compute_capability(a.device.index or 0) != 90:
+    if a.dtype not in (torch.bfloat16, torch.float16) or layout.compute_capability(a.device.index or 0) != 90:
         return False
-    width = strips_of(H) * WIDTH.value
+    width = tiles_of(H, WIDTH.value) * WIDTH.value
     if programs_of(H, a.device) * H < BUSY * layout.multiprocessors(a.device) * width:
         return False
     return all([layout.tma_dimension(x, 1, 0, only_k=True) for x in (a, b)])
 
 
-def strips_of(H: int) -> int:
-    """How many strips of WIDTH columns ``b`` has."""
-    return -(-H // WIDTH.value)
-
-
 def programs_of(H: int, device: torch.device) -> int:
     """As many programs for each strip of ``b`` as there are multiprocessors for."""
-    return layout.multiprocessors(device) // strips_of(H) * strips_of(H)
+    strips: int = tiles_of(H, WIDTH.value)
+    return layout.multiprocessors(device) // strips * strips
 
 
 def hopper_plan(rows: int, V: int, H: int, strides: tuple[int, int], device: torch.device) -> Plan:

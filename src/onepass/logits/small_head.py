@@ -89,7 +89,11 @@ class _SmallLinear(torch.autograd.Function):
                 results[0] = keep_valid(product, valid, product).view(hidden.shape)
             if of_weight:
                 states = hidden.reshape(len(rows), weight.shape[1])
-                results[1] = backend_of(rows).few_rows_mm(rows, keep_valid(states, valid))
+                states = keep_valid(states, valid)
+                if are_ordinary(rows, states):
+                    results[1] = backend_of(rows).few_rows_mm(rows, states)
+                else:  # a mode that was entered for the backward, as a counter of operations, sees the product
+                    results[1] = torch.mm(rows.t(), states)
         if of_bias:
             results[2] = rows.sum(0)
         return *results, None, None
