@@ -87,9 +87,9 @@ def linear_loss(
 
     Raises:
         TypeError, ValueError, IndexError: as `softmax_statistics`; also if ``loss_fn`` returns another shape, is
-            differentiable with respect to a tensor that is not among ``row_inputs`` (not with ``groups`` and
-            ``reduction="none"``, where autograd computes its gradient), or if the loss of a row depends on other rows
-            (checked on a CPU and with ``ONEPASS_DEBUG=1``, for the gradient of the first row).
+            differentiable with respect to a tensor that is not among ``row_inputs``, or if the loss of a row depends on
+            other rows (checked on a CPU and with ``ONEPASS_DEBUG=1``, for the gradient of the first row). The last two
+            are not raised where ``groups`` take four GEMMs: autograd then computes these gradients.
 
     Example::
 
