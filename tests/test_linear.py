@@ -1,7 +1,6 @@
 """The linear head against the same losses of logits that are there: values, gradients, precision, refusals."""
 
 import os
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -23,10 +22,9 @@ from linear_cases import (
     teacher_tokens,
     tiles_of,
 )
-from onepass.logits import small_head, valid_rows
 from onepass.logits import tiled_loss as head_loss
 from onepass.logits import tiled_statistics as head_statistics
-from onepass.logits.observer import Metrics
+from onepass.logits import valid_rows
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
 
@@ -92,75 +90,6 @@ def test_masked_rows_of_a_mask_that_is_changed_before_the_backward(device, tile,
     kept.fill_(True)
     for found in torch.autograd.grad(loss, (hidden, scale), torch.full_like(loss, number)):
         assert torch.equal(found.eq(0).all(-1), target == -100)
-
-
-SMALL = {"mean": {}, "sum": {"reduction": "sum", "softcap": 9.0}, "num_items": {"num_items": 3, "temperature": 0.7}}
-
-
-@pytest.mark.parametrize("options", SMALL)
-def test_logits_of_few_rows_are_computed_at_once(device, monkeypatch, options):
-    """What masked rows hold, NaN too, reaches no gradient; nobody counts them."""
-    hidden, weight, bias, target = batch(device, rows=(3, 4))
-    parts = hidden, weight, bias
-    expected = onepass.cross_entropy(onepass.LinearLogits(*parts), target, **SMALL[options])
-    expected = expected.detach(), gradients(expected, parts)
-    monkeypatch.setattr(small_head, "SMALL_ON", (device.type,))
-    monkeypatch.setattr(head_loss, "plan", lambda *arguments: pytest.fail("tiles"))
-    with torch.no_grad():
-        hidden[target == -100] = torch.nan
-    got = onepass.cross_entropy(onepass.LinearLogits(*parts), target, **SMALL[options])
-    assert_all_close([got.detach()], [expected[0]], "loss")
-    assert_all_close(gradients(got, parts), expected[1])
-
-
-@pytest.mark.parametrize("of_hidden", [True, False])
-@pytest.mark.parametrize("changed", ["hidden", "target"])
-@pytest.mark.parametrize("count", [7, 22])
-def test_data_of_few_rows_that_is_replaced_before_the_backward(device, monkeypatch, changed, count, of_hidden):
-    """No kernel reads beyond it."""
-    monkeypatch.setattr(small_head, "SMALL_ON", (device.type,))
-    hidden, weight = torch.randn(11, 8, device=device), torch.randn(37, 8, device=device, requires_grad=True)
-    target = torch.zeros(11, dtype=torch.long, device=device)
-    loss = onepass.cross_entropy(onepass.LinearLogits(hidden.requires_grad_(of_hidden), weight), target)
-    of = {"hidden": hidden, "target": target}[changed]
-    of.data = of.data.new_zeros(count, *of.shape[1:])
-    with pytest.raises(RuntimeError, match="invalid for input of size"):
-        loss.backward()
-
-
-def test_which_logits_are_few(device, monkeypatch):
-    def is_small(hidden=None, weight=None, index=None, **options):
-        given = torch.zeros(11, 8, device=device), torch.zeros(37, 8, device=device, requires_grad=True)
-        hidden, weight = given[0] if hidden is None else hidden, given[1] if weight is None else weight
-        return small_head.small_logits(onepass.LinearLogits(hidden, weight, **options), index, 0) is not None
-
-    monkeypatch.setattr(small_head, "SMALL_ON", (device.type,))
-    hidden, weight = torch.zeros(11, 8, device=device), torch.zeros(37, 8, device=device)
-    assert is_small() and not is_small(max_memory=1 << 20) and not is_small(weight=weight)
-    assert not is_small(hidden.half(), weight.half().requires_grad_())
-    low = torch.zeros(2, 8, device=device), torch.zeros(37, 2, device=device), 1.0
-    assert not is_small(lora=low)
-    for name, value in (("observer", Metrics()), ("round_before_bias", True)):
-        with monkeypatch.context() as patched:
-            patched.setattr(onepass.LinearLogits, name, value)
-            assert not is_small()
-    assert not is_small(hidden.bfloat16(), weight.bfloat16().requires_grad_(), logits_dtype=torch.float32)
-    with torch.no_grad():
-        assert not is_small()
-    with torch.inference_mode():
-        index = torch.zeros(11, dtype=torch.long, device=device)
-    assert not is_small(index=index)
-    with onepass.batch_invariant():
-        assert not is_small()
-    onepass.gather_parameters(lambda parameters: nullcontext())
-    assert not is_small()  # autograd would save a weight that is partitioned again
-    onepass.gather_parameters(None)
-    for name, least in (("SMALL_PRODUCT", 11 * 8 * 37), ("SMALL_LOGITS", 11 * 37 * 4)):
-        monkeypatch.setattr(small_head, name, least)
-        assert is_small()
-        monkeypatch.setattr(small_head, name, least - 1)
-        assert not is_small()
-        monkeypatch.setattr(small_head, name, least)
 
 
 @pytest.mark.pairs

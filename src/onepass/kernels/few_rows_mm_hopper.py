@@ -2,7 +2,7 @@
 
 A usual GEMM loads both operands of every tile from the L2 cache, and with so few rows, it takes longer to load and
 store a tile than to compute it. Here each program keeps a strip of ``b``, which is WIDTH of its columns, in shared
-memory. It loads tiles of ``a`` only, and a descriptor stores a result from shared memory while the warps go on. As in
+memory. It loads tiles of ``a`` only, and results are stored from shared memory while the warps compute the next. As in
 `grouped_gemm_hopper`, one warp loads, and two groups of four warps multiply, each for half of a tile. Consecutive
 programs have different strips and the same tiles, so that whole rows of the result are written at about the same time.
 
@@ -32,7 +32,7 @@ from onepass.kernels.launch import Out, Plan, Rows, is_lazy
 TILE, WIDTH, STORED = gl.constexpr(128), gl.constexpr(256), gl.constexpr(128)
 HALF = gl.constexpr(TILE.value // 2)
 MOST_STAGES = 8
-# Torch computes products of fewer elements or rows faster (H200). More rows leave shared memory for few stages or none.
+# Torch computes products of fewer elements or rows faster (H200). Of more rows, shared memory holds few stages or none.
 LEAST, LEAST_ROWS, MOST_ROWS = 1 << 27, 65, 256
 # The least product of two shares: of the multiprocessors that have a program, and of the strips' columns that exist.
 BUSY = 0.8
@@ -58,8 +58,8 @@ def place(W: gl.constexpr):
 
 @gluon.jit
 def store(part, of_out, result, v0, h0):
-    """Store columns of the result from shared memory, while the warps go on."""
-    tma.store_wait(0)  # until the earlier columns have been read from there
+    """Store columns of the result from shared memory, asynchronously."""
+    tma.store_wait(0)  # until the columns before have been read from there
     result.store(part.to(result.dtype))
     hopper.fence_async_shared()
     tma.async_copy_shared_to_global(of_out, [v0, h0], result)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from onepass import reference
 from onepass.backend import backend_of
 from onepass.core.checks import INDEX_DTYPES
 from onepass.core.dispatch import apply_to_ordinary, are_ordinary, check_upstream, without_autocast
@@ -82,30 +83,28 @@ class _SmallLinear(torch.autograd.Function):
         rows = grad.reshape(-1, len(weight))
         # Reshaped by the number of rows: an error if the data of a tensor were replaced by fewer or more rows since.
         valid = None if row_mask is None else (row_mask != ctx.masked).reshape(len(rows))
+        # A mode that is entered for the backward, such as a counter of operations, sees operations of torch.
+        backend = backend_of(rows) if are_ordinary(rows, hidden) else reference
         results: list[Tensor | None] = [None, None, None]
         with without_autocast(hidden):
             if of_hidden:
                 product = torch.mm(rows, weight)
-                results[0] = keep_valid(product, valid, product).view(hidden.shape)
+                results[0] = keep_valid(backend, product, valid, product).view(hidden.shape)
             if of_weight:
                 states = hidden.reshape(len(rows), weight.shape[1])
-                states = keep_valid(states, valid)
-                if are_ordinary(rows, states):
-                    results[1] = backend_of(rows).few_rows_mm(rows, states)
-                else:  # a mode that was entered for the backward, as a counter of operations, sees the product
-                    results[1] = torch.mm(rows.t(), states)
+                results[1] = backend.few_rows_mm(rows, keep_valid(backend, states, valid))
         if of_bias:
             results[2] = rows.sum(0)
         return *results, None, None
 
 
-def keep_valid(rows: Tensor, valid: Tensor | None, out: Tensor | None = None) -> Tensor:
+def keep_valid(backend: Any, rows: Tensor, valid: Tensor | None, out: Tensor | None = None) -> Tensor:
     """The rows ``(N, H)``, with zeros in those that are not valid, written to ``out`` if it is given."""
     if valid is None or not rows.numel():
         return rows
     rows = rows.contiguous()
     out = torch.empty_like(rows) if out is None else out
-    backend_of(rows).scale(rows, valid, out)
+    backend.scale(rows, valid, out)
     return out
 
 
