@@ -158,6 +158,41 @@ def test_equals_the_definition(place, shape, fields):
             compared(a, w, Inputs(index, mask), Options(fields, transform), backend, split)
 
 
+@pytest.mark.parametrize("width", (72, 600))
+def test_references(place, width):
+    """The largest logit of a row of the indices of 16 rows, of those that are not masked and in the vocabulary."""
+    device, dtype, _ = place
+    rows, vocab = 310, 700
+    a, w, index = draw(device, (rows, vocab, width), dtype, 0.25)
+    a[32:48], index[32:48] = -w[9], 9  # all logits of these indices are negative
+    index[3], index[36], index[300] = -100, vocab, -1
+    a[17], w[index[80]] = torch.nan, torch.inf
+    mask = torch.arange(rows, device=device) % 5 != 1
+    parts, tiles, m_tiles = -(-rows // module.PART), -(-vocab // module.WIDTH), -(-rows // module.TILE_ROWS)
+    reference = a.new_full((rows,), 7.0, dtype=torch.float32)
+    marks = a.new_zeros((parts, tiles), dtype=torch.int8)
+    due = a.new_full((1 + m_tiles,), 7, dtype=torch.int32)
+    options = Options("log_probs", Transform(0.5))
+    about = rows, vocab, width, (a.stride(0), w.stride(0)), options
+    module.launch(module.plan_of_reference, about, (a, w, index, mask, reference, marks, due))
+
+    kept = mask & (index >= 0) & (index < vocab)
+    logits = (a.double() @ w.double().t()).to(dtype).double() * 2.0 * module.LOG2E.value
+    expected, marked = torch.full((rows,), torch.inf, dtype=torch.float64, device=device), torch.zeros_like(marks)
+    for row in range(rows):
+        first = row // 16 * 16
+        indices = index[first : first + 16][kept[first : first + 16]]
+        if kept[row]:
+            marked[row // module.PART, index[row] // module.WIDTH] = 1
+            found = logits[row, indices].nan_to_num(-torch.inf, torch.inf).amax()
+            expected[row] = torch.nan if logits[row, index[row]].isnan() else found
+        elif mask[row]:
+            expected[row] = torch.nan
+    torch.testing.assert_close(reference.double(), expected, equal_nan=True, rtol=1e-6, atol=0.0)
+    assert torch.equal(marks, marked) and not due.any()
+    assert (expected.isfinite() & (expected < 0)).any() and expected.isnan().any()
+
+
 def test_labels_that_are_far_below_the_largest_logit(place):
     """Only the tiles of rows that have one are computed again, relative to the largest logit."""
     device, dtype, emulated = place

@@ -2,14 +2,15 @@
 
 The gradient of the log-prob of a class y with respect to the logits of a row is ``onehot(y) - exp(z) / Σ exp(z)``. The
 usual way writes the logits, reads them and writes their gradient, since the normalizer of a row is known only when all
-of its logits are. Here a GEMM writes exponentials instead, relative to a reference, which is the logit of the class
-itself, computed before. Only one of them, that of the class, is written again when the normalizer is known. The rest of
-the gradient is a factor for each row, by which `logits.gradients` multiplies the rows of the smaller matrices that the
-exponentials are multiplied with. `logits.tiles` calls this.
+of its logits are. Here a GEMM writes exponentials instead, relative to a reference, which is computed before: the
+largest of the row's logits of its own class and of the classes of its neighbors. Only one exponential, that of the
+class, is written again when the normalizer is known. The rest of the gradient is a factor for each row, by which
+`logits.gradients` multiplies the rows of the smaller matrices that the exponentials are multiplied with. `logits.tiles`
+calls this.
 
-If a row has a logit that is far larger than that of its class, its exponentials could overflow. The maxima of the rows
-show it. A second launch then computes the tiles of these rows again, relative to the maxima, and does nothing
-otherwise, so that the CPU does not wait.
+If a row has a logit that is far larger than its reference, its exponentials could overflow. The maxima of the rows show
+it. A second launch then computes the tiles of these rows again, relative to the maxima, and does nothing otherwise, so
+that the CPU does not wait.
 
 Bytes moved: those of the GEMM, see `linear_exponentials_hopper`, and for the references once more a row of the hidden
 states and one of the weight for each row.
@@ -44,7 +45,7 @@ TILE_ROWS = PART * PARTS
 # The largest logit of a row and its reference differ by at most so many powers of two. The sum of a row is then finite,
 # and so is its inverse.
 FARTHEST = tl.constexpr(80.0)
-ROWS, BLOCK_K = 4, 512  # of `reference_kernel`
+ROWS, BLOCK_K = 16, 256  # of `reference_kernel`
 # Rows of a program of `merge_exponentials_kernel`, and tiles and logits of these that it reads or writes at once: few
 # rows, so that there are programs for all multiprocessors, but whole sectors of memory.
 MERGED, TILES, BLOCK = 16, 256, 256
@@ -67,25 +68,34 @@ def reference_kernel(
     V: tl.constexpr, K: tl.constexpr, A_ROW: tl.constexpr, W_ROW: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr, PART: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The logit of the index of every row, times ``factor``, to which exponentials are relative.
+    """The number to which the exponentials of a row are relative: the largest of its logits of the indices of the ROWS
+    rows of a program, times ``factor``.
+
+    The indices of the other rows cost no memory traffic, since their classes are read anyway. With them, the reference
+    of a row whose own class is unlikely is closer to its largest logit, so that fewer rows are computed again. A head
+    with random classes also takes 1.3% less time (H200, at its power limit; 32,768 rows of 2048, logits with a standard
+    deviation of 3); one with classes drawn from the softmax takes as long as before.
 
     Inputs: ``a`` ``(rows, K)``; ``w`` ``(V, K)``; ``index`` and ``row_mask`` ``(rows,)``, the second or None.
-    Outputs: ``reference`` ``(rows,)``, infinite for masked rows, NaN if the index is outside of the vocabulary;
-    ``marks``, which holds zeros, see `linear_exponentials_kernel`; zeros in ``due``.
+    Outputs: ``reference`` ``(rows,)``, infinite for masked rows, NaN if the index is outside of the vocabulary or has
+    a NaN logit; ``marks``, which holds zeros, see `linear_exponentials_kernel`; zeros in ``due``.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     active = unmasked(row_mask, row, rows, masked)
     label = tl.load(index + row, mask=active, other=-1).to(tl.int64)
     inside = (label >= 0) & (label < V)
-    total = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    total = tl.zeros([ROWS, ROWS], tl.float32)  # the logits of every row, of the indices of all rows
     for k0 in range(0, K, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         mask = inside[:, None] & (k < K)[None, :]
-        x = tl.load(a + row[:, None].to(tl.int64) * A_ROW + k[None, :], mask=mask, other=0.0).to(tl.float32)
-        y = tl.load(w + label[:, None] * W_ROW + k[None, :], mask=mask, other=0.0).to(tl.float32)
-        total += x * y
-    logit = tl.sum(total, axis=1).to(a.dtype.element_ty).to(tl.float32)
-    found = tl.where(inside, logit * factor, float("nan"))
+        x = tl.load(a + row[:, None].to(tl.int64) * A_ROW + k[None, :], mask=mask, other=0.0)
+        y = tl.load(w + label[:, None] * W_ROW + k[None, :], mask=mask, other=0.0)
+        total = tl.dot(x, tl.trans(y), total)
+    z = total.to(a.dtype.element_ty).to(tl.float32)
+    place = tl.arange(0, ROWS)
+    own = tl.sum(tl.where(place[:, None] == place[None, :], z, 0.0), axis=1)
+    highest = tl.max(tl.where(inside[None, :], z, -float("inf")), axis=1)
+    found = tl.where(inside & (own == own), highest * factor, float("nan"))
     tl.store(reference + row, tl.where(active, found, float("inf")), mask=row < rows)
     tl.store(marks + row // PART * tl.cdiv(V, WIDTH) + label // WIDTH, tl.full([ROWS], 1, tl.int8), mask=inside)
     tl.store(due, 0)
@@ -284,7 +294,7 @@ def plan_of_reference(
         TILE_ROWS=TILE_ROWS,
         WIDTH=WIDTH,
     )
-    return Plan(reference_kernel, -(-rows // ROWS), numbers, constexprs, 4)
+    return Plan(reference_kernel, -(-rows // ROWS), numbers, constexprs, 2)
 
 
 def plan_for(
