@@ -252,7 +252,7 @@ def test_small_upstream_gradients_of_a_frozen_head(taken, monkeypatch):
     function = reference.linear_exponentials
 
     def shifted(*given):
-        """As those of a Hopper GPU, which are relative to the class itself."""
+        """As those of a Hopper GPU for a single row, which are relative to its own class."""
         factors = function(*given)
         given[5].mul_(2.0**79)
         return factors.mul_(2.0**-79)
