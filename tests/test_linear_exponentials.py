@@ -163,7 +163,7 @@ def test_equals_the_definition(place, shape, fields):
 
 @pytest.mark.parametrize("width", (72, 600))
 def test_references(place, width):
-    """The largest logit of a row of the indices of 16 rows, of those that are not masked and in the vocabulary."""
+    """The largest logit of a row at the indices of its block of 16 rows, those in the vocabulary and not masked."""
     device, dtype, _ = place
     rows, vocab = 310, 700
     a, w, index = draw(device, (rows, vocab, width), dtype, 0.25)

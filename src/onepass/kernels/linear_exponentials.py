@@ -3,10 +3,10 @@
 The gradient of the log-prob of a class y with respect to the logits of a row is ``onehot(y) - exp(z) / Σ exp(z)``. The
 usual way writes the logits, reads them and writes their gradient, since the normalizer of a row is known only when all
 of its logits are. Here a GEMM writes exponentials instead, relative to a reference, which is computed before: the
-largest logit of the row among its own class and the classes of up to 15 rows beside it, those of a block of 16 rows.
-Only one exponential, that of the class, is written again when the normalizer is known. The rest of the gradient is a
-factor for each row, by which `logits.gradients` multiplies the rows of the smaller matrices that the exponentials are
-multiplied with. `logits.tiles` calls this.
+largest of the row's logits of its own class and of the classes of the other rows in its block of 16 rows. Only one
+exponential, that of the class, is written again when the normalizer is known. The rest of the gradient is a factor for
+each row, by which `logits.gradients` multiplies the rows of the smaller matrices that the exponentials are multiplied
+with. `logits.tiles` calls this.
 
 If a row has a logit that is far larger than its reference, its exponentials could overflow. The maxima of the rows show
 it. A second launch then computes the tiles of these rows again, relative to the maxima, and does nothing otherwise, so
@@ -68,13 +68,13 @@ def reference_kernel(
     V: tl.constexpr, K: tl.constexpr, A_ROW: tl.constexpr, W_ROW: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr, PART: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The number to which the exponentials of a row are relative: its largest logit among the indices of the ROWS rows
-    of a program, times ``factor``. Masked rows, and indices outside of the vocabulary, do not count.
+    """The number to which the exponentials of a row are relative: the largest of its logits at the indices of the ROWS
+    rows of a program, times ``factor``. Masked rows, and indices outside of the vocabulary, do not count.
 
-    The rows of the weight at the other indices are read anyway, so that they cost no memory traffic. If the own index
-    of a row is unlikely, they bring its reference closer to its largest logit, and fewer rows are computed again. A
-    head with random indices also takes about 1% less time than with own indices alone (hidden size 2048, H200 at its
-    power limit). The last bits of the results of a row depend on the indices of the others.
+    The program reads the weight at the indices of all of its rows anyway, so that the logits at the indices of other
+    rows cost no memory traffic. If the class at its own index is unlikely, a row then has a reference closer to its
+    largest logit, and fewer rows are computed again. A head with random indices also takes about 1% less time (hidden
+    size 2048, H200). The last bits of the results of a row depend on the indices of the other rows.
 
     Inputs: ``a`` ``(rows, K)``; ``w`` ``(V, K)``; ``index`` and ``row_mask`` ``(rows,)``, the second or None.
     Outputs: ``reference`` ``(rows,)``, infinite for masked rows, NaN if the index is outside of the vocabulary or has
@@ -84,7 +84,7 @@ def reference_kernel(
     active = unmasked(row_mask, row, rows, masked)
     label = tl.load(index + row, mask=active, other=-1).to(tl.int64)
     inside = (label >= 0) & (label < V)
-    total = tl.zeros([ROWS, ROWS], tl.float32)  # of every row and index
+    total = tl.zeros([ROWS, ROWS], tl.float32)  # the logits of each row at the indices of all rows
     for k0 in range(0, K, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         mask = inside[:, None] & (k < K)[None, :]
